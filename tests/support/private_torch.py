@@ -59,8 +59,7 @@ class Name:
 
 
 _STALL: Final = "the stall report cannot count torch's own collectives"
-_EXACT: Final = "degrades: resumes on more than two ranks agree to rounding, not bit for bit; logged once"
-_HOLDS: Final = "degrades: no save inside a window with shards and replicas; logged once"
+_HOLDS: Final = "degrades: after load_state inside a window in the same process, its gradients count in the next"
 _SCALE: Final = "fp16 fails"
 _ELASTIC: Final = "the launcher fails"
 _BLOCKWISE: Final = "causal context parallelism by allgather fails"
@@ -79,27 +78,18 @@ NAMES: Final = (
         ("src/hasten/trust/memory.py",),
         "memory_snapshot() fails on a GPU",
     ),
-    # DDP: the order of its buckets
-    Name(_DDP, "reducer", (_BUCKETS,), _EXACT),
-    Name("torch.distributed:Reducer", "_rebuild_buckets", (_BUCKETS,), _EXACT),
-    Name(_DDP, "logger", (_BUCKETS,), _EXACT),
-    Name("torch.distributed:Logger", "set_runtime_stats_and_log", (_BUCKETS,), _EXACT),
-    Name(_DDP, "_get_ddp_logging_data", (_BUCKETS, "src/hasten/strategies/ddp/strategy.py"), _EXACT),
-    Name(_DDP, "_comm_hooks", (_BUCKETS,), _EXACT),
+    # DDP: the time of its exchange, and the order of its buckets
+    Name(_DDP, "_get_ddp_logging_data", ("src/hasten/strategies/ddp/strategy.py",), "degrades: that time is unknown"),
     Name(
         _DDP,
         "_ddp_params_and_buffers_to_ignore",
         ("src/hasten/strategies/ddp/strategy.py",),
         "quantized weights of torchao fail under DDP",
     ),
-    Name("torch.distributed:Reducer", "_remove_autograd_hooks", (_BUCKETS,), _EXACT),
-    Name(_DDP, "_build_params_for_reducer", (_BUCKETS,), _EXACT),
-    Name(_DDP, "_build_debug_param_to_name_mapping", (_BUCKETS,), _EXACT),
-    Name(_DDP, "_ddp_init_helper", (_BUCKETS,), _EXACT),
     Name(
         _DDP,
         "require_forward_param_sync",
-        ("src/hasten/strategies/ddp/strategy.py",),
+        (_BUCKETS, "src/hasten/strategies/ddp/strategy.py"),
         "buffers may be synchronised once more",
     ),
     Name(
@@ -127,11 +117,8 @@ NAMES: Final = (
     Name(_STATE, "_fsdp_param_group", (_HELD,), _HOLDS, instead_of="_fsdp_param_groups"),
     Name(_GROUP, "fsdp_params", (_HELD,), _HOLDS),
     Name(_GROUP, "_partial_reduce_output", (_HELD,), _HOLDS),
-    Name(_PARAM, "sharded_param", (_HELD,), _HOLDS),
     Name(_PARAM, "unsharded_accumulated_grad", (_HELD,), _HOLDS),
-    Name(
-        _PARAM, "_unsharded_param", (_HELD,), "degrades: gradients that set_requires_gradient_sync(False) left are lost"
-    ),
+    Name(_PARAM, "_unsharded_param", (_HELD,), _HOLDS),
     # DTensor
     Name(
         "torch.distributed.tensor.debug",

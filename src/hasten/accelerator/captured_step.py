@@ -310,12 +310,12 @@ class CapturedStep(Generic[P, R]):
 
     def _holding(self) -> Callable[[], None]:
         """Return a function that restores all counters of the host to their current values."""
-        clock, windows = self._clock, self._clock.holding()
+        clock = self._clock
         counted = clock.num_passes, clock.num_updates
         optimizers = [(one, one.counts()) for one in self._prepared.optimizers]
 
         def put_back() -> None:
-            windows()
+            clock.begin_anew()
             clock.num_passes, clock.num_updates = counted
             for one, counts in optimizers:
                 one.restore_counts(counts)

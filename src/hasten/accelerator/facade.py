@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -207,6 +208,10 @@ class Accelerator:
         )
         self._prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
+        owner = weakref.ref(self)  # the clock must not keep the Accelerator alive
+        parts.clock.read_position = lambda: (
+            None if (accelerator := owner()) is None else accelerator._saving.read_position()
+        )
         if parts.config.checkpoint_in_memory is not None:
             self._saving.keep_in_memory(parts.config.checkpoint_in_memory)
         if parts.watch is not None:
@@ -238,7 +243,7 @@ class Accelerator:
                 self._precision,
                 state.Randomness(self.ctx.device),
                 self._tracking if self._tracking.names else None,
-                self._strategy,
+                self._strategy.drop_gradients,
                 self._epochs,
                 averages=self._prepared.averages,
             ),
@@ -548,12 +553,13 @@ class Accelerator:
             known = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
             known = None
-        if known is not None and not known.entered:
+        if known is not None:
             return known
         arguments.check_modules(models, "accumulate(models)")
-        key = tuple(self._prepared.index_of(model) for model in models)
+        for model in models:
+            self._prepared.index_of(model)
         each = self.config.gradient_accumulation.sync_each_batch
-        made = Accumulation(self._clock, self._strategy, models or tuple(self._prepared.models), key, each)
+        made = Accumulation(self._clock, self._strategy, models or tuple(self._prepared.models), each)
         if models:  # the default, all prepared models, may differ in the next call
             self._accumulations[models] = made
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,7 +20,6 @@ from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProfileKwargs
 from hasten.errors import ArgumentError, ConfigError, DataError, HastenWarning, MismatchError, StepError
 from hasten.optim.clock import LoaderCursor, StepClock
-from hasten.optim.window import Key
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Strategy
 from hasten.trees import Tree
@@ -29,22 +28,18 @@ from hasten.trees import Tree
 class Accumulation:
     """Context manager for the micro-steps of the same models, reused for each of them.
 
-    A block nested in another one, over other models, is part of the outer micro-step: both share one window.
     It is a class whose instance is reused, because a generator, or a new object for every micro-step, would cost more than
     the rest of the step's overhead.
     """
 
-    __slots__ = ("_clock", "_hidden", "_key", "_models", "_quiet", "_strategy", "_syncs", "entered")
+    __slots__ = ("_clock", "_hidden", "_models", "_quiet", "_strategy", "_syncs")
 
     def __init__(
-        self, clock: StepClock, strategy: Strategy, models: Sequence[nn.Module], key: Key, sync_each_batch: bool
+        self, clock: StepClock, strategy: Strategy, models: tuple[nn.Module, ...], sync_each_batch: bool
     ) -> None:
-        self.entered = False
-        """True inside the block; a nested block needs a separate object."""
         self._clock = clock
         self._strategy = strategy
         self._models = models
-        self._key = key
         self._syncs = strategy.caps.synchronises and not sync_each_batch
         self._hidden = strategy.caps.hides_gradients
         self._quiet: AbstractContextManager[object] | None = None
@@ -52,11 +47,12 @@ class Accumulation:
     def __enter__(self) -> None:
         clock = self._clock
         if clock.inside:
-            boundary = self._enter_nested()
-        else:
-            boundary = clock.tick(self._key)
-            clock.inside.append((self._key, self._models))
-        self.entered = True
+            raise StepError(
+                "accumulate() was entered inside an accumulate() block; one micro-step would count twice and the update would come too early. "
+                "Remove the inner block, and name all models in the outer one: accumulate(first, second)."
+            )
+        boundary = clock.tick(self._models)
+        clock.inside = True
         # Optimizers that share a window must see the gradients of every backward.
         if boundary or not self._syncs or (self._hidden and clock.crowded):
             return
@@ -72,18 +68,13 @@ class Accumulation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.entered = False
+        self._clock.inside = False
         quiet = self._quiet
         if quiet is not None:
             self._quiet = None
             quiet.__exit__(kind, error, trace)
-        inside = self._clock.inside
-        for index in range(len(inside) - 1, -1, -1):
-            if inside[index][1] is self._models:
-                del inside[index]
-                break
-        if error is not None and not inside:
-            self._clock.interrupt(self._key)
+        if error is not None:
+            self._clock.interrupt()
             if isinstance(error, torch.OutOfMemoryError):
                 self._add_memory_report(error)
 
@@ -93,26 +84,6 @@ class Accumulation:
         device = next(parameter.device for model in self._models for parameter in model.parameters())
         report = memory.measure("memory of this rank:", self._models, self._clock.holders(), device)
         error.add_note(report.shown())
-
-    def _enter_nested(self) -> bool:
-        """Join the micro-step of the enclosing block; return whether it ends its window."""
-        clock = self._clock
-        for _, models in clock.inside:
-            for model in self._models:
-                if any(model is other for other in models):
-                    raise StepError(
-                        f"accumulate() was entered for {type(model).__name__} inside an accumulate() block for the "
-                        "same model; one micro-step would count twice and the update would come too early. Remove "
-                        "the inner block."
-                    )
-        if clock.is_open(self._key):
-            raise StepError(
-                f"accumulate() for {type(self._models[0]).__name__} was entered inside another model's block, but a "
-                "window of its own is still open; its gradients would belong to two windows. Nest the blocks in "
-                "every micro-step or in none, or use accumulate(first, second)."
-            )
-        clock.inside.append((self._key, self._models))
-        return clock.boundary
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,10 @@ class Loader(DataLoader[Any]):
     def _begin(self, skip: int, opened: bool = False) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position, or `skip` batches into that epoch."""
         parts = self.parts
-        at = parts.iteration.upcoming()
+        if not parts.iteration.fresh:
+            parts.iteration.place(parts.iteration.upcoming())
+        parts.clock.keep_position(parts.cursor)
+        at = parts.iteration.start
         if skip:
             at = replace(parts.source.skipped(replace(at, consumed=0), skip), batches=skip)
         if parts.equalise is not None and at.consumed == 0:  # a resumed epoch has saved states
@@ -230,6 +233,8 @@ class Loader(DataLoader[Any]):
                 return
             if active.before_next is not None:
                 active.before_next(cursor)
+            if clock.every > 1:
+                clock.keep_position(cursor)
             if phases is not None:
                 phases.asked(clock.num_passes == passes)
         if iteration.start is here:
@@ -363,17 +368,21 @@ class Loader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loop on this rank as JSON values, sufficient for an exact resume."""
-        parts = self.parts
-        iteration = parts.iteration
-        source = parts.source
-        if parts.cursor.cut and not iteration.fresh:  # the loop that read it is over, so its pass is too
+        iteration = self.parts.iteration
+        if self.parts.cursor.cut and not iteration.fresh:  # the loop that read it is over, so its pass is too
             iteration.place(iteration.upcoming())
-        if iteration.steps:
-            at = source.reached(iteration.start, iteration.steps, iteration.source_state)
+        return self._encoded(iteration.steps)
+
+    def _encoded(self, steps: int) -> dict[str, Any]:
+        """Return the position after `steps` batches of the pass that runs or comes next."""
+        parts = self.parts
+        iteration, source = parts.iteration, parts.source
+        if steps:
+            at = source.reached(iteration.start, steps, iteration.source_state)
         else:
             at = self._remembered(iteration.start)
         ran = self._has_workers() if self.persistent_workers and not at.consumed else None
-        at = replace(at, batches=iteration.start.batches + iteration.steps, workers_ran=ran)
+        at = replace(at, batches=iteration.start.batches + steps, workers_ran=ran)
         state = encode(at, source.unit, source.size())
         if (reading := getattr(source, "reading", None)) is not None:
             state["reading"] = dict(reading)
@@ -381,8 +390,17 @@ class Loader(DataLoader[Any]):
             state["left_out"] = sorted(map(list, iteration.left_out))
         return state
 
-    def saved_state(self) -> dict[str, Any]:
-        """Return the state that checkpoints contain; `load_state_dict` takes it too."""
+    def saved_state(self, has_trained: bool = False) -> dict[str, Any]:
+        """Return the state that checkpoints contain; `load_state_dict` takes it too.
+
+        In a run that `has_trained`, a pass without backward passes is an evaluation, which a resumed run begins anew.
+        """
+        iteration, cursor = self.parts.iteration, self.parts.cursor
+        if iteration.fresh or not has_trained or self.parts.clock.num_passes > cursor.passes_before:
+            return self.state_dict()
+        if self.is_running():
+            return self._encoded(0)
+        iteration.place(iteration.upcoming())
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -391,8 +409,12 @@ class Loader(DataLoader[Any]):
         Raises: DataError when the state belongs to other data.
         """
         parts = self.parts
-        parts.iteration.place(decode(state, parts.source.unit, parts.source.size()))
+        parts.iteration.place(self.checked(state))
         parts.iteration.left_out = set(map(tuple, state.get("left_out", ())))
+
+    def checked(self, state: Mapping[str, Any]) -> Position:
+        """Return the position in a state. Raises: DataError when it belongs to other data."""
+        return decode(state, self.parts.source.unit, self.parts.source.size())
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The step clock: counts micro-steps and finds the one that ends its accumulation window; callbacks of a step."""
+"""The step clock: counts micro-steps and finds the one that ends the accumulation window; callbacks of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.errors import ConfigError, StepError
 from hasten.optim.gradients import Unowned
 from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor, StepObserver
 from hasten.optim.loss_weights import LossWeights
-from hasten.optim.window import Holder, Key, Number, SeparateGradients, Window, hold
+from hasten.optim.window import Holder, Number, Window
 
 __all__ = ["LoaderCursor", "StepClock"]
 
@@ -60,7 +60,7 @@ class StepListener:
 
 @dataclass(slots=True, weakref_slot=True)
 class StepClock:
-    """Counter of micro-steps and windows, one window per group of models.
+    """Counter of micro-steps of one Accelerator, which has one accumulation window.
 
     The gradient that reaches the optimizer is the mean over the window (or the weighted mean over the window and
     all ranks). Losses are weighed with the facts known when they arrive; the rest is applied to the gradients once,
@@ -74,21 +74,27 @@ class StepClock:
     """True if a short window is divided by `every`, not by its number of micro-steps."""
     boundary: bool = True
     """True if the current micro-step ends its window: gradients are synchronised and optimizers step."""
+    checks_models: bool = True
+    """True if all micro-steps of a window must be of the same models."""
     interrupted: bool = False
     """True if the current micro-step ended with an error and was rolled back."""
     pending: bool = False
     """True if the current window's gradients must be multiplied by `correction()` before use."""
-    _windows: dict[Key | None, Window] = field(default_factory=dict)
-    _current: Window = field(init=False)
+    inside: bool = False
+    """True inside an accumulate() block."""
+    _window: Window = field(init=False)
     loaders: ActiveLoaders = field(default_factory=ActiveLoaders)
     """The loaders being iterated."""
-    _serial: int = 0
+    read_position: Callable[[], object] | None = None
+    """Returns the position of the loop, to keep it from the beginning of a window; None if nothing is saved."""
+    position: object | None = None
+    """The loop's position at the beginning of the window that is open, or that the next micro-step opens."""
+    _position_time: int = 0
+    """Time at which it was read, in moves of all loaders."""
     num_updates: int = 0
     """Number of steps of any optimizer at a boundary."""
     num_passes: int = 0
     """Number of backward passes of this run."""
-    inside: list[tuple[Key, Sequence[object]]] = field(default_factory=list)
-    """The active accumulate() blocks, outermost first: their keys and models."""
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
     alone: bool = True
     """True if there is at most one optimizer."""
@@ -107,7 +113,7 @@ class StepClock:
     def __post_init__(self) -> None:
         if self.every != 1 or isinstance(self.every, bool):
             check_every(self.every)
-        self._current = self._open(None)
+        self._window = Window(self.every, serial=1)
 
     @property
     def active(self) -> LoaderCursor | None:
@@ -122,17 +128,28 @@ class StepClock:
     @property
     def micro(self) -> int:
         """Number of micro-steps started in the current window."""
-        return self._current.micro
+        return self._window.micro
 
     @property
     def serial(self) -> int:
         """Unique number of the current window."""
-        return self._current.serial
+        return self._window.serial
 
     @property
     def in_flight(self) -> int:
-        """Number of losses whose gradients no optimizer has used yet, this window's included."""
-        return sum(w.losses for w in self._windows.values() if w is self._current or not w.closed)
+        """Number of losses whose gradients no optimizer has used yet."""
+        return self._window.losses
+
+    @property
+    def num_earlier_losses(self) -> int:
+        """Number of these losses that came before the current micro-step."""
+        return self._window.before
+
+    @property
+    def is_open(self) -> bool:
+        """True if a window has begun and its update has not been made: a save stores the state at its beginning."""
+        window = self._window
+        return (window.micro > 0 and not window.closed) or (window.losses > 0 and self._waiting())
 
     @property
     def may_clear(self) -> bool:
@@ -141,18 +158,18 @@ class StepClock:
         False at the start of a window's last micro-step, where a loop that clears before its backward would discard the
         other micro-steps' gradients.
         """
-        window = self._current
+        window = self._window
         return self.interrupted or (self.boundary and (window.before == 0 or window.losses > window.before))
 
     @property
     def crowded(self) -> bool:
         """True if several optimizers share windows of several micro-steps."""
-        return not self.alone and self._current.micro > 0 and self._current.every > 1
+        return not self.alone and self._window.micro > 0 and self._window.every > 1
 
     @property
     def shared(self) -> bool:
         """True if several optimizers share a window that has earlier micro-steps."""
-        return self.crowded and self._current.before > 0
+        return self.crowded and self._window.before > 0
 
     def join(self, holder: Holder) -> None:
         """Register an optimizer with the clock."""
@@ -176,40 +193,44 @@ class StepClock:
             self.listener = StepListener()
         return self.listener
 
-    def tick(self, key: Key = ()) -> bool:
-        """Start a micro-step of the window named by `key`; return True if it is the window's last.
+    def keep_position(self, cursor: LoaderCursor) -> None:
+        """Keep the loop's position before the loader of `cursor` moves, if the next micro-step opens a window of several."""
+        if self.every == 1 or self.read_position is None or self.is_open:
+            return
+        if self.position is None or not self.loaders.has_moved_since(self._position_time, besides=cursor):
+            self._position_time = self.loaders.now
+            self.position = self.read_position()
 
-        A change of `every` takes effect with the next window.
+    def tick(self, models: Sequence[object] = ()) -> bool:
+        """Start a micro-step of these models; return True if it is the window's last.
+
+        A change of `every` takes effect with the next window. Raises: StepError inside a window of other models.
         """
-        window = self._windows.get(key)
-        if window is None or window.closed or window.micro == 0:  # 0: its first micro-step was rolled back
-            window = self._open(key)
+        window = self._window
+        if window.closed or window.micro == 0:  # 0: its first micro-step was rolled back
+            if self.position is None and self.every > 1 and self.read_position is not None:
+                self.position = self.read_position()
+            window = self._open()
+            window.models = models
+        elif window.models is not models and window.models != models and self.checks_models:
+            _refuse_other_models(window, models)
         window.micro += 1
         window.before = window.losses
         window.turn = 0
-        self._current = window
         self.interrupted = False
         at_end = self.loaders.tick(window.micro > 1)
         window.closed = self.boundary = window.micro >= window.every or (at_end and self.sync_with_dataloader)
         self.pending = self.boundary and self.correction_due()
-        if self.boundary and not self.alone and self.shared:
-            for holder in self.holders():
-                holder.note_gradients()
         return self.boundary
 
-    def begin_at(self, key: Key, micro: int) -> None:
-        """Let the next micro-step of this window follow `micro` others, however many there were."""
-        window = self._windows.get(key) or self._open(key)
-        window.micro, window.closed = micro, False
+    def begin_at(self, micro: int) -> None:
+        """Let the next micro-step follow `micro` others of its window, however many there were."""
+        window = self._open() if self._window.closed else self._window
+        window.micro = micro
 
-    def is_open(self, key: Key) -> bool:
-        """Return True if a window of this name has started and not ended."""
-        window = self._windows.get(key)
-        return window is not None and window.micro > 0 and not window.closed
-
-    def interrupt(self, key: Key = ()) -> None:
+    def interrupt(self) -> None:
         """Roll back a micro-step that ended with an error; its window continues without it."""
-        window = self._current = self._windows[key]
+        window = self._window
         window.micro -= 1
         window.closed = self.pending = False
         window.losses = window.before
@@ -217,10 +238,10 @@ class StepClock:
 
     def forget(self) -> None:
         """Record that gradients accumulated before an interruption were cleared; the window continues without them."""
-        window = self._current
+        window = self._window
         window.missing = window.micro
         window.losses = window.before = 0
-        window.weights, window.weighted, window.separate_gradients = [], None, None
+        window.weights, window.weighted = [], None
         self.interrupted = False
 
     def weigh(self, loss: Tensor, weight: Number | None = None) -> tuple[Tensor, int]:
@@ -228,13 +249,13 @@ class StepClock:
 
         Raises: StepError when weighted and unweighted losses are mixed in one window.
         """
-        window = self._current
+        window = self._window
         if window.closed and window.micro == 0:  # no accumulate(): an optimizer has used the last window
             if weight is None and window.weighted is False:  # the hot path: plain windows have equal settings
                 window.closed, window.every = False, self.every
             else:
                 waiting = window.losses
-                window = self._current = self._open(None)
+                window = self._open()
                 window.losses = waiting
                 self.pending = False
         elif window.micro == window.losses == 0:  # nothing was divided by an earlier length
@@ -248,7 +269,7 @@ class StepClock:
             )
         window.losses += 1
         if self.unowned is not None:
-            self.unowned.begin(weight is not None or (window.micro > 0 and window.every > 1))
+            self.unowned.begin(weight is not None or window.every > 1)
         weights = self.weights
         if weights.idle:
             loss, weight = (loss * 0, None) if weight is None else (loss, weight * 0)
@@ -256,27 +277,16 @@ class StepClock:
             if weights.share is not None:
                 loss = loss * weights.share
             return loss, window.every
-        share = weights.weigh(window, loss, weight, self.boundary, list(self.holders()), self.unowned)
+        share = weights.weigh(window, loss, weight, self.boundary, list(self.holders()))
         self.pending = self.boundary
         return share, 1
-
-    def holding(self) -> Callable[[], None]:
-        """Return a function that restores the windows to their current state."""
-        current, boundary, pending, unit = self._current, self.boundary, self.pending, self.weights.unit
-        windows = hold(self._windows)
-
-        def put_back() -> None:
-            self._windows = windows()
-            self._current, self.boundary, self.pending, self.weights.unit = current, boundary, pending, unit
-
-        return put_back
 
     def correction(self) -> float | Tensor | None:
         """Return the factor for the current window's gradients before they are used; None for no correction.
 
         Ranks: every rank of the loss axes, because a weighted window agrees on its total weight here (once).
         """
-        window = self._current
+        window = self._window
         if window.weighted:
             return self.weights.correction(window)
         length = window.micro - window.missing
@@ -285,12 +295,12 @@ class StepClock:
 
     def window_weights(self) -> list[float] | None:
         """Return the total weight of each loss of the current window on this rank; None for losses without weights."""
-        window = self._current
+        window = self._window
         return [float(weight) for weight in window.weights] if window.weighted else None
 
     def force(self, boundary: bool) -> None:
         """Make the current micro-step a boundary or not, regardless of the count."""
-        window = self._current
+        window = self._window
         self.boundary = boundary
         if window.micro > 0:
             window.closed = boundary
@@ -298,7 +308,7 @@ class StepClock:
 
     def correction_due(self) -> bool:
         """Return True if the current window, if it ended here, would need a correction."""
-        window = self._current
+        window = self._window
         if window.weighted or self.full_divisor:
             return bool(window.weighted)
         return window.micro > 0 and window.micro - window.missing != window.every
@@ -308,9 +318,10 @@ class StepClock:
 
         Its losses stay in flight while another optimizer holds their gradients.
         """
-        window = self._current
+        window = self._window
         window.closed = True
         self.num_updates += 1
+        self.position = None
         listener = self.listener
         if listener is not None and listener.phases is not None:
             listener.phases.optimizer_done()
@@ -324,69 +335,36 @@ class StepClock:
         return any(
             not holder.spent
             and self.num_updates - holder.called_at < _RECENT
-            and any(p.grad is not None for p in holder.parameters)
+            and (not holder.readable or any(p.grad is not None for p in holder.parameters))
             for holder in self.holders()
         )
 
+    def begin_anew(self) -> None:
+        """Forget the current window: the next micro-step opens a new one."""
+        self._open()
+        self.boundary, self.pending, self.interrupted, self.position = True, False, False, None
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each open window as plain JSON values."""
-        opened = [(key, w) for key, w in self._windows.items() if not w.closed and (key is not None or w.losses)]
-        if any(window.separate_gradients is not None for _, window in opened):
-            raise StepError(
-                "the state was asked for in the middle of a window with several weighted losses per micro-step; their "
-                "gradients are kept apart until the window ends and are not part of a checkpoint. Save where "
-                "accelerator.sync_gradients is true, after the optimizer's step."
-            )
-        return {
-            "every": self.every,
-            "unit": self.weights.unit,
-            "boundary": self.boundary,
-            "windows": [window.as_plain(key, window is self._current) for key, window in opened],
-        }
+        """Return the state that outlives a window as plain JSON values."""
+        return {"unit": self.weights.unit}
 
-    def load_state_dict(self, state: Mapping[str, Any], gradients: bool = False) -> None:
-        """Restore the windows.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, at the beginning of a window."""
+        unit = state["unit"]
+        self.weights.unit = None if unit is None else float(unit)
+        self.begin_anew()
 
-        `gradients` means that the windows' accumulated gradients are restored in the parameters' .grad; without it,
-        they are counted as missing.
-        """
-        self.weights.unit = state["unit"]
-        self._windows.clear()
-        self._current = self._open(None)
-        self.boundary, self.pending = True, False
-        for saved in state["windows"]:
-            if saved["key"] is None and not gradients:
-                continue
-            window = self._open(None if saved["key"] is None else tuple(saved["key"]))
-            window.every = saved["every"]
-            window.micro = window.missing = saved["micro"]
-            if gradients:
-                window.missing, window.weighted = saved["missing"], saved["weighted"]
-                window.losses, window.weights = saved["losses"], [saved["weight"]] if saved["weighted"] else []
-            if saved["key"] is None or (gradients and saved["current"]):
-                self._current, self.boundary = window, state["boundary"]
+    def _open(self) -> Window:
+        self._window = Window(self.every, self._window.serial + 1)
+        return self._window
 
-    def _open(self, key: Key | None) -> Window:
-        self._serial += 1
-        if not self.alone:
-            for holder in self.holders():
-                holder.clear_late()
-        last = self._windows.get(key)
-        if last is not None and last.separate_gradients is not None:
-            last.separate_gradients.refuse_leftovers(
-                p for holder in self.holders() if not holder.spent for p in holder.parameters
-            )
-        window = self._windows[key] = Window(self.every, self._serial)
-        return window
 
-    @property
-    def separate_gradients(self) -> SeparateGradients | None:
-        """Gradients that the current window accumulates separately, if any."""
-        return self._current.separate_gradients
-
-    def merge_gradients(self, parameters: list[Tensor]) -> None:
-        """Set these parameters' gradients to the sum over the losses, each corrected by weight. Ranks: every rank."""
-        self.weights.merge_gradients(self._current, parameters)
+def _refuse_other_models(window: Window, models: Sequence[object]) -> None:
+    first, second = (" and ".join(type(model).__name__ for model in group) for group in (window.models, models))
+    raise StepError(
+        f"accumulate() was entered for {second} in the middle of an accumulation window of {first}: an Accelerator has one window, which counts "
+        f"the micro-steps of all its models. Use one block for both in every micro-step, accumulate(first, second)."
+    )
 
 
 def check_every(every: object) -> None:

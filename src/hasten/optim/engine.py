@@ -32,6 +32,9 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
     def multiply_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of the window that ends here. Ranks: every rank."""
 
+    def refresh(self) -> None:
+        """Copy loaded weights to where the engine's forward reads them. Ranks: every rank."""
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
         """Update the parameters, without returning a result. Ranks: every rank."""
         self.apply()

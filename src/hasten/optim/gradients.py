@@ -133,9 +133,6 @@ class WindowCorrection(Protocol):
 
     pending: bool
 
-    @property
-    def separate_gradients(self) -> object | None: ...
-    def merge_gradients(self, parameters: list[Tensor]) -> None: ...
     def correction(self) -> float | Tensor | None: ...
 
 
@@ -150,7 +147,8 @@ class Unowned:
         self._clock = clock
         self._precision = precision
         self._optimizers = optimizers
-        self._known: list[Tensor] = []  # of all models; under FSDP2 a model has others between forward and backward
+        self.known: list[Tensor] = []
+        """The parameters of all models; under FSDP2 a model has others between forward and backward."""
         self._open = False
         self._merged = False
         self.earlier: dict[Tensor, Tensor] | None = None
@@ -158,14 +156,14 @@ class Unowned:
 
     def learn(self, models: Iterable[nn.Module]) -> None:
         """Record the parameters of the prepared models."""
-        self._known = list(dict.fromkeys(p for model in models for p in model.parameters()))
+        self.known = list(dict.fromkeys(p for model in models for p in model.parameters()))
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that take gradients and belong to no optimizer."""
         if not all(optimizer.readable for optimizer in self._optimizers):
             return []  # an engine stores its gradients elsewhere
         owned = {id(p) for optimizer in self._optimizers for p in optimizer.parameters}
-        return [p for p in self._known if p.requires_grad and id(p) not in owned]
+        return [p for p in self.known if p.requires_grad and id(p) not in owned]
 
     def begin(self, changes: bool) -> None:
         """Prepare for the backward of a loss; `changes` means that its window may be multiplied at its end."""
@@ -194,9 +192,7 @@ class Unowned:
         self._merged = True
         parameters, clock = self.parameters(), self._clock
         factor: float | Tensor | None = None
-        if clock.separate_gradients is not None and clock.pending:
-            clock.merge_gradients(parameters)
-        elif clock.pending:
+        if clock.pending:
             factor = clock.correction()
         scaler = self._precision.scaler
         if scaler is not None and scaler.is_enabled():
@@ -214,20 +210,37 @@ class Unowned:
                 parameter.grad = self.earlier.get(parameter)
         self.earlier, self._open = None, False
 
-    def saved(self) -> dict[int, Tensor]:
-        """Return the gradients that outlive the window in progress, by parameter id."""
-        if self.earlier is not None and not self._merged:
-            return {id(parameter): grad for parameter, grad in self.earlier.items()}
+    def saved(self) -> dict[Tensor, Tensor]:
+        """Return the gradients of earlier windows."""
+        if self.earlier is not None:
+            return dict(self.earlier)
         if self._open:
-            return {}  # in .grad, together with those of the window
-        return {id(p): p.grad for p in self.parameters() if p.grad is not None}
+            return {}
+        return {p: p.grad for p in self.parameters() if p.grad is not None}
 
-    def restore(self, gradients: Iterable[tuple[Tensor, Tensor]], open_window: bool) -> None:
-        """Restore the value that `saved` returned, after .grad was restored."""
+    def restore(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Restore the value that `saved` returned, at the beginning of a window."""
         self.earlier, self._open, self._merged = None, False, False
-        found = dict(gradients)
-        if not open_window:
-            for parameter, grad in found.items():
-                parameter.grad = grad
-        else:
-            self.earlier, self._open = found, True
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+
+class UnownedState(torch.optim.Optimizer):
+    """Gradients of parameters without an optimizer in the form of optimizer state, so that checkpoints store and reshard them."""
+
+    def __init__(self, unowned: Unowned) -> None:
+        super().__init__([{"params": unowned.known}], {})
+        self._unowned = unowned
+        for parameter, gradient in unowned.saved().items():
+            self.state[parameter]["gradient"] = gradient
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # Any: as in torch
+        """Restore the gradients."""
+        super().load_state_dict(state_dict)
+        self._unowned.restore({parameter: values["gradient"] for parameter, values in self.state.items()})
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Set the gradients of all parameters to None."""
+    for parameter in model.parameters():
+        parameter.grad = None

@@ -40,6 +40,8 @@ class LoaderCursor:
     """Number of complete passes since the start of the epoch's body, except those nested in another loader's pass."""
     num_again: int = 0
     """Number of next passes that yield no batches, because the resumed epoch had completed them."""
+    passes_before: int = 0
+    """Number of backward passes of the run when its latest iteration began."""
     left: bool = False
     """True if the latest pass was left by `break` after training on its batches."""
     cut: bool = False
@@ -68,10 +70,9 @@ class StepObserver:
     loaders: ActiveLoaders
     cursor: LoaderCursor
     clock: CountsPasses
-    _num_passes: int = 0
 
     def __enter__(self) -> LoaderCursor:
-        self._num_passes = self.clock.num_passes
+        self.cursor.passes_before = self.clock.num_passes
         if not self.cursor.opened:
             self.loaders.opening(self.cursor)
         self.loaders.watched.append(self.cursor)
@@ -80,7 +81,7 @@ class StepObserver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        trained = self.clock.num_passes > self._num_passes
+        trained = self.clock.num_passes > self.cursor.passes_before
         self.loaders.closed(self.cursor, exhausted=kind is None, trained=trained)
 
 
@@ -106,7 +107,8 @@ class ActiveLoaders:
     """Number of complete passes with training."""
     _exhausted: LoaderCursor | None = None
     """The loader that ran out last, unless another pass has started since."""
-    _now: int = 0
+    now: int = 0
+    """Time, counted in moves of all loaders."""
     _ticked: int = 0
     _leader: LoaderCursor | None = None
     _cut_short: tuple[LoaderCursor, int] | None = None
@@ -114,8 +116,8 @@ class ActiveLoaders:
 
     def opening(self, cursor: LoaderCursor) -> None:
         """Record the start of an iteration."""
-        self._now += 1
-        cursor.opened, cursor.moved, cursor.left, cursor.cut = self._now, 0, False, False
+        self.now += 1
+        cursor.opened, cursor.moved, cursor.left, cursor.cut = self.now, 0, False, False
         cursor.partners.clear()
         self._exhausted = None
 
@@ -123,10 +125,14 @@ class ActiveLoaders:
         """Record that the loader returns its next batch."""
         if cursor.nests:
             return
-        self._now += 1
-        cursor.moved = self._now
+        self.now += 1
+        cursor.moved = self.now
         if len(self.watched) > 1:
             cursor.partners.update(id(other) for other in self.watched if other is not cursor)
+
+    def has_moved_since(self, time: int, besides: LoaderCursor) -> bool:
+        """Return True if a loader that is being iterated, other than that of `besides`, has returned a batch since `time`."""
+        return any(cursor.moved > time for cursor in self.watched if cursor is not besides)
 
     def closed(self, cursor: LoaderCursor, exhausted: bool, trained: bool = False) -> None:
         """Record the end of an iteration, by exhaustion or by leaving the loop; `trained` if it had backward passes."""
@@ -195,7 +201,7 @@ class ActiveLoaders:
             leader: LoaderCursor | None = self.followed
         else:
             leader = self.watched[0] if len(self.watched) == 1 else self._lead()
-        self._leader, self._ticked = leader, self._now
+        self._leader, self._ticked = leader, self.now
         return leader is not None and leader.at_end
 
     def _lead(self) -> LoaderCursor | None:

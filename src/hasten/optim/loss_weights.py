@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError, StepError
-from hasten.optim.gradients import Unowned
-from hasten.optim.window import Holder, Number, SeparateGradients, Window
+from hasten.optim.window import Holder, Number, Window
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
@@ -51,11 +50,10 @@ class LossWeights:
         weight: Number,
         boundary: bool,
         holders: Sequence[Holder],
-        unowned: Unowned | None,
     ) -> Tensor:
         """Add a weight to the window and return the loss multiplied by it; `holders` have the window's gradients.
 
-        Raises: StepError when the window's gradients were used already.
+        Raises: StepError when the window's gradients were used already, or for a second weighted loss in each of several micro-steps.
         """
         weight = checked_weight(weight)
         if self.unit is None:
@@ -72,27 +70,20 @@ class LossWeights:
         share = times(loss, weight / (self.unit * window.every))
         if len(window.weights) == 1:
             return share
-        if window.separate_gradients is None and boundary and window.before == 0:
-            # The one correction of the window is the first loss's; the others' totals are known here.
-            self._agree(window, [0, place])
-            return times(share, window.factors[place] / window.factors[0])
-        if window.separate_gradients is None:
-            window.separate_gradients = SeparateGradients()
-        loose = [] if unowned is None else unowned.parameters()
-        held = (p for holder in holders if not holder.spent for p in holder.parameters)
-        window.separate_gradients.switch(place, [*held, *loose])
-        return share
+        if not boundary or window.before > 0:
+            raise StepError(
+                f"backward(weight=...) was called {place + 1} times in one micro-step of a window of {window.every}: each loss is divided by its "
+                "own total weight, which is known only at the window's end, when the gradients are added up already. Add the losses before "
+                "backward(), or set gradient_accumulation_steps=1."
+            )
+        # The one correction of the window is the first loss's; the others' totals are known here.
+        self._agree(window, [0, place])
+        return times(share, window.factors[place] / window.factors[0])
 
     def correction(self, window: Window) -> float | Tensor:
         """Return the factor for the gradients of a weighted window. Ranks: every rank of the loss axes, at the first call."""
         self._agree(window, [0])
         return window.factors[0]
-
-    def merge_gradients(self, window: Window, parameters: list[Tensor]) -> None:
-        """Set these parameters' gradients to the sum over the losses, each corrected by weight. Ranks: every rank."""
-        assert window.separate_gradients is not None, "there are gradients to merge"
-        self._agree(window, range(window.turn))
-        window.separate_gradients.merge(parameters, window.factors)
 
     def _agree(self, window: Window, places: Sequence[int]) -> None:
         """Compute the missing correction factors of these losses from their weights on all ranks."""

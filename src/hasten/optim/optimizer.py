@@ -26,97 +26,6 @@ def settle_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-class SharedWindow:
-    """Record of one optimizer's gradients in a shared window, to clear exactly those that a plain loop would clear.
-
-    In a plain loop, gradients that arrive between `step` and `zero_grad` are discarded: a generator's loss also
-    reaches the critic. In a window, `step` before the last micro-step marks the gradients that count, and `zero_grad`
-    restores the parameters' gradients to that mark.
-    """
-
-    __slots__ = ("_copies", "_first", "_intruded", "_marked", "_noted", "clears_late")
-
-    def __init__(self) -> None:
-        self.clears_late: bool | None = None
-        """The `set_to_none` of a zero_grad() deferred to the window's end; None if there is none."""
-        self._noted: list[tuple[Tensor | None, int]] = []
-        self._marked = False
-        self._intruded: bool | None = None  # True if other losses reach these parameters between step and zero_grad
-        self._copies: list[Tensor | None] | None = None
-        self._first: list[Tensor | None] | None = None  # the gradients before the run's first zero_grad
-
-    def reset(self) -> None:
-        """Drop the marks after the gradients were cleared."""
-        self.clears_late = self._copies = self._first = None
-        self._noted, self._marked = [], False
-
-    def note(self, parameters: Sequence[Tensor]) -> None:
-        """Record the gradients at the start of a window's last micro-step."""
-        if not self._marked:
-            self._noted = versions(parameters)
-
-    @torch.no_grad()
-    def mark(self, parameters: Sequence[Tensor]) -> None:
-        """Record the gradients as those that count: `step` was called before the window's end."""
-        if self._first is not None:  # the loop clears before its backward: earlier gradients do not count
-            for parameter, first in zip(parameters, self._first, strict=True):
-                if first is not None and parameter.grad is not None:
-                    parameter.grad -= first
-        self._first, self._marked = None, True
-        self._noted = versions(parameters)
-        # The first mark determines whether copies are needed.
-        self._copies = None if self._intruded is False else [_copy(p.grad) for p in parameters]
-
-    def clear(self, parameters: Sequence[Tensor], set_to_none: bool, clock: StepClock) -> None:
-        """Perform zero_grad() as far as possible while the window still needs this optimizer's gradients."""
-        changed = self._changed(parameters)
-        if not self._marked:
-            if clock.boundary:
-                self.clears_late = set_to_none if changed else None
-            elif self._intruded is None and self._first is None and not clock.shared:
-                self._first = [_copy(p.grad) for p in parameters]
-            return
-        if self._intruded is None:
-            self._intruded = changed
-        if changed and self._copies is not None:
-            self._rewind(parameters, clock)
-        elif changed:
-            self._intruded = True
-            self.clears_late = set_to_none if clock.boundary else None
-        self._marked, self._copies = False, None
-
-    def _changed(self, parameters: Sequence[Tensor]) -> bool:
-        """Return True if a backward has reached one of the parameters since the gradients were recorded."""
-        now = versions(parameters)
-        return len(now) != len(self._noted) or any(
-            a is not b or m != n for (a, m), (b, n) in zip(now, self._noted, strict=True)
-        )
-
-    def _rewind(self, parameters: Sequence[Tensor], clock: StepClock) -> None:
-        if clock.separate_gradients is not None:
-            raise StepError(
-                "zero_grad() would have to clear the gradients of another optimizer's weighted loss and keep those of "
-                "the window's earlier micro-steps, which are spread over several weighted losses. Give this "
-                "optimizer's model a window of its own (accumulate(model)), or add the losses before backward()."
-            )
-        assert self._copies is not None, "there is something to go back to"
-        for parameter, copy in zip(parameters, self._copies, strict=True):
-            parameter.grad = copy
-
-    def refuse_step(self, name: str) -> None:
-        """Raise StepError: zero_grad() was called between a backward() that counts and step()."""
-        raise StepError(
-            f"{name}.zero_grad() came between backward() and step() in the last micro-step of a window that several "
-            "optimizers share. The gradients of that backward() cannot be cleared without those of the window's "
-            "earlier micro-steps. Call step() and zero_grad() in every micro-step, or give this optimizer's model a "
-            "window of its own (accumulate(model))."
-        )
-
-
-def _copy(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.detach().clone()
-
-
 class PreparedOptimizer(torch.optim.Optimizer):
     """Wrapper of the user's optimizer that steps and clears gradients only when an accumulation window ends.
 
@@ -138,7 +47,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._precision = precision
         self._scaled = precision.scaler is not None
         self._engine = inner if isinstance(inner, EngineOptimizer) else None
-        self._marked: int | None = None  # the engine's backward passes when step() came before the window's end
+        self._seen_gradients: object = None
+        """The gradients when step() was called before the window's end, to find those that arrive until zero_grad()."""
         self.spent = False
         """True if the gradients were used and not cleared since."""
         self.called_at = clock.num_updates
@@ -146,7 +56,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._settled = 0
         self.after_update: list[Callable[[], None]] = []
         """Functions called after every update that was applied."""
-        self._share = SharedWindow()
         clock.join(self)
 
     # -- attributes of the inner optimizer ------------------------------------------------------------------------
@@ -237,13 +146,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if not clock.boundary:
             self.last = None
             if not clock.alone and clock.crowded:
-                self._mark()
+                self._seen_gradients = self._gradient_versions()
             return None
         listener = clock.listener
         if listener is not None and listener.update_begins is not None:
             listener.update_begins()
-        if self._share.clears_late is not None:
-            self._share.refuse_step(type(self.optimizer).__name__)
         if closure is not None:
             value = self._step_with(closure)
         else:
@@ -313,31 +220,31 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._clear(set_to_none)
             if clock.interrupted:
                 clock.forget()
-        elif clock.crowded and self._engine is not None:
-            self._refuse_intruders(self._engine)
         elif clock.crowded:
-            self._share.clear(self.parameters, set_to_none, clock)
+            self._refuse_lost_gradients()
 
-    def _mark(self) -> None:
-        if self._engine is None:
-            self._share.mark(self.parameters)
+    def _gradient_versions(self) -> object:
+        """Return a value that changes when a backward reaches these parameters."""
+        return versions(self.parameters) if self._engine is None else self._engine.num_passes
+
+    def _refuse_lost_gradients(self) -> None:
+        """Raise StepError if zero_grad() would have to clear the gradients of one loss and keep those of earlier micro-steps."""
+        clock, seen = self._clock, self._seen_gradients
+        self._seen_gradients = None
+        if seen is None:
+            is_late = clock.boundary and clock.shared and clock.in_flight > clock.num_earlier_losses
         else:
-            self._marked = self._engine.num_passes
-
-    def _refuse_intruders(self, engine: EngineOptimizer) -> None:
-        """Raise StepError when another optimizer's loss has reached an engine's gradients, which cannot be restored."""
-        marked, self._marked = self._marked, None
-        if marked is not None and engine.num_passes != marked:
+            is_late = not _are_same(seen, self._gradient_versions())
+        if is_late:
             raise StepError(
-                f"{type(engine).__name__}.zero_grad() would have to clear the gradients of another optimizer's loss and keep those "
-                "of the window's earlier micro-steps, but the engine has added them up already. Call requires_grad_(False) on "
-                "this model for the other loss, or set gradient_accumulation_steps=1."
+                f"{type(self.optimizer).__name__}.zero_grad() would have to clear gradients that arrived outside of its backward() and step(), and "
+                "keep those of the window's earlier micro-steps, to which they are added already. Call requires_grad_(False) on its model during "
+                "the other optimizer's loss, call step() and zero_grad() in every micro-step, or set gradient_accumulation_steps=1."
             )
 
     def _clear(self, set_to_none: bool) -> None:
         self.spent = False
-        self._marked = None
-        self._share.reset()
+        self._seen_gradients = None
         clear = self.optimizer.zero_grad
         is_torchs = getattr(clear, "__func__", None) is torch.optim.Optimizer.zero_grad
         if set_to_none and is_torchs:
@@ -349,8 +256,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
             clear(set_to_none)
         else:  # a class of the user's that takes no argument
             clear()
-        if (separate := self._clock.separate_gradients) is not None:
-            separate.drop(self.parameters)
 
     @property
     def scaled(self) -> bool:
@@ -372,16 +277,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Return True if the gradients are unscaled and normalised for this window."""
         return self._settled == serial
 
-    def note_gradients(self) -> None:
-        """Record the gradients, to detect later whether a backward has changed them."""
-        if not self.spent:
-            self._share.note(self.parameters)
-
-    def clear_late(self) -> None:
-        """Clear the gradients if `zero_grad` was deferred until the window's end."""
-        if self._share.clears_late is not None:
-            self._clear(self._share.clears_late)
-
     @property
     def due(self) -> bool:
         """True if the gradients may need unscaling or normalising: the loss is scaled, or a correction is pending."""
@@ -396,15 +291,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         due = clock.pending and self._settled != clock.serial
         if due:
             self._settled = clock.serial
-        if due and clock.separate_gradients is not None:
-            if self._engine is not None:
-                raise StepError(
-                    "several weighted losses in each micro-step of a window have gradients of their own, which an engine adds "
-                    "up at once; their means would be mixed. Add the losses before backward(), or set "
-                    "gradient_accumulation_steps=1."
-                )
-            clock.merge_gradients(self.parameters)
-            due = False
         if self._scaled:
             self._precision.unscale(self.optimizer)
         if due and (factor := clock.correction()) is not None:
@@ -466,6 +352,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 "for the step. Divide the loss by its total weight inside the closure instead."
             )
         return value
+
+
+def _are_same(before: object, after: object) -> bool:
+    """Compare two results of `_gradient_versions`."""
+    if not isinstance(before, list) or not isinstance(after, list):
+        return before == after
+    if len(before) != len(after):
+        return False
+    return all(a is b and m == n for (a, m), (b, n) in zip(before, after, strict=True))
 
 
 def settle(parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]) -> None:

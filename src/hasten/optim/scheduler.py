@@ -49,6 +49,11 @@ class PreparedScheduler(LRScheduler):
             for _ in range(num_steps):
                 self.scheduler.step()
 
+    @property
+    def steps_each_batch(self) -> bool:
+        """True if every call of `step` counts, whether or not the optimizer was updated."""
+        return self._follows is None
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer was updated since the last advance."""
         optimizer = self._follows

@@ -90,21 +90,32 @@ class RngState:
     @classmethod
     def capture(cls, device: torch.device | str = "cpu") -> RngState:
         """Return the current state of all generators; of the devices, only that of `device`, used by this process."""
-        version, words, gauss = random.getstate()
-        kind, state, position, has_gauss, cached = np.random.get_state()
-        words_np = torch.from_numpy(np.asarray(state).astype(np.int64))
         place = torch.device(device)
+        numpy = np.random.get_state(legacy=False)
+        return cls.of(random.getstate(), numpy, torch.get_rng_state(), place, device_state(place))
+
+    @classmethod
+    def of(
+        cls,
+        python: tuple[Any, ...],
+        numpy: Mapping[str, Any],
+        cpu: Tensor,
+        device: torch.device,
+        on_device: Tensor | None,
+    ) -> RngState:
+        """Return the state of generators from what `random.getstate`, `np.random.get_state` and the others returned."""
+        version, words, gauss = python
         return cls(
             python={"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
             numpy={
-                "kind": str(kind),
-                "words": words_np,
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "gauss": float(cached),
+                "kind": str(numpy["bit_generator"]),
+                "words": torch.from_numpy(np.asarray(numpy["state"]["key"]).astype(np.int64)),
+                "position": int(numpy["state"]["pos"]),
+                "has_gauss": int(numpy["has_gauss"]),
+                "gauss": float(numpy["gauss"]),
             },
-            cpu=torch.get_rng_state(),
-            device=None if place.type == "cpu" else {"type": place.type, "state": _device_state(place)},
+            cpu=cpu,
+            device=None if on_device is None else {"type": device.type, "state": on_device},
         )
 
     def restore(self, device: torch.device | str = "cpu", missing: Literal["error", "warn"] = "error") -> None:
@@ -179,8 +190,10 @@ def _words(value: object, dtype: torch.dtype, count: int | None) -> Tensor:
     return value.cpu()
 
 
-def _device_state(device: torch.device) -> Tensor:
-    """Return the state of the device's default generator, as bytes on the CPU."""
+def device_state(device: torch.device) -> Tensor | None:
+    """Return the state of the device's default generator, as bytes on the CPU; None for the CPU itself."""
+    if device.type == "cpu":
+        return None
     if device.type == "xla":
         return torch.tensor(list(_settled_xla_seed().to_bytes(8, "little")), dtype=torch.uint8)
     module = torch.get_device_module(device)

@@ -17,6 +17,7 @@ from hasten.checkpoint.store.disk import as_bytes
 from hasten.comm.agreement import Agreement
 from hasten.errors import CorruptCheckpointError
 from hasten.runtime.logs import get_logger
+from hasten.state.loop_position import LoopPosition
 from hasten.state.run_state import RunObjects, load_packed, named_buffers, packed
 
 log = get_logger(__name__)
@@ -27,14 +28,14 @@ _BUFFERS: Final = "own_buffers"
 _STRIDE: Final = 1 << 22  # words hashed at a time: their products take eight times the memory
 
 
-def with_own_state(tree: StateTree, parts: RunObjects, together: Agreement) -> StateTree:
+def with_own_state(tree: StateTree, parts: RunObjects, together: Agreement, position: LoopPosition) -> StateTree:
     """Return the tree with state that differs between ranks saved per rank: schedulers, objects, options, buffers.
 
     Ranks: every rank. Schedulers and options that differ are logged, because replicas then take different steps.
     """
     states = {name: _digest(c) for name, c in tree.components.items() if c.kind in _COMPARED and not c.sliced}
     options = packed([_options(optimizer) for optimizer in parts.objects.optimizers], "options", per_rank=True)
-    buffers = dict(named_buffers(parts.plain_models()))
+    buffers = dict(named_buffers(parts.plain_models(), position.buffers))
     sums = {key: fingerprint(buffer) for key, buffer in buffers.items()}
     everyone: list[tuple[dict[str, str], str, dict[str, str]]] = together.share((states, _digest(options), sums))
     first_states, first_options, first_sums = everyone[0]

@@ -6,10 +6,11 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,20 +23,28 @@ from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.state_dicts import model_component, optimizer_component, parameter_names
 from hasten.comm.agreement import Agreement
-from hasten.errors import CorruptCheckpointError, HookError, UnsafeCheckpointError
+from hasten.data.random_states import RandomStates
+from hasten.errors import CorruptCheckpointError, DataError, HookError, StepError, UnsafeCheckpointError
 from hasten.modules.names import is_dtensor, plain_name
 from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
+from hasten.optim.gradients import UnownedState, drop_gradients
 from hasten.precision.base import Precision
 from hasten.prepare_args import PreparedObjects
-from hasten.runtime.seeding import RngState, set_seed
+from hasten.runtime.seeding import RngState, device_state, set_seed
 from hasten.state.epochs import EpochLoops
-from hasten.state.previous_state import Stateful
-from hasten.state.window_state import gradients_component, unowned_component
-from hasten.strategies.base import KeepsLoopState
-from hasten.strategies.native import Alone
+from hasten.state.loop_position import BufferCopies, Generators, LoopPosition, read_position
+from hasten.tracking.manager import TrackerManager
 
 log = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """Object with state: registered objects, loaders, schedulers, trackers."""
+
+    def state_dict(self) -> Any: ...  # Any: plain values and tensors
+
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Randomness:
@@ -43,14 +52,23 @@ class Randomness:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._process = RandomStates()
 
-    def capture(self) -> dict[str, Any]:  # Any: tensors and numbers
-        """Return the state of all generators, and the seed of the run."""
-        return {"seed": torch.initial_seed(), "generators": RngState.capture(self._device).to_tree()}
+    def read(self) -> Generators | None:
+        """Return the states of all generators, in the form that takes least time; None if one of them cannot be saved."""
+        try:
+            process = self._process.read()
+        except DataError:  # raised when they are captured
+            return None
+        return Generators(torch.initial_seed(), process, device_state(self._device))
 
-    def holding(self) -> Callable[[], None]:
-        """Return a function that restores the current states of the generators."""
-        return partial(RngState.capture(self._device).restore, self._device)
+    def capture(self, generators: Generators | None = None) -> dict[str, Any]:  # Any: tensors and numbers
+        """Return the states of all generators, now or as they were read, and the seed of the run."""
+        if generators is None:
+            return {"seed": torch.initial_seed(), "generators": RngState.capture(self._device).to_tree()}
+        process = generators.process
+        state = RngState.of(process.python, process.numpy, process.torch, self._device, generators.device)
+        return {"seed": generators.seed, "generators": state.to_tree()}
 
     def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
         """Check a saved state, on unused generators, and return a function that restores it.
@@ -131,16 +149,45 @@ class RunObjects:
     clock: StepClock
     precision: Precision
     randomness: Randomness
-    trackers: Stateful | None = None
-    loops: KeepsLoopState = field(default_factory=Alone)
+    trackers: TrackerManager | None = None
+    drop_gradients: Callable[[nn.Module], None] = drop_gradients
+    """Drops all gradients of a prepared model, also those that its wrapper holds."""
     epochs: EpochLoops | None = None
     registered: list[Any] = field(default_factory=list)  # Any: objects with state_dict and load_state_dict
     averages: list[AverageState] = field(default_factory=list)
     """Moving averages of weights, saved by parameter name as optimizer state is."""
+    buffers: BufferCopies = field(default_factory=BufferCopies)
 
     def plain_models(self) -> list[nn.Module]:
         """Return the user's modules, without wrappers."""
         return list(map(self.unwrap, self.objects.models))
+
+    @property
+    def has_trained(self) -> bool:
+        """True if the run has trained, in this process or before a resume."""
+        return self.clock.num_passes > 0 or any(optimizer.num_attempts for optimizer in self.objects.optimizers)
+
+    def saved_position(self) -> LoopPosition:
+        """Return the position that a save stores: inside an accumulation window, that of its beginning.
+
+        Raises: StepError if a window is open whose beginning is not known.
+        """
+        clock = self.clock
+        if not clock.is_open or clock.read_position is None:
+            return read_position(self, at_window=False)
+        position = clock.position
+        if not isinstance(position, LoopPosition):
+            raise StepError(
+                "save_state() was called between backward() and optimizer.step(), where the gradients are not saved and the batch would be lost. "
+                "Nothing was saved. Call save_state() after optimizer.step()."
+            )
+        if any(scheduler.steps_each_batch for scheduler in self.objects.schedulers):
+            raise StepError(
+                "save_state() was called inside an accumulation window with step_scheduler_with_optimizer=False, whose schedules have moved "
+                "since the window began. Nothing was saved. Save where accelerator.sync_gradients is True, after optimizer.step()."
+            )
+        self.buffers.refuse_late_changes(position.buffers)
+        return position
 
 
 def numbered_name(stem: str, index: int) -> str:
@@ -156,16 +203,9 @@ def num_updates(parts: RunObjects) -> int:
     return most
 
 
-def run_postponed(parts: RunObjects, together: Agreement) -> None:
-    """Run the work that wrapped models postpone to the next forward, on all ranks together. Ranks: every rank."""
-    waiting = list(map(parts.loops.unsettled, parts.objects.models))
-    ready: list[list[bool]] = together.share(list(map(callable, waiting)))
-    for index, action in enumerate(waiting):
-        if action is not None and all(rank[index : index + 1] == [True] for rank in ready):
-            action()
-
-
-def collect(parts: RunObjects, fmt: Format, weights: Sequence[Mapping[str, Any] | None]) -> StateTree:
+def collect(
+    parts: RunObjects, fmt: Format, weights: Sequence[Mapping[str, Any] | None], position: LoopPosition
+) -> StateTree:
     """Return the run's state; `weights` per model are the state dicts edited by save hooks (None: not edited).
 
     Local: each rank independently.
@@ -173,42 +213,45 @@ def collect(parts: RunObjects, fmt: Format, weights: Sequence[Mapping[str, Any] 
     models = parts.plain_models()
     names = parameter_names(models)
     objects = parts.objects
-    found: dict[str, Component] = {}
+    components: dict[str, Component] = {}
     for index, (model, weight) in enumerate(zip(models, weights, strict=True)):
         if weight is None or len(weight):
-            found[numbered_name("model", index)] = model_component(model, fmt, weight)
+            name = numbered_name("model", index)
+            components[name] = _with_buffers(model_component(model, fmt, weight), position.buffers, f"{name}/")
     for index, optimizer in enumerate(objects.optimizers):
         inner = getattr(optimizer, "optimizer", optimizer)
-        found[numbered_name("optimizer", index)] = optimizer_component(inner, names)
+        components[numbered_name("optimizer", index)] = optimizer_component(inner, names)
     for index, average in enumerate(parts.averages):
         average.refuse_if_swapped("save_state()")
-        found[numbered_name("ema", index)] = optimizer_component(average, names)
+        components[numbered_name("ema", index)] = optimizer_component(average, names)
     for index, scheduler in enumerate(objects.schedulers):
         state = getattr(scheduler, "scheduler", scheduler).state_dict()
-        found[numbered_name("scheduler", index)] = packed(state, "scheduler", fmt="torch")
+        components[numbered_name("scheduler", index)] = packed(state, "scheduler", fmt="torch")
     if parts.precision.scaler is not None and (scaler := parts.precision.state_dict()):
-        found["scaler"] = packed(scaler, "scaler", fmt="torch")
-    for index, loader in enumerate(objects.loaders):
-        found[numbered_name("loader", index)] = packed(loader.saved_state(), "loader", per_rank=True)
+        components["scaler"] = packed(scaler, "scaler", fmt="torch")
+    for index, loader_state in enumerate(position.loaders):
+        components[numbered_name("loader", index)] = packed(loader_state, "loader", per_rank=True)
     for index, thing in enumerate(parts.registered):
-        found[f"custom_checkpoint_{index}"] = packed(thing.state_dict(), "object", where=type(thing).__name__)
-    found["random_states"] = packed(parts.randomness.capture(), "random", per_rank=True)
-    _collect_progress(parts, models, names, found)
-    return StateTree(found)
+        state = position.registered.get(index) or thing.state_dict()
+        components[f"custom_checkpoint_{index}"] = packed(state, "object", where=type(thing).__name__)
+    random_states = parts.randomness.capture(position.generators)
+    components["random_states"] = packed(random_states, "random", per_rank=True)
+    components["progress"] = packed(_progress(parts, position), "progress", per_rank=True)
+    if parts.clock.unowned is not None:
+        components["unowned_gradients"] = optimizer_component(UnownedState(parts.clock.unowned), names)
+    return StateTree(components)
 
 
-def _collect_progress(
-    parts: RunObjects, models: Sequence[nn.Module], names: Mapping[int, str], found: dict[str, Component]
-) -> None:
-    """Add the counters of the run, and the gradients of an accumulation window in progress."""
-    open_window = bool(parts.clock.in_flight)
-    notes, held, groups = [], dict[str, Tensor](), dict[str, list[str]]()
-    for model in parts.objects.models:
-        loop = parts.loops.loop_state(model, names, open_window)
-        own = dict(loop.notes)
-        groups.update(own.pop("groups", {}))
-        notes.append(own)
-        held.update(loop.tensors)
+def _with_buffers(component: Component, buffers: Mapping[str, Tensor], prefix: str) -> Component:
+    """Return the component of a model with these values of its buffers."""
+    tensors = dict(component.tensors)
+    for name in component.main_only:
+        tensors[name] = buffers.get(prefix + name, tensors[name])
+    return replace(component, tensors=tensors)
+
+
+def _progress(parts: RunObjects, position: LoopPosition) -> dict[str, Any]:
+    """Return the counters of the run."""
     counts = []
     for optimizer in parts.objects.optimizers:
         attempts, updates = getattr(optimizer, "num_attempts", 0), getattr(optimizer, "num_updates", 0)
@@ -217,28 +260,30 @@ def _collect_progress(
     for scheduler in parts.objects.schedulers:
         seen.append(int(getattr(scheduler, "_seen", 0)))
         schedule_lengths.append(getattr(scheduler, "length", None))
-    progress = {
-        "clock": parts.clock.state_dict(),
-        "trackers": None if parts.trackers is None else parts.trackers.state_dict(),
+    trackers = None
+    if parts.trackers is not None:
+        trackers = parts.trackers.state_dict()
+        if "step" in trackers:
+            trackers["step"] = position.tracked_step
+    return {
+        "clock": position.clock,
+        "trackers": trackers,
         "optimizers": counts,
         "schedulers": seen,
         "schedule_lengths": schedule_lengths,
-        "loops": notes,
-        "epochs": None if parts.epochs is None else parts.epochs.state_dict(),
+        "epochs": position.epochs,
     }
-    found["progress"] = packed(progress, "progress", per_rank=True)
-    if open_window:
-        found["gradients"] = gradients_component(models, names, held, groups)
-    if parts.clock.unowned is not None and (kept := parts.clock.unowned.saved()):
-        found["unowned_gradients"] = unowned_component(kept, names)
 
 
-def named_buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every whole buffer of every model under one name."""
+def named_buffers(
+    models: Sequence[nn.Module], values: Mapping[str, Tensor] = MappingProxyType({})
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every whole buffer of every model under one name, with its value in `values` instead of the current one."""
     for index, model in enumerate(models):
-        for name, buffer in model.named_buffers():
+        for plain, buffer in model.named_buffers():
             if not is_dtensor(buffer) and buffer.device.type != "meta":
-                yield f"{numbered_name('model', index)}/{plain_name(name)}", buffer.detach()
+                name = f"{numbered_name('model', index)}/{plain_name(plain)}"
+                yield name, values.get(name, buffer.detach())
 
 
 def packed(value: Any, kind: str, fmt: Format = "safetensors", per_rank: bool = False, where: str = "") -> Component:

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
@@ -40,9 +39,9 @@ from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, Axis
 from hasten.state.load_source import automatic_root, find_source
+from hasten.state.loop_position import LoopPosition, read_position
 from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
 from hasten.state.preemption import FinishFirst, Preemption
-from hasten.state.previous_state import PreviousState
 from hasten.state.rank_state import with_own_state
 from hasten.state.restore import plan_restore
 from hasten.state.run_state import (
@@ -52,7 +51,6 @@ from hasten.state.run_state import (
     collect,
     num_updates,
     run_load_hooks,
-    run_postponed,
     run_save_hooks,
 )
 from hasten.strategies.base import Strategy
@@ -114,6 +112,10 @@ class Saving:
 
     # -- objects to save ------------------------------------------------------------------------------------------
 
+    def read_position(self) -> LoopPosition:
+        """Return the loop's position at the beginning of an accumulation window. Local."""
+        return read_position(self._parts, at_window=True)
+
     def _writer(self) -> AsyncWriter:
         """Return the writer of background saves, created when it is first needed."""
         if self._background is None:
@@ -167,7 +169,7 @@ class Saving:
                     f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes)}), so "
                     "they would wait for each other at different places. Nothing was saved. Pass the same on every rank."
                 )
-            run_postponed(self._parts, together)
+            position = self._parts.saved_position()
             if not blocking and self._writer().comm is None:
                 together.share()
                 self._writer().comm = world.twin()
@@ -177,7 +179,7 @@ class Saving:
                 place = join_place(save.store.address, name)
                 together.label = f"collecting the state for {name!r}"
                 header = self._header(name, numbers)
-                tree = self._tree(save, safe_serialization, together)
+                tree = self._tree(save, safe_serialization, together, position)
                 write = partial(self._write, save, header, output_dir is None)
                 if blocking:
                     save.plan(tree, together)
@@ -222,23 +224,23 @@ class Saving:
     ) -> None:
         """Write the state of this machine's ranks; `announce` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
-        run_postponed(self._parts, together)
+        position = self._parts.saved_position()
         with Save(store, self._ctx.world, self.layout) as save:
             save.start(together, name, node=machine.index, each_node=True)
             together.label = f"collecting the state for {name!r}"
             weights = run_save_hooks(self.save_hooks, self._parts, str(save.draft.folder), together)
-            tree = collect(self._parts, "safetensors", weights)
+            tree = collect(self._parts, "safetensors", weights, position)
             tree = self._machine_owners.owned(tree, machine.ranks, together)
-            save.plan(with_own_state(tree, self._parts, together), together)
+            save.plan(with_own_state(tree, self._parts, together, position), together)
             announce(sum(blob.size for blob in save.blobs.values()))
             save.write(self._header(name, {}), together)
 
-    def _tree(self, save: Save, safe_serialization: bool, together: Agreement) -> StateTree:
+    def _tree(self, save: Save, safe_serialization: bool, together: Agreement, position: LoopPosition) -> StateTree:
         weights = run_save_hooks(self.save_hooks, self._parts, str(save.draft.folder), together)
         if self.extra_files is not None and save.draft.folder is not None:
             self.extra_files(save.draft.folder)
         fmt: Format = "safetensors" if safe_serialization else "torch"
-        tree = collect(self._parts, fmt, weights)
+        tree = collect(self._parts, fmt, weights, position)
         world = self._ctx.world
         if world.size == 1:
             return gathered(tree, world, keeps=True) if self.whole else tree
@@ -249,7 +251,7 @@ class Saving:
         tree = divided(tree, self._parts.plain_models(), self._ctx)
         if self.whole:
             tree = gathered(tree, world, save.is_main)
-        return with_own_state(tree, self._parts, together)
+        return with_own_state(tree, self._parts, together, position)
 
     def _is_first(self, own: tuple[str, ...]) -> bool:
         """Return True if this rank is the first along all axes except `own` and `pp` (stages hold other parameters)."""
@@ -402,8 +404,7 @@ class Saving:
         must_exist: bool = True,
     ) -> list[LoadReport] | None:
         world, arrival_s = self._ctx.world, self.project.checkpoint_arrival_s
-        with ExitStack() as outside, agreeing(world, "load_state", arrival_s) as together:
-            previous = outside.enter_context(PreviousState())  # also when the ranks fail to leave the block together
+        with agreeing(world, "load_state", arrival_s) as together:
             if self._background is not None:
                 self.wait_for_saves()
             if (source := find_source(self.project, self.memory, together, input_dir, must_exist)) is None:
@@ -416,7 +417,7 @@ class Saving:
                 plan = plan_restore(self._parts, models, checkpoint, self._rank, world.size, strict, self._mesh)
                 together.share()
                 together.label = f"loading {name!r}"
-                plan.apply(together, previous)
+                plan.apply(together)
                 number = checkpoint.manifest.number
                 self._lineage = _lineage(checkpoint.manifest)
             place = join_place(store.address, name)
@@ -438,7 +439,7 @@ class Saving:
 
     def reconfigure(self, strategy: Strategy) -> None:
         """Save and load the objects that another strategy prepares."""
-        self._parts.unwrap, self._parts.loops = strategy.unwrap, strategy
+        self._parts.unwrap, self._parts.drop_gradients = strategy.unwrap, strategy.drop_gradients
 
     # -- preemption -----------------------------------------------------------------------------------------------
     @cached_property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -80,44 +80,15 @@ class Transform(Protocol):
         ...
 
 
-PARTIAL: Final = "partial/"
-"""Prefix of gradients in LoopState that are reduced over shards, not yet over replicas."""
-UNSHARDED: Final = "unsharded/"
-"""Prefix of gradients in LoopState that are unsharded on each rank and not yet reduced."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopState:
-    """State of a wrapped model between two micro-steps, besides parameters, buffers and their .grad."""
-
-    notes: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-class KeepsLoopState(Protocol):
-    """Interface to read and restore a wrapped model's loop state; `names` maps id(parameter) to its name."""
-
-    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        """Return a collective that every rank must run before `loop_state`, or None if there is nothing to run. Local."""
-        ...
-
-    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        """Return the loop state of the wrapped model on this rank. Local.
-
-        Raises: CheckpointError in an open window whose gradients cannot be read.
-        """
-        ...
-
-    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        """Restore a loop state. Local; every rank must backpropagate a loss that is returned, before .grad is restored."""
-        ...
-
-
-class DistributionTransform(Transform, KeepsLoopState, Protocol):
+class DistributionTransform(Transform, Protocol):
     """Transform that spreads a model over processes, with the operations that depend on the wrapper it uses."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager in which backward leaves gradients unsynchronised, as far as memory allows."""
+        ...
+
+    def drop_gradients(self, model: nn.Module) -> None:
+        """Drop all gradients of the model, also those that its wrapper holds. Local."""
         ...
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -133,7 +104,7 @@ class DistributionTransform(Transform, KeepsLoopState, Protocol):
         ...
 
 
-class Strategy(KeepsLoopState, Protocol):
+class Strategy(Protocol):
     """Interface of all strategies, which spread models over processes. Models and optimizers are always prepared together."""
 
     @property
@@ -183,6 +154,10 @@ class Strategy(KeepsLoopState, Protocol):
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
         """Return the user's module inside a prepared one."""
+        ...
+
+    def drop_gradients(self, model: nn.Module) -> None:
+        """Drop all gradients of the model, also those that its wrapper holds. Local."""
         ...
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.engine import Placeholder
-from hasten.optim.gradients import zero_if_weightless
+from hasten.optim.gradients import drop_gradients, zero_if_weightless
 from hasten.optim.rebind import OptimizerRecord, has_dtensors
 from hasten.optim.window import Number, backpropagate
 from hasten.precision.base import Precision
@@ -24,7 +24,6 @@ from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import (
     Caps,
     DistributionTransform,
-    LoopState,
     PrepareRequest,
     Stage,
     Transform,
@@ -72,8 +71,7 @@ class NativeStrategy:
         # Operations on a wrapped model are those of the transform that wraps it.
         self.no_sync, self.join = distribution.no_sync, distribution.join
         self.full_state_dict, self.mark_forward_method = distribution.full_state_dict, distribution.mark_forward_method
-        self.unsettled, self.loop_state = distribution.unsettled, distribution.loop_state
-        self.restore_loop_state = distribution.restore_loop_state
+        self.drop_gradients = distribution.drop_gradients
         self._transforms = sorted([*transforms, distribution], key=attrgetter("stage"))
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
@@ -190,11 +188,5 @@ class Alone:
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        return None
-
-    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        return LoopState()
-
-    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        return None
+    def drop_gradients(self, model: nn.Module) -> None:
+        drop_gradients(model)

@@ -456,6 +456,9 @@ class Replica:
         self.note("replica healed", words=f"{self.name} after update {self.ledger.step}")
 
     # -- checkpoints and end ---------------------------------------------------------------------------------------
+    follows_data = True
+    """The ledger counts the batches of an accumulation window, so a save inside one stores it as of the beginning."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the ledger; it is part of every checkpoint."""
         return self.ledger.encoded()

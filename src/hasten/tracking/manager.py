@@ -344,6 +344,11 @@ class TrackerManager:
         if os.getpid() == self._pid:  # a forked child shares the trackers with its parent
             self.finish(failed=getattr(sys, "last_value", None) is not None)
 
+    @property
+    def step(self) -> int:
+        """The last step that was logged; -1 before the first."""
+        return self._step
+
     def state_dict(self) -> dict[str, Any]:
         """Return the ids of the runs and the last step, as JSON values; flushes first, so that files match the checkpoint."""
         if self._run is None:

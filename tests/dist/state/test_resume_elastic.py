@@ -72,18 +72,18 @@ def test_every_sample_once_on_another_number_of_processes(rank_pool: Pool, tmp_p
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (2, 4)])
-def test_gradients_of_an_open_window_keep_their_mean(rank_pool: Pool, tmp_path: Path, old: int, new: int) -> None:
-    """Two of four micro-steps on the old processes, the rest on the new ones: the step is the mean of the means."""
-    first = rank_pool.run(train_some, old, tmp_path, 4, 2)
+def test_an_open_window_begins_anew_on_the_new_processes(rank_pool: Pool, tmp_path: Path, old: int, new: int) -> None:
+    """Two of four micro-steps on the old processes are repeated on the new ones: the step is the mean of theirs."""
+    rank_pool.run(train_some, old, tmp_path, 4, 2)
     second = rank_pool.run(train_rest, new, tmp_path, 4)
     torch.manual_seed(7)
     start = float(nn.Linear(1, 1, bias=False).weight.detach())
-    micro = [[sum(seen[2 * i : 2 * i + 2]) / 2 for seen in first] for i in range(2)]
     steps = len(second[0][0]) // 2
-    micro += [[sum(seen[2 * i : 2 * i + 2]) / 2 for seen, _, _ in second] for i in range(steps)]
+    micro = [[sum(seen[2 * i : 2 * i + 2]) / 2 for seen, _, _ in second] for i in range(steps)]
     means = [sum(ranks) / len(ranks) for ranks in micro]
     windows = [means[i : i + 4] for i in range(0, len(means), 4)]
     expected = start - 1e-3 * sum(sum(window) / len(window) for window in windows)
+    assert sorted(sample for seen, _, _ in second for sample in seen) == list(range(ROWS))
     assert second[0][2] == pytest.approx(expected, rel=1e-5)
 
 

@@ -61,6 +61,8 @@ class Run:
     ctx: ProcessContext
     folder: Path
     losses: list[float] = field(default_factory=list)
+    complete: int = 0
+    """Number of micro-steps in complete windows."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(11)
@@ -103,6 +105,8 @@ class Run:
                     self.scheduler.step()
                     self.optimizer.zero_grad()
                 self.losses.append(float(loss.detach()))
+                if accelerator.sync_gradients:
+                    self.complete = len(self.losses)
                 if len(self.losses) >= until:
                     return
 
@@ -123,7 +127,8 @@ def interrupted_equals_uninterrupted(ctx: ProcessContext, folder: Path, case: Ca
         first.train(stop)
         first.accelerator.save_state(blocking=stop % 2 == 0)
         first.accelerator.end_training()
-        second = Run(case, ctx, folder / f"at{stop}", losses=list(first.losses))
+        assert stop - first.complete < case.every, "at most a window's micro-steps but the last are repeated"
+        second = Run(case, ctx, folder / f"at{stop}", losses=first.losses[: first.complete])
         torch.manual_seed(999 + ctx.rank)  # whatever happened before loading must not matter
         second.accelerator.load_state()
         second.train(case.steps)

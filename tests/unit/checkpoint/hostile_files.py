@@ -37,7 +37,6 @@ from hasten.comm.local import LocalComm
 from hasten.errors import HastenError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import FullPrecision
-from hasten.state.previous_state import PreviousState
 from hasten.state.restore import plan_restore
 from hasten.state.run_state import Randomness, RunObjects, collect
 
@@ -71,7 +70,8 @@ def parts_of(objects: Any) -> RunObjects:  # Any: unprepared objects, in place o
 
 
 def write_victim(root: Path) -> None:
-    tree = collect(parts_of(Objects()), "safetensors", [None])
+    parts = parts_of(Objects())
+    tree = collect(parts, "safetensors", [None], parts.saved_position())
     save_tree(LocalStore(root), NAME, tree, Manifest(number=1, step=1), LocalComm())
 
 
@@ -389,8 +389,8 @@ def attempt(root: Path, objects: Objects) -> str:
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "planning changed the model"
             del plan
             other = Objects()
-            with PreviousState() as undo, agreeing(LocalComm(), "loading") as together:
-                plan_restore(parts_of(other), other.models, checkpoint, 0, 1, strict=True).apply(together, undo)
+            with agreeing(LocalComm(), "loading") as together:
+                plan_restore(parts_of(other), other.models, checkpoint, 0, 1, strict=True).apply(together)
         return "loaded"
     except HastenError as error:
         after = objects.fingerprint()

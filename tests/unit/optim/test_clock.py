@@ -1,6 +1,8 @@
-"""The step clock: boundaries, windows per key, weights and what is left to correct."""
+"""The step clock: boundaries, the window, weights and what is left to correct."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -24,14 +26,14 @@ def may_clear(clock: StepClock) -> bool:
     return clock.may_clear
 
 
-def epoch(clock: StepClock, length: int, key: tuple[int, ...] = (0,)) -> list[bool]:
+def epoch(clock: StepClock, length: int) -> list[bool]:
     """The boundaries of one epoch of `length` batches."""
     cursor = LoaderCursor()
     seen = []
     with clock.watching(cursor):
         for batch in range(length):
             cursor.at_end = batch == length - 1
-            seen.append(clock.tick(key))
+            seen.append(clock.tick())
     return seen
 
 
@@ -45,7 +47,7 @@ def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(every: int, len
         with clock.watching(cursor):
             for batch in range(length):
                 cursor.at_end = batch == length - 1
-                boundary = clock.tick((0,))
+                boundary = clock.tick()
                 loss = torch.tensor(float(batch + 1))
                 total += weighed(clock, loss).item()
                 losses.append(batch + 1)
@@ -58,10 +60,14 @@ def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(every: int, len
         assert not losses, "the last window of the epoch was flushed"
 
 
-def test_windows_of_different_models_do_not_count_each_other() -> None:
+def test_other_models_inside_a_window_are_refused() -> None:
     clock = StepClock(2)
-    seen = [(clock.tick((0,)), clock.tick((1,))) for _ in range(4)]
-    assert seen == [(False, False), (True, True)] * 2
+    first, second = (object(),), (object(),)
+    assert not clock.tick(first)
+    with pytest.raises(StepError, match=r"accumulate\(first, second\)"):
+        clock.tick(second)
+    assert clock.tick(first)
+    assert not clock.tick(second), "a new window may be of other models"
 
 
 def test_without_the_loader_windows_run_over_the_end_of_an_epoch() -> None:
@@ -128,7 +134,7 @@ def test_a_short_window_may_be_divided_by_the_full_length() -> None:
     clock, cursor = StepClock(4, full_divisor=True), LoaderCursor()
     with clock.watching(cursor):
         for cursor.at_end in (False, True):
-            boundary = clock.tick((0,))
+            boundary = clock.tick()
             assert weighed(clock, torch.tensor(8.0)).item() == 2.0
     assert boundary
     assert not clock.pending
@@ -205,16 +211,38 @@ def test_a_forced_boundary_closes_the_window_at_its_true_length() -> None:
     assert clock.micro == 1
 
 
-def test_a_resumed_window_keeps_its_place_and_counts_lost_gradients() -> None:
+def test_a_loaded_clock_is_at_the_beginning_of_a_window() -> None:
     clock = StepClock(4)
     for _ in range(3):
-        clock.tick((0,))
-    clock.tick((1,))
+        clock.tick()
+    weighed(clock, torch.tensor(1.0), 3)
     other = StepClock(4)
+    other.tick()
     other.load_state_dict(clock.state_dict())
-    assert other.tick((0,))
-    assert other.correction() == 4.0, "one of four micro-steps is left"
-    assert not other.tick((1,))
+    assert [other.tick() for _ in range(4)] == [False, False, False, True]
+    assert other.weights.unit == clock.weights.unit
+
+
+def test_a_position_is_kept_from_before_the_first_batch_of_each_window() -> None:
+    """Loaders read side by side, one nested for an evaluation: the position is that before the first of the batches."""
+    clock, reads = StepClock(2), itertools.count()
+    clock.read_position = lambda: next(reads)
+    first, second, evaluation = LoaderCursor(), LoaderCursor(), LoaderCursor()
+    with clock.watching(first), clock.watching(second):
+        for window in range(3):
+            for _ in range(2):
+                for cursor in (first, second):
+                    clock.keep_position(cursor)
+                    clock.loaders.moving(cursor)
+                clock.tick()
+                weighed(clock, torch.tensor(1.0))
+                assert clock.position == 2 * window
+            clock.used()
+            assert clock.position is None
+            with clock.watching(evaluation):
+                clock.keep_position(evaluation)
+                clock.loaders.moving(evaluation)
+    assert next(reads) == 6
 
 
 def test_clearing_waits_while_a_window_needs_its_gradients() -> None:

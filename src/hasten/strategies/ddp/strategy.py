@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
@@ -23,12 +23,13 @@ from hasten.config.base import given
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.modules.quantized import copy_inner_tensors, from_bytes, is_torchao, to_bytes
+from hasten.optim.gradients import drop_gradients
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import LOSS
-from hasten.strategies.base import LoopState, PrepareRequest, Stage, is_trainable
-from hasten.strategies.ddp.buckets import BucketOrders
+from hasten.strategies.base import PrepareRequest, Stage, is_trainable
+from hasten.strategies.ddp.buckets import fix_bucket_order
 
 log = get_logger(__name__)
 
@@ -40,6 +41,8 @@ class Replicated(DistributedDataParallel):
     """DistributedDataParallel that forwards attribute access to the user's model."""
 
     routed: frozenset[str] = frozenset()
+    _syncs_buffers = True
+    """True if the next training forward synchronises buffers, whatever evaluations come before it."""
 
     def __getattr__(self, name: str) -> Any:  # Any: the user's attribute
         try:
@@ -53,12 +56,18 @@ class Replicated(DistributedDataParallel):
         return self._route(value) if name in self.routed else self._guard(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+        trains = torch.is_grad_enabled()
+        if trains:
+            self.require_forward_param_sync = self._syncs_buffers
         try:
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            outputs = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         except RuntimeError as error:
             if "finished reduction" not in str(error):
                 raise
             raise StepError(self._unused_message(str(error))) from error
+        if trains:
+            self._syncs_buffers = self.require_forward_param_sync
+        return outputs
 
     def _route(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method, called through this wrapper's forward so that its gradients are synchronised."""
@@ -125,7 +134,6 @@ class Replicate:
     def __init__(self, config: DistributedDataParallelKwargs, by_size: bool = False) -> None:
         self._config = config
         self._by_size = by_size
-        self._buckets = BucketOrders()
         self._wrapped = WeakSet[Replicated]()
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
@@ -147,6 +155,7 @@ class Replicate:
             process_group=comm.group,
             **self._options(model),
         )
+        fix_bucket_order(wrapped)
         _add_hook(wrapped, self._config, comm.group)
         self._wrapped.add(wrapped)
         return wrapped
@@ -188,20 +197,8 @@ class Replicate:
         with Join(joinable) if joinable else nullcontext():
             yield
 
-    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        return self._buckets.unsettled(model)
-
-    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        """Return the order of the buckets, and whether the next forward synchronises buffers."""
-        flag = model.require_forward_param_sync if isinstance(model, DistributedDataParallel) else None
-        return LoopState({"bucket_order": self._buckets.order(model), "buffer_sync": flag})
-
-    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        if not isinstance(model, DistributedDataParallel):
-            return None
-        if (flag := state.notes.get("buffer_sync")) is not None:
-            model.require_forward_param_sync = bool(flag)
-        return self._buckets.restore(model, state.notes["bucket_order"]) if "bucket_order" in state.notes else None
+    def drop_gradients(self, model: nn.Module) -> None:
+        drop_gradients(model)
 
 
 @torch.no_grad()

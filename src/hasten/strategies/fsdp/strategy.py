@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -29,13 +29,14 @@ from hasten.errors import PrepareError, StepError
 from hasten.modules import forwarding
 from hasten.modules.lazy_logits import ChunkedHead
 from hasten.modules.quantized import PackedLayers, frozen_integers
+from hasten.optim.gradients import drop_gradients
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
-from hasten.strategies.base import LoopState, PrepareRequest, Stage
+from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
-from hasten.strategies.fsdp.gradients import HeldGradients
+from hasten.strategies.fsdp.gradients import drop_held_gradients
 from hasten.strategies.fsdp.resharding import ReshardWithoutGradients, mark_forward_method
 from hasten.strategies.fsdp.shard_groups import (
     CONTAINERS,
@@ -95,7 +96,6 @@ class ShardModel:
         self._mesh: DeviceMesh | None = None
         self._replicated = False
         self._is_main = True
-        self._held = HeldGradients()
         self._sharded = WeakValueDictionary[int, nn.Parameter]()  # sharded parameters by id, while they exist
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
@@ -232,17 +232,9 @@ class ShardModel:
             "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
-    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        return None
-
-    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        """Return the gradients that torch holds besides .grad, and their groups."""
-        held = self._held.find(model, names, self._replicated, open_window)
-        return LoopState({"groups": self._held.groups(model, names) if self._replicated else {}}, held)
-
-    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        self._held.put(model, names, state.tensors)
-        return None
+    def drop_gradients(self, model: nn.Module) -> None:
+        drop_gradients(model)
+        drop_held_gradients(model)
 
     def _mesh_for(self, ctx: ProcessContext) -> DeviceMesh:
         if self._mesh is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import group_of
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
-from hasten.strategies.base import DistributionTransform, LoopState, PrepareRequest, Stage, Weigh
+from hasten.strategies.base import DistributionTransform, PrepareRequest, Stage, Weigh
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.strategies.pipeline.labels import WeightOf, refuse_unweighted, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
@@ -366,14 +366,8 @@ class Pipeline:
             "even_batches=True (the default), which gives every rank the same number of batches."
         )
 
-    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        return self._within.unsettled(model)
-
-    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        return self._within.loop_state(model, names, open_window)
-
-    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        return self._within.restore_loop_state(model, names, state)
+    def drop_gradients(self, model: nn.Module) -> None:
+        self._within.drop_gradients(model)
 
 
 class CutStages:

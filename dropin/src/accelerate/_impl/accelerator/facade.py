@@ -40,7 +40,6 @@ from hasten.comm import ops
 from hasten.config.base import given as named
 from hasten.optim import clip
 from hasten.optim.scheduler import PreparedScheduler
-from hasten.optim.window import Key
 from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.accelerator")
@@ -124,6 +123,8 @@ class Accelerator(SavingFace):
         ambient.adopt(self.ctx)
         self.process, AMBIENT.clock = ambient.process(), self._clock
         self._clock.full_divisor = True  # quirk: SHORT_WINDOW_FULL_DIVISOR
+        self._clock.checks_models = False
+        self._clock.read_position = None  # a save stores what there is at that moment, as the original's does
         fill_partial(self.config.cpu, strategy=self._strategy.name)
         sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
         handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
@@ -174,13 +175,12 @@ class Accelerator(SavingFace):
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
         """Return one micro-step over these models; models that were not prepared take part without a window of their own."""
         known = [model for model in models if any(model is one for one in self._prepared.models)]
-        key: Key = tuple([self._prepared.index_of(model) for model in known])
         each = self.config.gradient_accumulation.sync_each_batch
         if self.step != self._counted:  # the script has set it
-            self._clock.begin_at(key, self.step % self._clock.every)
+            self._clock.begin_at(self.step % self._clock.every)
         ends = self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
         self.step = self._counted = 0 if ends else self.step + 1
-        return Accumulation(self._clock, self._strategy, known or self._prepared.models, key, each)
+        return Accumulation(self._clock, self._strategy, tuple(known or self._prepared.models), each)
 
     def _do_sync(self) -> None:
         """Count a micro-step outside of accumulate() and synchronise gradients where a window or loader ends."""

@@ -273,7 +273,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         together = 1 if self.cut is None else self.cut.comm.size  # processes that share a batch
         return size and int(size if self.split_batches else size * self.num_processes // together)
 
-    def saved_state(self) -> dict[str, Any]:
+    def saved_state(self, has_trained: bool = False) -> dict[str, Any]:
         """Return the loop's position, which checkpoints hold."""
         yielded = self.loader_iteration.start.batches + self.loader_iteration.steps
         shown = {"_num_yielded": yielded, "_iterator_finished": yielded == 0}

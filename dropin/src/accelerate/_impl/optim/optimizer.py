@@ -13,7 +13,7 @@ from accelerate._impl.copying import Copyable
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.optim.clock import StepClock
-from hasten.optim.optimizer import PreparedOptimizer, SharedWindow
+from hasten.optim.optimizer import PreparedOptimizer
 from hasten.precision.base import FullPrecision, Precision, StepResult
 
 
@@ -34,7 +34,7 @@ class _WithScaler(FullPrecision):
 class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's scaler, and results of optimizers
     """The user's optimizer, stepping and clearing only where a window ends."""
 
-    belongs_to_run = ("_clock", "_precision", "_share", "scaler")
+    belongs_to_run = ("_clock", "_precision", "scaler")
 
     def __init__(
         self,
@@ -55,7 +55,6 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's s
         for name, plain in (("_clock", ambient.clock()), ("_precision", FullPrecision()), ("scaler", None)):
             vars(self).setdefault(name, plain)
         self._scaled = self._precision.scaler is not None
-        self._share = SharedWindow()
         self._clock.join(self)
 
     step_was_skipped = _is_overflow = shown(

@@ -354,11 +354,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
             state[number] = {key: shard.cut(value) for key, value in carried.get(number, {}).items()}
         self.load_state_dict({"state": state, "param_groups": self.param_groups})
 
-    def keeping(self) -> Callable[[], None]:
-        """Return a function that restores the current state, for use after a failed load. Local."""
-        before = _copied(self.state_dict())
-        return lambda: self.load_state_dict(before)
-
     def refresh(self) -> None:
         """Copy loaded weights to the parameters that ZeRO-3 holds whole or has not yet released. Ranks: every rank."""
         if not self.stale:

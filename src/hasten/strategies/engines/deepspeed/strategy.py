@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from hasten import trees
 from hasten.config.root import Config
-from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
+from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.optim.engine import DummyScheduler, Placeholder
+from hasten.optim.gradients import drop_gradients
 from hasten.optim.window import divided
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, LoopState, PrepareRequest, Weigh
+from hasten.strategies.base import Caps, PrepareRequest, Weigh
 from hasten.strategies.engines.deepspeed import engine as deepspeed_engine
 from hasten.strategies.engines.deepspeed.config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.engines.deepspeed.config import building as partitioning
@@ -346,20 +347,8 @@ class DeepSpeedStrategy:
         )
 
     # -- for checkpoints ------------------------------------------------------------------------------------------
-    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        one = self._engine(model)
-        return one.optimizer.refresh if one is not None and one.optimizer.stale else None
-
-    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        if open_window and self._engine(model) is not None:
-            raise CheckpointError(
-                "save_state() was called in the middle of an accumulation window, whose accumulated gradients inside the engine cannot "
-                "be restored. Save when accelerator.sync_gradients is True, after the optimizer's step."
-            )
-        return LoopState()
-
-    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        return None
+    def drop_gradients(self, model: nn.Module) -> None:
+        drop_gradients(model)
 
 
 def _show_slices(parameters: Iterable[Any], shown: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -313,11 +313,6 @@ class MegatronOptimizer(EngineOptimizer):
             if saved:
                 inner[part.main] = {key: _fresh(part, key, value, groups[number]) for key, value in saved.items()}
         self.draws = [int(number) for number in state_dict.get(_DROPOUT, self.draws)]
-
-    def keeping(self) -> Callable[[], None]:
-        """Return a function that restores the current state, for use after a failed load. Local."""
-        before = _copied(self.state_dict())
-        return lambda: self.load_state_dict(before)
 
     def reload(self) -> None:
         """Copy the model's weights to the master weights. Local."""

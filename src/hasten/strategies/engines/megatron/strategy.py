@@ -15,14 +15,15 @@ from hasten import trees
 from hasten.comm.base import Comm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.root import Config
-from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
+from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.modules.names import StagePart
+from hasten.optim.gradients import drop_gradients
 from hasten.optim.window import backpropagate
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import LOSS, Axis
-from hasten.strategies.base import Caps, LoopState, PrepareRequest, Weigh
+from hasten.strategies.base import Caps, PrepareRequest, Weigh
 from hasten.strategies.context.ops import all_parts
 from hasten.strategies.engines.megatron import engine as megatron_engine
 from hasten.strategies.engines.megatron.call import Given
@@ -412,19 +413,8 @@ class MegatronStrategy:
         )
 
     # -- for checkpoints ------------------------------------------------------------------------------------------
-    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
-        return None
-
-    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        if open_window and isinstance(model, MegatronModel):
-            raise CheckpointError(
-                "save_state() was called in the middle of an accumulation window, whose accumulated gradients inside the engine cannot "
-                "be restored. Save when accelerator.sync_gradients is True, after the optimizer's step."
-            )
-        return LoopState()
-
-    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
-        return None
+    def drop_gradients(self, model: nn.Module) -> None:
+        drop_gradients(model)
 
 
 def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
