@@ -83,6 +83,7 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.progress.build import ProgressMaker
     from hasten.progress.throughput import Throughput
     from hasten.state.epochs import EpochLoops
+    from hasten.state.preemption import Preemption
     from hasten.state.publishing import Publishing, PushOptions
     from hasten.state.run_state import LoadHook, SaveHook
     from hasten.state.saving import Saving
@@ -209,6 +210,7 @@ class Accelerator:
         self._prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         owner = weakref.ref(self)  # the clock must not keep the Accelerator alive
+        parts.clock.loaders.first_window = lambda: self._preemption
         parts.clock.read_position = lambda: (
             None if (accelerator := owner()) is None else accelerator._saving.read_position()
         )
@@ -273,6 +275,11 @@ class Accelerator:
         }
 
     @cached_property
+    def _preemption(self) -> Preemption:
+        made: Preemption = import_module("hasten.state.preemption").Preemption(self.ctx.world)  # on first use
+        return made
+
+    @cached_property
     def _epochs(self) -> EpochLoops:
         made: EpochLoops = import_module("hasten.state.epochs").EpochLoops(self._prepared, self._clock)  # on first use
         return made
@@ -293,7 +300,7 @@ class Accelerator:
         if self._run_log is not None:
             replica.note = self._run_log.event
         self.process.leads = lambda: replica.leads
-        replica.duties.received = lambda: self._saving.preemption.received
+        replica.duties.received = lambda: self._preemption.received
         self._preparer.wrap_source = partial(
             source.LedgerSource, replica=replica, clock=self._clock, num_replicas=parts.config.survive.replicas
         )
@@ -532,6 +539,15 @@ class Accelerator:
         arguments.check_whole(num_batches, "skip_first_batches(num_batches)")
         return skip_first_batches(dataloader, num_batches)
 
+    def num_updates(self, loader: Loader, epochs: int = 1) -> int:
+        """Return the number of optimizer updates in so many epochs of a prepared loader, which is the length of a schedule over them.
+
+        It is ceil(len(loader) / gradient_accumulation_steps) * epochs.
+        """
+        arguments.check_cursor(loader, "num_updates(loader)")
+        arguments.check_whole(epochs, "num_updates(epochs)")
+        return self._preparer.num_updates(loader, epochs)
+
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Return an iterator over `num_epochs` epoch numbers, from 0, or after `load_state` from the checkpoint's epoch.
 
@@ -627,12 +643,14 @@ class Accelerator:
         """
         if type(loss) is not Tensor:
             arguments.check_loss(loss, self._clock.active and self._clock.active.given)
-        self._clock.num_passes += 1
+        clock = self._clock
+        clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
         if self._phases is not None:
             self._phases.backward_begins()
-        clock = self._clock
+        if clock.every > 1 and clock.inside and clock.checks_models:
+            clock.refuse_plain_optimizers()
         weighed, parts = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
             weighed, parts = self._precision.scale(divided(weighed, parts)), 1
@@ -1011,6 +1029,8 @@ class Accelerator:
             yield self._numbers.finish
         if self._sentinel is not None:
             yield self._sentinel.finish
+        if "_preemption" in self.__dict__:
+            yield self._preemption.close
         if "_saving" in self.__dict__:
             yield self._saving.close
         if "_publishing" in self.__dict__:
@@ -1131,9 +1151,9 @@ class Accelerator:
         With `survive`, a signal to the launcher ends all replicas after the same update; one to a single replica, that replica alone.
         """
         if self._replica is not None:
-            self._saving.preemption.listen()
+            self._preemption.listen()
             return self._replica.leaves
-        return self._saving.preempted
+        return self._preemption.agreed()
 
     def save_model(
         self,

@@ -25,7 +25,7 @@ from hasten.optim import fused
 from hasten.optim.clock import StepClock
 from hasten.optim.gradients import Unowned
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.optim.scheduler import PreparedScheduler, unsplit
+from hasten.optim.scheduler import LoopLength, PreparedScheduler, explain_wrong_length, total_of
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments, PreparedObjects
 from hasten.runtime.context import ProcessContext
@@ -131,6 +131,8 @@ class Preparer:
         self.done = PreparedObjects()
         self._before_loaders: list[Any] = []
         """Schedulers created before the first loader was prepared, and not yet compared with a loader."""
+        self._counted = set[int]()
+        """Results of `num_updates`, which are right lengths of schedules."""
         self.on_model: Callable[[nn.Module], None] | None = None
         """Called with each model that is prepared."""
         self.on_call: Callable[[nn.Module], None] | None = None
@@ -274,6 +276,8 @@ class Preparer:
         prepared = PreparedScheduler(scheduler, owner, self._config.step_scheduler_with_optimizer)
         if not self.done.loaders:
             self._before_loaders.append(scheduler)
+        elif (steps := self.done.loaders[0].parts.source.steps()) is not None:
+            self._warn_of_length(scheduler, self._length_of(steps, steps))
         self.done.schedulers.append(prepared)
         return prepared
 
@@ -348,16 +352,38 @@ class Preparer:
         self._compare_schedules(loader, prepared)
         return prepared
 
-    def _compare_schedules(self, loader: Any, prepared: Loader) -> None:
-        """Warn about schedules whose length is that of the loader before it was prepared."""
-        schedules, self._before_loaders = self._before_loaders, []
-        if self._ctx.world.size == 1:  # the length of its loader is that of the user's
-            return
+    def num_updates(self, loader: Loader, epochs: int) -> int:
+        """Return the number of updates in so many epochs of a prepared loader."""
+        total = self._length_of(len(loader), len(loader)).num_updates(epochs)
+        self._counted.add(total)
+        return total
+
+    def _length_of(self, num_batches: int, num_prepared: int) -> LoopLength:
         every = self._clock.every if self._config.step_scheduler_with_optimizer else 1
-        for schedule in schedules if self._ctx.is_main else ():
-            try:
-                sizes = len(loader), len(prepared)
-            except TypeError:  # an iterable dataset without a length
-                return
-            if words := unsplit(schedule, *sizes, self._ctx.groups(*BATCH).size, every):
-                warnings.warn(words, HastenWarning, stacklevel=2)
+        return LoopLength(
+            num_batches, num_prepared, self._ctx.groups(*BATCH).size, every, self._clock.sync_with_dataloader
+        )
+
+    def _compare_schedules(self, loader: Any, prepared: Loader) -> None:
+        """Warn about schedules whose length is that of the loader before it was prepared, or its number of batches."""
+        schedules, self._before_loaders = self._before_loaders, []
+        try:
+            length = self._length_of(len(loader), len(prepared))
+        except TypeError:  # an iterable dataset without a length
+            return
+        for schedule in schedules:
+            self._warn_of_length(schedule, length)
+
+    def _warn_of_length(self, schedule: Any, length: LoopLength) -> None:
+        if not self._ctx.is_main or total_of(schedule) in self._counted:
+            return
+        if words := explain_wrong_length(schedule, length):
+            warnings.warn(words, HastenWarning, stacklevel=user_stacklevel())
+
+
+def user_stacklevel() -> int:
+    """Return the stacklevel of a warning, given where this is called, that names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hasten":
+        level, frame = level + 1, frame.f_back
+    return level

@@ -233,8 +233,8 @@ class Loader(DataLoader[Any]):
                 return
             if active.before_next is not None:
                 active.before_next(cursor)
-            if clock.every > 1:
-                clock.keep_position(cursor)
+            if clock.every > 1 or active.signals is not None:
+                clock.before_batch(cursor)
             if phases is not None:
                 phases.asked(clock.num_passes == passes)
         if iteration.start is here:

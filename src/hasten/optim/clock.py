@@ -183,6 +183,15 @@ class StepClock:
             if (holder := known()) is not None:
                 yield holder
 
+    def refuse_plain_optimizers(self) -> None:
+        """Raise StepError if no optimizer is prepared, whose step would follow the window."""
+        if not self._holders:
+            raise StepError(
+                f"backward() was called inside accumulate() with gradient_accumulation_steps={self.every}, and no optimizer is prepared: a plain one "
+                "steps in every micro-step, with gradients that are not normalised. Prepare it: "
+                "model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+
     def watching(self, cursor: LoaderCursor) -> StepObserver:
         """Return a context manager in which `cursor` is the active loader, until a loader inside it starts."""
         return StepObserver(self.loaders, cursor, self)
@@ -192,6 +201,12 @@ class StepClock:
         if self.listener is None:
             self.listener = StepListener()
         return self.listener
+
+    def before_batch(self, cursor: LoaderCursor) -> None:
+        """Prepare for the next batch of the loader of `cursor`."""
+        if self.loaders.signals is not None and (self.num_updates > 0 or self.num_passes == 0):
+            self.loaders.end_first_window()
+        self.keep_position(cursor)
 
     def keep_position(self, cursor: LoaderCursor) -> None:
         """Keep the loop's position before the loader of `cursor` moves, if the next micro-step opens a window of several."""

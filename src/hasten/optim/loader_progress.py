@@ -58,9 +58,18 @@ class LoaderCursor:
 
 
 class CountsPasses(Protocol):
-    """The clock's count of the backward passes of the run."""
+    """The clock's counts of the run."""
 
     num_passes: int
+    num_updates: int
+
+
+class SignalHold(Protocol):
+    """Holder of signals during the first window of a run."""
+
+    def hold(self) -> None: ...
+
+    def release(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -101,6 +110,10 @@ class ActiveLoaders:
     """Called with a loader before its next batch, while a rollback to a checkpoint is pending."""
     before_next: Callable[[LoaderCursor], None] | None = None
     """Called with a loader before its next batch, or its end."""
+    first_window: Callable[[], SignalHold] | None = None
+    """Returns what holds signals during the first window; None once the first iteration has started."""
+    signals: SignalHold | None = None
+    """What holds signals, during the first window."""
     num_rollbacks: int = 0
     """Number of rollbacks: an iteration started before a rollback continues from the loader's new position."""
     num_ended: int = 0
@@ -120,6 +133,15 @@ class ActiveLoaders:
         cursor.opened, cursor.moved, cursor.left, cursor.cut = self.now, 0, False, False
         cursor.partners.clear()
         self._exhausted = None
+        if self.first_window is not None:
+            self.signals, self.first_window = self.first_window(), None
+            self.signals.hold()
+
+    def end_first_window(self) -> None:
+        """Give signals that are held their default effect, unless the loop has asked for them."""
+        signals, self.signals = self.signals, None
+        if signals is not None:
+            signals.release()
 
     def moving(self, cursor: LoaderCursor) -> None:
         """Record that the loader returns its next batch."""
@@ -141,6 +163,7 @@ class ActiveLoaders:
                 del self.watched[index]
                 break
         cursor.opened, cursor.given = 0, None
+        self.end_first_window()
         if exhausted:
             self._exhausted = cursor
             self.num_ended += trained

@@ -292,6 +292,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if due:
             self._settled = clock.serial
         if self._scaled:
+            self._refuse_unscaled_gradients()
             self._precision.unscale(self.optimizer)
         if due and (factor := clock.correction()) is not None:
             if self._engine is None:
@@ -312,7 +313,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 "itself, such as AdamW, or strategy='ddp'."
             ) from error
 
+    def _refuse_unscaled_gradients(self) -> None:
+        """Raise StepError for the gradients of a plain loss.backward() under fp16."""
+        if self._clock.in_flight or self.spent or not any(p.grad is not None for p in self.parameters):
+            return
+        raise StepError(
+            f"{type(self.optimizer).__name__} has gradients of a loss that was not scaled, as mixed_precision='fp16' needs; dividing them by the scale "
+            "would make them vanish. Call accelerator.backward(loss) instead of loss.backward()."
+        )
+
     def _step_reported(self) -> Any:
+        if self._scaled:
+            self._refuse_unscaled_gradients()
         try:
             engine = self._engine
             result = self._precision.step(self.optimizer) if engine is None else engine.apply()

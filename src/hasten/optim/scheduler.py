@@ -7,6 +7,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor
@@ -149,28 +150,45 @@ def _of_function(function: Callable[..., Any]) -> int | None:
     return int(found) if isinstance(found, int | float) else None
 
 
-def unsplit(scheduler: Any, num_whole: int, num_share: int, num_processes: int, every: int) -> str | None:
-    """Return a message if a schedule fits whole epochs of a loader before its split over processes; else None.
+@dataclass(frozen=True, slots=True)
+class LoopLength:
+    """Batches of an epoch, from which a schedule's number of steps follows."""
 
-    `num_whole` and `num_share` are the batches of an epoch before the split and on one process; `every` is the number
-    of batches per update.
-    """
+    num_batches: int
+    """Batches of the loader before it was prepared."""
+    num_prepared: int
+    """Batches of the prepared loader on one process."""
+    num_processes: int
+    every: int
+    """Batches per update."""
+    ends_with_epoch: bool = True
+    """True if the end of an epoch ends the accumulation window."""
+
+    def num_updates(self, epochs: int) -> int:
+        """Return the number of updates in so many epochs."""
+        if self.ends_with_epoch:
+            return -(-self.num_prepared // self.every) * epochs
+        return self.num_prepared * epochs // self.every
+
+
+def explain_wrong_length(scheduler: Any, length: LoopLength) -> str | None:
+    """Return a message if a schedule has a step for each batch, or for each update of one process, of whole epochs; else None."""
     total = total_of(scheduler)
-    if not total or num_share >= num_whole or not num_share:
+    if not total or not length.num_prepared:
         return None
-    epochs = _epochs(total, num_whole, 1) or _epochs(total, num_whole, every)
-    if not 0 < epochs <= _MOST_EPOCHS:
+    epochs = _epochs(total, length.num_batches, 1) or _epochs(total, length.num_batches, length.every)
+    if not 0 < epochs <= _MOST_EPOCHS or total == length.num_updates(epochs):
         return None
-    updates = -(-num_share // every)
+    formula = f"{length.num_prepared} batches on each of {length.num_processes} process(es), gradient_accumulation_steps={length.every}"
     words = (
-        f"{type(scheduler).__name__} was made for {total} steps: {epochs} epoch(s) of the loader before it was prepared ({num_whole} batches). On "
-        f"{num_processes} processes an epoch has {updates} update(s), and a schedule steps once per update, so a run of {epochs} epoch(s) would "
-        f"end at step {epochs * updates} of {total}. Prepare the loader first and make the schedule with its length, len(loader), or divide the "
-        "schedule's length by accelerator.num_processes."
+        f"{type(scheduler).__name__} was made for {total} steps: {epochs} epoch(s) of a loader of {length.num_batches} batches. A schedule steps once "
+        f"per update, and an epoch has ceil({length.num_prepared} / {length.every}) = {length.num_updates(1)} update(s) ({formula}), so a run of "
+        f"{epochs} epoch(s) would end at step {length.num_updates(epochs)} of {total}. Prepare the loader first, and make the schedule for "
+        f"accelerator.num_updates(loader, epochs={epochs}) steps."
     )
-    if total % updates:
+    if total % length.num_updates(1):
         return words
-    return f"{words} If you train for {total // updates} epochs, {total} is right; prepare the loader first all the same, and this is not asked."
+    return f"{words} If you train for {total // length.num_updates(1)} epochs, {total} is right; made that way, this is not asked."
 
 
 def _epochs(total: int, num_batches: int, every: int) -> int:

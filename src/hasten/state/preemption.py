@@ -23,7 +23,11 @@ _SIGNALS: Final = ("SIGTERM", "SIGUSR1")
 
 
 class Preemption:
-    """Listener for SIGTERM and SIGUSR1, installed at the first query; until then signals have their default effect."""
+    """Listener for SIGTERM and SIGUSR1, installed at the first query; until then signals have their default effect.
+
+    During the first window of the first loop they are held, because its query is still to come: a signal takes its default effect when
+    the loop asks for the batch after that window, or ends, without a query.
+    """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -31,6 +35,7 @@ class Preemption:
         self._agreed = False
         self._previous: dict[int, Any] = {}  # Any: any handler
         self._warned = False
+        self._holds = False
 
     @property
     def listening(self) -> bool:
@@ -42,15 +47,35 @@ class Preemption:
 
         Ranks: each independently.
         """
-        if self._previous:
+        if self._previous and not self._holds:
             return
+        self._holds = False
         if threading.current_thread() is not threading.main_thread():
             self._warn_ignored()
             return
         for name in names:
             number = getattr(signal, name, None)
-            if number is not None:
+            if number is not None and number not in self._previous:
                 self._previous[int(number)] = signal.signal(number, self._receive)
+
+    def hold(self) -> None:
+        """Hold signals that have their default effect, until the first query or `release`."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        for name in _SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                self._previous[int(number)] = signal.signal(number, self._receive)
+        self._holds = True
+
+    def release(self) -> None:
+        """Give signals their default effect again, and to one that was held, unless there was a query."""
+        if not self._holds:
+            return
+        self._holds = False
+        self.close()
+        if self._received is not None and self._received > 0:
+            signal.raise_signal(self._received)
 
     def _warn_ignored(self) -> None:
         if self._warned:
@@ -63,7 +88,9 @@ class Preemption:
         )
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        is_repeated, self._received = self._received is not None, number
+        if is_repeated:  # a loop that hangs in its first window can be ended
+            self.release()
 
     def set(self) -> None:
         """Request a stop without a signal. Ranks: any."""

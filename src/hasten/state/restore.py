@@ -20,7 +20,7 @@ from hasten.checkpoint.state_dicts import (
 )
 from hasten.comm.agreement import Agreement
 from hasten.data.loader import Loader
-from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
 from hasten.optim.engine import EngineOptimizer
@@ -148,6 +148,19 @@ class RestorePlan:
                 )
 
 
+def _refuse_unloadable(parts: RunObjects, checkpoint: Checkpoint) -> None:
+    if "gradients" in checkpoint.manifest.components:
+        raise CheckpointError(
+            f"{checkpoint.folder} was saved in the middle of an accumulation window by hasten {checkpoint.manifest.versions.get('hasten')}, together "
+            "with its gradients, which this version does not read. Nothing was loaded. Load an earlier checkpoint, or resume with that version."
+        )
+    if not parts.objects.models and "model" in checkpoint.manifest.components:
+        raise PrepareError(
+            f"load_state() was called before prepare(), so there is no model to load {checkpoint.folder} into. Nothing was loaded. Prepare the model, "
+            "the optimizer and the loaders first."
+        )
+
+
 def plan_restore(
     parts: RunObjects,
     models: Sequence[nn.Module | None],
@@ -162,11 +175,7 @@ def plan_restore(
     `models` are the user's modules; None for a model that a load hook handles.
     """
     saved_world = checkpoint.manifest.world_size
-    if "gradients" in checkpoint.manifest.components:
-        raise CheckpointError(
-            f"{checkpoint.folder} was saved in the middle of an accumulation window by hasten {checkpoint.manifest.versions.get('hasten')}, together "
-            "with its gradients, which this version does not read. Nothing was loaded. Load an earlier checkpoint, or resume with that version."
-        )
+    _refuse_unloadable(parts, checkpoint)
     plan = RestorePlan(parts, same_world=checkpoint.same_data(world_size, mesh or checkpoint.manifest.mesh))
     plain = parts.plain_models()
     names = parameter_names(plain)

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +41,7 @@ from hasten.runtime.mesh_plan import AXES, Axis
 from hasten.state.load_source import automatic_root, find_source
 from hasten.state.loop_position import LoopPosition, read_position
 from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
-from hasten.state.preemption import FinishFirst, Preemption
+from hasten.state.preemption import FinishFirst
 from hasten.state.rank_state import with_own_state
 from hasten.state.restore import plan_restore
 from hasten.state.run_state import (
@@ -369,8 +369,6 @@ class Saving:
 
     def close(self) -> None:
         """Finish the save in flight, free memory and restore signal handlers. Raises: the error of that save."""
-        if "preemption" in self.__dict__:
-            self.preemption.close()
         try:
             self.wait_for_saves()
         finally:
@@ -440,17 +438,6 @@ class Saving:
     def reconfigure(self, strategy: Strategy) -> None:
         """Save and load the objects that another strategy prepares."""
         self._parts.unwrap, self._parts.drop_gradients = strategy.unwrap, strategy.drop_gradients
-
-    # -- preemption -----------------------------------------------------------------------------------------------
-    @cached_property
-    def preemption(self) -> Preemption:
-        """Listener for the signals of preemption."""
-        return Preemption(self._ctx.world)
-
-    @property
-    def preempted(self) -> bool:
-        """True if any rank was asked to stop (SIGTERM, SIGUSR1). Ranks: every rank, once per step."""
-        return self.preemption.agreed()
 
 
 def _lineage(manifest: Manifest) -> list[str]:

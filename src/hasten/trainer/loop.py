@@ -145,11 +145,10 @@ class TrainingLoop:
             if self._was_healed():
                 continue  # the update was skipped, and the state that was received counts it
             state.batches_in_epoch += 1
-            if fresh:
-                self._end_step()
-            else:
-                call("on_substep_end")
-                self._act()
+            if not fresh:
+                call("on_substep_end")  # requests of callbacks wait for the window's end
+                continue
+            self._end_step()
             if self._leaves():
                 return False
         return True

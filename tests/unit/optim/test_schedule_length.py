@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LambdaLR
 
-from hasten.optim.scheduler import total_of, unsplit
+from hasten.optim.scheduler import LoopLength, explain_wrong_length, total_of
 from hasten.optional import need
 
 transformers = need("transformers")
@@ -52,19 +52,25 @@ def test_the_length_is_found(name: str) -> None:
     assert total_of(make(sgd())) == total
 
 
-def test_whole_epochs_of_the_undivided_loader_are_reported() -> None:
+def test_whole_epochs_of_batches_are_reported() -> None:
     for every in (1, 2, 3, 4):
         for whole in range(2, 30):
             for epochs in range(1, 5):
-                schedule = torch_schedules.CosineAnnealingLR(sgd(), whole * epochs // every or 1)
-                said = unsplit(schedule, whole, -(-whole // 2), 2, every)
-                if whole * epochs // every:
-                    assert said is not None, (every, whole, epochs)
+                for total in {whole * epochs, whole * epochs // every or 1}:
+                    length = LoopLength(whole, -(-whole // 2), 2, every)
+                    said = explain_wrong_length(torch_schedules.CosineAnnealingLR(sgd(), total), length)
+                    is_right = any(total == length.num_updates(number) for number in range(1, 5))
+                    assert said is not None or is_right, (every, whole, epochs)
 
 
-def test_other_lengths_and_undivided_loaders_are_not() -> None:
+def test_right_lengths_are_not() -> None:
     schedule = torch_schedules.CosineAnnealingLR(sgd(), 30)
-    assert unsplit(schedule, 20, 10, 2, 1) is None, "three epochs of the divided loader"
-    assert unsplit(schedule, 10, 10, 2, 1) is None, "split_batches: as many batches as before"
-    assert unsplit(schedule, 10, 10, 1, 1) is None, "one process"
-    assert unsplit(torch_schedules.StepLR(sgd(), 20), 20, 10, 2, 1) is None, "no end"
+    assert explain_wrong_length(schedule, LoopLength(20, 10, 2, 1)) is None, "three epochs of the divided loader"
+    assert explain_wrong_length(schedule, LoopLength(10, 10, 2, 1)) is None, "split_batches: as many batches as before"
+    assert explain_wrong_length(schedule, LoopLength(10, 10, 1, 1)) is None, "one process"
+    assert explain_wrong_length(torch_schedules.StepLR(sgd(), 20), LoopLength(20, 10, 2, 1)) is None, "no end"
+
+
+def test_an_open_window_goes_over_the_end_of_an_epoch() -> None:
+    assert LoopLength(5, 5, 1, 2).num_updates(3) == 9
+    assert LoopLength(5, 5, 1, 2, ends_with_epoch=False).num_updates(3) == 7
