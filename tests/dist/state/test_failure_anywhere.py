@@ -275,6 +275,8 @@ def attack(
     count = 0
     for what in kinds:
         count += Attack(ctx, run, folder / "x", what).survive(few, error)
+    while not run.accelerator.sync_gradients:  # a checkpoint is the beginning of a window
+        run.train(1)
     run.accelerator.save_state(str(folder / "x"))
     want = run.digest()
     run.train(3)
