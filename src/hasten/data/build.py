@@ -23,12 +23,12 @@ from hasten.data.dispatch import (
     StreamReader,
 )
 from hasten.data.foreign import ForeignSplit, is_hub_stream, length_of, plainly
-from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move, plain_move
+from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader, draw_alike
 from hasten.data.sampler import Assignment, PlannedSampler, assignment_of, refuse_full_padding
-from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of
+from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of, plain_move
 from hasten.data.stream import StreamSource
 from hasten.data.stream_shard import Cutting, Sharing
 from hasten.errors import ConfigError, DataError, PrepareError

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from hasten.data.batch_plan import derive_seed
 from hasten.data.position import BatchRange, Position, decode, encode
-from hasten.data.source import BatchSource, Item, engine_of, samples_of_last_batch
+from hasten.data.source import BatchSource, Item, engine_of, forward_epoch, samples_of_last_batch
 from hasten.errors import ArgumentError, ConfigError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
@@ -375,12 +375,12 @@ class Loader(DataLoader[Any]):
 
     def _encoded(self, steps: int) -> dict[str, Any]:
         """Return the position after `steps` batches of the pass that runs or comes next."""
-        parts = self.parts
-        iteration, source = parts.iteration, parts.source
+        iteration, source = self.parts.iteration, self.parts.source
+        at = iteration.start
         if steps:
-            at = source.reached(iteration.start, steps, iteration.source_state)
-        else:
-            at = self._remembered(iteration.start)
+            at = source.reached(at, steps, iteration.source_state)
+        elif iteration.fresh or not iteration.steps:
+            at = self._remembered(at)
         ran = self._has_workers() if self.persistent_workers and not at.consumed else None
         at = replace(at, batches=iteration.start.batches + steps, workers_ran=ran)
         state = encode(at, source.unit, source.size())
@@ -396,11 +396,11 @@ class Loader(DataLoader[Any]):
         In a run that `has_trained`, a pass without backward passes is an evaluation, which a resumed run begins anew.
         """
         iteration, cursor = self.parts.iteration, self.parts.cursor
-        if iteration.fresh or not has_trained or self.parts.clock.num_passes > cursor.passes_before:
-            return self.state_dict()
-        if self.is_running():
-            return self._encoded(0)
-        iteration.place(iteration.upcoming())
+        if has_trained and not iteration.fresh and not cursor.left:
+            if not self.is_running():
+                iteration.place(iteration.upcoming())
+            elif self.parts.clock.num_passes == cursor.passes_before:
+                return self._encoded(0)
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -432,23 +432,6 @@ class Loader(DataLoader[Any]):
         loader = copy.copy(self)
         loader.__dict__.update(_iterator=None, parts=parts)
         return loader
-
-
-def forward_epoch(target: object, epoch: int) -> None:
-    """Call the dataset's `set_epoch`, if it has one."""
-    set_epoch = getattr(target, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-
-
-def plain_move(put: Callable[[Any], Any]) -> Move:  # Any: a batch of the user's
-    """Return a move that transfers one batch at a time, when it is requested."""
-
-    def move(items: Iterable[Item]) -> Iterator[Item]:
-        for batch, padding, last, source_state in items:
-            yield put(batch), padding, last, source_state
-
-    return move
 
 
 # Any in this file: batches and indices are objects of the user.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -366,3 +366,20 @@ def samples_of_last_batch(
     if num_real is None or not batch_size:
         return total
     return min(num_real * total // batch_size, total)
+
+
+def forward_epoch(target: object, epoch: int) -> None:
+    """Call the dataset's `set_epoch`, if it has one."""
+    set_epoch = getattr(target, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+def plain_move(put: Callable[[Any], Any]) -> Callable[[Iterable[Item]], Iterator[Item]]:  # Any: a batch of the user's
+    """Return a move that transfers one batch at a time, when it is requested."""
+
+    def move(items: Iterable[Item]) -> Iterator[Item]:
+        for batch, padding, last, source_state in items:
+            yield put(batch), padding, last, source_state
+
+    return move

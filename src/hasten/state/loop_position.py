@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from hasten.data.random_states import States
 from hasten.errors import StepError
 from hasten.modules.names import is_dtensor, plain_name
-
-if TYPE_CHECKING:
-    from hasten.state.run_state import RunObjects
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +37,6 @@ class LoopPosition:
     """States of the registered objects that follow the data, by index."""
     buffers: Mapping[str, Tensor]
     """Values of the buffers that may have changed since, by numbered name."""
-
-
-def read_position(parts: RunObjects, *, at_window: bool) -> LoopPosition:
-    """Return the current position; `at_window` also keeps what is changed in place, for a save inside the window that begins here. Local."""
-    loaders = []
-    has_trained = parts.has_trained
-    for loader in parts.objects.loaders:
-        loaders.append(loader.saved_state(has_trained))
-    registered = {}
-    for index, thing in enumerate(parts.registered):
-        if at_window and getattr(thing, "follows_data", False):
-            registered[index] = thing.state_dict()
-    return LoopPosition(
-        loaders,
-        parts.randomness.read(),
-        parts.clock.state_dict(),
-        None if parts.epochs is None else parts.epochs.state_dict(),
-        None if parts.trackers is None else parts.trackers.step,
-        registered,
-        parts.buffers.copy_changing(parts.plain_models()) if at_window else {},
-    )
 
 
 _SMALL_BYTES: Final = 1 << 20

@@ -63,7 +63,7 @@ class RestorePlan:
         """Change the run. Ranks: every rank. Raises: CheckpointError for a failure in the middle, after which the run must end."""
         try:
             self._apply(together)
-        except Exception as error:
+        except Exception as error:  # of any type, also of users' objects: the run holds parts of two states
             if getattr(error, "agreed", False):
                 raise
             raise CheckpointError(

@@ -33,7 +33,7 @@ from hasten.precision.base import Precision
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.seeding import RngState, device_state, set_seed
 from hasten.state.epochs import EpochLoops
-from hasten.state.loop_position import BufferCopies, Generators, LoopPosition, read_position
+from hasten.state.loop_position import BufferCopies, Generators, LoopPosition
 from hasten.tracking.manager import TrackerManager
 
 log = logging.getLogger(__name__)
@@ -201,6 +201,27 @@ def num_updates(parts: RunObjects) -> int:
     for optimizer in parts.objects.optimizers:
         most = max(most, int(getattr(optimizer, "num_updates", 0)))
     return most
+
+
+def read_position(parts: RunObjects, *, at_window: bool) -> LoopPosition:
+    """Return the current position; `at_window` also keeps what is changed in place, for a save inside the window that begins here. Local."""
+    loaders = []
+    has_trained = parts.has_trained
+    for loader in parts.objects.loaders:
+        loaders.append(loader.saved_state(has_trained))
+    registered = {}
+    for index, thing in enumerate(parts.registered):
+        if at_window and getattr(thing, "follows_data", False):
+            registered[index] = thing.state_dict()
+    return LoopPosition(
+        loaders,
+        parts.randomness.read(),
+        parts.clock.state_dict(),
+        None if parts.epochs is None else parts.epochs.state_dict(),
+        None if parts.trackers is None else parts.trackers.step,
+        registered,
+        parts.buffers.copy_changing(parts.plain_models()) if at_window else {},
+    )
 
 
 def collect(

@@ -39,7 +39,7 @@ from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, Axis
 from hasten.state.load_source import automatic_root, find_source
-from hasten.state.loop_position import LoopPosition, read_position
+from hasten.state.loop_position import LoopPosition
 from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
 from hasten.state.preemption import FinishFirst
 from hasten.state.rank_state import with_own_state
@@ -50,6 +50,7 @@ from hasten.state.run_state import (
     SaveHook,
     collect,
     num_updates,
+    read_position,
     run_load_hooks,
     run_save_hooks,
 )

@@ -14,9 +14,8 @@ from hasten import trees
 from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data import build, prefetch
 from hasten.data.batch_plan import Padding
-from hasten.data.loader import plain_move
 from hasten.data.prefetch import InLine, LookAhead, Prefetch, Queue, Slot
-from hasten.data.source import Item
+from hasten.data.source import Item, plain_move
 from tests.support.loaders import prepared
 
 

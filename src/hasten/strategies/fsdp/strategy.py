@@ -36,7 +36,6 @@ from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
 from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
-from hasten.strategies.fsdp.gradients import drop_held_gradients
 from hasten.strategies.fsdp.resharding import ReshardWithoutGradients, mark_forward_method
 from hasten.strategies.fsdp.shard_groups import (
     CONTAINERS,
@@ -234,7 +233,7 @@ class ShardModel:
 
     def drop_gradients(self, model: nn.Module) -> None:
         drop_gradients(model)
-        drop_held_gradients(model)
+        _drop_held_gradients(model)
 
     def _mesh_for(self, ctx: ProcessContext) -> DeviceMesh:
         if self._mesh is None:
@@ -367,3 +366,29 @@ def _banner(
     if config.cpu_ram_efficient_loading and source is WeightSource.EVERYONE:
         text += "; cpu_ram_efficient_loading saved nothing, because every rank built the model with weights"
     return text
+
+
+def _drop_held_gradients(model: nn.Module) -> None:
+    """Drop the gradients of an interrupted accumulation window that the next reduction would add."""
+    for group in _groups(model):
+        if hasattr(group, "_partial_reduce_output"):
+            group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "unsharded_accumulated_grad"):
+                parameter.unsharded_accumulated_grad = None
+            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+                gathered.grad = None
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """Return FSDP's private records of its parameters, one per shard group."""
+    return (group for group in _all_groups(model) if group.fsdp_params)
+
+
+def _all_groups(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # torch<2.12 has one group per module, later versions a list of groups.
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            yield from (group for group in groups if group is not None)
