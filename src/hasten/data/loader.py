@@ -155,8 +155,7 @@ class Loader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
         if not self.parts.cursor.num_again:
             self.parts.clock.loaders.opening(self.parts.cursor)
-        # takes its epoch with the first batch: progress bars make iterators that they never use
-        return self._hand_out()
+        return self._hand_out()  # takes its epoch with the first batch: progress bars make iterators without use
 
     def _begin(self, skip: int, opened: bool = False) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position, or `skip` batches into that epoch."""
@@ -231,9 +230,7 @@ class Loader(DataLoader[Any]):
                 active.roll_back(cursor)
             if active.num_rollbacks != num_rollbacks:
                 return
-            if active.before_next is not None:
-                active.before_next(cursor)
-            if clock.every > 1 or active.signals is not None:
+            if clock.every > 1 or active.before_next is not None or active.signals is not None:
                 clock.before_batch(cursor)
             if phases is not None:
                 phases.asked(clock.num_passes == passes)
@@ -488,7 +485,6 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     """Return the loader, starting `num_batches` later in every epoch, with all settings preserved.
 
     Counts from the start of the epoch: on a prepared loader, a position loaded before is replaced, not added to.
-    Skipping is free for prepared map-style data; a stream has to be read.
     """
     if num_batches < 0:
         raise ConfigError(f"skip_first_batches got num_batches={num_batches}; batches can be skipped forwards only.")

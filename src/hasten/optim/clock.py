@@ -204,6 +204,8 @@ class StepClock:
 
     def before_batch(self, cursor: LoaderCursor) -> None:
         """Prepare for the next batch of the loader of `cursor`."""
+        if self.loaders.before_next is not None:
+            self.loaders.before_next(cursor)
         if self.loaders.signals is not None and (self.num_updates > 0 or self.num_passes == 0):
             self.loaders.end_first_window()
         self.keep_position(cursor)
