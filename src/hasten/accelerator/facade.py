@@ -10,7 +10,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -465,7 +464,7 @@ class Accelerator:
                 "settings and keeps its layout. Change them before the first prepare(), or make another Accelerator."
             )
         saving = self._saving
-        self.config = replace(self.config, **sections)
+        self.config = self.config.replace(**sections)
         self._strategy = choose(self.config, self.ctx)
         saving.reconfigure(self._strategy)
         self._preparer.reconfigure(self.config, self._strategy)

@@ -337,7 +337,7 @@ class Preparer:
         prepared: Loader = building.prepare_loader(
             loader,
             ctx=self._ctx,
-            config=config if wrap is None else replace(config, prefetch=0),
+            config=config if wrap is None else config.replace(prefetch=0),
             clock=self._clock,
             device=self._ctx.device if place else None,
             seed=seed,

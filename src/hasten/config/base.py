@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
 from types import NoneType
-from typing import Any, ClassVar, Final, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar, cast, dataclass_transform, get_args, get_origin
 
 from hasten.config.decode import Mismatch, decode, describe, is_nothing
 from hasten.errors import ConfigError, SettingValueError, UnknownSettingError
@@ -59,6 +59,10 @@ class Section:
                 raise ConfigError(f"{cls.__name__} has no default for {name}, so it must be given; add {name}=....")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_given", frozenset(given))
+
+    def replace(self, **values: Any) -> Self:
+        """Return a copy with other values of these fields, which counts them and the fields given before as given."""
+        return type(self)(**{name: getattr(self, name) for name in given(self)} | values)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -153,7 +157,7 @@ def given(section: Section) -> frozenset[str]:
     """Return the names of the fields that were passed when `section` was created.
 
     This information is lost by pickling and copying; then the fields that differ from their default are returned.
-    `dataclasses.replace` passes every field.
+    `dataclasses.replace` passes every field; use the section's method.
     """
     try:
         return section._given

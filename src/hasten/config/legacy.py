@@ -65,24 +65,6 @@ def _forward_prefetch(entry: SettingEntry) -> Translation:
     return [_derived(entry, "forward_prefetch_depth", 1)], [f"{entry.spelled} is FSDP2's forward_prefetch_depth: 1"]
 
 
-def _backward_prefetch(entry: SettingEntry) -> Translation:
-    if entry.value is None:
-        return [], []
-    return [], [f"{entry.spelled} has no meaning any more: FSDP2 always gathers the next block during backward"]
-
-
-def _orig_params(entry: SettingEntry) -> Translation:
-    if _yes(entry):
-        return [], []
-    return [], [f"{entry.spelled} has no meaning any more: FSDP2 always keeps the original parameters"]
-
-
-def _limit(entry: SettingEntry) -> Translation:
-    if _yes(entry):
-        return [], []
-    return [], [f"{entry.spelled} has no meaning any more: FSDP2 always limits the gathers in flight"]
-
-
 def _version(entry: SettingEntry) -> Translation:
     word = str(entry.value).strip()
     if word == "2":
@@ -101,21 +83,30 @@ def _state_dict_type(entry: SettingEntry) -> Translation:
     return [entry], []
 
 
+_ALWAYS: Final = MappingProxyType(
+    {
+        "backward_prefetch": "gathers the next block during backward",
+        "backward_prefetch_policy": "gathers the next block during backward",
+        "use_orig_params": "keeps the original parameters",
+        "limit_all_gathers": "limits the gathers in flight",
+    }
+)
+"""What FSDP2 always does, by the option of FSDP1 that chose it."""
 _RULES: Final = MappingProxyType[str, Callable[[SettingEntry], Translation]](
     {
         "sharding_strategy": _strategy,
         "reshard_after_forward": _reshard,
         "forward_prefetch": _forward_prefetch,
-        "backward_prefetch": _backward_prefetch,
-        "backward_prefetch_policy": _backward_prefetch,
-        "use_orig_params": _orig_params,
-        "limit_all_gathers": _limit,
         "version": _version,
         "fsdp_version": _version,
         "state_dict_type": _state_dict_type,
     }
 )
-OLD_NAMES: Final = (*(n for n in _RULES if n not in ("reshard_after_forward", "state_dict_type")), *_RENAMED)
+OLD_NAMES: Final = (
+    *(name for name in _RULES if name not in ("reshard_after_forward", "state_dict_type")),
+    *_ALWAYS,
+    *_RENAMED,
+)
 """Names of FSDP1 settings that hasten's FSDP section does not have."""
 
 
@@ -128,6 +119,11 @@ def translate(entry: SettingEntry) -> Translation:
         return [entry], []
     if entry.path[1] in _RENAMED:
         return [replace(entry, path=("fsdp", _RENAMED[entry.path[1]]))], []
+    if always := _ALWAYS.get(entry.path[1]):
+        is_prefetch = entry.path[1].startswith("backward_prefetch")
+        if entry.value is None or (not is_prefetch and _yes(entry)):
+            return [], []
+        return [], [f"{entry.spelled} has no meaning any more: FSDP2 always {always}"]
     rule = _RULES.get(entry.path[1])
     return rule(entry) if rule else ([entry], [])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Final, assert_never
@@ -156,7 +155,7 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     fsdp2 = import_module("hasten.strategies.fsdp.strategy")
     in_host_memory = config.offload in ("parameters", "all")
     distribution: DistributionTransform = fsdp2.ShardModel(
-        replace(config.fsdp, cpu_offload=True) if in_host_memory else config.fsdp,
+        config.fsdp.replace(cpu_offload=True) if in_host_memory else config.fsdp,
         mesh,
         keep_outputs=config.autocast.output_dtype == "keep",
     )

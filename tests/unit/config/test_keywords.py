@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from hasten import Accelerator, TrustSettings
-from hasten.config.base import Section
+from hasten import Accelerator, FullyShardedDataParallelPlugin, TrustSettings
+from hasten.config.base import Section, given
 from hasten.config.files import read
 from hasten.config.layers import ARGUMENTS, HANDLERS, MOVED, arguments, from_code
 from hasten.config.resolve import resolve
@@ -99,3 +99,9 @@ def test_trust_in_a_file_and_in_variables(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("schema: 1\nstall: off\n")
     with pytest.raises(ConfigError, match=r"b.yaml:2: unknown setting 'stall'.*belongs under 'trust.stall'"):
         read(tmp_path / "b.yaml")
+
+
+def test_replaced_settings_keep_which_were_given() -> None:
+    section = FullyShardedDataParallelPlugin(cpu_offload=True).replace(hybrid_shard=True)
+    assert given(section) == {"cpu_offload", "hybrid_shard"}
+    assert section == FullyShardedDataParallelPlugin(cpu_offload=True, hybrid_shard=True)

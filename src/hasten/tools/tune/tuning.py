@@ -6,7 +6,7 @@ import math
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final
@@ -387,17 +387,17 @@ def config_of(values: Values, base: Config, blocks: tuple[str, ...]) -> Config:
     """Return the settings for a choice of values, as far as there are settings for them."""
     config = base
     if "mixed_precision" in values or values.get("fp8"):
-        config = replace(config, mixed_precision="fp8" if values.get("fp8") else values["mixed_precision"])
+        config = config.replace(mixed_precision="fp8" if values.get("fp8") else values["mixed_precision"])
     if "prefetch" in values:
-        config = replace(config, dataloader=replace(config.dataloader, prefetch=values["prefetch"]))
+        config = config.replace(dataloader=config.dataloader.replace(prefetch=values["prefetch"]))
     if values.get("recompute"):
-        config = replace(config, recompute=blocks)
+        config = config.replace(recompute=blocks)
     if "bucket_cap_mb" in values:
-        config = replace(config, ddp=DistributedDataParallelKwargs(bucket_cap_mb=values["bucket_cap_mb"]))
+        config = config.replace(ddp=DistributedDataParallelKwargs(bucket_cap_mb=values["bucket_cap_mb"]))
     if values.get("step_graph"):
-        config = replace(config, performance=PerformanceSettings(mode="auto", compile=False))
+        config = config.replace(performance=PerformanceSettings(mode="auto", compile=False))
     if values.get("compile") in WAYS:
-        config = replace(config, dynamo=TorchDynamoPlugin(**WAYS[values["compile"]]))
+        config = config.replace(dynamo=TorchDynamoPlugin(**WAYS[values["compile"]]))
     return config
 
 
