@@ -28,7 +28,6 @@ class Failure:
     traceback: str = ""
     stopped: bool = False
     """True if the launcher stopped the rank because another rank had failed."""
-    log: str = ""
     echo: bool = False
     """True if the rank raised an error on which all ranks agreed, and had no error itself."""
 
@@ -160,7 +159,7 @@ def end_words(code: int) -> str:
     return f"killed by {name}" if -code == signal.SIGKILL else f"signal {name}"
 
 
-def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, time: float, log: str = "") -> Failure:
+def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, time: float) -> Failure:
     """Return the failure of a rank, including the error that the rank recorded, if any."""
     recorded = _recorded(Path(error_file)) if error_file else {}
     if recorded and code == -signal.SIGTERM:  # the rank had already failed when the launcher stopped it
@@ -174,7 +173,6 @@ def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, 
         summary=recorded.get("summary", ""),
         traceback=recorded.get("traceback", ""),
         stopped=code == -signal.SIGTERM,
-        log=log,
         echo=recorded.get("echo", False),
     )
 
@@ -215,8 +213,6 @@ def render_failure(
     if lost:
         lines = [f"{' and '.join(lost)} no longer responds: probably the first failure, check it", *lines]
     lines += [f"  {line}" for line in _summaries(rest)]
-    if first.log:
-        lines.append(f"  log of rank {first.rank}: {first.log}")
     if hint := hint_for(first, python):
         lines.append(f"hint: {hint}")
     for other in rest:
