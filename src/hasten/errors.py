@@ -31,6 +31,7 @@
     │   ├── CheckpointBusyError           another process keeps the folder locked
     │   ├── CheckpointReplacedError       other saves replaced it again and again while it was read
     │   ├── CheckpointVersionError        written by a version this one cannot read
+    │   ├── LoaderStateError (DataError)  a loader's state is damaged
     │   └── HookError                     a hook of save_state or load_state raised
     ├── HubError                          an upload to the Hub, or a download from it, failed
     ├── RanksFailedError                  a function run in the pool of test workers failed on some ranks
@@ -221,6 +222,10 @@ class UnsafeCheckpointError(CheckpointError):
 
 class CheckpointVersionError(CheckpointError):
     """Error for a checkpoint written by a version that this one cannot read."""
+
+
+class LoaderStateError(CheckpointError, DataError):
+    """Error for a loader's state that is damaged, or that another program wrote."""
 
 
 class HookError(CheckpointError):

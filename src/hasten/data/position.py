@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
-from hasten.errors import DataError
+from hasten.errors import DataError, LoaderStateError
 
 Unit = Literal["samples", "batches", "stream"]
 
@@ -121,26 +121,26 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
 def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
     """Return the position that `encode` wrote.
 
-    Raises: DataError when it was written by a loader with another order.
+    Raises: LoaderStateError for an invalid state; DataError when it was written by a loader with another order.
     """
     if not isinstance(state, Mapping):
-        raise DataError(
+        raise LoaderStateError(
             f"the loader's state is a {type(state).__name__} where a mapping is expected, so there is no position to continue from. "
             "Pass the state_dict() of a prepared loader."
         )
     missing = [key for key in ("version", "unit", "size", "epoch", "consumed", "seed") if key not in state]
     if missing:
-        raise DataError(
+        raise LoaderStateError(
             f"the loader's state has no {', '.join(missing)} (found: {', '.join(map(str, state)) or 'nothing'}), so it was not written "
             "by hasten. Pass the state_dict() of a prepared loader."
         )
     if state["version"] != _VERSION:
-        raise DataError(
+        raise LoaderStateError(
             f"the loader's state has version {state['version']}, and this hasten reads version {_VERSION}; continuing could repeat or "
             "lose samples. Resume with the version of hasten that wrote it, or start a new epoch."
         )
     if wrong := [key for key, fits in _VALUES.items() if key in state and not fits(state[key])]:
-        raise DataError(
+        raise LoaderStateError(
             f"the loader's state has {wrong[0]}={state[wrong[0]]!r:.80}, which is invalid, so it is damaged or was edited. Nothing was "
             "loaded. Pass an unchanged state_dict(), or start a new epoch."
         )

@@ -103,5 +103,5 @@ def test_files_are_verified_by_it(size: int, tmp_path: Path) -> None:
 def test_other_formats_are_refused() -> None:
     assert decode(encode(Manifest()), "here").version == FORMAT_VERSION
     for version in (FORMAT_VERSION - 1, FORMAT_VERSION + 1):
-        with pytest.raises(CheckpointVersionError, match=rf"format {version}; .* reads format {FORMAT_VERSION}"):
+        with pytest.raises(CheckpointVersionError, match=rf"format {version} by .* reads format {FORMAT_VERSION}"):
             decode(encode(Manifest(version=version)), "here")

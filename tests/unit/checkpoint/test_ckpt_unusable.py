@@ -27,6 +27,7 @@ from hasten.checkpoint.store.disk import Disk, cannot_write
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.cli.main import main
 from hasten.comm.local import LocalComm
+from hasten.data.position import decode as decode_position
 from hasten.errors import (
     CheckpointError,
     CheckpointReplacedError,
@@ -315,3 +316,9 @@ def test_a_model_is_not_read_through_a_link_out_of_its_folder(tmp_path: Path) ->
     (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "elsewhere" / "model.safetensors")
     with pytest.raises(UnsafeCheckpointError, match="leads out of"):
         read_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("state", [3, {}, {"version": 99}])
+def test_a_forged_state_of_a_loader_is_an_error_of_the_checkpoint(state: object) -> None:
+    with pytest.raises(CheckpointError, match="loader's state"):
+        decode_position(state, "samples", 4)  # type: ignore[arg-type]
