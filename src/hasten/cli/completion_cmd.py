@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from typing import Final
 
@@ -43,7 +43,8 @@ def flags_of(module: str) -> list[str]:
     """Return the flags in the longest help of a command."""
     for word in ("--help-all", "--help"):
         printed = io.StringIO()
-        with redirect_stdout(printed), suppress(SystemExit, ConfigError):  # a command without --help-all refuses it
+        # A command without --help-all refuses it, on stderr.
+        with redirect_stdout(printed), redirect_stderr(io.StringIO()), suppress(SystemExit, ConfigError):
             import_module(module).main([word])
         if flags := list(dict.fromkeys(_FLAG.findall(printed.getvalue()))):
             return flags

@@ -60,7 +60,8 @@ def test_flags_of_other_launchers_are_translated(flag: str, setting: str, capsys
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_command_is_completed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
+    script, errors = capsys.readouterr()
+    assert not errors
     assert all(re.search(rf"\b{name}\b", script) for name in COMMANDS)
     flags = ("num_processes", "kubernetes_image", "global-batch", "budget")
     assert all(re.search(rf"(--|-l ){flag}\b", script) for flag in flags)
