@@ -14,6 +14,8 @@ from typing import Final
 
 import pytest
 
+from hasten import Accelerator
+from hasten.errors import MissingPackageError
 from hasten.optional import available
 from hasten.tracking.registry import BUILTINS
 
@@ -38,6 +40,8 @@ def test_a_resumed_run_is_read_back_as_one_curve(name: str, tmp_path: Path) -> N
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "WANDB_SILENT": "true",
     }
+    if not available("alembic"):  # mlflow-skinny has no database
+        private["MLFLOW_TRACKING_URI"] = (tmp_path / "mlruns").as_uri()
     (tmp_path / "home").mkdir()
     done = subprocess.run(
         [sys.executable, str(PROBE), name, str(tmp_path)],
@@ -60,3 +64,12 @@ def test_a_resumed_run_is_read_back_as_one_curve(name: str, tmp_path: Path) -> N
     assert dict(curve) == loss
     if name in HIDES_REPEATED:
         assert [step for step, _ in curve] == list(range(8))
+
+
+@pytest.mark.skipif(not available("mlflow") or available("alembic"), reason="mlflow is missing, or has its database")
+def test_mlflow_without_a_place_for_its_records_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), log_with="mlflow")
+    accelerator.init_trackers("project")
+    with pytest.raises(MissingPackageError, match="alembic"):
+        accelerator.log({"loss": 1.0})
