@@ -128,10 +128,20 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
 """Attributes of Accelerate's Accelerator that hasten does not have, and their alternatives."""
 
 
+_GONE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "run_step": "call forward and backward() in the loop; find_executable_batch_size finds a batch size that fits into memory",
+    }
+)
+"""Attributes of earlier versions of hasten, and their alternatives."""
+
+
 def established(accelerator: Accelerator, name: str) -> Any:  # Any: values of every kind
     """Return an attribute under Accelerate's name. Raises: AttributeError that names the alternative."""
     if (value := VALUES.get(name)) is not None:
         return value(accelerator)
     if (words := INSTEAD.get(name)) is not None:
         raise AttributeError(f"hasten's Accelerator has no {name!r}, which Accelerate's has; {words}.")
+    if (words := _GONE.get(name)) is not None:
+        raise AttributeError(f"Accelerator.{name} was removed; {words}.")
     raise AttributeError(f"{type(accelerator).__name__!r} object has no attribute {name!r}", name=name, obj=accelerator)
