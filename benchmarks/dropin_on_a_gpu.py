@@ -387,7 +387,7 @@ def written(args: argparse.Namespace, notes: dict[str, Any]) -> None:
     counts, differences = compared(notes)
     known = versions(args.device)
     number = notes["original"].get("versions", {}).get("seen", {}).get("accelerate", "?")
-    known["accelerate"] = f"{number} and {number}+hasten"
+    known["accelerate"] = f"{number} in both packages"
     for name in ("transformers", "torchao"):
         try:
             known[name] = metadata.version(name)

@@ -9,12 +9,16 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import get_type_hints
 
 import pytest
+from packaging.version import Version
 from torch.utils.data import DataLoader
+
+import accelerate
 
 HERE = Path(__file__).parent
 
@@ -95,7 +99,15 @@ def test_what_is_left_out_says_why() -> None:
 def test_importing_the_face_is_cheap() -> None:
     code = "import sys, accelerate; print('torch' in sys.modules, accelerate.__version__)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert said == ["False", "1.15.0+hasten"]
+    assert said == ["False", "1.15.0"]
+
+
+def test_the_version_passes_the_upper_bounds_of_clients() -> None:
+    settings = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
+    version = settings["project"]["version"]
+    assert version == accelerate.__version__
+    assert Version("1.3.0") <= Version(version) <= Version("1.15.0")
+    assert accelerate.__implementation__ == "hasten"
 
 
 def test_the_original_beside_it_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from accelerate._impl.surface.lazy import lazy
 from accelerate._impl.surface.left_out import refuse_other_package
 
-__version__ = "1.15.0+hasten"
+__version__ = "1.15.0"
+__implementation__ = "hasten"
 
 refuse_other_package()
 

@@ -292,8 +292,11 @@ class Accelerator(SavingFace):
         """Return the results of every process for the current batch; the last batch is cut to the samples that are left."""
         left = self._samples_left()  # quirk: LAST_BATCH_IS_CUT
         if use_gather_object or not all(isinstance(one, torch.Tensor) for one in trees.leaves(input_data)):
-            found = gather_object(input_data)
-            return found[:left] if isinstance(found, list | tuple | str) else found
+            gathered = gather_object(input_data)
+            try:
+                return gathered[:left]
+            except Exception:  # an object that cannot be sliced stays as it is
+                return gathered
         alone = self.num_processes == 1
         gathered = self.gather(input_data) if alone else ops.gather_ragged(input_data, self.readers())
         return trees.map_tensors(lambda one: one[:left] if one.ndim else one, gathered) if left else gathered

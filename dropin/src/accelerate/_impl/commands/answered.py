@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate import __version__
+from accelerate import __implementation__, __version__
 from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
 from hasten.cli.main import main as hasten
@@ -40,7 +40,7 @@ def _report() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
     device = torch.accelerator.current_accelerator(check_available=True)
     found = {
-        "`Accelerate` version": __version__,
+        "`Accelerate` version": f"{__version__}+{__implementation__}",
         "Platform": platform.platform(),
         "`accelerate` bash location": shutil.which("accelerate") or "Not found",
         "Python version": platform.python_version(),
