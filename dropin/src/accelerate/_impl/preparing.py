@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Final
@@ -39,7 +40,7 @@ class EstablishedPreparer(Preparer):
         its = components(accelerator)
         super().__init__(accelerator.config, accelerator.ctx, its.strategy, its.precision, its.clock, its.rehearsal)
         self.done = its.prepared
-        self._accelerator = accelerator
+        self._accelerator: Composed = weakref.proxy(accelerator)  # which owns the preparer
         self._engine_schedules = False
 
     def prepare(

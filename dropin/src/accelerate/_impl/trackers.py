@@ -424,7 +424,11 @@ def register_tracker_class(tracker_class: object) -> None:
     """Let `log_with` know a class by its name."""
     if not isinstance(tracker_class, type) or not issubclass(tracker_class, GeneralTracker):
         raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
-    name = str(getattr(tracker_class, "name", tracker_class.__name__))
+    if not getattr(tracker_class, "name", None):
+        raise ValueError("The tracker class to register must define a non-empty `name` attribute.")
+    if not hasattr(tracker_class, "requires_logging_directory"):
+        raise ValueError(message("tracker_without_directory_mark"))
+    name = str(tracker_class.name)
     if name in LOGGER_TYPE_TO_CLASS:
         warnings.warn(message("tracker_replaced", name, tracker_class), stacklevel=2)
     LOGGER_TYPE_TO_CLASS[name] = tracker_class

@@ -20,6 +20,7 @@ from accelerate._impl.checkpoints.saving import SavingFace
 from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_arguments
 from accelerate._impl.enums import DistributedType
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
+from accelerate._impl.environment.packages import is_bitsandbytes_multi_backend_available, is_xpu_available
 from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.memory import release_memory
 from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel, wait_for_everyone
@@ -52,6 +53,7 @@ class Accelerator(SavingFace):
     """Runs a plain training loop on any number of processes and devices."""
 
     profile_handler: ProfileKwargs | None
+    _copied_from: "Accelerator | None" = None
     autocast_handler: AutocastKwargs | None
     trackers: Any = ()  # set below: those that run on this process, users' own classes among them
 
@@ -106,6 +108,7 @@ class Accelerator(SavingFace):
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
+        made._copied_from = self  # its preparer belongs to that one
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -114,9 +117,12 @@ class Accelerator(SavingFace):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return an Accelerator with the same arguments over the processes that read the pickle; nothing is prepared in it."""
+        """Return an Accelerator with the same arguments and prepared loaders over the processes that read the pickle."""
         given = {name: value for name, value in self._given.items() if value is not UNSET}
-        return partial(type(self), **given), ()
+        return partial(type(self), **given), (), {"loaders": list(self._prepared.loaders)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._prepared.loaders.extend(state["loaders"])
 
     def _publish(self, sorted_: Arguments, given: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
@@ -150,6 +156,23 @@ class Accelerator(SavingFace):
         if self._sequences is not None and models:
             self._sequences.join(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Return the model, wrapped for this run; with `evaluation_mode` it is only placed and cast."""
+        self._check_quantized(model)
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def _check_quantized(self, model: Any) -> None:
+        """Raise a ValueError for a quantized model whose weights are offloaded, or on another device than this run's."""
+        places = list(getattr(model, "hf_device_map", {}).values())
+        if not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
+            return
+        trains_on_cpu = is_bitsandbytes_multi_backend_available()
+        if "disk" in places or ("cpu" in places and (is_xpu_available() or not trains_on_cpu)):
+            raise ValueError(message("quantized_and_offloaded"))
+        elsewhere = len(places) == 1 and isinstance(places[0], int) and places[0] != (self.device.index or 0)
+        if elsewhere and not trains_on_cpu:
+            raise ValueError(message("quantized_elsewhere"))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Return the optimizer, updating where a window ends; its state lies where its parameters do."""

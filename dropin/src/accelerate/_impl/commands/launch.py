@@ -73,6 +73,7 @@ def run(words: Sequence[str]) -> int:
         if name in REFUSED:
             sys.stderr.write(f"accelerate launch: flag {word}: {REFUSED[name]}.\n")
             return 2
+    words = _without_zero_processes(words)
     if tuple(words[:1]) in (("-h",), ("--help",)):
         words = ["--help_all", *words[1:]]  # as complete as the original's
     try:
@@ -81,6 +82,17 @@ def run(words: Sequence[str]) -> int:
         variables, settings = {}, []
     with patch_environment(**variables):
         return _launch(words, settings)
+
+
+def _without_zero_processes(words: Sequence[str]) -> list[str]:
+    """Return the command line without `--num_processes 0`, which stands for the default."""
+    for index, word in enumerate(words):
+        name, _, value = word.lstrip("-").replace("-", "_").partition("=")
+        if name == "num_processes" and word.startswith("--"):
+            width = 1 if value else 2
+            zero = (value or "".join(words[index + 1 : index + 2])) == "0"
+            return [*words[:index], *words[index + width :]] if zero else list(words)
+    return list(words)
 
 
 def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:

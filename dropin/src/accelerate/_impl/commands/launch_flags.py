@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in _GROUPS.items():
         group: Any = parser if title == "options" else parser.add_argument_group(title)
         for name, how in flags.items():
-            names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", how.get("short", f"--{name}")))
+            names = dict.fromkeys((f"--{name}", how.get("short", f"--{name}")))
             options = {key: value for key, value in how.items() if key in ("action", "choices")}
             if kind := _TYPES.get(how.get("type", "")):
                 options["type"] = kind

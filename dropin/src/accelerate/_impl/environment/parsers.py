@@ -18,10 +18,12 @@ _TABLE: Final[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").r
 
 
 class CustomArgumentGroup(argparse._ArgumentGroup):
-    """A group whose flags have both spellings."""
+    """A group whose flags are accepted with hyphens as well."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        return super().add_argument(*both_spellings(args), **kwargs)
+        action = super().add_argument(*args, **kwargs)
+        self._option_string_actions.update(hyphenated(action))
+        return action
 
 
 _PLAIN = argparse.ArgumentParser()
@@ -29,10 +31,12 @@ _STORING = (type(_PLAIN.add_argument("--value")), type(_PLAIN.add_argument("--fl
 
 
 class CustomArgumentParser(argparse.ArgumentParser):
-    """A parser whose flags have both spellings."""
+    """A parser whose flags are accepted with hyphens as well; its help shows one spelling."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        return super().add_argument(*both_spellings(args), **kwargs)
+        action = super().add_argument(*args, **kwargs)
+        self._option_string_actions.update(hyphenated(action))
+        return action
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
         group = CustomArgumentGroup(self, *args, **kwargs)
@@ -100,7 +104,6 @@ def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
     return main
 
 
-def both_spellings(names: tuple[str, ...]) -> list[str]:
-    """Accept every flag with hyphens as well."""
-    more = [f"--{name[2:].replace('_', '-')}" for name in names if name.startswith("--") and "_" in name]
-    return list(dict.fromkeys([*names, *more]))
+def hyphenated(action: argparse.Action) -> dict[str, argparse.Action]:
+    """Return the action by those spellings of its flags that have hyphens in the place of underscores."""
+    return {name.replace("_", "-"): action for name in action.option_strings if "_" in name}

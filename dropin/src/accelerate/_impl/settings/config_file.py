@@ -59,7 +59,8 @@ class BaseConfig:
         self.compute_environment = ComputeEnvironment(self.compute_environment)
         cloud = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
         kind: Any = SageMakerDistributedType if cloud else DistributedType
-        self.distributed_type = kind("XLA" if self.distributed_type == "TPU" else self.distributed_type)
+        if self.distributed_type is not False:  # a bare NO in YAML
+            self.distributed_type = kind("XLA" if self.distributed_type == "TPU" else self.distributed_type)
         for one in fields(self):
             if one.name.endswith("_config") and getattr(self, one.name) is None:
                 setattr(self, one.name, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,8 @@ class FollowedPlugin:
     """The FSDP plugin an Accelerator shows, and the settings that were last taken from it."""
 
     def __init__(self, accelerator: Composed, given: FullyShardedDataParallelPlugin | None) -> None:
-        self._accelerator, self.plugin = accelerator, given
+        self._accelerator: Composed = weakref.proxy(accelerator)  # which owns this object
+        self.plugin = given
         caps = components(accelerator).strategy.caps
         if given is None and caps.sharded_state and not caps.owns_precision:  # engines shard without FSDP
             self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
@@ -47,7 +49,8 @@ class FollowedSections:
     """The settings that were last taken from the DeepSpeed plugin in use and from the options of DistributedDataParallel."""
 
     def __init__(self, accelerator: Composed, plugins: Plugins) -> None:
-        self._accelerator, self.plugins = accelerator, plugins
+        self._accelerator: Composed = weakref.proxy(accelerator)  # which owns this object
+        self.plugins = plugins
         self._taken = {**self._now(), "deepspeed": None if plugins is None else accelerator.config.deepspeed}
 
     def _now(self) -> dict[str, Any]:

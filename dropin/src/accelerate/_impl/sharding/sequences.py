@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +111,8 @@ class SplitSequences:
     def __init__(self, accelerator: Composed, handler: DeepSpeedSequenceParallelConfig) -> None:
         comm = accelerator.ctx.groups(Axis.CP)
         assert isinstance(comm, ProcessGroupComm), "several processes have a process group"
-        self._accelerator, self._handler, self._comm = accelerator, handler, comm
+        self._accelerator: Composed = weakref.proxy(accelerator)  # which owns this object
+        self._handler, self._comm = handler, comm
         self._cut = SequenceSplitter(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
         self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
 

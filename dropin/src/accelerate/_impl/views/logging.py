@@ -24,13 +24,13 @@ class MultiProcessAdapter(RankLogger):
     def _should_log(main_process_only: bool) -> bool:
         return not main_process_only or PartialState().is_main_process
 
-    def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log on the main process, or as `main_process_only` and `in_order` say."""
         if not PartialState._shared_state:  # quirk: LOGGER_NEEDS_STATE
             raise RuntimeError(message("log_before_state"))
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         state, turns = PartialState(), in_order and not main_only
-        named, passed = self.process(msg, {**kwargs, "stacklevel": stacklevel + 1})
+        named, passed = self.process(msg, kwargs)
         for turn in range(state.num_processes) if turns else (state.process_index,):
             if turn == state.process_index and self.isEnabledFor(level) and self._should_log(main_only):
                 self.logger.log(level, named, *args, **passed)
