@@ -78,7 +78,6 @@ AMBIENT: Ambient = Ambient()  # quirk: SINGLETONS
 
 
 def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessContext:
-    """Return the context of this process, started from the environment on first use."""
     if AMBIENT.context is None:
         variables = env.snapshot()
         topology = Topology.from_env(variables)
@@ -92,7 +91,6 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
 
 
 def adopt(context: ProcessContext) -> None:
-    """Make this the context the views show."""
     AMBIENT.context = context
     AMBIENT.process = EstablishedProcess(context)
 
@@ -105,7 +103,6 @@ def process() -> EstablishedProcess:
 
 
 def clock() -> StepClock:
-    """Return the clock of the latest Accelerator, or one that every step is a boundary of."""
     if AMBIENT.clock is None:
         AMBIENT.clock = StepClock()
     return AMBIENT.clock
@@ -116,7 +113,6 @@ def device() -> torch.device:
 
 
 def forget_process() -> None:
-    """Forget context and process; a process group that was started stays."""
     AMBIENT.partial.clear()
     AMBIENT.context = AMBIENT.process = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
-from accelerate._impl.loaders.share import prepare_data_loader
 from accelerate._impl.models.other import show_original_forward
 from accelerate._impl.optim.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
@@ -24,6 +23,7 @@ from hasten import prepare_args as bundle
 from hasten.accelerator.components import components
 from hasten.accelerator.preparing import Preparer
 from hasten.errors import PrepareError
+from hasten.modules.names import plain_name
 from hasten.optim.engine import DummyOptim, DummyScheduler, EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.prepare_args import Item
@@ -69,6 +69,36 @@ class EstablishedPreparer(Preparer):
             show_original_forward(result[index])
         return tuple(result)
 
+    def prepare_sharded_by(self, shard: Callable[[Any], Any], objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Prepare objects whose models a client's function shards; their optimizers continue with the new parameters."""
+        models = {index: value for index, value in enumerate(objects) if isinstance(value, torch.nn.Module)}
+        optimizers = {index: value for index, value in enumerate(objects) if isinstance(value, Optimizer)}
+        result = list(objects)
+        for index, model in models.items():
+            result[index] = self.with_renewed_optimizers(shard, model, list(optimizers.values()))
+        for index, optimizer in optimizers.items():
+            result[index] = self._optimizer(optimizer)
+        others = [index for index in range(len(objects)) if index not in models and index not in optimizers]
+        prepared = self.prepare(tuple(objects[index] for index in others))
+        for index, value in zip(others, prepared, strict=True):
+            result[index] = value
+        return tuple(result)
+
+    def with_renewed_optimizers(
+        self, shard: Callable[[Any], Any], model: torch.nn.Module, optimizers: Sequence[Optimizer]
+    ) -> Any:
+        """Return the model that a client's function makes of `model`; optimizers continue with the new parameters."""
+        whole_parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        sharded = shard(model)
+        setattr(sharded, PREPARED, True)
+        if not any(sharded is known for known in self.done.models):
+            self.done.models.append(sharded)
+        parameters = {plain_name(name): parameter for name, parameter in sharded.named_parameters()}
+        renewed = {id(old): parameters[name] for name, old in whole_parameters.items()}
+        for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+            group["params"] = [renewed.get(id(parameter), parameter) for parameter in group["params"]]
+        return sharded
+
     def _follows_no_model(self, value: Any, objects: tuple[Any, ...]) -> bool:
         """Return whether this is an optimizer of a model that is prepared later, or never, and whose parameters stay in place."""
         if not isinstance(value, Optimizer) or self.done.holds(value):
@@ -105,11 +135,13 @@ class EstablishedPreparer(Preparer):
                 self.done.loaders.append(loader)
             return loader
         config = self._accelerator.dataloader_config
-        prepared = prepare_data_loader(
+        readers = self._accelerator.readers()
+        alone = readers.size == self._accelerator.ctx.world.size
+        prepared = self._accelerator.share_loader(
             loader,
             self._accelerator.device,
-            num_processes=self._accelerator.readers().size,
-            process_index=self._accelerator.readers().rank,
+            num_processes=self._accelerator.num_processes if alone else readers.size,
+            process_index=self._accelerator.process_index if alone else readers.rank,
             put_on_device=place,
             rng_types=list(self._accelerator.rng_types),
             slice_fn_for_dispatch=slice_fn,
@@ -119,6 +151,19 @@ class EstablishedPreparer(Preparer):
         setattr(prepared, PREPARED, True)
         self.done.loaders.append(prepared)
         return prepared
+
+
+def step_of(value: Any) -> str | None:
+    """Return the name of the Accelerator's method that prepares an object of this kind; None for unknown kinds."""
+    if isinstance(value, type):
+        return None
+    if isinstance(value, torch.utils.data.DataLoader):
+        return "prepare_data_loader"
+    if isinstance(value, torch.nn.Module):
+        return "prepare_model"
+    if isinstance(value, Optimizer):
+        return "prepare_optimizer"
+    return "prepare_scheduler" if isinstance(value, _SCHEDULERS) else None
 
 
 def _stranger(value: Any) -> bool:

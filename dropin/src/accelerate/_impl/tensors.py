@@ -40,7 +40,6 @@ def is_torch_tensor(tensor: Any) -> bool:
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether this is a tensor of an XPU's own type."""
     return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
 
 
@@ -64,7 +63,6 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`func` applied to every element that passes `test_type`, in the same nesting."""
     given: dict[str, Any] = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
     if isinstance(data, tuple | list):
         return honor_type(data, (recursively_apply(func, item, *args, **given) for item in data))
@@ -77,7 +75,6 @@ def recursively_apply(
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """Return the nested tensors on a device; values under `skip_keys` stay."""
     if isinstance(tensor, torch.nn.Module):
         return tensor.to(device, non_blocking=non_blocking)
     keys = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
@@ -89,7 +86,6 @@ def get_shape(data: Any) -> Any:
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return a description of every tensor, nested as the data."""
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
@@ -100,7 +96,6 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """Return the rows of the first tensor."""
     if isinstance(data, tuple | list | Mapping) and len(data) == 0:
         raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
     if isinstance(data, tuple | list):
@@ -113,7 +108,6 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the rows of the first tensor, or None where there is none."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -121,7 +115,6 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def listify(data: Any) -> Any:
-    """Tensors as lists of numbers."""
     return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
@@ -131,7 +124,6 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Equally nested tensors joined along `dim`."""
     first: Any = data[0]
     if len(data) == 1 and not isinstance(first, Tensor):
         return first
@@ -149,7 +141,6 @@ def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Return the nested tensors, those in half precision as float32."""
     return trees.to_fp32(tensor)
 
 
@@ -242,8 +233,13 @@ def gather(tensor: Any) -> Any:
     world = _world()
     if world.size == 1:  # quirk: FLAT_RESULTS
         return tensor
+    return _gpu_gather(tensor)
+
+
+def _gpu_gather(tensor: Any) -> Any:
+    """Gather on any device; clients replace this name."""
     _checked("_gpu_gather_one", tensor)
-    return ops.gather(tensor, world)
+    return ops.gather(tensor, _world())
 
 
 def gather_object(object: Any) -> Any:
@@ -258,11 +254,13 @@ def gather_object(object: Any) -> Any:
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return the tensors of one process, written into those of the others. Ranks: every rank."""
-    world = _world()
-    if world.size == 1:
-        return tensor
-    tensor = _checked("_gpu_broadcast_one", tensor)
-    sent = ops.broadcast(tensor, world, from_process)
+    return tensor if _world().size == 1 else _gpu_broadcast(tensor, src=from_process)
+
+
+def _gpu_broadcast(data: Any, src: int = 0) -> Any:
+    """Broadcast on any device; clients replace this name."""
+    tensor = _checked("_gpu_broadcast_one", data)
+    sent = ops.broadcast(tensor, _world(), src)
     with torch.no_grad():
         for mine, theirs in zip(trees.tensors(tensor), trees.tensors(sent), strict=True):
             mine.copy_(theirs)

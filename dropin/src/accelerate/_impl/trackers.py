@@ -186,7 +186,6 @@ class _Tables(_Package):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table, of rows under columns or of a data frame."""
         self._record(table_name, {"columns": columns, "data": data, "dataframe": dataframe}, step, kwargs)
 
 
@@ -203,7 +202,6 @@ class WandBTracker(_Tables):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images, a list of them under each name."""
         self.log({key: [self._module.Image(one) for one in images] for key, images in values.items()}, step, **kwargs)
 
     def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
@@ -421,21 +419,19 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {k: _SHIPPED[k] for k in
 
 
 def register_tracker_class(tracker_class: object) -> None:
-    """Let `log_with` know a class by its name."""
     if not isinstance(tracker_class, type) or not issubclass(tracker_class, GeneralTracker):
         raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
-    if not getattr(tracker_class, "name", None):
+    name = getattr(tracker_class, "name", None)
+    if not name:
         raise ValueError("The tracker class to register must define a non-empty `name` attribute.")
     if not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(message("tracker_without_directory_mark"))
-    name = str(tracker_class.name)
     if name in LOGGER_TYPE_TO_CLASS:
         warnings.warn(message("tracker_replaced", name, tracker_class), stacklevel=2)
-    LOGGER_TYPE_TO_CLASS[name] = tracker_class
+    LOGGER_TYPE_TO_CLASS[str(name)] = tracker_class
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Return the trackers whose packages are installed."""
     installed = set(registry.installed())
     return [kind for kind in LoggerType if kind.value in installed]
 

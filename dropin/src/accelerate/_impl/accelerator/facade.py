@@ -1,8 +1,9 @@
 """The Accelerator with the established constructor and attributes, on top of hasten's."""
 
+import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,10 @@ from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_argum
 from accelerate._impl.enums import DistributedType
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
 from accelerate._impl.environment.packages import is_bitsandbytes_multi_backend_available, is_xpu_available
-from accelerate._impl.loaders.share import skip_first_batches
+from accelerate._impl.loaders.share import prepare_data_loader, skip_first_batches
 from accelerate._impl.models.memory import release_memory
 from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel, wait_for_everyone
-from accelerate._impl.preparing import EstablishedPreparer
+from accelerate._impl.preparing import EstablishedPreparer, step_of
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.followed import FollowedPlugin, FollowedSections
@@ -44,6 +45,7 @@ from hasten.optim.scheduler import PreparedScheduler
 from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.accelerator")
+fsdp = Deferred("accelerate._impl.checkpoints.fsdp")
 modeling = Deferred("accelerate._impl.models.modeling")
 sequences = Deferred("accelerate._impl.sharding.sequences")
 # Any in this file: the user's objects, and settings of every type.
@@ -52,8 +54,10 @@ sequences = Deferred("accelerate._impl.sharding.sequences")
 class Accelerator(SavingFace):
     """Runs a plain training loop on any number of processes and devices."""
 
+    _preparer: EstablishedPreparer
     profile_handler: ProfileKwargs | None
-    _copied_from: "Accelerator | None" = None
+    _divides_sequences = False
+    _placement: Any = ()
     autocast_handler: AutocastKwargs | None
     trackers: Any = ()  # set below: those that run on this process, users' own classes among them
 
@@ -107,8 +111,7 @@ class Accelerator(SavingFace):
     def __copy__(self) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
         made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made._copied_from = self  # its preparer belongs to that one
+        made.__dict__.update(self.__dict__, copied_from=self)  # to which the preparer belongs
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -151,14 +154,88 @@ class Accelerator(SavingFace):
         spread = any(self.verify_device_map(one) for one in args if isinstance(one, nn.Module))
         if spread and self.distributed_type != DistributedType.NO:
             raise ValueError(message("map_on_several"))
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ValueError(message("placement_of_each", len(args)))
         models = [] if self._sequences is None else self._sequences.attach(args)
-        prepared = self._preparer.prepare(args, device_placement)
+        prepared = tuple(self._prepare_all(args, device_placement))
         if self._sequences is not None and models:
             self._sequences.join(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
+    def _prepare_all(self, args: tuple[Any, ...], placement: Any) -> Sequence[Any]:
+        """Prepare by the methods that clients override and replace, in the original's order."""
+        if self.ctx.mesh.size(Axis.CP) > 1:
+            args = tuple(self._prepare_cp(*args))
+        if self.ctx.mesh.size(Axis.TP) > 1:
+            args = tuple(self._prepare_tp(*args))
+        self._placement = [None] * len(args) if placement is None else list(placement)
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            prepared: Sequence[Any] = self._prepare_deepspeed(*args)
+        elif self.is_fsdp2:
+            prepared = self._prepare_fsdp2(*args)
+        else:
+            prepared = self._prepare_each(*args)
+        return prepared
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Allow maybe_context_parallel() to divide sequences; a client that divides them itself replaces this method."""
+        self._divides_sequences = True
+        return args
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        return args
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        return self._prepare_each(*args, engine=True)
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        replaced = vars(sys.modules.get("accelerate.accelerator", sys)).get("fsdp2_prepare_model")
+        if replaced is None or replaced is fsdp.fsdp2_prepare_model:
+            return self._prepare_each(*args)
+        return self._preparer.prepare_sharded_by(partial(replaced, self), args)
+
+    def _prepare_each(self, *args: Any, engine: bool = False) -> tuple[Any, ...]:
+        """Prepare together what no subclass and no patch has a method of its own for, and the others by these methods."""
+        places = dict(zip(map(id, args), self._placement, strict=False))
+        own_steps = [self._has_own_step(value, engine) for value in args]
+        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
+        prepared = list(args)
+        for index, value in enumerate(args):
+            prepare = partial(self._prepare_one, first_pass=True, device_placement=places.get(id(value)))
+            if own_steps[index] and self.is_fsdp2 and isinstance(value, nn.Module):
+                prepared[index] = self._preparer.with_renewed_optimizers(prepare, value, optimizers)
+            elif own_steps[index]:
+                prepared[index] = prepare(value)
+        joint = [index for index, is_own in enumerate(own_steps) if not is_own]
+        joint_places = [places.get(id(args[index])) for index in joint]
+        together = self._preparer.prepare(tuple(args[index] for index in joint), joint_places)
+        for index, value in zip(joint, together, strict=True):
+            prepared[index] = value
+        return tuple(
+            self._prepare_one(value, device_placement=places.get(id(given))) if is_own else value
+            for value, given, is_own in zip(prepared, args, own_steps, strict=True)
+        )
+
+    def _has_own_step(self, value: Any, engine: bool) -> bool:
+        """Return whether a subclass or a patch has replaced the method that prepares this object."""
+        step = step_of(value)
+        if step is None or (engine and step != "prepare_data_loader"):
+            return False
+        return any(
+            getattr(getattr(self, name), "__func__", None) is not _SHIPPED_STEPS[name]
+            for name in ("_prepare_one", step)
+        )
+
+    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+        """Prepare one object by its method: schedulers in the second pass, all others in the first."""
+        step = step_of(obj)
+        if step is None or first_pass == (step == "prepare_scheduler"):
+            return obj
+        if step == "prepare_scheduler":
+            return self.prepare_scheduler(obj)
+        return getattr(self, step)(obj, device_placement=device_placement)
+
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Return the model, wrapped for this run; with `evaluation_mode` it is only placed and cast."""
         self._check_quantized(model)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
@@ -176,22 +253,23 @@ class Accelerator(SavingFace):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Return the optimizer, updating where a window ends; its state lies where its parameters do."""
-        return self.prepare(optimizer, device_placement=[device_placement])
+        return self._preparer.prepare((optimizer,), [device_placement])[0]
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return the schedule, also of a class of one's own, following its optimizer's updates."""
-        prepared = self.prepare(scheduler)
+        prepared = self._preparer.prepare((scheduler,))[0]
         return prepared if isinstance(prepared, PreparedScheduler) else self._preparer._scheduler(scheduler)
 
     def prepare_data_loader(  # type: ignore[override] # the original's arguments
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Return the loader, reading this process's share."""
         place = self.device_placement if device_placement is None else device_placement
         return self._preparer.loader(data_loader, place, 0, slice_fn_for_dispatch)
 
+    def share_loader(self, data_loader: Any, *args: Any, **how: Any) -> Any:
+        return prepare_data_loader(data_loader, *args, **how)  # the name of this module, which clients replace
+
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return the loader without its first batches in every epoch."""
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -233,7 +311,6 @@ class Accelerator(SavingFace):
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     def backward(self, loss: Any, **kwargs: Any) -> None:  # type: ignore[override]  # weight is a keyword, if given
-        """Backpropagate the loss, divided by the window's length."""
         learning_rate = kwargs.pop("learning_rate", None)
         if self.has_lomo_optimizer:
             self.lomo_backward(loss, learning_rate)
@@ -246,7 +323,6 @@ class Accelerator(SavingFace):
         super().backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
-        """Backward fused with the update, by an optimizer that has one (LOMO)."""
         if learning_rate is None:
             raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
         if not (known := self._fused_backwards()):
@@ -260,7 +336,6 @@ class Accelerator(SavingFace):
     has_lomo_optimizer = shown(lambda self: bool(self._fused_backwards()), "Whether an optimizer updates in backward.")
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
-        """Return a block that computes in this run's precision."""
         chosen = autocast_handler or self.autocast_handler
         return super().autocast(None if chosen is None else chosen.to_hasten())
 
@@ -306,7 +381,6 @@ class Accelerator(SavingFace):
     def pad_across_processes(  # type: ignore[override]  # no axes here
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """Tensors padded along `dim` to the largest size any process has."""
         return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def gather_for_metrics(  # type: ignore[override] # the original names no loader
@@ -388,7 +462,7 @@ class Accelerator(SavingFace):
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[Any]:
         """Return a block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
-        if self.ctx.mesh.size(Axis.CP) == 1:
+        if self.ctx.mesh.size(Axis.CP) == 1 or not self._divides_sequences:
             logger.warning_once(message("no_context_parallelism"))
             return nullcontext()
         return self.context_parallel(buffers or (), buffer_seq_dims or (), None, no_restore_buffers or ())
@@ -403,3 +477,7 @@ class Accelerator(SavingFace):
 
     def verify_device_map(self, model: nn.Module) -> bool:
         return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())
+
+
+_STEPS = ("_prepare_one", "prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader")
+_SHIPPED_STEPS = {name: vars(Accelerator)[name] for name in _STEPS}

@@ -31,12 +31,10 @@ def _model_files(index: int) -> tuple[str, str]:
 
 
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write an object's state as custom checkpoint number `index`."""
     save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl", save_on_each_node=save_on_each_node)
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Load an object's state from custom checkpoint number `index`."""
     obj.load_state_dict(load(f"{path}/custom_checkpoint_{index}.pkl"))
 
 

@@ -41,12 +41,10 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
-    """Names without what wrappers put into them."""
     return {plain_name(name): value for name, value in named_params.items()}
 
 
 def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any) -> set[nn.Parameter]:
-    """Return the parameters of modules given as such, or by a regular expression over their names."""
     if modules is None:
         return set()
     if isinstance(modules, str):
@@ -82,7 +80,6 @@ def _address(parameter: Any) -> Any:
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    """Return a function that tells the modules of this model which are sharded on their own; None where there are none."""
     seen: Any = SimpleNamespace(**{name: getattr(fsdp2_plugin, name, None) for name in _POLICY})
     FullyShardedDataParallelPlugin.set_auto_wrap_policy(seen, model)
     bound = getattr(seen.auto_wrap_policy, "keywords", {})
@@ -94,7 +91,6 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Return the model, with the blocks that are sharded on their own recomputed in backward."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper  # imports DTensor
 
     plugin = accelerator.state.fsdp_plugin

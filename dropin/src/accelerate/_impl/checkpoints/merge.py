@@ -38,7 +38,6 @@ def _shards_in(source: str) -> Path:
 
 
 def merge_command(args: Any) -> None:
-    """Run `accelerate merge-weights`."""
     merge_fsdp_weights(
         args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
     )

@@ -147,7 +147,6 @@ class SavingFace(Composed):
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects with the run."""
         needed = ("state_dict", "load_state_dict")
         wrong = [at for at, one in enumerate(objects) if not all(hasattr(one, name) for name in needed)]
         if wrong:

@@ -20,7 +20,6 @@ from hasten.cli.main import main as hasten
 
 
 def chosen_file(args: Any) -> list[str]:
-    """Return the flag that names the settings file, where one is given."""
     return ["--config_file", args.config_file] if args.config_file else []
 
 

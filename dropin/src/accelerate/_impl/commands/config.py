@@ -62,7 +62,6 @@ def default_config_command(args: Any) -> None:
 
 
 def update_config(args: Any) -> str:
-    """Write a settings file again; its place."""
     file = args.config_file or default_config_file
     if not Path(file).exists():
         raise ValueError(f"The passed config file located at {file} doesn't exist.")

@@ -39,7 +39,6 @@ def add_timm_hub_prefix(model_name: str) -> str:
 
 
 def check_has_model(error: Exception) -> str:
-    """Return the library that found no model in a repository, or "unknown" for another error."""
     if is_timm_available() and isinstance(error, RuntimeError) and "Unknown model" in str(error):
         return "timm"
     missing = isinstance(error, OSError) and "does not appear to have a file named" in str(error)
@@ -49,7 +48,6 @@ def check_has_model(error: Exception) -> str:
 def create_empty_model(
     model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
 ) -> Any:
-    """Return a model of the Hub on the meta device."""
     info = verify_on_hub(model_name, access_token)
     if isinstance(info, str):
         raise OSError(message("model_gated", model_name) if info == "gated" else message("model_repo", model_name))
@@ -103,7 +101,6 @@ def gather_data(args: Any) -> list[list[Any]]:
 
 
 def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) -> str:
-    """Return a table drawn with lines, its title above."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     if len(title) > sum(widths):
         widths[-1] += 2 * abs(len(title) - sum(widths) - len(widths) - 1)
@@ -114,7 +111,6 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
 
 
 def estimate_command(args: Any) -> int | None:
-    """Print the memory a model needs."""
     hub, offline, name = need("huggingface_hub"), need("huggingface_hub.constants").HF_HUB_OFFLINE, args.model_name
     if Path(name).exists() or (offline and isinstance(hub.try_to_load_from_cache(name, "config.json"), str)):
         trusted = ["--trust_remote_code"] if args.trust_remote_code else []

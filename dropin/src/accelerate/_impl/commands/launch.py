@@ -30,7 +30,6 @@ _ALONE = (Config().strategy, Config().parallelism)
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate launch`, alone or as a subcommand."""
     options: dict[str, Any] = {"description": message("about_launch"), "add_help": True, "allow_abbrev": False}
     make = partial(CustomArgumentParser, "Accelerate launch command")
     parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
@@ -67,7 +66,6 @@ def _failed(code: int, command: list[str], args: argparse.Namespace) -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `accelerate launch WORDS` and give the exit code."""
     for word in takewhile(lambda word: word.startswith("-"), words):
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
         if name in REFUSED:

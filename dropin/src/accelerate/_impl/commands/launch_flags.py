@@ -33,7 +33,6 @@ def _default(how: dict[str, Any]) -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag; what is not given is the original's default, or None."""
     for title, flags in _GROUPS.items():
         group: Any = parser if title == "options" else parser.add_argument_group(title)
         for name, how in flags.items():

@@ -28,7 +28,6 @@ set_here: Final = partial(SettingEntry, source=SettingSource("code", "of the dro
 
 
 def variables_for(words: Sequence[str]) -> Mapping[str, str]:
-    """Return the variables that workers of `launch WORDS` have in addition to those of this process."""
     return spelled(settings_for(words))
 
 

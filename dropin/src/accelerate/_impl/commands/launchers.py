@@ -31,12 +31,10 @@ _NOT_OF_THE_LAUNCH = ("function", "args", "log_line_prefix_template")
 
 
 def test_launch() -> None:
-    """Say where this process is."""
     _ = PartialState()
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run `function(*args)` on the CPU in forks of this process."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives the processes
     meeting = {"master_addr": store.host, "master_port": store.port, "world_size": num_processes, "fork_launched": 1}
     served = {"torchelastic_use_agent_store": True, "torchelastic_restart_count": 0}

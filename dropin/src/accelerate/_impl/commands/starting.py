@@ -207,7 +207,6 @@ def _deepspeed_words(args: argparse.Namespace) -> list[str]:
 def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Return the arguments and the environment of a job on TPUs."""
     if _asked(args, "mixed_precision") == "bf16" and is_torch_xla_available():
         current_env["XLA_DOWNCAST_BF16" if _asked(args, "downcast_bf16") else "XLA_USE_BF16"] = "1"
     if _asked(args, "debug"):
@@ -228,7 +227,6 @@ def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Return the environment with the sizes of the mesh."""
     current_env.update({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **_shown(args, "parallelism")})
     for name in ("cp", "sp"):
         if _asked(args, f"parallelism_config_{name}_size", 1) > 1:

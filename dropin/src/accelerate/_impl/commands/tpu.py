@@ -25,7 +25,6 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 
 def gcloud_words(args: argparse.Namespace) -> list[str]:
-    """Return the command line that runs the commands on every machine of the pod."""
     there = args.config_file or Path(default_config_file).is_file()
     saved = load_config_from_file(args.config_file) if there else None
     commands = _commands(args, saved)

@@ -86,7 +86,6 @@ def _there(name: str) -> bool:
 
 @lru_cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed and has the device asked for."""
     if check_is_tpu and check_is_gpu:
         raise AssertionError("The check_is_tpu and check_is_gpu cannot both be true.")
     if not (USE_TORCH_XLA and available("torch_xla")):
@@ -129,12 +128,10 @@ is_hpu_available = _device_probe("hpu", "habana_frameworks")
 
 
 def is_habana_gaudi1() -> bool:
-    """Return whether the Gaudi device is of the first generation."""
     return False
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether the device computes in bfloat16."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     if is_xpu_available():

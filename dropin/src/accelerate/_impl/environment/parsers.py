@@ -44,7 +44,6 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return group
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words; the namespace names in `nondefault` what they gave."""
         defaults = {one.dest: one.default for one in self._actions if isinstance(one, _STORING)}
         found, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(defaults, self)))
         values = vars(found)
@@ -96,7 +95,6 @@ def runner(
 
 
 def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
-    """Return the entry point of a command."""
 
     def main() -> NoReturn:
         sys.exit(run(sys.argv[1:]))

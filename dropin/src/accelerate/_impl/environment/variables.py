@@ -52,7 +52,6 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return a variable that holds a word."""
     return os.environ.get(key, str(default))
 
 
@@ -113,7 +112,6 @@ def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
-    """Lines `NAME=value` for variables that can be written so."""
     unsafe, lines = set(";\n<> "), []
     for name, value in current_env.items():
         if value and not unsafe & set(name + str(value)):
@@ -124,7 +122,6 @@ def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the libraries that have been imported."""
     return [name for name in library_names if name in sys.modules]
 
 
@@ -136,7 +133,6 @@ def _nvidia_smi(question: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names and the number of NVIDIA devices."""
     rows = _nvidia_smi("count,name")
     return [row.split(",")[1].strip() for row in rows], len(rows)
 
@@ -181,22 +177,18 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores near its device."""
     set_affinity(local_process_index, get_cpu_distributed_information().local_world_size, None)
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Return whether a program listens on a port of this machine."""
     return reachable("localhost", 29500 if port is None else port)
 
 
 def count_devices() -> int:
-    """Return the number of accelerators of this machine."""
     return max(torch.cuda.device_count(), torch.accelerator.device_count())
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of device and the distributed type that several of them make."""
     found = torch.accelerator.current_accelerator(check_available=True)
     kind = "cuda" if found is None else found.type
     return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"

@@ -14,7 +14,6 @@ torch_version = parse(metadata.version("torch"))
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Return whether a library's version stands so to a required one."""
     if operation not in STR_OPERATION_TO_FUNC:
         raise ValueError(f"`operation` must be one of {list(STR_OPERATION_TO_FUNC)}, received {operation}")
     if isinstance(library_or_version, str):
@@ -23,7 +22,6 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Return whether torch's version stands so to `version`."""
     return compare_versions(torch_version, operation, version)
 
 

@@ -49,7 +49,6 @@ class DataLoaderStateMixin:
         self.end_of_dataloader, self.remainder = False, -1
 
     def begin(self) -> None:
-        """Become the innermost loader."""
         self.reset()
         this: Any = self
         with suppress(AttributeError, TypeError):  # a length or a size that nobody knows
@@ -59,7 +58,6 @@ class DataLoaderStateMixin:
         this.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """Stop being the innermost loader."""
         this: Any = self
         this.gradient_state._remove_dataloader(self)
 
@@ -133,7 +131,6 @@ class SnapshotSource(TorchSource):
 
 
 def torchdata_kind(loader: Any) -> Any:
-    """torchdata's class, where the loader is one of its loaders; else torch's."""
     kinds = (one for one in type(loader).__mro__ if one.__module__.startswith("torchdata"))
     return next(kinds, DataLoader)
 
@@ -174,7 +171,6 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
     @property
     def parts(self) -> LoaderParts:  # type: ignore[override]  # put together of attributes, which clients change
-        """The parts of hasten's loader."""
         return LoaderParts(
             source=self.source() if self.cut is None else sequence_parts.SequenceShardSource(self.source(), self.cut),
             clock=self.clock or ambient.clock(),
@@ -187,13 +183,11 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         )
 
     def followers(self) -> tuple[Any, ...]:
-        """Return the samplers that are told which epoch begins."""
         return tuple(one for one in (get_sampler(self), self.batch_sampler) if not isinstance(one, BatchSamplerShard))
 
     get_sampler = get_sampler
 
     def set_sampler(self, sampler: Any) -> None:
-        """Draw the indices of batches from another sampler."""
         part: Any = self.batch_sampler
         while part is not None:
             part.sampler, part = sampler, getattr(part, "batch_sampler", None)
@@ -203,11 +197,9 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         return kind(self, self.order_generator, self.followers())
 
     def move(self) -> Move | None:
-        """Return the copier of batches to the device."""
         return OneAhead(self.device, self.put)
 
     def put(self, batch: Any) -> Any:
-        """Return the batch on the loader's device."""
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
     def rejoin(self) -> None:
@@ -252,14 +244,12 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     iteration = shown("epoch", "The current or next epoch.", lambda self, epoch: self.loader_iteration.set_epoch(epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin at `epoch` when iterated next."""
         super().set_epoch(epoch)
         for target in (*self.followers(), self.dataset):
             forward_epoch(target, epoch)
 
     @property
     def total_dataset_length(self) -> int | None:  # type: ignore[override]  # streams may have none
-        """The samples in the dataset, when that is known."""
         whole: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         try:
             return len(whole)
@@ -444,6 +434,5 @@ class SkipDataLoader(DataLoaderStateMixin, SkippingLoader, DataLoaderAdapter):
         return torchdata_kind(self).state_dict(self) if self.latest is None else self.latest
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from torchdata's state."""
         self.latest = None
         torchdata_kind(self).load_state_dict(self, state_dict)

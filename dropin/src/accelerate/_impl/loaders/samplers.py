@@ -18,7 +18,6 @@ from hasten.data.sampler import Assignment
 
 
 def check_split(what: str, batch_size: int | None, num_processes: int, least: int = 1) -> None:
-    """Refuse batches that cannot be split equally."""
     if batch_size is not None and batch_size > least and batch_size % num_processes:
         raise ValueError(message("cannot_split", what, batch_size, num_processes))
 
@@ -41,7 +40,6 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin at `epoch` when iterated next."""
         self.epoch = epoch
 
 
@@ -53,11 +51,9 @@ class AsDrawn:
     as_torch: bool = True
 
     def size(self) -> int | None:
-        """Units of an epoch, when they are counted."""
         return len(self.units) if isinstance(self.units, Sized) else None
 
     def begin(self, at: Position) -> Position:
-        """Record the loader and its source."""
         return at
 
     def seek(self, at: Position) -> None:
@@ -118,7 +114,6 @@ class IterableDatasetShard(IterableDataset[Any]):
             check_split("`IterableDatasetShard`", self.batch_size, self.num_processes)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch begins."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

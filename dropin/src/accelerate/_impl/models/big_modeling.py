@@ -155,7 +155,6 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Return the model with the weights of a checkpoint, every part where the map says."""
     places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     where: dict[str, Any] = {"device_map": places, "offload_buffers": offload_buffers}
     filling = {**where, "offload_folder": offload_folder, "dtype": dtype, "strict": strict}

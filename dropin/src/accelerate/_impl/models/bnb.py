@@ -161,6 +161,5 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def has_4bit_bnb_layers(model: object) -> bool:
-    """Return whether bitsandbytes has quantized a part of the model to four bits."""
     modules = model.modules() if hasattr(model, "modules") else ()
     return any(type(part).__name__ == "Linear4bit" for part in modules)

@@ -29,13 +29,11 @@ def filter_linear_layers(module: Any, fqn: str, layers_to_filter: list[str]) -> 
 
 
 def filter_first_and_last_linear_layers(module: Any, fqn: str) -> bool:
-    """As a filter for torchao: leave the first and last linear layer alone."""
     return filter_linear_layers(module, fqn, list(filter(None, find_first_last_linear_layers(module))))
 
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether torchao has converted a part of the model."""
     return any(type(part).__name__ == "Float8Linear" for part in model.modules())
 
 
@@ -43,7 +41,6 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[..., bool] | None = None
 ) -> None:
-    """Convert a model's linear layers to fp8, in place."""
     ends = [name for name in find_first_last_linear_layers(model) if name]
     chosen = module_filter_func or (lambda part, name: filter_linear_layers(part, name, ends))
     need("torchao.float8").convert_to_float8_training(model, module_filter_fn=chosen, config=config)
@@ -77,7 +74,6 @@ def _like(source: Any, target: Any, name: str, old: Any) -> nn.Module:
 
 
 def contextual_fp8_autocast(model_forward: Any, fp8_recipe: Any, use_during_eval: bool = False) -> Any:
-    """Return a method that calls `model_forward` in fp8, while evaluating only with `use_during_eval`."""
     te = need("transformer_engine.pytorch", why="layers that compute in fp8")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +93,5 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Return whether a part of the model is Transformer Engine's, which has to be installed."""
     check_installed("transformer_engine", why="layers that compute in fp8")
     return any(type(part).__module__.startswith("transformer_engine") for part in model.modules())

@@ -19,6 +19,7 @@ from hasten.modules import forwarding, hooks
 from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
 
 # Any in this file: a module's arguments and outputs.
+_accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]  # that dispatch_model puts on models
 
 
 class StreamedHook(AlignDevicesHook):
@@ -33,7 +34,6 @@ class StreamedHook(AlignDevicesHook):
 
 
 def mirror(model: nn.Module) -> None:
-    """Show on every module the hook it has, under the established attribute."""
     for module in model.modules():
         if (found := hook_of(module)) is not None:
             show(module, found)
@@ -61,7 +61,6 @@ def show(module: nn.Module, hook: ModelHook) -> nn.Module:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Return the module with a hook around its forward: instead of the one it has, or in a sequence of both."""
     if append and (earlier := hook_of(module)) is not None:
         module, hook = hooks.remove_hook_from_module(module), SequentialHook(earlier, hook)
     return show(hooks.add_hook_to_module(module, hook), hook)
@@ -81,12 +80,10 @@ class UserCpuOffloadHook(dispatch.UserCpuOffloadHook):
     """Handle of a model that comes to its device when it is called."""
 
     def remove(self) -> None:
-        """Take off the hook, and what libraries see of it."""
         remove_hook_from_module(self.model)
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks of a module and all below it off."""
     remove_hook_from_module(module, recurse=True)
 
 

@@ -21,7 +21,6 @@ from hasten.optim.batch_size import next_size, should_reduce_batch_size
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Hand cached device memory back."""
     if garbage_collection:
         gc.collect()
     there = (is_cuda_available(), is_mps_available(), is_npu_available(), is_xpu_available())

@@ -43,7 +43,6 @@ def is_peft_model(model: Any) -> bool:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are one; an index that is not given is the current one's."""
     numbered = first_device.type == second_device.type not in ("cpu", "meta")
     return first_device == second_device or (numbered and (first_device.index or 0) == (second_device.index or 0))
 
@@ -54,7 +53,6 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Buffers that a state dict leaves out."""
     parts = module.named_modules() if recurse else [("", module)]
     found = ((name, one) for name, part in parts for one in part._non_persistent_buffers_set)
     return {f"{name}.{one}" if fqns and name else one for name, one in found}
@@ -80,7 +78,6 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put one tensor of a module on a device; caches are never filled by it, so there is nothing to clear."""
     now = _checked(module, tensor_name, device, value)
     still = value is None and now.device == device_of(device)
     if still or (value is not None and dtype is not None and not value.is_floating_point() and not value.is_complex()):
@@ -239,7 +236,6 @@ def get_state_dict_from_offload(
 
 
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, Tensor]:
-    """Return the tensors of a weights file, in safetensors or torch's format."""
     _check_format(Path(checkpoint_file))
     state = read_model(checkpoint_file)
     if device_map is None:
@@ -263,12 +259,10 @@ def _check_format(file: Path) -> None:
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
-    """Return the entries that belong to some modules, module by module."""
     return {key: one for name in submodule_names for key, one in state_dict.items() if f"{key}.".startswith(f"{name}.")}
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether the module's parameters come to a device for its forward only."""
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
@@ -282,7 +276,6 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Abst
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a loss scaler for this process's device."""
     return torch.amp.GradScaler(ambient.device().type, **kwargs)
 
 

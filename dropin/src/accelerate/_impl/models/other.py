@@ -38,7 +38,6 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether torch.compile made this module or a part of it."""
     return any(is_compiled_module(part) for part in module.modules())
 
 
@@ -47,7 +46,6 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a model has such a list."""
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
@@ -82,7 +80,6 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether any parameter is sharded."""
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
@@ -136,7 +133,6 @@ def wait_for_everyone() -> None:
 
 
 def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
-    """Return the names that share memory with an earlier one, and warn of them."""
     repeated: Collection[str] = formats.tied(tensors)
     if repeated:
         logger.warning(message("shared_tensors_removed", set(repeated)), main_process_only=True)
@@ -151,7 +147,6 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object to a file, on the main process (of each node) only."""
     here = PartialState()
     if here.is_local_main_process if save_on_each_node else here.is_main_process:
         if isinstance(f, str | Path):
@@ -169,7 +164,6 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return a name for an object, a class or a function."""
     if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
         obj = getattr(obj, "__class__", obj)
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)
@@ -197,7 +191,6 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return every module of a model, each behind those inside of it, and the model last."""
     return [pair if return_fqns else pair[1] for pair in _behind_children("", model)]
 
 
@@ -216,5 +209,4 @@ def check_os_kernel() -> None:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the tensor parallel size a model was loaded with, if any."""
     return getattr(model, "tp_size", None)

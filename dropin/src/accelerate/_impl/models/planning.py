@@ -40,6 +40,11 @@ def convert_file_size_to_int(size: float | str) -> Any:
     return number // 8 if len(unit) == 2 and unit.endswith("b") else number
 
 
+def _get_proper_dtype(dtype: Any) -> Any:
+    """Return torch's dtype of a name, with or without `torch.` before it; other values as they are."""
+    return getattr(torch, dtype.replace("torch.", "")) if isinstance(dtype, str) else dtype
+
+
 def dtype_byte_size(dtype: Any) -> float:
     if dtype in _SPECIAL:
         return _SPECIAL[dtype]
@@ -52,7 +57,6 @@ def dtype_byte_size(dtype: Any) -> float:
 def compute_module_sizes(
     model: nn.Module, dtype: Any = None, special_dtypes: Any = None, buffers_only: bool = False
 ) -> dict[str, int]:
-    """Return the bytes of every module and tensor by name; the whole model is under the empty name."""
     sizes: dict[str, Any] = defaultdict(int)
     found = model.named_buffers() if buffers_only else [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in found:
@@ -79,7 +83,6 @@ def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
 
 
 def get_max_layer_size(modules: Any, module_sizes: Any, no_split_module_classes: Any) -> tuple[int, list[str]]:
-    """Return the bytes of the largest part that is never split, and the names of the parts of that size."""
     layers = [name for name, part in modules for name in _layers(name, part, no_split_module_classes or ())]
     largest = max((module_sizes.get(name, 0) for name in layers), default=0)
     return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
@@ -146,7 +149,6 @@ def fallback_allocate(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return the bytes of the model, and of its largest part that is never split."""
     sizes = compute_module_sizes(model)
     whole = getattr(model, "_no_split_modules", None) or []
     return sizes[""], get_max_layer_size(_whole_model(model), sizes, whole)
@@ -157,12 +159,10 @@ def _whole_model(model: nn.Module) -> list[_Part]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the groups of names that refer to the same parameter."""
     return [sorted(group) for group in tied_groups(model)]
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Return the map with children that share a device named by their parent; the given map is changed."""
     short = maps.clean_device_map(dict(device_map), module_name)
     kept = {name: place for name, place in device_map.items() if name in short}
     device_map.clear()
@@ -189,7 +189,6 @@ def ties_of(model: nn.Module) -> list[list[str]]:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether a transformers model says that it ties weights."""
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         return False
     config, last = getattr(model, "config", None), getattr(model, "get_output_embeddings", lambda: None)
@@ -198,7 +197,6 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn of tied parameters that a map puts on several devices."""
     for group in tied_params:
         owners = {name: maps.owner_in(device_map, name) for name in group}
         if None in owners.values():
@@ -343,7 +341,6 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Any]:
-    """Return a device for every module: devices are filled in order, then "cpu", then "disk"."""
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     packing = _Packing(model, get_max_memory(max_memory), no_split_module_classes, sizes)
     packing.fallback, packing.verbose = fallback_allocation, verbose

@@ -29,7 +29,6 @@ class AcceleratedScheduler(PreparedScheduler):
     gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule as its optimizers were updated."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return

@@ -22,7 +22,6 @@ hf_cache_home = str(Path(cache_dir).parent)
 
 
 def load_config_from_file(config_file: str | None) -> "BaseConfig":
-    """Return the settings in a file, by default the established one."""
     path = Path(config_file if config_file is not None else default_config_file)
     if config_file is not None and not path.is_file():
         raise FileNotFoundError(message("no_config_file", config_file))
@@ -66,7 +65,6 @@ class BaseConfig:
                 setattr(self, one.name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that hold something, as plain values."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         plain = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
         return {name: value for name, value in plain.items() if value is not None and value != {}}

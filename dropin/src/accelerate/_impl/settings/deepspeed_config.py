@@ -23,7 +23,6 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Read the stage and what is offloaded from the configuration again."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         places = [self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
         self._offload = self._stage in (2, 3) and any(place in _OFFLOAD_DEVICES for place in places)
@@ -59,15 +58,12 @@ class HfDeepSpeedConfig:
         return value is not None and not bool(value)
 
     def is_zero2(self) -> bool:
-        """Return whether optimizer and gradients are sharded."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Return whether parameters are sharded too."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Return whether anything rests outside the device."""
         return self._offload
 
 

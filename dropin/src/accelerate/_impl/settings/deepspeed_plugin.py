@@ -121,7 +121,6 @@ class DeepSpeedPlugin:
 
     # -- what a run takes from it ---------------------------------------------------------------------------------
     def to_hasten(self) -> hasten.DeepSpeedPlugin:
-        """hasten's settings, as the configuration is now."""
         names = self.transformer_moe_cls_names or environment().get(_MOE)
         return hasten.DeepSpeedPlugin(
             hf_ds_config=self._for_the_engine(),
@@ -151,11 +150,9 @@ class DeepSpeedPlugin:
 
     # -- as libraries ask -----------------------------------------------------------------------------------------
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return the value under a dotted key of DeepSpeed's configuration."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return whether the configuration leaves a value to the run."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def fill_match(

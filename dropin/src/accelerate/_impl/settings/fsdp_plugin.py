@@ -152,7 +152,6 @@ class FullyShardedDataParallelPlugin:
         return made
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose the form of checkpoints: sharded or full."""
         chosen = state_dict_type or self.state_dict_type or environment().get("FSDP_STATE_DICT_TYPE")
         self.state_dict_type = _of(fsdp.StateDictType, chosen or FSDP2_STATE_DICT_TYPE[self.fsdp_version == 1])
         if self.state_dict_type is fsdp.StateDictType.LOCAL_STATE_DICT:
@@ -181,7 +180,6 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Compute and reduce in this precision, unless a policy was given and is not to be overridden."""
         kind, names = self._policy()
         if isinstance(dtype := mixed_precision, str) and dtype not in _DTYPES:
             raise ValueError(f"Invalid mixed precision: {dtype}. Must be one of {list(_DTYPES)}")
@@ -285,5 +283,4 @@ def _emptied(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
-    """Return the class called `name` among a model's modules, or None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)

@@ -56,7 +56,6 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
     def over(self, make: Callable[..., Any]) -> Any:
-        """Return the result of `make` for these settings under hasten's names."""
         names = ("project_dir", "logging_dir", "total_limit", "iteration", "save_on_each_node")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return make(**values | {name: str(values[name]) for name in names[:2] if values[name] is not None})

@@ -37,12 +37,10 @@ class KwargsHandler:
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their default."""
         plain = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if plain[name] != value}
 
     def to_hasten(self) -> Any:
-        """Return the same in hasten's terms: its class of the same name, with what was given."""
         if (kind := getattr(hasten, type(self).__name__, None)) is None:
             left_out.refuse(f"utils.{type(self).__name__}", "no part of hasten has such settings")
         return kind(**{name: value for name, value in self._values().items() if value is not None})
@@ -78,7 +76,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """Return the fields DistributedDataParallel itself takes."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
@@ -262,7 +259,6 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = DynamoBackend(str(self.backend).upper())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, the backend as torch spells it."""
         values = copy.deepcopy(self.__dict__)
         values["backend"] = DynamoBackend(self.backend).value.lower()
         return values
@@ -273,4 +269,7 @@ class TorchDynamoPlugin(KwargsHandler):
         del values["use_regional_compilation"]
         return {name: value for name, value in values.items() if value not in (None, plain.get(name, False))}
 
-    _values = to_dict
+    def _values(self) -> dict[str, Any]:
+        """Return the arguments of torch.compile by `to_kwargs`, which clients replace, and the rest."""
+        regional = self.use_regional_compilation
+        return {"backend": self.to_dict()["backend"], "use_regional_compilation": regional, **self.to_kwargs()}

@@ -44,6 +44,7 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         fill(self, "PARALLELISM_CONFIG_", **{f"{axis}_size": (int, 1) for axis in _AXES})
         fill(self, "PARALLELISM_CONFIG_", cp_backend=(str, "torch"), sp_backend=(str, "deepspeed"))
+        self._sizes = {axis: self._size(axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
         self._check_sizes()
         for axis, kind in _HANDLERS.items():
             if self._size(axis) > 1:
@@ -74,16 +75,12 @@ class ParallelismConfig:
         if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(message("replicas_with_tp_or_cp"))
 
-    _sizes = shown(
-        lambda self: {axis: self._size(axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")},
-        "Sizes by axis.",
-    )
-
     def _size(self, *axes: str) -> int:
         return prod(int(getattr(self, f"{axis}_size")) for axis in axes)
 
     def _set_size(self, parallelism: str, size: int) -> None:
         assert parallelism in _AXES, f"Parallelism must be one of {self._sizes.keys()}"
+        self._sizes[parallelism] = size
         setattr(self, f"{parallelism}_size", size)
 
     def __repr__(self) -> str:
@@ -117,7 +114,7 @@ class ParallelismConfig:
 
     def _get_mesh(self) -> Any:
         names = self._enabled(*_AXES)
-        return (tuple(names), tuple(self._size(axis) for axis in names)) if names else ()
+        return (tuple(names), tuple(self._sizes[axis] for axis in names)) if names else ()
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Torch's mesh of these sizes. Ranks: every rank."""

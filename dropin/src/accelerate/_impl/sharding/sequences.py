@@ -134,7 +134,6 @@ class SplitSequences:
                 self.split(one)
 
     def split(self, loader: Any) -> Any:
-        """Return the loader, handing out parts from its next iteration on."""
         if not isinstance(loader, PreparedLoader):
             raise ValueError(message("loader_not_prepared", type(loader).__name__))
         loader.cut = self._cut

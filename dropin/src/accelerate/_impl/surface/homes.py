@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -20,6 +21,9 @@ class Face(ModuleType):
     """A face of which names can be replaced: what `unittest.mock.patch` sets on it acts in the rooms behind it, until it is undone."""
 
     def __setattr__(self, name: str, value: object) -> None:
+        if name not in vars(self) and not name.startswith("__"):
+            with suppress(AttributeError):
+                getattr(self, name)  # loads what is replaced
         if name in vars(self):
             replaced = vars(self).setdefault("__replaced__", {})
             original, rooms = replaced.setdefault(name, (vars(self)[name], self._rooms(name)))
@@ -51,7 +55,6 @@ class Rooms(SourceFileLoader):
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the loader of a module under `_impl` or of a public one; None for every other module."""
         ours = name in HOMES or (name.startswith("accelerate.") and not name.startswith("accelerate._impl"))
         spec = PathFinder.find_spec(name, path) if ours else None
         if spec is not None and spec.origin is not None and type(spec.loader) is SourceFileLoader:  # else in an archive

@@ -12,7 +12,6 @@ MARK: Final = "__left_out__"
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """Raise the error for a name that is left out."""
     raise NotImplementedError(message("left_out", name, why))
 
 

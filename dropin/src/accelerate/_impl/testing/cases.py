@@ -43,7 +43,6 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """Return a command line of `accelerate launch` with these flags."""
     command = ["accelerate", "launch"]
     for key, value in kwargs.items():
         if value is not None:
@@ -55,7 +54,6 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_
 
 
 def run_first(test_case: Any) -> Any:
-    """Return a test that is marked to run before others."""
     return need("pytest").mark.order(1)(test_case) if available("pytest") else test_case
 
 
@@ -73,7 +71,6 @@ def _needs(wanted: Callable[[], bool] | str, what: str) -> Callable[[Any], Any]:
 
 
 def _have(number: str, kinds: list[str]) -> bool:
-    """Return whether there is one device, or there are several, of these kinds; `-kind` is any other kind."""
     found = torch_device in kinds if not kinds[0].startswith("-") else f"-{torch_device}" not in kinds
     return found and number in ("any", "one" if device_count == 1 else "several")
 
@@ -189,7 +186,6 @@ def pytest_xdist_worker_id() -> int:
 
 
 def get_torch_dist_unique_port() -> int:
-    """Return a port of this xdist worker's own."""
     return 29500 + pytest_xdist_worker_id()
 
 
@@ -199,7 +195,6 @@ def path_in_accelerate_package(*components: str) -> Path:
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """A block that must raise."""
     try:
         yield
     except Exception as error:  # whatever the block raises is compared

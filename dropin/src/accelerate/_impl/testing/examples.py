@@ -18,7 +18,6 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str] | No
 
 
 def clean_lines(lines: list[str]) -> list[str]:
-    """Return the lines without comments and without a line break alone."""
     return [line for line in lines if not line.lstrip().startswith("#") and line != "\n"]
 
 

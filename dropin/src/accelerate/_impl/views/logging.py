@@ -25,7 +25,6 @@ class MultiProcessAdapter(RankLogger):
         return not main_process_only or PartialState().is_main_process
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log on the main process, or as `main_process_only` and `in_order` say."""
         if not PartialState._shared_state:  # quirk: LOGGER_NEEDS_STATE
             raise RuntimeError(message("log_before_state"))
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
@@ -47,7 +46,6 @@ class MultiProcessAdapter(RankLogger):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger `name`; its level is `log_level`, else ACCELERATE_LOG_LEVEL. The root logger is left alone."""
     level = log_level or environment().get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level is not None:

@@ -40,7 +40,6 @@ class ThreadLocalSharedDict(threading.local):
 
 
 def is_initialized() -> bool:
-    """Return whether an Accelerator has been made."""
     return bool(AMBIENT.whole)
 
 
@@ -49,7 +48,6 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def distributed_type_of(strategy: str, device: torch.device, num_processes: int) -> DistributedType:
-    """Return the established name of how processes work together."""
     if strategy in ("fsdp", "deepspeed"):
         return DistributedType(strategy.upper())
     if device.type == "xla":
@@ -132,7 +130,6 @@ class PartialState(_Shared):
     default_device = shown(lambda self: torch.device(choose_device(0).type), "The device a process gets by default.")
 
     def set_device(self) -> None:
-        """Make this process's device the current one."""
         use_device(self.device)
 
     def on_main_process(self, function: Any = None) -> Any:

@@ -6,7 +6,6 @@ from hasten.runtime.devices import choose_device
 
 
 def main() -> None:
-    """Print the number of accelerators, by their usual name."""
     kind = choose_device(0).type
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     name = {"cpu": "GPUs", "cuda": "GPUs"}.get(kind, f"{kind.upper()}s")

@@ -34,7 +34,6 @@ def _run_and_get_grads(model: Any, rank: int) -> Tensor:
 
 
 def test_ddp_comm_hook(comm_hook: Any, comm_wrapper: Any, comm_state_option: dict[str, Any]) -> None:
-    """Check that gradients with a hook are close to those without one."""
     handler = DistributedDataParallelKwargs(
         comm_hook=comm_hook, comm_wrapper=comm_wrapper, comm_state_option=comm_state_option
     )

@@ -45,7 +45,6 @@ class DummyDataset(Dataset[Any]):
 
 
 def create_accelerator(even_batches: bool = True) -> Accelerator:
-    """Return an Accelerator on the two processes that these checks need."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even_batches))
     assert accelerator.num_processes == 2, f"these checks need two processes, not {accelerator.num_processes}"
     return accelerator
@@ -54,7 +53,6 @@ def create_accelerator(even_batches: bool = True) -> Accelerator:
 def create_dataloader(
     accelerator: Any, dataset_size: int, batch_size: int, iterable: bool = False, shuffle: bool = False
 ) -> Any:
-    """Return a prepared loader of so many numbers."""
     numbers = torch.arange(dataset_size)
     data: Any = DummyIterableDataset(numbers) if iterable else TensorDataset(numbers)
     loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, shuffle=shuffle or None)
@@ -68,7 +66,6 @@ def verify_dataloader_batch_sizes(
     process_0_expected_batch_sizes: list[int],
     process_1_expected_batch_sizes: list[int],
 ) -> None:
-    """Raise unless the batches of each process have these sizes."""
     loader = create_dataloader(accelerator, dataset_size, batch_size)
     found = [len(batch[0]) for batch in loader]
     expected = (process_0_expected_batch_sizes, process_1_expected_batch_sizes)[accelerator.process_index]
@@ -76,14 +73,12 @@ def verify_dataloader_batch_sizes(
 
 
 def test_default_ensures_even_batch_sizes() -> None:
-    """Check that processes have batches of equal size and number."""
     accelerator = create_accelerator()
     verify_dataloader_batch_sizes(accelerator, 3, 1, [1, 1], [1, 1])
     verify_dataloader_batch_sizes(accelerator, 7, 2, [2, 2], [2, 2])
 
 
 def test_can_disable_even_batches() -> None:
-    """Check that processes have what there is without `even_batches`."""
     accelerator = create_accelerator(even_batches=False)
     verify_dataloader_batch_sizes(accelerator, 3, 1, [1, 1], [1])
     verify_dataloader_batch_sizes(accelerator, 7, 2, [2, 2], [2, 1])
@@ -102,7 +97,6 @@ def test_can_join_uneven_inputs() -> None:
 
 
 def test_join_can_override_even_batches() -> None:
-    """Check that `even_batches` differs inside of the block only."""
     accelerator = create_accelerator()
     model, loaders = accelerator.prepare(nn.Linear(1, 1)), [create_dataloader(accelerator, 3, 1) for _ in range(2)]
     with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -111,7 +105,6 @@ def test_join_can_override_even_batches() -> None:
 
 
 def test_join_can_override_for_mixed_type_dataloaders() -> None:
-    """Check that loaders of streams do not disturb that."""
     accelerator = create_accelerator()
     model = accelerator.prepare(nn.Linear(1, 1))
     create_dataloader(accelerator, 3, 1, iterable=True)
@@ -124,7 +117,6 @@ def test_join_can_override_for_mixed_type_dataloaders() -> None:
 
 
 def test_join_raises_warning_for_iterable_when_overriding_even_batches() -> None:
-    """Check that a stream, which cannot be made even, is named in a warning."""
     accelerator = create_accelerator()
     model = accelerator.prepare(nn.Linear(1, 1))
     create_dataloader(accelerator, 3, 1, iterable=True)
@@ -136,7 +128,6 @@ def test_join_raises_warning_for_iterable_when_overriding_even_batches() -> None
 
 
 def test_pickle_accelerator() -> None:
-    """Check that an Accelerator goes through a pickle."""
     accelerator = create_accelerator()
     create_dataloader(accelerator, 32, 4)
     again = pickle.loads(pickle.dumps(accelerator))
@@ -177,7 +168,6 @@ def test_stateful_dataloader(accelerator: Any) -> None:
 
 
 def test_stateful_dataloader_save_state(accelerator: Any) -> None:
-    """Check that a checkpoint has the loaders' positions."""
     for iterable in (False, True):
         accelerator.free_memory()
         _resumed(accelerator, iterable, tempfile.mkdtemp())  # another folder on each process

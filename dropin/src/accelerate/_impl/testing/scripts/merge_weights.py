@@ -36,7 +36,6 @@ class TinyModel(nn.Module):
 
 
 def setup() -> tuple[Any, Any, Any]:
-    """Return a sharded model, its plugin and the Accelerator."""
     plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(fsdp_plugin=plugin)
     return accelerator.prepare(TinyModel()), plugin, accelerator
@@ -58,7 +57,6 @@ def check_weights(operation: str, state_1: dict[str, Tensor], state_2: dict[str,
 
 
 def check_safetensors_weights(path: str, model: Any) -> None:
-    """Raise unless the merged safetensors file has the model's weights."""
     check_weights("same", load_file(Path(path, "model.safetensors")), model)
 
 

@@ -31,7 +31,6 @@ class ListHandler(logging.Handler):
 
 
 def get_basic_setup(accelerator: Any, num_samples: int = 82, batch_size: int = 16) -> tuple[Any, Any, Any]:
-    """Return a model, and a copy of it and a loader that `prepare` returned."""
     set_seed(42)
     model = RegressionModel()
     loader = DataLoader(RegressionDataset(length=num_samples, seed=1), batch_size=batch_size)
@@ -40,7 +39,6 @@ def get_basic_setup(accelerator: Any, num_samples: int = 82, batch_size: int = 1
 
 
 def generate_predictions(model: Any, dataloader: Any, accelerator: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs and the targets of a whole loader, from every process."""
     with torch.no_grad():
         found = [accelerator.gather_for_metrics((model(batch["x"]), batch["y"])) for batch in dataloader]
     outputs, targets = zip(*found, strict=True)
@@ -54,7 +52,6 @@ def test_torch_metrics(
     split_batches: bool = False,
     batch_size: int = 16,
 ) -> None:
-    """Check that there are as many predictions as samples."""
     _, model, loader = get_basic_setup(accelerator, num_samples, batch_size)
     outputs, targets = generate_predictions(model, loader, accelerator)
     assert len(outputs) == len(targets) == num_samples, f"{len(outputs)} predictions for {num_samples} samples"
@@ -74,7 +71,6 @@ def test_gather_for_metrics_with_iterable_dataset() -> None:
 
 
 def test_gather_for_metrics_with_non_tensor_objects_iterable_dataset() -> None:
-    """Check the same of objects that are no tensors, which every process reads for itself."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
     words = [str(one) for one in range(30)]
     plain: DataLoader[Any] = DataLoader(DummyIterableDataset(words), batch_size=10, collate_fn=list)
@@ -84,7 +80,6 @@ def test_gather_for_metrics_with_non_tensor_objects_iterable_dataset() -> None:
 
 
 def test_gather_for_metrics_drop_last() -> None:
-    """Check that a loader that drops its last batch gives full batches only."""
     accelerator = Accelerator()
     size, n = 5, accelerator.num_processes
     plain: DataLoader[Any] = DataLoader(range(2 * size * n + 1), batch_size=size, drop_last=True)  # type: ignore[arg-type]

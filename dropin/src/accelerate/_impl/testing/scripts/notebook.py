@@ -19,7 +19,6 @@ NUM_PROCESSES = int(os.environ.get("ACCELERATE_NUM_PROCESSES", "1"))
 
 
 def basic_function() -> None:
-    """Print this process's state."""
     print(f"PartialState:\n{PartialState()}")  # noqa: T201  a script's own output
 
 
@@ -33,7 +32,6 @@ def tough_nut_function(queue: str) -> None:
 
 
 def bipolar_sleep_function(sleep_sec: int) -> None:
-    """Fail on the first process while the others sleep."""
     if PartialState().process_index == 0:
         raise RuntimeError("the first process fails at once")
     time.sleep(sleep_sec)
@@ -61,7 +59,6 @@ test_problematic_imports = _check("Check that a notebook's imports do not matter
 
 
 def test_fault_tolerant(max_restarts: int = 3) -> None:
-    """Check that processes are restarted until they succeed."""
     with tempfile.TemporaryDirectory() as folder:
         for number in range(max_restarts):
             Path(folder, str(number)).touch()

@@ -31,17 +31,14 @@ def _equal(found: Any, expected: Any) -> None:
 
 
 def test_gather(state: Any) -> None:
-    """Check that tensors of all processes are joined in their order."""
     _equal(tensors.gather(create_tensor(state)), _all(state))
 
 
 def test_gather_object(state: Any) -> None:
-    """Check that lists of objects are joined in the order of the processes."""
     _equal(tensors.gather_object([state.process_index]), list(range(state.num_processes)))
 
 
 def test_gather_non_contiguous(state: Any) -> None:
-    """Check that a transposed view is gathered with its own values."""
     view = torch.arange(12, device=state.device).view(4, 3).t()[:1]
     assert not view.is_contiguous() or view.shape[0] == 1
     _equal(tensors.gather(view), torch.cat([view] * state.num_processes))
@@ -62,17 +59,14 @@ def test_pad_across_processes(state: Any) -> None:
 
 
 def test_reduce_sum(state: Any) -> None:
-    """Check the sum over the processes."""
     _equal(tensors.reduce(create_tensor(state), "sum"), _all(state).view(state.num_processes, -1).sum(0))
 
 
 def test_reduce_mean(state: Any) -> None:
-    """Check the mean over the processes."""
     _equal(tensors.reduce(create_tensor(state), "mean"), _all(state).view(state.num_processes, -1).mean(0))
 
 
 def test_reduce_max(state: Any) -> None:
-    """Check the largest value of all processes, by gathering."""
     found = tensors.gather(create_tensor(state)).max()
     _equal(found, torch.tensor(float(state.num_processes**2), device=state.device))
 

@@ -30,7 +30,6 @@ RTOL = 1e-6
 def generate_baseline_dataloader(
     train_set: Any, generator: torch.Generator, batch_size: int, use_seedable_sampler: bool = False
 ) -> DataLoader[Any]:
-    """Return a shuffled loader as one process has it, to compare with."""
     if use_seedable_sampler:
         sampler = SeedableRandomSampler(train_set, generator=generator, data_seed=42)
         return DataLoader(train_set, batch_size=batch_size, sampler=sampler)
@@ -74,7 +73,6 @@ def process_execution_check() -> None:
 
 
 def init_state_check() -> None:
-    """Check that the main process shows its state."""
     state = AcceleratorState()
     state.print(state)
 
@@ -117,12 +115,10 @@ def dl_preparation_check() -> None:
 
 
 def central_dl_preparation_check() -> None:
-    """Check the same of loaders that the main process reads."""
     _loaders_checked(True)
 
 
 def custom_sampler_check() -> None:
-    """Check that a sampler of one's own is split between the processes."""
     state: Any = AcceleratorState()
     rows = list(range(16 * state.num_processes))
     loader: DataLoader[Any] = DataLoader(rows, batch_sampler=BatchSampler(rows[::-1], 4, False))  # type: ignore[arg-type]
@@ -145,7 +141,6 @@ def check_seedable_sampler() -> None:
 
 
 def check_seedable_sampler_with_data_seed() -> None:
-    """Check that `data_seed` decides about the order, whatever the seed of the process is."""
     set_seed(1)
     first = _shuffled(data_seed=42)()
     set_seed(2)
@@ -153,7 +148,6 @@ def check_seedable_sampler_with_data_seed() -> None:
 
 
 def check_seedable_sampler_in_batch_sampler_shard() -> None:
-    """Check that the seedable sampler is inside of the batch sampler that each process has."""
     config = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator: Any = Accelerator(dataloader_config=config)
     plain: DataLoader[Any] = DataLoader(range(64), batch_size=4, shuffle=True)  # type: ignore[arg-type]
@@ -166,7 +160,6 @@ def check_seedable_sampler_in_batch_sampler_shard() -> None:
 def mock_training(
     length: int, batch_size: int, generator: torch.Generator, use_seedable_sampler: bool = False
 ) -> tuple[RegressionDataset, nn.Module]:
-    """Train on one process without an Accelerator; return the data and the model."""
     set_seed(42)
     generator.manual_seed(42)
     data, model = RegressionDataset(length=length, seed=42), RegressionModel()
@@ -217,7 +210,6 @@ def training_check(use_seedable_sampler: bool = False) -> None:
 
 
 def test_split_between_processes_list() -> None:
-    """Check that a list is split in order, the first processes having one more."""
     state = AcceleratorState()
     with state.split_between_processes(list(range(2 * state.num_processes))) as part:
         assert part == [2 * state.process_index, 2 * state.process_index + 1], part
@@ -227,7 +219,6 @@ def test_split_between_processes_list() -> None:
 
 
 def test_split_between_processes_nested_dict() -> None:
-    """Check that lists inside of a dictionary are split alike."""
     state = AcceleratorState()
     count, at = 2 * state.num_processes, state.process_index
     whole: dict[str, Any] = {"a": list(range(count)), "b": [str(one) for one in range(count)], "c": torch.arange(count)}

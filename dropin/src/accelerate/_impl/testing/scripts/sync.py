@@ -61,7 +61,6 @@ def get_training_setup(accelerator: Any, sched: bool = False) -> tuple[Any, ...]
 
 
 def test_noop_sync(accelerator: Any) -> None:
-    """Check that `no_sync` changes nothing on one process."""
     model, prepared, loader = get_training_setup(accelerator)
     batch = next(iter(loader))
     for iteration in range(3):
@@ -174,7 +173,6 @@ def test_dataloader_break() -> None:
 
 
 def main() -> None:
-    """Run every check that this number of processes allows."""
     accelerator = Accelerator()
     state = accelerator.state
     state.print("**Test `accumulate` gradient accumulation with dataloader break**")
