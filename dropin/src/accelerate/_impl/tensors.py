@@ -237,7 +237,6 @@ def gather(tensor: Any) -> Any:
 
 
 def _gpu_gather(tensor: Any) -> Any:
-    """Gather on any device; clients replace this name."""
     _checked("_gpu_gather_one", tensor)
     return ops.gather(tensor, _world())
 
@@ -258,7 +257,6 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def _gpu_broadcast(data: Any, src: int = 0) -> Any:
-    """Broadcast on any device; clients replace this name."""
     tensor = _checked("_gpu_broadcast_one", data)
     sent = ops.broadcast(tensor, _world(), src)
     with torch.no_grad():

@@ -385,7 +385,6 @@ class ClearMLTracker(_Tables):
 
 
 def _plot(name: str) -> dict[str, str]:
-    """Return ClearML's plot and line for a name."""
     line, _, rest = name.partition("_")
     if line in ("train", "eval", "test") and rest:
         return {"title": rest, "series": line}

@@ -47,7 +47,6 @@ class ObjectFiles:
 
     @property
     def exists(self) -> bool:
-        """True if there is something to load."""
         return self.folder.is_dir() or self.file.is_file()
 
 

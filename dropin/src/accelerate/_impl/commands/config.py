@@ -48,7 +48,6 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
 
 def _suited(mixed_precision: str) -> ClusterConfig:
-    """Settings for all devices of this machine."""
     count = count_devices()
     several = "NO" if count < 2 else get_current_device_type()[1]
     settings = {"use_cpu": count == 0, "debug": False, "num_processes": max(count, 1)}

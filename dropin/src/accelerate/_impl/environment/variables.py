@@ -94,7 +94,6 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 
 
 def _purge_tests(whole: Any, cls: Any, **options: Any) -> None:
-    """Purge after the tests of a class, or of a subclass of it."""
     if cls is not whole:
         super(whole, cls).__init_subclass__(**options)
     for name, value in list(vars(cls).items()):

@@ -33,7 +33,6 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Return the model with its weights in `state_dict`, or in a state dict of its own."""
     weights = state_dict or {name: weight.to("cpu") for name, weight in model.state_dict().items()}
     return _offload(model, execution_device, weights, offload_buffers, preload_module_classes)
 
@@ -127,7 +126,6 @@ def hooks_of_offloading(module: nn.Module, device: Any, options: Mapping[str, An
 def hooks_of_map(
     model: nn.Module, device_map: Mapping[str, Any], main: Any, options: Mapping[str, Any]
 ) -> Iterator[Planned]:
-    """Yield the hooks of a model placed by a map, in which `main` computes for the offloaded modules."""
     buffers, whole = _chosen(options)
     away = ("disk",) if str(main) == "cpu" else OFFLOAD
     for name, part in model.named_modules():

@@ -48,7 +48,6 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
 
 
 def _lengthened(rows: int, missing: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a batch with its last row repeated."""
     return torch.cat([tensor, *[tensor[-1:]] * missing]) if missing and tensor.dim() and len(tensor) == rows else tensor
 
 

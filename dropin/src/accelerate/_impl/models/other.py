@@ -96,7 +96,6 @@ def extract_model_from_parallel(
 
 
 def _recompiled(model: Any, inner: Any) -> Any:
-    """Return a compiled model with its original replaced, or `inner` if the model is not compiled."""
     if "_orig_mod" in getattr(model, "__dict__", ()):  # compiled by regions
         model.__dict__["_orig_mod"] = inner
     elif is_compiled_module(model):

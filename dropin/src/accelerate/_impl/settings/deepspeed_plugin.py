@@ -73,7 +73,6 @@ class DeepSpeedPlugin:
         self._join(AMBIENT.context)
 
     def _take_config(self, variables: Any) -> None:
-        """Make the configuration of the options, or the options of a configuration that is given."""
         if self.hf_ds_config is None:
             said = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
             self.hf_ds_config = said if said not in ("", "none") else None

@@ -96,7 +96,6 @@ class FullyShardedDataParallelPlugin:
             log.warning(message("fsdp_sharding_strategy_deprecated"))
 
     def _settle_policies(self) -> None:
-        """Make functions and objects of policies that are given by name."""
         if isinstance(self.mixed_precision_policy, str | dict):
             self.set_mixed_precision(self.mixed_precision_policy, override=isinstance(self.mixed_precision_policy, str))
         if self.mixed_precision_policy is not None:
