@@ -21,7 +21,7 @@ FACES = json.loads((Path(__file__).parent / "golden" / "names.json").read_text()
 LONGEST = 20
 # 8,736; device maps and messages to the letter; 1,300 of the checks in accelerate.test_utils.scripts; loaders and commands; 850 that came
 # from hasten
-MOST_LINES = 11_985
+MOST_LINES = 12_040
 
 
 def modules() -> dict[str, Path]:

@@ -247,7 +247,7 @@ NAMES: Final = (
     Name(
         "torch.distributed.fsdp.wrap:CustomPolicy",
         "_lambda_fn",
-        ("src/hasten/strategies/fsdp/shard_groups.py",),
+        ("dropin/src/accelerate/_impl/settings/fsdp_plugin.py",),
         "custom wrap policies of the drop-in fail",
     ),
     Name(

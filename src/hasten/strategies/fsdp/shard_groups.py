@@ -4,62 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import ConfigError
 from hasten.strategies.blocks import blocks_by_class, repeated_blocks
-
-# Any in this file: policies are names, functions, partial functions or objects of torch.
-
-
-def as_choice(policy: Any) -> Any:
-    """Return a policy as a lower-case name or as a function of one module.
-
-    Raises: TypeError for an object that cannot be called with a module.
-    """
-    if policy is None or isinstance(policy, str):
-        return None if policy is None else policy.lower()
-    # an object of this module can only be passed if the module was imported
-    torchs = sys.modules.get("torch.distributed.fsdp.wrap")
-    if torchs is not None:
-        if policy is torchs.transformer_auto_wrap_policy:
-            return "transformer_based_wrap"
-        if policy is torchs.size_based_auto_wrap_policy:
-            return "size_based_wrap"
-        if isinstance(policy, torchs.CustomPolicy):
-            return _Chosen(policy._lambda_fn)
-    if not callable(policy):
-        raise TypeError(f"auto_wrap_policy is a {type(policy).__name__}; give a name, or a function of a module.")
-    return _Asked(policy) if "recurse" in inspect.signature(policy).parameters else policy
-
-
-class _Chosen:
-    """Policy of FSDP1 that may return options instead of True."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, module: nn.Module) -> bool:
-        return bool(self.function(module))
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.function is other.function
-
-    __hash__ = None  # type: ignore[assignment]  # compared, never hashed
-
-
-class _Asked(_Chosen):
-    """Policy of FSDP1 with a `recurse` argument; it is called with recurse=False only, whether to wrap the module."""
-
-    def __call__(self, module: nn.Module) -> bool:
-        size = sum(parameter.numel() for parameter in module.parameters())
-        return bool(self.function(module=module, recurse=False, nonwrapped_numel=size))
-
 
 _DEFAULT_MIN_PARAMS: Final = 100_000_000
 CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -68,10 +20,15 @@ CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Paramete
 
 def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
     """Return the modules that form separate shard groups, innermost first; the root's group takes the rest."""
-    policy = as_choice(config.auto_wrap_policy)
+    policy = config.auto_wrap_policy
     if callable(policy):
+        if "recurse" in inspect.signature(policy).parameters:
+            raise ConfigError(
+                f"fsdp.auto_wrap_policy={policy!r} is a policy of FSDP1, which asks about whole subtrees. Give a function of a module that "
+                "returns whether it is sharded on its own, or class names in fsdp.transformer_cls_names_to_wrap."
+            )
         return _deepest_first(model, _by_callable(model, policy))
-    match policy:
+    match str(policy).lower():
         case "no_wrap":
             return []
         case "size_based_wrap":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import Any, Final, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,20 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from hasten import trees
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import HastenError, StepError
 from hasten.optim.gradients import leave_if_weightless
+from hasten.optim.window import Number
 from hasten.strategies.pipeline.passes import BlockChain, SeenCall
 from hasten.trees import Tree
 
 LossOf = Callable[[nn.Module, Tree], Tensor]
+WeightOf = Callable[[Tree], Number]
+"""Returns the number of tokens or samples that the mean loss of a batch averages over."""
+_IGNORED: Final = -100
+"""Label that losses of torch and transformers leave out."""
 
 
 @dataclass(slots=True)
@@ -167,3 +173,23 @@ def _made(
 def _itself(loss: Tensor, target: Tensor) -> Tensor:
     """Return the output of the last stage, which is the loss already."""
     return loss
+
+
+def refuse_unweighted(batch: Tree) -> None:
+    """Raise StepError if the batch has ignored labels, whose number differs between micro-batches."""
+    for tensor in trees.tensors(batch):
+        if tensor.dtype == torch.int64 and bool((tensor == _IGNORED).any()):
+            raise StepError(
+                f"the batch has labels of {_IGNORED}, which a loss leaves out, so that its micro-batches average over different numbers of "
+                "labels; with equal weights the loss would not be that of the whole batch. Pass the number of labels of each micro-batch: "
+                "forward_backward(model, batch, loss_of, weight=lambda batch: (batch['labels'] != -100).sum())."
+            )
+
+
+def shares(amounts: list[Number], device: torch.device) -> list[Tensor]:
+    """Return each amount divided by their sum, zero where the sum is zero."""
+    stacked = torch.stack(
+        [torch.as_tensor(amount, dtype=torch.float64).to(device, torch.float32) for amount in amounts]
+    )
+    total = stacked.sum()
+    return list(torch.where(total == 0, total, stacked / total.clamp(min=torch.finfo(torch.float32).tiny)))

@@ -31,10 +31,9 @@ from hasten.runtime.mesh import group_of
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
 from hasten.strategies.base import DistributionTransform, PrepareRequest, Stage, Weigh
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
-from hasten.strategies.pipeline.labels import WeightOf, refuse_unweighted, shares
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
 from hasten.strategies.pipeline.passes import BlockChain, SeenCall, StageForward
-from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
+from hasten.strategies.pipeline.schedule import LossOf, Stepper, WeightOf, checked_loss, refuse_unweighted, shares
 from hasten.strategies.pipeline.stage_plan import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline.travel import StageWire, share
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
-from hasten.strategies.fsdp.shard_groups import as_choice, blocks_to_shard, keep_ties_together, owned_parameters
+from hasten.errors import ConfigError
+from hasten.strategies.fsdp.shard_groups import blocks_to_shard, keep_ties_together, owned_parameters
 from hasten.testing.toys import Block, TinyLM
 
 
@@ -43,20 +38,10 @@ def test_policies_choose_modules_innermost_first() -> None:
     assert chosen(auto_wrap_policy=lambda module: isinstance(module, nn.Embedding)) == ["embed", "position"]
 
 
-def test_policies_of_torch_are_taken_as_they_are() -> None:
-    model = TinyLM(width=8)
-
-    def chosen(policy: Any, **settings: Any) -> list[str]:
-        return names(model, blocks_to_shard(model, FullyShardedDataParallelPlugin(auto_wrap_policy=policy, **settings)))
-
-    blocks = ["blocks.0", "blocks.1"]
-    assert chosen(ModuleWrapPolicy({Block})) == blocks
-    assert chosen(partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})) == blocks
-    assert chosen(transformer_auto_wrap_policy) == blocks
-    assert chosen(as_choice(CustomPolicy(lambda module: {"x": 1} if isinstance(module, Block) else False))) == blocks
-    assert chosen(size_based_auto_wrap_policy, min_num_params=600) == blocks
-    with pytest.raises(TypeError, match="give a name, or a function"):
-        as_choice(3)
+def test_policies_of_fsdp1_are_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=ModuleWrapPolicy({Block}))
+    with pytest.raises(ConfigError, match=r"policy of FSDP1.*transformer_cls_names_to_wrap"):
+        blocks_to_shard(TinyLM(width=8), plugin)
 
 
 def test_every_parameter_has_one_owner() -> None:

@@ -1,13 +1,16 @@
 """The FSDP plugin with the established fields and checks; FSDP2 works underneath whatever version is asked for."""
 
+import inspect
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 import hasten
 from accelerate._impl.environment.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
@@ -20,7 +23,6 @@ from accelerate._impl.surface.shown import shown
 log = logging.getLogger("accelerate.utils.dataclasses")
 fsdp = Deferred("torch.distributed.fsdp")
 wrap = Deferred("torch.distributed.fsdp.wrap")
-shard_groups = Deferred("hasten.strategies.fsdp.shard_groups")
 # Any in this file: torch's policy objects, enums and callables of either FSDP version.
 _DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _GONE = {said.split()[0]: said for said in message("fsdp2_obsolete").split("\n")}
@@ -237,7 +239,7 @@ class FullyShardedDataParallelPlugin:
     def _blocks(self) -> dict[str, Any]:
         """Return the modules that are sharded on their own, and those that are not sharded."""
         ignored, names = self.ignored_modules, _words(self.transformer_cls_names_to_wrap or ())
-        policy = shard_groups.as_choice(self.auto_wrap_policy)
+        policy = _as_choice(self.auto_wrap_policy)
         return {
             "auto_wrap_policy": "no_wrap" if policy is None and self._whole else policy,
             "ignored_modules": ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
@@ -283,3 +285,44 @@ def _emptied(module: torch.nn.Module) -> torch.nn.Module:
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+def _as_choice(policy: Any) -> Any:
+    """Return a policy as a lower-case name or as a function of one module.
+
+    Raises: TypeError for an object that cannot be called with a module.
+    """
+    if policy is None or isinstance(policy, str):
+        return None if policy is None else policy.lower()
+    if policy is wrap.transformer_auto_wrap_policy:
+        return "transformer_based_wrap"
+    if policy is wrap.size_based_auto_wrap_policy:
+        return "size_based_wrap"
+    if isinstance(policy, wrap.CustomPolicy):
+        return _Chosen(policy._lambda_fn)
+    if not callable(policy):
+        raise TypeError(f"auto_wrap_policy is a {type(policy).__name__}; give a name, or a function of a module.")
+    return _Asked(policy) if "recurse" in inspect.signature(policy).parameters else policy
+
+
+class _Chosen:
+    """Policy of FSDP1 that may return options instead of True."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, module: nn.Module) -> bool:
+        return bool(self.function(module))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.function is other.function
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never hashed
+
+
+class _Asked(_Chosen):
+    """Policy of FSDP1 with a `recurse` argument; it is called with recurse=False only, whether to wrap the module."""
+
+    def __call__(self, module: nn.Module) -> bool:
+        size = sum(parameter.numel() for parameter in module.parameters())
+        return bool(self.function(module=module, recurse=False, nonwrapped_numel=size))
