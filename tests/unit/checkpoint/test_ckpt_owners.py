@@ -303,9 +303,19 @@ class StillOpen(Disk):
     """A file system that hides an open file in its folder instead of removing it, as FUSE and NFS do."""
 
     def remove_tree(self, path: Path) -> None:
-        if path.name.startswith(TRASH) and path.is_dir():
+        open_files = list(Path("/proc/self/fd").iterdir())
+        in_use = any(file.exists() and file.resolve().is_relative_to(path) for file in open_files)
+        if in_use or (path.name.startswith(TRASH) and path.is_dir()):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
         super().remove_tree(path)
+
+
+def test_saves_close_their_files_before_they_remove_folders(tmp_path: Path) -> None:
+    for _ in range(2):  # where there is nothing yet, and over what is there
+        save(LocalStore(tmp_path, StillOpen()), "best")
+        assert not list(tmp_path.rglob(".hasten*"))
+    LocalStore(tmp_path, StillOpen()).begin("best").abort()
+    assert not list(tmp_path.rglob(".hasten*"))
 
 
 def test_a_file_that_is_still_open_is_removed_later_without_a_warning(

@@ -56,13 +56,15 @@ class DraftFolder:
         """The folder with the files."""
         return self.path / self.name
 
+    def release(self) -> None:
+        """Release the lock, after which others may remove the draft."""
+        if self.lock is not None:
+            self.lock.release()
+
     def remove(self, disk: Disk) -> None:
-        """Delete the draft, and release its lock."""
-        try:
-            disk.remove_tree(self.path)
-        finally:
-            if self.lock is not None:
-                self.lock.release()
+        """Delete the draft; its lock file is closed first, because NFS and FUSE keep open files in their folder."""
+        self.release()
+        disk.remove_tree(self.path)
 
 
 @contextmanager
@@ -105,10 +107,15 @@ def content_folder(folder: Path) -> Path:
     return folder if draft is None else folder / draft
 
 
-def remove_leftovers(folder: Path, disk: Disk) -> None:
-    """Finish or remove what interrupted saves have left in a folder. Ranks: main only, with the folder's lock."""
+def remove_leftovers(folder: Path, disk: Disk, current: str = "") -> None:
+    """Finish or remove what interrupted saves have left in a folder, except the draft named `current`.
+
+    Ranks: main only, with the folder's lock.
+    """
     committed_draft = draft_of(read_manifest(folder / MANIFEST_NAME))
     for path in hidden_entries(folder):
+        if path.name == current:
+            continue
         try:
             if path.name.startswith(DRAFT) and not is_abandoned(path / LOCK_NAME):
                 continue
@@ -150,7 +157,7 @@ def replace_content(
     disk.rename(content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
     disk.sync_folder(folder)
     give_final_names(folder, disk)
-    remove_leftovers(folder, disk)
+    remove_leftovers(folder, disk, current=content.parent.name)
 
 
 def _check_names(folder: Path, manifest: Manifest, outdated: Collection[str]) -> None:

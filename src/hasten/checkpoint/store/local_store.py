@@ -105,8 +105,8 @@ class LocalDraft:
                 )
             if self._draft.path.parent == self._target or not self._rename_to_target():
                 with folder_lock(self._target, self._disk):
+                    self._draft.release()
                     replace_content(self._target, self.folder, manifest, self.replaces, self._disk)
-        self._release()
 
     def _rename_to_target(self) -> bool:
         """Rename the draft to the checkpoint; if a folder of that name has appeared, move the draft into it instead."""
@@ -127,20 +127,19 @@ class LocalDraft:
             self._disk.sync_folder(self._target)
             return False
         self._disk.sync_folder(base)
-        self._disk.remove_tree(self._draft.path)
+        try:
+            self._draft.remove(self._disk)
+        except OSError as error:  # the checkpoint is there; the next save removes the draft
+            log.debug("%s could not be removed now: %s", self._draft.path, error)
         return True
 
     def abort(self) -> None:
         """Delete the draft, unless it has become the checkpoint: then the next save completes the replacement."""
         committed = draft_of(read_manifest(self._target / MANIFEST_NAME))
         if committed is not None and committed.startswith(f"{self.token}/"):
-            self._release()
+            self._draft.release()
         else:
             self._draft.remove(self._disk)
-
-    def _release(self) -> None:
-        if self._draft.lock is not None:
-            self._draft.lock.release()
 
     @contextmanager
     def _explaining_full_disks(self, num_bytes: int) -> Iterator[None]:
