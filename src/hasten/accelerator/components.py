@@ -44,6 +44,11 @@ class Components:
         return self._accelerator._saving
 
     @property
+    def right_lengths(self) -> set[int]:
+        """Lengths of schedules about which `prepare()` does not warn."""
+        return self._accelerator._preparer.right_lengths
+
+    @property
     def publishing(self) -> Publishing:
         """Uploads of models to the Hub."""
         return self._accelerator._publishing

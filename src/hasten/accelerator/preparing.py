@@ -131,8 +131,8 @@ class Preparer:
         self.done = PreparedObjects()
         self._before_loaders: list[Any] = []
         """Schedulers created before the first loader was prepared, and not yet compared with a loader."""
-        self._counted = set[int]()
-        """Results of `num_updates`, which are right lengths of schedules."""
+        self.right_lengths = set[int]()
+        """Lengths of schedules that are right: results of `num_updates`, and the length of a Trainer's training."""
         self.on_model: Callable[[nn.Module], None] | None = None
         """Called with each model that is prepared."""
         self.on_call: Callable[[nn.Module], None] | None = None
@@ -355,7 +355,7 @@ class Preparer:
     def num_updates(self, loader: Loader, epochs: int) -> int:
         """Return the number of updates in so many epochs of a prepared loader."""
         total = self._length_of(len(loader), len(loader)).num_updates(epochs)
-        self._counted.add(total)
+        self.right_lengths.add(total)
         return total
 
     def _length_of(self, num_batches: int, num_prepared: int) -> LoopLength:
@@ -375,7 +375,7 @@ class Preparer:
             self._warn_of_length(schedule, length)
 
     def _warn_of_length(self, schedule: Any, length: LoopLength) -> None:
-        if not self._ctx.is_main or total_of(schedule) in self._counted:
+        if not self._ctx.is_main or total_of(schedule) in self.right_lengths:
             return
         if words := explain_wrong_length(schedule, length):
             warnings.warn(words, HastenWarning, stacklevel=user_stacklevel())

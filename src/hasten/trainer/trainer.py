@@ -334,6 +334,7 @@ class Trainer:
         set_seed(args.seed, device_specific=True, deterministic=args.full_determinism, rank=accelerator.process_index)
         self.train_loader = accelerator.prepare_data_loader(self.get_train_dataloader())
         plan = self._plan(self.train_loader)
+        components(accelerator).right_lengths.add(plan.max_steps)
         self.create_optimizer_and_scheduler(plan.max_steps)
         several, schedulers = members_of(self.optimizer), members_of(self.lr_scheduler)
         self.wrapped_model, *made = accelerator.prepare(self.model, *several, *schedulers)

@@ -79,8 +79,7 @@ def hand_written(folder: Path, epochs: int = 2) -> list[Tensor]:
     matrices, vectors = [[p for p in model.parameters() if (p.ndim >= 2) is big] for big in (True, False)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer: Any = torch.optim.AdamW(groups, lr=3e-2)
-    total = epochs * -(-len(loader) // 2)
-    scheduler: Any = get_scheduler("linear", optimizer, 2, total)
+    scheduler: Any = get_scheduler("linear", optimizer, 2, accelerator.num_updates(loader, epochs))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     for _ in range(epochs):
         model.train()
