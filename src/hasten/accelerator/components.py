@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hasten.optim.clock import StepClock
     from hasten.precision.base import Precision
     from hasten.prepare_args import PreparedObjects
+    from hasten.state.preemption import Preemption
     from hasten.state.publishing import Publishing
     from hasten.state.saving import Saving
     from hasten.strategies.base import Strategy
@@ -42,6 +43,11 @@ class Components:
     def saving(self) -> Saving:
         """Saving and loading of checkpoints."""
         return self._accelerator._saving
+
+    @property
+    def preemption(self) -> Preemption:
+        """Handler of the signals to stop."""
+        return self._accelerator._preemption
 
     @property
     def right_lengths(self) -> set[int]:
