@@ -45,7 +45,7 @@ def flags_of(module: str) -> list[str]:
         printed = io.StringIO()
         # A command without --help-all refuses it, on stderr.
         with redirect_stdout(printed), redirect_stderr(io.StringIO()), suppress(SystemExit, ConfigError):
-            import_module(module).main([word])
+            import_module(module).main([word])  # the command of a name
         if flags := list(dict.fromkeys(_FLAG.findall(printed.getvalue()))):
             return flags
     return []

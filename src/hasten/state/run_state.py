@@ -165,7 +165,9 @@ class RunObjects:
     @property
     def has_trained(self) -> bool:
         """True if the run has trained, in this process or before a resume."""
-        return self.clock.num_passes > 0 or any(optimizer.num_attempts for optimizer in self.objects.optimizers)
+        return self.clock.num_passes > 0 or any(
+            getattr(optimizer, "num_attempts", 0) for optimizer in self.objects.optimizers
+        )
 
     def saved_position(self) -> LoopPosition:
         """Return the position that a save stores: inside an accumulation window, that of its beginning.

@@ -231,7 +231,8 @@ def test_settings_ddp_cannot_honour_are_errors(ctx: ProcessContext) -> None:
 @ranks(2)
 def test_only_the_boundary_communicates(ctx: ProcessContext) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    model = accelerator.prepare(Net())
+    net = Net()
+    model, _ = accelerator.prepare(net, SGD(net.parameters(), lr=0.1))
     for boundary in (False, True):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.full((1, 4), float(ctx.rank + 1))).sum())

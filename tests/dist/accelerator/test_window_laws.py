@@ -229,7 +229,7 @@ def test_blocks_of_different_models_in_one_window_are_an_error(ctx: ProcessConte
 def test_a_second_weighted_loss_inside_a_window_is_an_error(ctx: ProcessContext) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     (net,) = nets(1)
-    model = accelerator.prepare(net)
+    model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with accelerator.accumulate(model):
         accelerator.backward(loss_of([model], inputs(0, 0, 4)), weight=4)
         with pytest.raises(StepError, match="Add the losses before backward"):

@@ -173,32 +173,6 @@ def test_weights_of_zero_on_one_rank_leave_the_others_share(ctx: ProcessContext)
     assert_same(model, reference, "only rank 0 counts")
 
 
-@ranks(2)
-def test_two_models_keep_windows_of_their_own(ctx: ProcessContext) -> None:
-    """A GAN-like loop: two models, two optimizers, one Accelerator, windows of two."""
-    accelerator = Accelerator(context=ctx, gradient_accumulation_steps=2)
-    first, second = toy(1), toy(2)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
-    first, second, one, two = accelerator.prepare(first, second, *optimizers)
-    references = [toy(1), toy(2)]
-    plain = [torch.optim.SGD(m.parameters(), lr=0.1) for m in references]
-    for step in range(6):
-        for index, (model, optimizer) in enumerate(((first, one), (second, two))):
-            shares = [batch(3, 10 * step + 2 * index + rank) for rank in range(2)]
-            with accelerator.accumulate(model):
-                x, y = shares[ctx.world.rank]
-                accelerator.backward(nn.functional.cross_entropy(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-            for x, y in shares:
-                torch.autograd.backward(nn.functional.cross_entropy(references[index](x), y) / 4)
-            if step % 2:
-                plain[index].step()
-                plain[index].zero_grad()
-    assert_same(first, references[0], "first")
-    assert_same(second, references[1], "second")
-
-
 @ranks(1, 2)
 def test_half_precision_follows_the_float_curve(ctx: ProcessContext) -> None:
     """bf16 and fp16 losses stay within the rounding of their mantissas of the float32 curve (8 and 11 bits)."""

@@ -67,7 +67,6 @@ def test_both_ranks_and_the_restart_are_in_the_report(ctx: ProcessContext, tmp_p
     assert [log["loss"] for log in trainer.state.log_history if "loss" in log] == run.curves["loss"].values.tolist()
     assert sorted((log.rank, len(log.steps)) for log in run.ranks) == [(0, 4), (0, 6), (1, 4), (1, 6)]
     assert all((log.steps["communication"] > 0).any() for log in run.ranks)
-    assert sum(float(log.steps["logging"].sum()) for log in run.ranks if log.rank == 0) > 0
     kinds = [event["event"] for event in run.events]
     assert kinds == ["started", "saved", "ended", "restarted", "loaded", "ended"]
     titles = [chart["title"] for chart in report_data.charts([run])]

@@ -234,10 +234,10 @@ def test_a_kill_while_writing_leaves_nothing_half_written(tmp_path: Path) -> Non
             time.sleep(0.01)
             assert process.poll() is None, "it ended by itself"
         process.send_signal(signal.SIGKILL)
-    files = list(tmp_path.rglob("*.safetensors"))
-    whole = [path for path in files if not path.name.startswith(".")]
-    assert whole
-    for path in whole:
+    files = tmp_path.rglob("*.safetensors")
+    finished_files = [path for path in files if "/." not in str(path.relative_to(tmp_path.parent))]
+    assert finished_files
+    for path in finished_files:
         model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(16)))
         assert load_checkpoint_in_model(model, path, strict=True).num_bytes > 0
     assert all(read_offload_index(folder) == {} for folder in tmp_path.iterdir())

@@ -48,9 +48,10 @@ def run(folder: Path | None = None, **settings: Any) -> tuple[Accelerator, nn.Mo
 
 # -- only an empty place is "none" -----------------------------------------------------------------------------------
 def flip_a_bit(folder: Path) -> None:
-    raw = bytearray((folder / MANIFEST_NAME).read_bytes())
-    raw[len(raw) // 2] ^= 1
-    (folder / MANIFEST_NAME).write_bytes(bytes(raw))
+    """Change the number of processes, so that the manifest is still JSON."""
+    raw = (folder / MANIFEST_NAME).read_bytes()
+    assert b'"world_size": 1,' in raw
+    (folder / MANIFEST_NAME).write_bytes(raw.replace(b'"world_size": 1,', b'"world_size": 3,'))
 
 
 def use_a_later_version(folder: Path) -> None:

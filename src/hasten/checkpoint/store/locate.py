@@ -137,8 +137,8 @@ def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
         )
 
 
-def newest(store: CheckpointStore) -> str | None:
-    """Return the name of the newest complete numbered checkpoint, skipping incomplete and damaged ones with a warning.
+def newest(store: CheckpointStore, level: int = logging.WARNING) -> str | None:
+    """Return the name of the newest complete numbered checkpoint; incomplete and damaged ones are skipped, which is logged.
 
     Only a place without any numbered checkpoint gives None.
     Raises: IncompleteCheckpointError when none of them is complete; CheckpointError for a newer one that cannot be read now, and
@@ -156,7 +156,8 @@ def newest(store: CheckpointStore) -> str | None:
             faults.append(error)
             continue
         if faults:
-            log.warning(
+            log.log(
+                level,
                 "using %s in %s and skipping newer ones: %s",
                 name,
                 store.address,
@@ -181,7 +182,8 @@ def newest_of_all(store: CheckpointStore, together: Agreement) -> str | None:
 
     Raises: as `newest`; CheckpointError when ranks have none in common.
     """
-    names: list[str | None] = together.share(newest(store))
+    level = logging.WARNING if together.comm.rank == 0 else logging.DEBUG
+    names: list[str | None] = together.share(newest(store, level))
     if len(set(names)) == 1:
         return names[0]
     numbers = [-1 if name is None else number_of(name) or 0 for name in names]  # machines with separate disks

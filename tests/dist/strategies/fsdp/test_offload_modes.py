@@ -167,7 +167,7 @@ def test_a_training_that_is_dropped_leaves_no_memory_behind(ctx: ProcessContext,
 
 
 @ranks(1)
-def test_a_gradient_restored_inside_a_window_is_accumulated(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_window_is_repeated_from_a_save_inside_it(ctx: ProcessContext, tmp_path: Path) -> None:
     def run(mode: str | None, resume: bool) -> list[Tensor]:
         accelerator = Accelerator(offload=mode, gradient_accumulation_steps=2)
         net = build()
@@ -175,7 +175,7 @@ def test_a_gradient_restored_inside_a_window_is_accumulated(ctx: ProcessContext,
         if resume:
             accelerator.load_state(tmp_path / str(mode))
         for number, (batch,) in enumerate(tokens(4)):
-            if resume and number < 3:
+            if resume and number < 2:  # the save inside the second window stored its beginning
                 continue
             with accelerator.accumulate(model):
                 accelerator.backward(next_token_loss(model(batch), batch))

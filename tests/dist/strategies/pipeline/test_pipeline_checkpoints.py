@@ -67,14 +67,13 @@ def test_every_pair_with_a_pipeline_is_bitwise_equal(
 
 
 def half_a_window(ctx: ProcessContext, folder: Path, resume: bool) -> State:
-    """Two micro-steps of one window, with a save between them; `resume` takes the second from the file."""
+    """Two micro-steps of one window, with a save between them, which `resume` repeats from its beginning."""
     accelerator, net, optimizer = run("pp", seed=1)
     accelerator.gradient_accumulation_steps = 2
     batches = [torch.arange(k, BATCH * 6 + k).reshape(BATCH, 6) % 11 for k in range(2)]
     for number, batch in enumerate(batches):
         if resume and number == 0:
             accelerator.load_state(folder)
-            continue
         with accelerator.accumulate(net):
             accelerator.forward_backward(net, batch, loss_of)
             optimizer.step()
@@ -90,7 +89,7 @@ def load_elsewhere(ctx: ProcessContext, layout: str, folder: Path) -> None:
         accelerator.load_state(folder)
 
 
-def test_a_window_in_progress_goes_on_where_it_was_saved(rank_pool: Pool, tmp_path: Path) -> None:
+def test_a_window_is_repeated_from_a_save_inside_it(rank_pool: Pool, tmp_path: Path) -> None:
     straight = joined(rank_pool.run(half_a_window, 2, tmp_path / "half", False))
     resumed = joined(rank_pool.run(half_a_window, 2, tmp_path / "half", True))
     assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
