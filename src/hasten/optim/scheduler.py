@@ -177,7 +177,7 @@ def explain_wrong_length(scheduler: Any, length: LoopLength) -> str | None:
     if not total or not length.num_prepared:
         return None
     epochs = _epochs(total, length.num_batches, 1) or _epochs(total, length.num_batches, length.every)
-    if not 0 < epochs <= _MOST_EPOCHS or total == length.num_updates(epochs):
+    if not 0 < epochs <= _MOST_EPOCHS or not _differ_by_factor(total, length.num_updates(epochs)):
         return None
     formula = f"{length.num_prepared} batches on each of {length.num_processes} process(es), gradient_accumulation_steps={length.every}"
     words = (
@@ -189,6 +189,11 @@ def explain_wrong_length(scheduler: Any, length: LoopLength) -> str | None:
     if total % length.num_updates(1):
         return words
     return f"{words} If you train for {total // length.num_updates(1)} epochs, {total} is right; made that way, this is not asked."
+
+
+def _differ_by_factor(total: int, num_updates: int) -> bool:
+    """Return whether processes or accumulation were forgotten, rather than how the last window of an epoch is counted."""
+    return max(total, num_updates) >= 1.5 * min(total, num_updates)
 
 
 def _epochs(total: int, num_batches: int, every: int) -> int:

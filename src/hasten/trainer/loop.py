@@ -283,6 +283,8 @@ class TrainingLoop:
 
     def _finish(self) -> TrainOutput:
         trainer, state = self._trainer, self._trainer.state
+        if self._complete():
+            state.max_steps = state.global_step  # batches that a rollback left out make fewer updates than planned
         self.add_up()
         seconds = slowest(trainer.accelerator, time.perf_counter() - self._began_s)
         steps = state.global_step - self._began_at

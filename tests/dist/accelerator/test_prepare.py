@@ -239,7 +239,8 @@ def test_only_the_boundary_communicates(ctx: ProcessContext) -> None:
             grads = accelerator.gather(inner_of(accelerator, model).weight.grad.unsqueeze(0))
             assert torch.equal(grads[0], grads[1]) == boundary
     each = Accelerator(gradient_accumulation_plugin={"num_steps": 2, "sync_each_batch": True})
-    eager = each.prepare(Net())
+    net = Net()
+    eager, _ = each.prepare(net, SGD(net.parameters(), lr=0.1))
     with each.accumulate(eager):
         each.backward(eager(torch.full((1, 4), float(ctx.rank + 1))).sum())
         grads = each.gather(inner_of(each, eager).weight.grad.unsqueeze(0))
@@ -283,6 +284,9 @@ def test_compiled_and_recomputed_models_give_the_same_gradients(ctx: ProcessCont
         accelerator.backward(model(torch.ones(2, 4)).square().mean())
         return [p.grad for p in model.parameters() if p.grad is not None]
 
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )  # torch 2.13, while it traces
     expected = grads(Accelerator())
     eager = TorchDynamoPlugin(backend="eager")
     regional = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
@@ -355,6 +359,6 @@ def test_a_schedule_made_for_the_undivided_loader_is_reported_before_training(ct
     for calls in (1, 2):
         told, rate = one_cycle_run(loader_first=False, calls=calls)
         assert rate > 2e-2, "half-way"
-        assert ["would end at step 20 of 40" in one and "len(loader)" in one for one in told] == [True] * (
-            ctx.rank == 0
-        )
+        assert ["would end at step 20 of 40" in warning and "num_updates(loader" in warning for warning in told] == [
+            True
+        ] * (ctx.rank == 0)

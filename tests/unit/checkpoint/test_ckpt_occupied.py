@@ -38,9 +38,10 @@ class Counter:
 class Run:
     """A small training run with everything a checkpoint can hold."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, total_limit: int | None = None) -> None:
         torch.manual_seed(0)
-        self.accelerator = Accelerator(cpu=True, project_dir=str(folder))
+        project = ProjectConfiguration(project_dir=str(folder), total_limit=total_limit)
+        self.accelerator = Accelerator(cpu=True, project_config=project)
         net, data = nn.Linear(4, 2), cast(Any, torch.randn(8, 4))
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
             net, torch.optim.AdamW(net.parameters()), DataLoader(data, batch_size=2)
@@ -230,8 +231,7 @@ def test_a_linked_checkpoint_is_unlinked_by_retention_and_its_target_stays(tmp_p
     run.accelerator.save_state(tmp_path / "elsewhere")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "checkpoint_0").symlink_to(tmp_path / "elsewhere")
-    project = ProjectConfiguration(project_dir=str(tmp_path / "run"), total_limit=1)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator = Run(tmp_path / "run", total_limit=1).accelerator
     accelerator.load_state()  # retention leaves what a run neither wrote nor loaded
     accelerator.save_state()
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint_1"]
