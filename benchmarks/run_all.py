@@ -97,7 +97,6 @@ NOT_HERE = {
     "watch_overhead.py": "prints its numbers, no page",
     "headline.py": "draws a picture of other pages",
     "compiled_blocks.py": "needs a GPU",
-    "examples_on_device.py": "needs a GPU",
     "measuring.py": "shared by the others",
     "sharding.py": "needs a GPU",
     "language_models.py": "needs a GPU",
