@@ -14,6 +14,7 @@ import math
 import random
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.config.sections.loop import GradScalerKwargs
 from hasten.config.sections.parallel import ParallelismConfig
-from hasten.errors import CheckpointError
+from hasten.errors import CheckpointError, HastenWarning
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
 from hasten.testing.toys import TinyLM, seeded
@@ -279,7 +280,9 @@ def run(ctx: ProcessContext, case: Case, layout: tuple[str, int], folder: Path |
     loader = DataLoader(TensorDataset(torch.arange(case.size)), batch_size=case.batch, shuffle=case.shuffle)
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     if scheduler is not None:
-        scheduler = accelerator.prepare(scheduler)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* was made for", HastenWarning)  # a length is drawn, not meant
+            scheduler = accelerator.prepare(scheduler)
     trainer = Trainer(case, accelerator, net, optimizer, scheduler, loader, samples)
     if resume:
         assert folder is not None
@@ -472,12 +475,17 @@ def compare_bitwise(whole: Run, rest: Run, stop: int) -> None:
     assert not other, f"it ends with another {other}: {[(rest.held[n], whole.held[n]) for n in other[:2]]}"
 
 
+def window_start(micros: Sequence[Micro], stop: int) -> int:
+    """Return the beginning of the window in which a run was saved after `stop` micro-steps: a resume repeats from there."""
+    return max((number for number in range(1, stop + 1) if micros[number - 1].update), default=0)
+
+
 def check(case: Case, pool: Pool) -> str:
     """Compare with plain torch, and the interrupted run with the uninterrupted one."""
     with tempfile.TemporaryDirectory() as folder:
         done = pool.run(runs, case.layout[1], case, Path(folder), timeout_s=PATIENCE_S)
         whole, rests = [one[0] for one in done], [one[2] for one in done if one[2] is not None]
-        stop = whole[0].saved
+        start = window_start(whole[0].micros, whole[0].saved)
         for saved, undisturbed, _ in done:
             if undisturbed is not None:
                 compare_bitwise(undisturbed, saved, 0)
@@ -486,15 +494,12 @@ def check(case: Case, pool: Pool) -> str:
         if not rests:
             args = (case, case.new_layout, Path(folder), True)
             rests = pool.run(run, case.new_layout[1], *args, timeout_s=PATIENCE_S)
-    if case.layout != case.new_layout and case.layout[0] in REPLICAS and not whole[0].micros[stop - 1].update:
-        assert all("shard and replicate" in one.refused for one in rests), f"not refused: {rests}"
-        return "refused"
     assert not any(one.refused for one in rests), f"refused: {[one.refused for one in rests]}"
     if case.new_layout == case.layout:
         for one, rest in zip(whole, rests, strict=True):
-            compare_bitwise(one, rest, stop)
+            compare_bitwise(one, rest, start)
         return "exact"
-    steps = together(case.layout, whole, stop) + together(case.new_layout, rests)
+    steps = together(case.layout, whole, start) + together(case.new_layout, rests)
     compare_with_torch(case, steps, rests[0])
     return "as in torch on another layout"
 

@@ -9,7 +9,10 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=2))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen = []
     for _ in range(2):
         for (x,) in loader:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.errors import ConfigError
@@ -225,11 +226,19 @@ def compile_modules(
     num_parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
     forward_class = _compiled_forward_class(f"{name}_{num_parameters}")
     for module in modules:
-        if _is_torchs(module):
-            forwarding.replace(module, forward_class())
+        inner = inside_ddp(module)
+        if _is_torchs(inner):
+            forwarding.replace(inner, forward_class())
         module.compile(**chosen)
     if modules and not chosen.get("disable"):
         FirstCalls(modules, name, is_main, automatic)
+
+
+def inside_ddp(module: nn.Module) -> nn.Module:
+    """Return the module in DDP's wrapper, or the module itself."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    assert isinstance(inner, nn.Module), "DDP wraps a module"
+    return inner
 
 
 class CompiledLoss:
@@ -326,5 +335,5 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """Remove the module's compiled function, so that calls run eagerly, and return the module."""
     if is_compiled(model):
         model._compiled_call_impl = None
-        forwarding.restore(model, CompiledForward.tag)
+        forwarding.restore(inside_ddp(model), CompiledForward.tag)
     return model

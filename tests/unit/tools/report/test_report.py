@@ -88,7 +88,7 @@ def test_what_a_folder_tells(tmp_path: Path) -> None:
     rows = report_data.spread(run)
     assert [row[:4] for row in rows] == [["0", "100", "6.00", "6.00"], ["1", "100", "12.00", "12.00"]]
     (throughput,) = [chart for chart in report_data.charts([run]) if chart["title"].startswith("throughput")]
-    assert [trace["y"][0] for trace in throughput["traces"]] == [pytest.approx(8 / 0.007, rel=1e-4)] * 2
+    assert [trace["y"][0] for trace in throughput["traces"]] == [pytest.approx(8 / 0.006, rel=1e-4)] * 2
     parts = next(chart for chart in report_data.charts([run]) if chart.get("stacked"))
     assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
     for trace in parts["traces"]:  # every start begins and ends at 0: a missing value would draw a ramp between starts

@@ -114,7 +114,7 @@ class Share:
         if world.size == 1:
             return
         try:
-            rank_check.agree_on_loader(self.plain, {}, None, 0, world, compares=True)
+            rank_check.agree_on_loader(self.plain, {}, None, 0, world, reads_samples=True)
         except DataError as error:
             raise DataError(message("data_of_ranks_differs", world.size)) from error
 

@@ -57,6 +57,10 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's s
         self._scaled = self._precision.scaler is not None
         self._clock.join(self)
 
+    def _refuse_unscaled_gradients(self) -> None:
+        if not isinstance(self._precision, _WithScaler):  # a user who gives a scaler scales the loss
+            super()._refuse_unscaled_gradients()
+
     step_was_skipped = _is_overflow = shown(
         "skipped",
         "Whether the latest update was skipped, also under the name tests write to.",
