@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -18,7 +19,13 @@ from accelerate._impl.surface.homes import HOMES
 
 SOURCE = Path(__file__).parent.parent / "src"
 FACES = json.loads((Path(__file__).parent / "golden" / "names.json").read_text())
-LONGEST = 20
+LONGEST = 10
+FROM_HASTEN = {  # functions that hasten once showed: name -> lines
+    "accelerate._impl.models.align __init__": 14,
+    "accelerate._impl.models.align init_hook": 20,
+    "accelerate._impl.models.align attach_align_device_hook": 13,
+    "accelerate._impl.models.hooked dispatch_model": 17,
+}
 # 8,736; device maps and messages to the letter; 1,300 of the checks in accelerate.test_utils.scripts; loaders and commands; 850 that came
 # from hasten
 MOST_LINES = 12_040
@@ -98,7 +105,9 @@ def shown() -> Iterator[tuple[str, ast.FunctionDef]]:
 def test_functions_that_faces_show_are_short() -> None:
     functions = dict(shown())
     assert len(functions) > 350  # the search finds them
-    assert [f"{name}: {lines(node)}" for name, node in functions.items() if lines(node) > LONGEST] == []
+    limits = {name: FROM_HASTEN.get(re.sub(r":\d+", "", name), LONGEST) for name in functions}
+    long_functions = [f"{name}: {lines(node)}" for name, node in functions.items() if lines(node) > limits[name]]
+    assert not long_functions, "\n".join(long_functions)
 
 
 def test_faces_hold_no_logic() -> None:

@@ -68,8 +68,7 @@ def prepare_data_loader(
     size, index = _place(torch_device_mesh, num_processes, process_index)
     how = (split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader, use_seedable_sampler)
     share = Share(dataloader, size, index, *how)
-    if AMBIENT.compares_data and not dispatch_batches:
-        share.compare_with_other_ranks()
+    share.compare_with_other_ranks()
     order = share.order(data_seed)
     return share.loader(order, device if put_on_device else None, rng_types, slice_fn_for_dispatch, non_blocking)
 
@@ -109,7 +108,9 @@ class Share:
     stream = shown(lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is a stream.")
 
     def compare_with_other_ranks(self) -> None:
-        """Raise an error if processes have different data: each reads a part of its own. Ranks: every rank."""
+        """Raise an error if notebook processes, which each read a part, have different data. Ranks: every rank."""
+        if not AMBIENT.compares_data or self.dispatch:
+            return
         world = ambient.start().world
         if world.size == 1:
             return

@@ -167,18 +167,21 @@ class FullyShardedDataParallelPlugin:
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Bind the policy to the model's classes. Raises: ValueError for a class that the model has not."""
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
-            if self.transformer_cls_names_to_wrap is None:
-                self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
-            found = {one: get_module_class_from_name(model, one) for one in _words(self.transformer_cls_names_to_wrap)}
-            if missing := [name for name, kind in found.items() if kind is None]:
-                raise ValueError(f"Could not find the transformer layer class {missing[0]} in the model.")
-            self.auto_wrap_policy = partial(
-                wrap.transformer_auto_wrap_policy, transformer_layer_cls=set(found.values())
-            )
+            layer_classes = self._find_layer_classes(model)
+            self.auto_wrap_policy = partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             self.auto_wrap_policy = (size := self.min_num_params or None) and partial(
                 wrap.size_based_auto_wrap_policy, min_num_params=size
             )
+
+    def _find_layer_classes(self, model: torch.nn.Module) -> set[Any]:
+        if self.transformer_cls_names_to_wrap is None:
+            self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
+        names = _words(self.transformer_cls_names_to_wrap)
+        layer_classes = {name: get_module_class_from_name(model, name) for name in names}
+        if missing := [name for name, kind in layer_classes.items() if kind is None]:
+            raise ValueError(f"Could not find the transformer layer class {missing[0]} in the model.")
+        return set(layer_classes.values())
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         kind, names = self._policy()
