@@ -30,12 +30,14 @@ def load(name: str) -> ModuleType:
 def fresh_states() -> Iterator[None]:
     """The process-wide states of the package as in a new process, before and after a test."""
     from accelerate.state import AcceleratorState, GradientState
+    from hasten.runtime import mesh
 
     for last in (False, True):
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         if not last:
             yield
+    mesh.stop()  # sharding starts a group of one process, which a later test would take for its own
     gc.collect(1)  # ends the persistent workers of loaders; a full collection visits every object of transformers
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -154,7 +155,7 @@ def test_sizes_of_a_mesh_are_a_dictionary_for_patches(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ParallelismConfig, "dp_dim_names", property(lambda self: []))
     monkeypatch.setattr(ParallelismConfig, "dp_shard_cp_dim_names", property(lambda self: []))
     monkeypatch.setattr(ParallelismConfig, "dp_cp_dim_names", property(lambda self: []))
-    Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = sizes.build_device_mesh("cpu")
     assert mesh is not None and mesh.mesh_dim_names == ("ep",)
 
