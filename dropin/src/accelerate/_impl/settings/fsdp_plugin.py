@@ -167,21 +167,14 @@ class FullyShardedDataParallelPlugin:
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Bind the policy to the model's classes. Raises: ValueError for a class that the model has not."""
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
-            layer_classes = self._find_layer_classes(model)
+            if self.transformer_cls_names_to_wrap is None:
+                self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
+            layer_classes = _find_layer_classes(model, self.transformer_cls_names_to_wrap)
             self.auto_wrap_policy = partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             self.auto_wrap_policy = (size := self.min_num_params or None) and partial(
                 wrap.size_based_auto_wrap_policy, min_num_params=size
             )
-
-    def _find_layer_classes(self, model: torch.nn.Module) -> set[Any]:
-        if self.transformer_cls_names_to_wrap is None:
-            self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
-        names = _words(self.transformer_cls_names_to_wrap)
-        layer_classes = {name: get_module_class_from_name(model, name) for name in names}
-        if missing := [name for name, kind in layer_classes.items() if kind is None]:
-            raise ValueError(f"Could not find the transformer layer class {missing[0]} in the model.")
-        return set(layer_classes.values())
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         kind, names = self._policy()
@@ -275,6 +268,13 @@ def _checked(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
     if policy.keys() != set(names) or any(one not in known for one in policy.values()):
         raise ValueError(message("fsdp_precision_policy", policy, names, known))
     return policy
+
+
+def _find_layer_classes(model: torch.nn.Module, names: Any) -> set[Any]:
+    layer_classes = {name: get_module_class_from_name(model, name) for name in _words(names)}
+    if missing := [name for name, kind in layer_classes.items() if kind is None]:
+        raise ValueError(f"Could not find the transformer layer class {missing[0]} in the model.")
+    return set(layer_classes.values())
 
 
 def _words(names: Any) -> list[str]:
