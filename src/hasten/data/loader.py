@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,6 +59,10 @@ class LoaderIteration:
     """True if the next iteration starts at `start`; False once an iteration has started there."""
     left_out: set[BatchRange] = field(default_factory=set)
     """Batches that are read and not returned."""
+    iterator: weakref.ref[Iterator[Any]] | None = None
+    """The newest iterator of the loader, if it has not been read yet."""
+    requested_at: int = 0
+    """Time at which that iterator was made, in moves of all loaders."""
 
     def upcoming(self) -> Position:
         """Return the start of the next iteration. An abandoned iteration is over: the next one takes the next epoch."""
@@ -65,7 +70,7 @@ class LoaderIteration:
 
     def enter(self, at: Position) -> None:
         """Record that an iteration starts at `at`."""
-        self.start, self.steps, self.source_state, self.fresh = at, 0, None, False
+        self.start, self.steps, self.source_state, self.fresh, self.iterator = at, 0, None, False, None
 
     def place(self, at: Position) -> None:
         """Make the next iteration start at `at`."""
@@ -153,9 +158,20 @@ class Loader(DataLoader[Any]):
         return len(self.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
+        iteration, loaders = self.parts.iteration, self.parts.clock.loaders
+        self._end_unread_pass()
         if not self.parts.cursor.num_again:
-            self.parts.clock.loaders.opening(self.parts.cursor)
-        return self._hand_out()  # takes its epoch with the first batch: progress bars make iterators without use
+            loaders.opening(self.parts.cursor)
+        iterator = self._hand_out()  # takes its epoch with the first batch: progress bars make iterators without use
+        iteration.iterator, iteration.requested_at = weakref.ref(iterator), loaders.now
+        return iterator
+
+    def _end_unread_pass(self) -> None:
+        """End a loaded pass that was requested, and not continued before another loader ran out: the loop over both is over."""
+        iteration = self.parts.iteration
+        unread = iteration.iterator is not None and iteration.requested_at <= self.parts.clock.loaders.exhausted_at
+        if unread and iteration.fresh and iteration.start.consumed:
+            iteration.place(iteration.start.begin(iteration.start.epoch + 1))
 
     def _begin(self, skip: int, opened: bool = False) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position, or `skip` batches into that epoch."""
@@ -368,6 +384,8 @@ class Loader(DataLoader[Any]):
         iteration = self.parts.iteration
         if self.parts.cursor.cut and not iteration.fresh:  # the loop that read it is over, so its pass is too
             iteration.place(iteration.upcoming())
+        if iteration.iterator is not None and iteration.iterator() is None:
+            self._end_unread_pass()
         return self._encoded(iteration.steps)
 
     def _encoded(self, steps: int) -> dict[str, Any]:

@@ -122,6 +122,8 @@ class ActiveLoaders:
     """The loader that ran out last, unless another pass has started since."""
     now: int = 0
     """Time, counted in moves of all loaders."""
+    exhausted_at: int = -1
+    """Time at which a loader ran out last."""
     _ticked: int = 0
     _leader: LoaderCursor | None = None
     _cut_short: tuple[LoaderCursor, int] | None = None
@@ -165,7 +167,7 @@ class ActiveLoaders:
         cursor.opened, cursor.given = 0, None
         self.end_first_window()
         if exhausted:
-            self._exhausted = cursor
+            self._exhausted, self.exhausted_at = cursor, self.now
             self.num_ended += trained
             cursor.num_ended += all(id(cursor) in other.partners for other in self.watched)
         else:
