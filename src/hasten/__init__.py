@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from hasten.data.loader import skip_first_batches as skip_first_batches
     from hasten.errors import HastenError as HastenError
     from hasten.errors import HastenWarning as HastenWarning
+    from hasten.extensions.public import *  # noqa: F403  # the names of bundled extensions
     from hasten.launch.notebook import debug_launcher as debug_launcher
     from hasten.launch.notebook import notebook_launcher as notebook_launcher
     from hasten.optim.batch_size import find_executable_batch_size as find_executable_batch_size
@@ -144,4 +145,4 @@ _MODULES: Final = ("bigmodel", "data", "errors", "extending", "modules", "ray", 
 __all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
-    __getattr__, __dir__ = exports(__name__, _PUBLIC, _MODULES)
+    __getattr__, __dir__ = exports(__name__, _PUBLIC, _MODULES, extensible=True)

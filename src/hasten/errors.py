@@ -8,6 +8,7 @@
     │   └── ConfigFileError               a settings file cannot be found, parsed or understood
     ├── ArgumentError (TypeError, ValueError)   a method got an argument of the wrong kind
     ├── MissingPackageError (ImportError) an optional package is absent or too old
+    ├── ExtensionError                    an extension is absent, broken, or provides a name that another provides
     ├── TopologyError                     the environment describes an impossible set of processes
     ├── LaunchError                       processes could not be started or ended badly
     ├── CommError                         a collective cannot be carried out
@@ -104,6 +105,10 @@ class ArgumentError(HastenError, TypeError, ValueError):
 
 class MissingPackageError(HastenError, ImportError):
     """Error for an optional package that is missing or too old."""
+
+
+class ExtensionError(HastenError):
+    """An extension is absent, broken, or provides a name that another provides."""
 
 
 class TopologyError(HastenError):

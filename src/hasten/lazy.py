@@ -11,22 +11,36 @@ from importlib.util import find_spec
 
 
 def exports(
-    face: str, table: Mapping[str, str], modules: tuple[str, ...] = ()
+    face: str,
+    table: Mapping[str, str],
+    modules: tuple[str, ...] = (),
+    extensible: bool = False,
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for the public module `face`.
 
-    `table` maps each name to its defining module; `modules` are submodules that an attribute access imports as well.
+    `table` maps each name to its defining module; `modules` are submodules that an attribute access imports as well. An `extensible`
+    module has the public names of extensions, too.
     """
 
     def load(name: str) -> object:
         """Import the module that defines `name` and cache the attribute for later accesses."""
         if name in modules:
             return import_module(f"{face}.{name}")
-        if (module := table.get(name)) is None:
+        module = table.get(name)
+        if module is None:
             # `from hasten import trees` asks for the attribute before it imports the submodule
-            unknown = not name.startswith("_") and find_spec(f"{face}.{name}") is None
-            others = [f"{face}.{one}" for one in modules] if unknown else []
-            home = next((one for one in others if name in getattr(import_module(one), "__all__", ())), None)
+            is_unknown = not name.startswith("_") and find_spec(f"{face}.{name}") is None
+            if extensible and is_unknown:
+                from hasten.extension import (
+                    offers,  # looks at folders and installed packages, which `import hasten` need not
+                )
+
+                if (offer := offers("public_names").get(name)) is not None:
+                    return offer.load()
+            other_modules = [f"{face}.{module_name}" for module_name in modules] if is_unknown else []
+            home = next(
+                (other for other in other_modules if name in getattr(import_module(other), "__all__", ())), None
+            )
             hint = f"it is in {home}" if home else f"public names are listed in {face}.__all__"
             raise AttributeError(f"module {face!r} has no attribute {name!r}; {hint}")
         with without_collections():

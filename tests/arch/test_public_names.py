@@ -22,9 +22,11 @@ import hasten.bigmodel
 import hasten.data
 import hasten.errors
 import hasten.extending
+import hasten.extensions.public
 import hasten.modules
 import hasten.testing
 import hasten.trainer
+from hasten.extension import offers
 
 REPOSITORY: Final = Path(__file__).parents[2]
 SNAPSHOT: Final = Path(__file__).with_name("public_names.txt")
@@ -49,12 +51,15 @@ def typed_table(face: ModuleType) -> dict[str, str]:
     """Return public name -> module, as type checkers read it in the TYPE_CHECKING block."""
     blocks = [n for n in parsed(face).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
+    names = {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
+    names.pop("*", None)  # the names of bundled extensions, below
+    return names
 
 
 def snapshot() -> str:
     """Return the snapshot's text: the names of public modules, and the public members of the Accelerator."""
     names = [f"{face.__name__}.{name}" for face in FACES for name in sorted(face.__all__)]
+    names += [f"hasten.{name} ({offer.extension})" for name, offer in sorted(offers("public_names").items())]
     names += [f"hasten.Accelerator.{name}" for name in sorted(vars(hasten.Accelerator)) if not name.startswith("_")]
     return "".join(f"{name}\n" for name in names)
 
@@ -65,6 +70,14 @@ def test_types_and_table_are_one_list(face: ModuleType) -> None:
     assert typed_table(face) == lazy_table(face) | modules, (
         "write a name both in the TYPE_CHECKING block and in _PUBLIC"
     )
+
+
+def test_type_checkers_see_the_public_names_of_bundled_extensions() -> None:
+    declared = {name: offer.place.partition(":")[0] for name, offer in offers("public_names").items()}
+    imports = [node for node in parsed(hasten.extensions.public).body if isinstance(node, ast.ImportFrom)]
+    listed = {alias.asname or alias.name: node.module for node in imports for alias in node.names}
+    listed.pop("annotations", None)
+    assert listed == declared
 
 
 @each_face
@@ -79,7 +92,7 @@ def test_a_public_module_holds_its_table_alone(face: ModuleType) -> None:
     other = [node for node in parsed(face).body if type(node).__name__ not in FORM]
     assert not other, f"{face.__name__} holds {ast.unparse(other[0])[:60]}; logic belongs in another module"
     assert [ast.unparse(node) for node in parsed(face).body[-1].body if isinstance(node, ast.Assign)] == [  # type: ignore[attr-defined]
-        f"__getattr__, __dir__ = exports(__name__, _PUBLIC{', _MODULES' if face is hasten else ''})"
+        f"__getattr__, __dir__ = exports(__name__, _PUBLIC{', _MODULES, extensible=True' if face is hasten else ''})"
     ]
 
 

@@ -198,15 +198,21 @@ def begin_with_a_docstring(source: Source) -> Iterator[str]:
 
 
 def import_at_the_top(source: Source) -> Iterator[str]:
-    """Imports inside functions hide dependencies; optional packages come through optional.need."""
+    """Optional packages come through optional.need; a late import of a module of hasten says why on its line."""
     for function in nodes(source.tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in ast.walk(function):
-            if isinstance(node, ast.Import | ast.ImportFrom):
+            if isinstance(node, ast.Import | ast.ImportFrom) and not imports_hasten_late(source, node):
                 yield source.say(node, f"`{ast.unparse(node)}` inside {function.name}(); use optional.need or the top")
             elif isinstance(node, ast.Call) and imports_silently(source, node):
                 yield source.say(node, f"{last_name(node.func)} without a reason on the line; use optional.need")
+
+
+def imports_hasten_late(source: Source, node: ast.Import | ast.ImportFrom) -> bool:
+    """Say whether a late import is of a module of hasten, with a reason on its line."""
+    module = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+    return module.startswith("hasten.") and bool(source.comment_on(node.lineno))
 
 
 def imports_silently(source: Source, call: ast.Call) -> bool:

@@ -1,0 +1,167 @@
+"""Extensions: what each folder of `hasten.extensions` and each installed package adds to hasten, and how the core finds it.
+
+An extension declares its names in a module without torch; the objects behind them are imported when a name is used:
+
+```python
+extension = Extension(
+    name="cluster",
+    summary="jobs on our cluster",
+    launch_targets={"cluster": "our_package.target:TARGET"},
+)
+```
+The core asks for a name of a kind, and never names an extension.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from hasten.errors import ExtensionError, HastenWarning
+
+ENTRY_POINT_GROUP: Final = "hasten.extensions"
+"""Entry-point group of packages that extend hasten; each entry point is an `Extension`."""
+
+Kind = Literal["strategies", "launch_targets", "commands", "settings", "trackers", "run_parts", "public_names"]
+Table = Mapping[str, str]
+"""Names, each with the place of its object as "module:object"."""
+
+_NOUNS: Final = MappingProxyType(
+    {
+        "strategies": "strategy",
+        "launch_targets": "launch target",
+        "commands": "command",
+        "settings": "settings class",
+        "trackers": "tracker",
+        "run_parts": "part of a run",
+        "public_names": "name",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """Names that an extension adds to hasten, by kind. `docs/extending.md` says what the object behind each kind is."""
+
+    name: str
+    summary: str
+    """What the extension is for, in a few words."""
+    strategies: Table = field(default_factory=dict)
+    launch_targets: Table = field(default_factory=dict)
+    commands: Table = field(default_factory=dict)
+    settings: Table = field(default_factory=dict)
+    trackers: Table = field(default_factory=dict)
+    run_parts: Table = field(default_factory=dict)
+    public_names: Table = field(default_factory=dict)
+    """Names importable from `hasten` itself."""
+    command_help: Mapping[str, str] = field(default_factory=dict)
+    """One line of help for each command."""
+    run_part_settings: Mapping[str, str] = field(default_factory=dict)
+    """The dotted setting that turns a part of a run on; a part without one belongs to every run."""
+
+    def offers(self, kind: Kind) -> Table:
+        """Return the names of a kind."""
+        table: Table = getattr(self, kind)
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Name that an extension provides."""
+
+    kind: Kind
+    name: str
+    place: str
+    """The object, as "module:object"."""
+    extension: str
+
+    def load(self) -> Any:  # Any: a class or function of any kind
+        """Import the object. Raises: ExtensionError if its extension cannot be imported."""
+        module_name, _, attribute = self.place.partition(":")
+        try:
+            module = import_module(module_name)  # only what is used
+            return getattr(module, attribute)
+        except (ImportError, AttributeError) as error:
+            raise ExtensionError(
+                f"the {_NOUNS[self.kind]} {self.name!r} of the extension {self.extension!r} cannot be imported from {self.place} ({error}). "
+                "Install what is missing, or correct or remove the extension."
+            ) from error
+
+
+def offers(kind: Kind) -> Mapping[str, Offer]:
+    """Return everything of a kind that extensions provide. Raises: ExtensionError if two provide the same name."""
+    offers_by_name: dict[str, Offer] = {}
+    for extension in installed():
+        for name, place in extension.offers(kind).items():
+            if name in offers_by_name:
+                raise ExtensionError(
+                    f"the extensions {offers_by_name[name].extension!r} and {extension.name!r} both provide the {_NOUNS[kind]} {name!r}, so "
+                    "hasten cannot choose. Remove one of the two."
+                )
+            offers_by_name[name] = Offer(kind, name, place, extension.name)
+    return offers_by_name
+
+
+def load(kind: Kind, name: str) -> Any:  # Any: a class or function of any kind
+    """Import what an extension provides under a name.
+
+    Raises: ExtensionError if nothing provides it, with what exists.
+    """
+    known = offers(kind)
+    if name not in known:
+        close_names = get_close_matches(name, known, n=1)
+        hint = (
+            f"did you mean {close_names[0]!r}?"
+            if close_names
+            else f"installed extensions provide: {', '.join(known) or 'none'}."
+        )
+        raise ExtensionError(
+            f"no installed extension provides the {_NOUNS[kind]} {name!r}; {hint} Install a package that provides it."
+        )
+    return known[name].load()
+
+
+@cache  # folders and installed packages do not change while a process runs
+def installed() -> tuple[Extension, ...]:
+    """Return all extensions: those of hasten's own folder, then those of installed packages."""
+    return (*_bundled(), *_third_party())
+
+
+def _bundled() -> Iterator[Extension]:
+    folder = Path(__file__).with_name("extensions")
+    for declaration in sorted(folder.glob("*/extension.py")):
+        module = import_module(f"hasten.extensions.{declaration.parent.name}.extension")  # whatever folders are there
+        yield module.extension
+
+
+def _third_party() -> Iterator[Extension]:
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        extension = _loaded(entry_point)
+        if extension is not None:
+            yield extension
+
+
+def _loaded(entry_point: EntryPoint) -> Extension | None:
+    """Return the extension of an entry point; None, with a warning, if it is broken."""
+    try:
+        extension = entry_point.load()
+    except Exception as error:  # a foreign package may fail in any way, and must not stop a training without it
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(extension, Extension):
+            return extension
+        problem = f"it is a {type(extension).__name__}, not a hasten.extension.Extension"
+    warnings.warn(
+        f"the extension {entry_point.name!r} ({entry_point.value}) is ignored: {problem}. Correct it, or uninstall its package.",
+        HastenWarning,
+        stacklevel=2,
+    )
+    return None
