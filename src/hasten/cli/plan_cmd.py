@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(plan: LayoutPlan, most: int, console: Console) -> None:
-    """Print the ranked table, the reasons for the best option, and the requirements of a faster one."""
+    """Print the ranked table, and the reasons for the best option."""
     request, trace = plan.request, plan.trace
     console.print(table(plan, most))
     console.print(
@@ -85,7 +85,6 @@ def show(plan: LayoutPlan, most: int, console: Console) -> None:
     for title, lines in (
         ("reasons for the first", report.why(plan)),
         ("to use it", report.notes(plan, plan.best)),
-        ("to be faster", report.better(plan)),
     ):
         console.print(f"[bold]{title}[/]")
         for line in lines:
@@ -105,8 +104,7 @@ def table(plan: LayoutPlan, most: int) -> Table:
             overflow="fold",
         )
     for row in report.rows(plan, most):
-        why = row["why"] if not row["asks"] else f"{row['why']}; the loop must call {row['asks']}"
-        shown.add_row(*_cells(row), why, style=None if row["fits"] else "dim")
+        shown.add_row(*_cells(row), row["why"], style=None if row["fits"] else "dim")
     return shown
 
 

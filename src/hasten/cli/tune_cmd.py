@@ -28,8 +28,8 @@ from hasten.tools.tune import tuning
 from hasten.tools.tune.tuning import Trial, TrialOutcome, TunedMachine, Tuning, Values, in_output
 
 _ABOUT: Final = """Every trial runs the script from its start, with the same data, and stops it after a few updates. A value is accepted
-if steps are more than 2 % faster, their peak memory on a GPU does not grow by more than that, and the losses of the first updates equal those of the unchanged script within 0.1 % (1 % for a script in half
-precision, 3 % where the precision changes, or three times the difference between two runs of the unchanged script). Steps as fast with less memory are accepted too; fp8 needs --precision any. Other batch sizes are measured and reported but not selected. Trials are not logged or saved.
+if steps are more than 2 % faster and the losses of the first updates equal those of the unchanged script within 0.1 % (1 % for a script in half
+precision, 3 % where the precision changes). Trials are not logged or saved.
 """
 _LEAST_FOR_COMPILING: Final = 300.0
 """Seconds of budget below which compiling on a CPU is not tried, as it would take most of them."""
@@ -55,22 +55,17 @@ def main(argv: Sequence[str]) -> int:
     deadline = time.monotonic() + budget
     runner = Runner([str(script), *unknown, *own], given, deadline)
     found = runner.measure({}, None)
-    candidates = tuning.knobs(machine, found, any_precision=given.precision == "any")
-    course = Tuning(tuning.chosen(candidates, given.only), weighs_memory=on_cuda)
+    candidates = tuning.knobs(machine, found)
+    course = Tuning(tuning.chosen(candidates, given.only))
     first = [found]
 
     def measure(values: Values, hopeless: float | None) -> TrialOutcome:
-        return first.pop() if not values and first else runner.measure(_filled(values, found), hopeless)
+        return first.pop() if not values and first else runner.measure(values, hopeless)
 
     second_run_s = runner.unchanged_s  # reserved: it confirms the speedup
     course.run(measure, lambda: time.monotonic() + runner.shortest + second_run_s < deadline)
-    _finish(course, found, given, [knob.name for knob in candidates])
+    _finish(course, given, [knob.name for knob in candidates])
     return 0
-
-
-def _filled(values: Values, found: TrialOutcome) -> Values:
-    """Return the values as a trial reads them, with blocks given by their classes."""
-    return {**values, "recompute": list(found.block_classes)} if values.get("recompute") else values
 
 
 class Runner:
@@ -121,12 +116,11 @@ class Runner:
         return [*launch, *(["--cpu"] if self._given.cpu else []), "--module", "hasten.tools.tune.trial"]
 
 
-def _finish(course: Tuning, found: TrialOutcome, given: argparse.Namespace, candidates: Sequence[str]) -> None:
+def _finish(course: Tuning, given: argparse.Namespace, candidates: Sequence[str]) -> None:
     best = course.best
     assert best is not None, "the baseline ran"
-    config = tuning.config_of(best.values, Config(), found.block_classes)
-    lines = tuning.advice(best.values, course.knobs) + tuning.batch_advice(course.trials)
-    curves = tuning.loss_curves(course.trials)
+    config = tuning.config_of(best.values)
+    lines = tuning.advice(best.values, course.knobs)
     if given.output:
         files.write(config, given.output)
     if given.json:
@@ -138,13 +132,12 @@ def _finish(course: Tuning, found: TrialOutcome, given: argparse.Namespace, cand
             "not_tried": course.not_tried_words,
             "not_applicable": [name for name in tuning.NAMES if name not in candidates],
             "advice": lines,
-            "loss_curves": curves,
         }
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return
     console = Console()
     console.print(table(course.trials, course.trials[0]))
-    for line in [*curves, *conclusion(course, lines, given.output, changed=config != Config())]:
+    for line in conclusion(course, lines, given.output, changed=config != Config()):
         console.print(line, highlight=False, soft_wrap=True)
     if missing := [name for name in tuning.NAMES if name not in candidates]:
         sentence = (
@@ -220,12 +213,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=whole(), default=5, help="updates before those, which are not timed")
     parser.add_argument(
         "--num_processes", "--num-processes", type=whole(1), default=1, help="number of processes in each trial"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("half", "any"),
-        default="half",
-        help="precisions that may be chosen: half: bf16 for a script in float32; any: fp8 too, where its losses agree within 3 %%",
     )
     parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -29,8 +29,8 @@ _IN_FLOAT32: Final = frozenset(
 )
 """Functions that autocast computes in float32 on GPUs but not on CPUs."""
 
-Attention = Callable[[float, int, str], None]
-"""Callback for each attention: forward operations (the backward has 2.5 times as many), key width and dtype."""
+Attention = Callable[[float, str], None]
+"""Callback for each attention: forward operations (the backward has 2.5 times as many) and dtype."""
 
 
 class FusedAttention(torch.autograd.Function):
@@ -120,8 +120,7 @@ def _attend(attention: Attention, query: Tensor, key: Tensor, value: Tensor, cau
         query, key, value = query.to(half), key.to(half), value.to(half)
     pairs = query.numel() // query.shape[-1] * key.shape[-2]
     forward = 2.0 * pairs * (query.shape[-1] + value.shape[-1]) / (2 if causal else 1)
-    width = key.shape[-1] * (key.shape[-3] if key.dim() > 3 else 1)
-    attention(forward, width, str(query.dtype).removeprefix("torch."))
+    attention(forward, str(query.dtype).removeprefix("torch."))
     out: Tensor = FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return out
 

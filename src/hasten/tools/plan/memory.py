@@ -66,19 +66,15 @@ def local_numel(kind: ParameterKind, candidate: Candidate, rank: int = 0) -> int
 
 
 def held(trace: ModelTrace, candidate: Candidate, rank: int = 0) -> Kept:
-    """Return the bytes of parameters, gradients and optimizer state that a rank holds between steps.
-
-    Under a pipeline, those of a stage with its share of the blocks and everything outside of blocks.
-    """
+    """Return the bytes of parameters, gradients and optimizer state that a rank holds between steps."""
     parameters = gradients = optimizer = 0.0
     per_number = sum(trace.optimizer.states)
     for kind in trace.parameters:
-        count = kind.count / candidate.mesh.pp if kind.in_block else kind.count
-        numbers = local_numel(kind, candidate, rank) * count
+        numbers = local_numel(kind, candidate, rank) * kind.count
         parameters += numbers * kind.item
         if kind.trained:
             gradients += numbers * kind.item
-            optimizer += numbers * per_number + count * trace.optimizer.counter_bytes
+            optimizer += numbers * per_number + kind.count * trace.optimizer.counter_bytes
     return parameters, gradients, optimizer
 
 
@@ -131,9 +127,9 @@ def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
     gathered, reduced = ITEM if candidate.precision == "no" else 2, ITEM
     mesh = candidate.mesh
     outside = trace.gathered_bytes(gathered, in_block=False)
-    inside = trace.gathered_bytes(gathered, in_block=True) / mesh.pp / mesh.tp
+    inside = trace.gathered_bytes(gathered, in_block=True) / mesh.tp
     trained_outside = trace.elements(in_block=False, trained=True)
-    trained_inside = trace.elements(in_block=True, trained=True) / mesh.pp / mesh.tp
+    trained_inside = trace.elements(in_block=True, trained=True) / mesh.tp
     if mesh.size(*LOSS) == 1:  # one group for the whole model, which stays gathered
         trained = trained_inside + trained_outside
         return _Buffers(standing=inside + outside, passing=0.0, ending=trained * max(gathered + reduced, 2 * reduced))
@@ -162,9 +158,4 @@ def _activations(trace: ModelTrace, candidate: Candidate, moment: Moment) -> flo
     if not candidate.sharded:
         alive += moment.copies.at(candidate.micro_batch) / mesh.tp  # sharded parameters are gathered in this precision
     alive *= 1 - trace.split_share + trace.split_share / mesh.tp
-    alive /= mesh.cp
-    if mesh.pp > 1:
-        blocks = alive * trace.block_share
-        in_flight = min(mesh.pp, candidate.micro_steps)
-        alive = max(blocks / mesh.pp * in_flight, blocks / mesh.pp + alive - blocks)
     return alive

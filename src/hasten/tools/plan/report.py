@@ -9,7 +9,7 @@ from typing import Any
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.config.sections.loop import GradientAccumulationPlugin
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig, PipelineParallelConfig
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.runtime.bytes_plan import shown, size
 from hasten.runtime.mesh_plan import BATCH
 from hasten.tools.plan.search import SIMPLER, LayoutPlan, Option
@@ -22,28 +22,14 @@ def why(plan: LayoutPlan) -> list[str]:
     """Return one sentence per choice of the best option, with the cost of the nearest option without that choice."""
     best = plan.best
     lines = [f"{best.candidate.words}: {best.time.words()}", f"memory of a rank: {best.need.words()}"]
-    if best.asks:
-        lines.append(_only_with_a_change(plan))
     if plan.fastest is not best:
         lines.append(_simpler(plan))
     for title, alike in _alternatives(best.candidate):
         others = [option for option in plan.options if option is not best and alike(option.candidate)]
         if others:
-            other = min(others, key=lambda option: (not option.usable, option.time.total))
+            other = min(others, key=lambda option: (not option.fits, option.time.total))
             lines.append(f"{title}: {_compared(other, plan)}")
     return lines
-
-
-def _only_with_a_change(plan: LayoutPlan) -> str:
-    """Return the reason why every layout that works without changes of the loop is ruled out."""
-    request, kept = plan.request, [option for option in plan.options if not option.asks]
-    words = f"the loop must call {plan.best.asks}: layouts without this call "
-    if not kept:
-        return (
-            f"{words}cannot split {request.global_batch} samples evenly over {request.gpus} GPUs; a multiple would work"
-        )
-    least = min(option.need.total for option in kept)
-    return f"{words}need at least {size(least)} of {size(request.accelerator.memory_bytes)}"
 
 
 def _simpler(plan: LayoutPlan) -> str:
@@ -69,9 +55,9 @@ def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
     elif chosen.mesh.world_size > 1:
         yield "sharded (fsdp)", lambda c: c.sharded and not c.offload and same(c, "sharded") and c.mesh.tp == 1
     if chosen.mesh.tp > 1:
-        yield "without split layers", lambda c: c.mesh.tp == 1 and c.mesh.pp == 1 and same(c, "recompute")
+        yield "without split layers", lambda c: c.mesh.tp == 1 and same(c, "recompute")
     elif chosen.sharded:
-        yield "with split layers", lambda c: c.mesh.tp > 1 and c.mesh.pp == 1 and same(c, "recompute")
+        yield "with split layers", lambda c: c.mesh.tp > 1 and same(c, "recompute")
     if chosen.offload:
         yield "without host memory", lambda c: not c.offload and same(c, "offload", "recompute")
     if chosen.precision != "no":
@@ -84,25 +70,6 @@ def _compared(other: Option, plan: LayoutPlan) -> str:
         return f"does not fit, needs {size(other.need.total)} of {size(has)}"
     slower = other.time.total / plan.best.time.total - 1
     return f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'} ({seconds(other.time.total)} a step)"
-
-
-def better(plan: LayoutPlan) -> list[str]:
-    """Return the changes that a faster option would need: of memory, or of the loop."""
-    best, has = plan.best, plan.request.accelerator.memory_bytes
-    faster = [option for option in plan.options if option.time.total < 0.995 * best.time.total]
-    lines = []
-    if tight := [option for option in faster if not option.fits and not option.asks]:
-        nearest = min(tight, key=lambda option: option.need.total)
-        gain = 1 - nearest.time.total / best.time.total
-        lines.append(
-            f"{gain:.0%} faster: {_words(nearest)} needs {size(nearest.need.total)} and the GPU has {size(has)}: "
-            f"{size(nearest.need.total - has)} fewer activations (shorter sequences), or a GPU with more memory"
-        )
-    if other := [option for option in faster if option.fits and option.asks]:
-        fastest = min(other, key=lambda option: option.time.total)
-        gain = 1 - fastest.time.total / best.time.total
-        lines.append(f"{gain:.0%} faster: {_words(fastest)}, if the loop calls {fastest.asks}")
-    return lines or ["no layout that fits or nearly fits is faster; more or faster GPUs would be"]
 
 
 def _words(option: Option) -> str:
@@ -129,7 +96,6 @@ def _row(plan: LayoutPlan, option: Option) -> dict[str, Any]:
         "micro_batch": chosen.micro_batch,
         "micro_steps": chosen.micro_steps,
         "fits": option.fits,
-        "asks": option.asks,
         "memory_bytes": asdict(option.need) | {"total": option.need.total},
         "sent_bytes": option.time.sent,
         "step_s": total,
@@ -157,7 +123,6 @@ def summary(plan: LayoutPlan) -> dict[str, Any]:
         "global_batch": plan.request.global_batch,
         "options": rows(plan, len(plan.options)),
         "why": why(plan),
-        "better": better(plan),
     }
 
 
@@ -165,20 +130,16 @@ def config_of(plan: LayoutPlan, option: Option) -> Config:
     """Return the settings of one option; the loader's batch size remains the script's."""
     chosen, mesh = option.candidate, option.candidate.mesh
     machines = -(-plan.request.gpus // plan.request.accelerator.per_node)
-    parallelism = ParallelismConfig(tp_size=mesh.tp, cp_size=mesh.cp, pp_size=mesh.pp)
-    if mesh.pp > 1:
-        handler = PipelineParallelConfig(num_microbatches=chosen.micro_steps)
-        parallelism = replace(parallelism, pp_handler=handler)
+    parallelism = ParallelismConfig(tp_size=mesh.tp)
     if chosen.sharded:
         parallelism = replace(parallelism, dp_replicate_size=mesh.dp_replicate, dp_shard_size=mesh.dp_shard)
-    steps = 1 if mesh.pp > 1 else chosen.micro_steps
     return Config(
         mixed_precision=chosen.precision,
         strategy="fsdp" if chosen.sharded else "auto",
         recompute=plan.trace.block_classes if chosen.recompute else (),
         parallelism=parallelism,
         fsdp=FullyShardedDataParallelPlugin(reshard_after_forward=chosen.reshard, cpu_offload=chosen.offload),
-        gradient_accumulation=GradientAccumulationPlugin(num_steps=steps),
+        gradient_accumulation=GradientAccumulationPlugin(num_steps=chosen.micro_steps),
         launch=LaunchConfig(num_processes=plan.request.gpus, num_machines=machines),
     )
 
@@ -186,10 +147,9 @@ def config_of(plan: LayoutPlan, option: Option) -> Config:
 def notes(plan: LayoutPlan, option: Option) -> list[str]:
     """Return notes that settings cannot express: the batch size of the script's loader, and the bytes sent."""
     chosen = option.candidate
-    each = chosen.micro_batch * (chosen.micro_steps if chosen.mesh.pp > 1 else 1)
     reads, steps = _count(chosen.mesh.size(*BATCH), "rank"), _count(chosen.micro_steps, "micro-step")
     return [
-        f"give the DataLoader batch_size={each} (read by {reads}, {steps}: {chosen.global_batch} samples an update)",
+        f"give the DataLoader batch_size={chosen.micro_batch} (read by {reads}, {steps}: {chosen.global_batch} samples an update)",
         *_fixed(plan, option),
         f"each rank sends {shown(option.time.sent)} in an update",
         *([f"{size(option.need.host)} of host memory for each rank"] if option.need.host else []),

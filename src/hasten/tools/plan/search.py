@@ -14,15 +14,9 @@ from hasten.tools.plan.memory import Kept, Need, held, need
 from hasten.tools.plan.speed import Time, predict
 from hasten.tools.plan.traced import Candidate, ModelTrace, PrecisionName
 
-_MOST_STAGES: Final = 16
-_MOST_CONTEXT: Final = 8
-_LEAST_TOKENS: Final = 2048
-"""Minimum tokens of a sequence on each rank."""
 _MOST_GPUS: Final = 65_536
 SIMPLER: Final = 0.03
 """Largest slowdown for which a simpler layout is preferred: predictions are not more accurate than that."""
-_LARGEST: Final = 2
-"""Number of fitting micro-batches whose time is predicted, the largest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +49,11 @@ class Option:
     need: Need
     time: Time
     fits: bool
-    asks: str = ""
-    """Call that the training loop must add; empty if it works unchanged."""
-
-    @property
-    def usable(self) -> bool:
-        """True if the option fits and the loop needs no change."""
-        return self.fits and not self.asks
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """Result of a search: options from best to worst, usable ones first.
+    """Result of a search: options from best to worst, those that fit first.
 
     The first one is the simplest of those that are nearly as fast as the fastest (`SIMPLER`).
     """
@@ -77,17 +64,17 @@ class LayoutPlan:
 
     @property
     def best(self) -> Option:
-        """The recommended option: it fits and needs no change of the loop, if any such option exists."""
+        """The recommended option."""
         return self.options[0]
 
     @property
     def fastest(self) -> Option:
-        """The fastest usable option; equal to the best unless a simpler one is nearly as fast."""
-        return min((one for one in self.options if one.usable), key=_rank, default=self.best)
+        """The fastest option that fits; equal to the best unless a simpler one is nearly as fast."""
+        return min((option for option in self.options if option.fits), key=_rank)
 
 
 def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
-    """Return every option, ranked: those that fit without changes of the loop first, then by time.
+    """Return every option, ranked: those that fit first, then by time.
 
     Raises: ConfigError when nothing fits, with the smallest memory need found, or when the batch cannot be divided.
     """
@@ -101,11 +88,12 @@ def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
     options.sort(key=_rank)
     if not options[0].fits:
         raise ConfigError(_nothing_fits(trace, request, options))
-    first = options[0]
-    if first.usable:
-        near = [one for one in options if one.usable and one.time.total <= first.time.total * (1 + SIMPLER)]
-        taken = min(near, key=lambda one: (_changed(one), _rank(one)))
-        options.sort(key=lambda one: one is not taken)
+    slowest_s = options[0].time.total * (1 + SIMPLER)
+    simplest = min(
+        (option for option in options if option.fits and option.time.total <= slowest_s),
+        key=lambda option: (_changed(option), _rank(option)),
+    )
+    options.sort(key=lambda option: option is not simplest)
     return LayoutPlan(trace, request, tuple(options))
 
 
@@ -115,8 +103,8 @@ def _changed(option: Option) -> int:
     return int(chosen.offload) + int(chosen.recompute) + int(chosen.sharded) + int(chosen.mesh.tp > 1)
 
 
-def _rank(option: Option) -> tuple[bool, bool, float, int]:
-    return not option.usable, not option.fits, round(option.time.total, 6), _changed(option)
+def _rank(option: Option) -> tuple[bool, float, int]:
+    return not option.fits, round(option.time.total, 6), _changed(option)
 
 
 def _nothing_fits(trace: ModelTrace, request: PlanRequest, options: Sequence[Option]) -> str:
@@ -132,42 +120,31 @@ def _nothing_fits(trace: ModelTrace, request: PlanRequest, options: Sequence[Opt
     gpus = request.gpus * 2
     while gpus <= _MOST_GPUS:
         larger = replace(request, gpus=gpus, global_batch=max(request.global_batch, gpus))
-        if any(option.usable for option in _options(trace, larger)):
+        if any(option.fits for option in _options(trace, larger)):
             return f"{text}; use at least {gpus} GPUs, GPUs with more memory, or shorter sequences."
         gpus *= 2
     return f"{text}; use GPUs with more memory, shorter sequences, or a smaller model."
 
 
 def _options(trace: ModelTrace, request: PlanRequest) -> Iterator[Option]:
-    """Yield for every layout the fastest micro-batch that fits, and the next larger one that does not.
-
-    Memory grows with the micro-batch, and so does speed, except where a pipeline needs many micro-batches.
-    """
-    has = request.accelerator.memory_bytes
+    """Yield for every layout the fastest micro-batch that fits, and the next larger one that does not."""
     for layout in layouts(trace, request):
         kept = held(trace, layout)
-        fitting: list[tuple[Candidate, Need]] = []
-        for one in _batches(request, layout):
-            needed = need(trace, one, kept)
-            if needed.total > has:
-                yield _option(trace, request, (one, needed), kept)
+        fitting: list[Option] = []
+        for candidate in _batches(request, layout):
+            option = _option(trace, request, candidate, kept)
+            if not option.fits:
+                yield option
                 break
-            fitting.append((one, needed))
-        tried = fitting if layout.mesh.pp > 1 else fitting[-_LARGEST:]
-        found = [_option(trace, request, pair, kept) for pair in tried]
-        if found:
-            yield min(found, key=lambda option: option.time.total)
+            fitting.append(option)
+        if fitting:
+            yield min(fitting, key=lambda option: option.time.total)
 
 
-def _option(trace: ModelTrace, request: PlanRequest, pair: tuple[Candidate, Need], kept: Kept) -> Option:
-    candidate, needed = pair
-    asks = ""
-    if candidate.mesh.pp > 1:
-        asks = "accelerator.forward_backward()"
-    elif candidate.mesh.cp > 1:
-        asks = "accelerator.context_parallel()"
+def _option(trace: ModelTrace, request: PlanRequest, candidate: Candidate, kept: Kept) -> Option:
+    memory = need(trace, candidate, kept)
     time = predict(trace, candidate, request.accelerator, request.tf32, kept)
-    return Option(candidate, needed, time, needed.total <= request.accelerator.memory_bytes, asks)
+    return Option(candidate, memory, time, memory.total <= request.accelerator.memory_bytes)
 
 
 def _batches(request: PlanRequest, layout: Candidate) -> Iterator[Candidate]:
@@ -185,8 +162,8 @@ def _batches(request: PlanRequest, layout: Candidate) -> Iterator[Candidate]:
 def layouts(trace: ModelTrace, request: PlanRequest) -> Iterator[Candidate]:
     """Yield every strategy on every mesh, in every precision, with and without recompute, resharding and offload."""
     for mesh, sharded in _meshes(trace, request):
-        reshards = (True, False) if sharded and mesh.dp_shard * mesh.cp > 1 else (True,)
-        offloads: tuple[bool, ...] = (False, True) if sharded and request.offload and mesh.pp == 1 else (False,)
+        reshards = (True, False) if sharded and mesh.dp_shard > 1 else (True,)
+        offloads: tuple[bool, ...] = (False, True) if sharded and request.offload else (False,)
         if sharded and mesh.world_size == 1:  # sharding over one rank only makes sense for offload
             offloads = (True,) if request.offload else ()
         for variant in trace.variants:
@@ -209,33 +186,16 @@ def layouts(trace: ModelTrace, request: PlanRequest) -> Iterator[Candidate]:
 def _meshes(trace: ModelTrace, request: PlanRequest) -> Iterator[tuple[MeshSpec, bool]]:
     """Yield the meshes of all GPUs, and whether parameters are sharded on them."""
     gpus, node = request.gpus, request.accelerator.per_node
-    splits = [1, *(tp for tp in trace.tp_sizes if tp > 1 and tp <= node and gpus % tp == 0)]
-    stages = [pp for pp in divisors(gpus) if pp <= min(_MOST_STAGES, max(trace.num_blocks, 1))]
-    parts = [cp for cp in divisors(gpus) if cp <= _MOST_CONTEXT and _divides_context(trace, cp)]
-    if request.only_data:
-        splits, stages, parts = [1], [1], [1]
+    splits = [1] if request.only_data else [1, *(tp for tp in trace.tp_sizes if tp <= node and gpus % tp == 0)]
     for tp in splits:
-        for pp in stages:
-            for cp in parts:
-                if gpus % (tp * pp * cp) or (pp > 1 and cp > 1):
-                    continue
-                yield from _data_parallel(gpus // (tp * pp * cp), tp, pp, cp, node)
-
-
-def _divides_context(trace: ModelTrace, cp: int) -> bool:
-    """Return whether sequences can be divided over `cp` ranks: attention is known, and the shards are long enough."""
-    return cp == 1 or bool(trace.key_width and trace.sequence % (2 * cp) == 0 and trace.sequence // cp >= _LEAST_TOKENS)
-
-
-def _data_parallel(ranks: int, tp: int, pp: int, cp: int, node: int) -> Iterator[tuple[MeshSpec, bool]]:
-    """Yield replicas, shards over all ranks, and shards within a machine with replicas across machines."""
-    if tp == 1:
-        yield MeshSpec(dp_replicate=ranks, cp=cp, pp=pp), False
-    if ranks * cp * pp * tp == 1:
-        yield MeshSpec(), True
-        return
-    yield MeshSpec(dp_shard=ranks, cp=cp, pp=pp, tp=tp), True
-    inside = max(1, node // (tp * cp))
-    for shards in (inside, inside * 4):
-        if 1 < shards < ranks and ranks % shards == 0:
-            yield MeshSpec(dp_replicate=ranks // shards, dp_shard=shards, cp=cp, pp=pp, tp=tp), True
+        ranks = gpus // tp
+        if tp == 1:
+            yield MeshSpec(dp_replicate=ranks), False
+        if gpus == 1:
+            yield MeshSpec(), True
+            return
+        yield MeshSpec(dp_shard=ranks, tp=tp), True
+        ranks_inside = max(1, node // tp)
+        for shards in (ranks_inside, ranks_inside * 4):
+            if 1 < shards < ranks and ranks % shards == 0:
+                yield MeshSpec(dp_replicate=ranks // shards, dp_shard=shards, tp=tp), True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import log2
 from typing import Final
 
 from hasten.runtime.bytes_plan import Traffic
@@ -30,8 +30,6 @@ class Time:
     update: float
     exposed: float
     """Communication that does not overlap with compute."""
-    bubble: float
-    """Idle time of pipeline stages."""
     sent: Traffic
     model_flops: float
     """Operations of all ranks, without recomputation."""
@@ -39,7 +37,7 @@ class Time:
     @property
     def total(self) -> float:
         """Seconds of the whole update."""
-        return self.compute + self.update + self.exposed + self.bubble
+        return self.compute + self.update + self.exposed
 
     def mfu(self, accelerator: AcceleratorEntry, candidate: Candidate) -> float:
         """Return the model FLOPs utilisation: the fraction of the vendor's peak in the candidate's precision."""
@@ -52,7 +50,6 @@ class Time:
             "compute": self.compute,
             "update": self.update,
             "communication": self.exposed,
-            "pipeline bubble": self.bubble,
         }
         shown = sorted(((value, name) for name, value in parts.items() if value > 0.005 * self.total), reverse=True)
         return ", ".join(f"{name} {value / self.total:.0%}" for value, name in shown)
@@ -69,22 +66,20 @@ def predict(
     mesh, steps = candidate.mesh, candidate.micro_steps
     one = micro_step(trace, candidate, variant, accelerator, tf32) + _copying(trace, candidate, accelerator)
     compute = one * steps
-    bubble = one * (mesh.pp - 1) if mesh.pp > 1 else 0.0
     sent = traffic.sent(trace, candidate)
     covered = shown = 0.0
     for axis, num_bytes in sent.items():
         seconds = num_bytes / _bandwidth(mesh, axis, accelerator) + _latency(trace, candidate, axis, accelerator)
-        if traffic.hidden(axis):
-            covered += seconds
-        else:
+        if axis == Axis.TP:  # a layer waits for it
             shown += seconds
+        else:
+            covered += seconds
     first = covered / max(trace.num_blocks, 1) / max(steps, 1)  # the first gather and last reduce do not overlap
     samples = candidate.global_batch
     return Time(
         compute=compute,
         update=update(candidate, accelerator, kept or held(trace, candidate)),
         exposed=shown + max(0.0, covered - compute) + min(first, covered),
-        bubble=bubble,
         sent=sent,
         model_flops=sum(line.slope for line in plain.flops.values()) * samples,
     )
@@ -95,15 +90,14 @@ def micro_step(
 ) -> float:
     """Return the seconds of a forward and backward on one rank, bound by compute and memory or by kernel launches."""
     mesh, samples = candidate.mesh, candidate.micro_batch
-    within = mesh.tp * mesh.cp * mesh.pp
-    flops = sum(line.at(samples) / accelerator.flops(dtype, tf32) for dtype, line in variant.flops.items()) / within
+    flops = sum(line.at(samples) / accelerator.flops(dtype, tf32) for dtype, line in variant.flops.items()) / mesh.tp
     split = 1 - trace.split_share + trace.split_share / mesh.tp
     line = (
         LinearCost(0.0, variant.moved.slope) if candidate.sharded else variant.moved
     )  # `_copying` accounts for the casts of parameters
-    moved = line.at(samples) * split / mesh.cp / mesh.pp
+    moved = line.at(samples) * split
     memory = moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
-    return max(flops + memory, variant.operations / mesh.pp * accelerator.launch_us * 1e-6)
+    return max(flops + memory, variant.operations * accelerator.launch_us * 1e-6)
 
 
 def _copying(trace: ModelTrace, candidate: Candidate, accelerator: AcceleratorEntry) -> float:
@@ -111,7 +105,7 @@ def _copying(trace: ModelTrace, candidate: Candidate, accelerator: AcceleratorEn
     if not candidate.sharded:
         return 0.0
     mesh, item = candidate.mesh, ITEM if candidate.precision == "no" else 2
-    numbers = trace.num_parameters / mesh.tp / mesh.pp
+    numbers = trace.num_parameters / mesh.tp
     gathers = 2 if candidate.reshard and mesh.size(*SHARD) > 1 else 1
     moved = numbers * (gathers * 3 * item + item + 2 * ITEM)
     return moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
@@ -153,8 +147,8 @@ def _latency(trace: ModelTrace, candidate: Candidate, axis: str, accelerator: Ac
     """Return the latency of the collectives of one update, in seconds."""
     mesh = candidate.mesh
     each = _NETWORK_LATENCY_S if _spans_nodes(mesh, axis, accelerator.per_node) else _NODE_LATENCY_S
-    blocks = max(1, ceil(trace.num_blocks / mesh.pp)) + 1
+    blocks = max(1, trace.num_blocks) + 1
     ranks = mesh.size(*(Axis(name) for name in axis.split("+")))
-    calls = {Axis.TP: 4 * blocks, Axis.CP: 4 * blocks, Axis.PP: 2, Axis.DP_REPLICATE: blocks / candidate.micro_steps}
+    calls = {Axis.TP: 4 * blocks, Axis.DP_REPLICATE: blocks / candidate.micro_steps}
     number = calls.get(Axis(axis), 3 * blocks) if "+" not in axis else blocks / candidate.micro_steps
     return each * log2(max(ranks, 2)) * number * candidate.micro_steps

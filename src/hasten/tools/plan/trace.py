@@ -156,12 +156,10 @@ class Findings:
             block_quantized=self.block_quantized,
             block_frozen=self.block_frozen,
             split_share=saved.split / saved.total if saved.total else 0.0,
-            block_share=saved.in_blocks / saved.total if saved.total else 1.0,
             tp_sizes=self.tp_sizes,
             tp_summed=self.tp_summed,
             width=saved.width,
             sequence=saved.sequence,
-            key_width=saved.key_width,
             batch_size=max((step.batch_size for step in steps), default=0),
         )
 

@@ -121,8 +121,6 @@ class ModelTrace:
     """Number of those that have no gradients."""
     split_share: float = 0.0
     """Fraction of activations that tensor parallelism splits."""
-    block_share: float = 1.0
-    """Fraction of activations in blocks, which a pipeline divides."""
     tp_sizes: tuple[int, ...] = ()
     """Numbers of ranks over which layers can be split."""
     tp_summed: int = 0
@@ -131,8 +129,6 @@ class ModelTrace:
     """Width of the hidden states between blocks."""
     sequence: int = 1
     """Tokens of one sample."""
-    key_width: int = 0
-    """Width of the keys, which context parallelism exchanges."""
     batch_size: int = 0
     """Batch size of the script's loader; 0 if there is none."""
     own: tuple[tuple[str, str | int], ...] = ()

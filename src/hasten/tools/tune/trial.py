@@ -10,7 +10,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -20,18 +19,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
 from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehearsing
 from hasten.config.base import given
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.config.sections.trust import TrustSettings
-from hasten.optional import available
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH
-from hasten.strategies.fsdp.shard_groups import blocks_to_recompute
 from hasten.tools.plan.targets import run_script
 from hasten.tools.tune.tuning import WAYS, TrialOutcome, happened
 
@@ -61,14 +56,11 @@ class ScriptTrial(AcceleratorHooks):
         self.losses: list[Tensor] = []
         self.marks: list[float] = []
         self.rows = 0
-        self.blocks: tuple[str, ...] = ()
         self.convolutions = False
         self.precision = "no"
-        self.whole_step = False
-        self.vocabulary = 0
-        self.linears: dict[int, tuple[int, int, int]] = {}
+        self.captures_step = False
+        self.computes_loss = False
         self.gave_up = False
-        self._batch_size_done = False
         self._accelerator: Accelerator | None = None
         self._overwritten = False
         """True if the compiled model writes its outputs, including the loss, to the same memory in each step."""
@@ -80,10 +72,6 @@ class ScriptTrial(AcceleratorHooks):
         own["trust"] = _recording(own.get("trust"))
         if "mixed_precision" in values:
             own["mixed_precision"] = values["mixed_precision"]
-        if values.get("fp8"):
-            own["mixed_precision"] = "fp8"
-        if values.get("recompute"):
-            own["recompute"] = tuple(values["recompute"])
         if values.get("step_graph"):
             own["performance"] = {"mode": "auto", "compile": False}
         if values.get("compile") in WAYS:
@@ -99,32 +87,14 @@ class ScriptTrial(AcceleratorHooks):
         values = self.spec.values
         if isinstance(value, nn.Module):
             self.convolutions = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in value.modules())
-            found = blocks_to_recompute(value, FullyShardedDataParallelPlugin())
-            self.blocks = tuple(sorted({type(block).__name__ for block in found}))
-            self.vocabulary = _vocabulary(value)
-            if not values:
-                self._record_linears(value)
-            if values.get("chunked_loss"):
-                lazy_logits = import_module("hasten.modules.lazy_logits")  # also loads torch.distributed.tensor
-                lazy_logits.use_chunked_loss(value)
+            head = getattr(value, "get_output_embeddings", lambda: None)()
+            self.computes_loss = type(head) is nn.Linear
             return value.to(memory_format=torch.channels_last) if values.get("channels_last") else value  # type: ignore[call-overload]
         if isinstance(value, Optimizer) and values.get("fused"):
             for group in value.param_groups:
                 if "fused" in group:
                     group["fused"], group["foreach"] = True, False
         return value
-
-    def _record_linears(self, model: nn.Module) -> None:
-        """Record the shapes of the model's linear layers in their first call."""
-
-        def seen(layer: nn.Module, inputs: tuple[Any, ...]) -> None:  # Any: the layer's inputs
-            handles.pop(id(layer)).remove()
-            if inputs and isinstance(layer, nn.Linear):
-                rows = inputs[0].numel() // layer.in_features
-                self.linears[id(layer)] = (rows, layer.in_features, layer.out_features)
-
-        layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
-        handles = {id(layer): layer.register_forward_pre_hook(seen) for layer in layers}
 
     def built(self, accelerator: Accelerator) -> None:
         """Count the updates of an Accelerator, after its existing callback."""
@@ -149,34 +119,16 @@ class ScriptTrial(AcceleratorHooks):
 
     def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
         """Prepare a loader, modified for this trial; the first loader is the training loader."""
-        made = go_on(self._resized(loader))
-        self.rows = self.rows or made.batch_size or 0
-        return made
+        if "num_workers" in self.spec.values:
+            loader.num_workers = self.spec.values["num_workers"]
+            loader.prefetch_factor = 2
+        prepared = go_on(loader)
+        self.rows = self.rows or prepared.batch_size or 0
+        return prepared
 
     def capturing(self) -> None:
         """Record that the script captures its whole step."""
-        self.whole_step = True
-
-    def _resized(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        values = self.spec.values
-        if "num_workers" in values:
-            loader.num_workers = values["num_workers"]
-            loader.prefetch_factor = 2
-        wanted = values.get("batch_size")
-        if wanted and not self._batch_size_done:  # the first loader is the training loader
-            self._batch_size_done = True
-            return DataLoader(
-                loader.dataset,
-                batch_size=wanted,
-                sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
-                num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                worker_init_fn=loader.worker_init_fn,
-                generator=loader.generator,
-                drop_last=loader.drop_last,
-            )
-        return loader
+        self.captures_step = True
 
     def loss(self, loss: Tensor) -> None:
         """Record a loss before its backward; during CUDA graph capture nothing runs, and the first replay counts."""
@@ -226,22 +178,13 @@ class ScriptTrial(AcceleratorHooks):
             peak_bytes=torch.cuda.max_memory_allocated() if cuda else _resident(),
             losses=tuple(losses),
             batch_size=self.rows,
-            block_classes=self.blocks,
             convolutions=self.convolutions,
             precision=self.precision,
-            whole_step=self.whole_step,
-            linears=tuple(self.linears.values()),
-            vocabulary=self.vocabulary,
-            has_fp8=cuda and available("torchao") and torch.cuda.get_device_capability() >= (9, 0),
+            captures_step=self.captures_step,
+            computes_loss=self.computes_loss,
             error=error,
             gave_up=self.gave_up,
         )
-
-
-def _vocabulary(model: nn.Module) -> int:
-    """Return the number of rows of a transformers model's head, if its loss can be computed in chunks; else 0."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return head.out_features if type(head) is nn.Linear else 0
 
 
 def _resident() -> int:

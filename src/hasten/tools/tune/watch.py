@@ -208,11 +208,9 @@ class Saved:
     """Bytes saved for backward, and the sizes of hidden states between blocks."""
 
     total: int = 0
-    in_blocks: int = 0
     split: int = 0
     width: int = 0
     sequence: int = 1
-    key_width: int = 0
 
 
 @dataclass(slots=True)
@@ -226,10 +224,9 @@ class SavedNotes:
         default_factory=dict
     )  # Any: storages; strong references would change the peak
 
-    def attention(self, flops: float, key_width: int, dtype: str) -> None:
+    def attention(self, flops: float, dtype: str) -> None:
         """Record an attention: its forward, and a backward with two and a half times as many operations."""
         self.watch.count(3.5 * flops, dtype)
-        self.saved.key_width = key_width
 
     def entered(self, module: nn.Module, args: object, kwargs: object = None) -> None:
         """Record the shape of the first block's input."""
@@ -248,10 +245,8 @@ class SavedNotes:
         self._seen[id(storage)] = weakref.ref(storage)
         num_bytes = storage.nbytes()
         self.saved.total += num_bytes
-        if any(id(module) in self.anatomy.blocks for module in self.watch.stack):
-            self.saved.in_blocks += num_bytes
-            if self._is_divided(tensor):
-                self.saved.split += num_bytes
+        if any(id(module) in self.anatomy.blocks for module in self.watch.stack) and self._is_divided(tensor):
+            self.saved.split += num_bytes
         return tensor
 
     def _is_divided(self, tensor: Tensor) -> bool:

@@ -44,12 +44,10 @@ def llama(layers: int = 80, width: int = 8192, sequence: int = 4096) -> ModelTra
         block_classes=("LlamaDecoderLayer",),
         largest_block=largest,
         split_share=0.7,
-        block_share=0.95,
         tp_sizes=(2, 4, 8),
         tp_summed=6 * layers * width,
         width=width,
         sequence=sequence,
-        key_width=keys,
     )
 
 

@@ -81,9 +81,9 @@ def plans() -> list[LayoutPlan]:
     return [search(SMALL, request(gpus)) for gpus in (1, 8, 64)] + [search(llama(), request(512))]
 
 
-def test_the_best_is_the_fastest_that_fits_and_needs_no_change_of_the_loop(plans: list[LayoutPlan]) -> None:
+def test_the_best_is_the_fastest_that_fits(plans: list[LayoutPlan]) -> None:
     for plan in plans:
-        usable = [option for option in plan.options if option.usable]
+        usable = [option for option in plan.options if option.fits]
         assert plan.best in usable
         assert plan.fastest.time.total <= min(option.time.total for option in usable) + 1e-6
         assert plan.best.time.total <= plan.fastest.time.total * (1 + SIMPLER)
@@ -91,15 +91,14 @@ def test_the_best_is_the_fastest_that_fits_and_needs_no_change_of_the_loop(plans
         assert ("simpler than" in words) == ("simpler than" in report.rows(plan, 1)[0]["why"])
         assert ("simpler than" in words) == (plan.fastest is not plan.best)
         assert all(option.need.total <= plan.request.accelerator.memory_bytes for option in usable)
-        assert not any(option.asks for option in usable)
         best = plan.best.time
-        assert best.total == pytest.approx(best.compute + best.update + best.exposed + best.bubble)
+        assert best.total == pytest.approx(best.compute + best.update + best.exposed)
         assert 0 < best.mfu(plan.request.accelerator, plan.best.candidate) < 1
 
 
 def test_copies_are_taken_where_shards_gain_next_to_nothing(plans: list[LayoutPlan]) -> None:
     for plan in plans:
-        copies = [one for one in plan.options if one.usable and _is_plain(one)]
+        copies = [one for one in plan.options if one.fits and _is_plain(one)]
         if copies and min(one.time.total for one in copies) <= plan.fastest.time.total * (1 + SIMPLER):
             assert _is_plain(plan.best)
     assert _is_plain(plans[0].best), "one GPU"
@@ -127,7 +126,7 @@ def test_the_best_becomes_settings_that_are_read_back(plans: list[LayoutPlan], t
         chosen = plan.best.candidate
         assert ("parallelism.dp_shard_size" in names) == chosen.sharded
         assert config.gradient_accumulation.num_steps == chosen.micro_steps
-        assert all([report.why(plan), report.better(plan), report.notes(plan, plan.best)])
+        assert all([report.why(plan), report.notes(plan, plan.best)])
 
 
 def test_copies_are_offered_where_they_fit_and_only_there(plans: list[LayoutPlan]) -> None:

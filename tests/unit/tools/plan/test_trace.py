@@ -178,9 +178,9 @@ def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
     assert "take " not in "\n".join(report.notes(replace(plan, trace=same), plan.best))
 
 
-def test_a_plan_that_changes_the_loop_says_why(traced: ModelTrace) -> None:
-    plan = search(traced, PlanRequest(gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
-    assert "cannot split 8 samples evenly over 3 GPUs" in "\n".join(report.why(plan))
+def test_a_batch_that_cannot_be_split_is_refused(traced: ModelTrace) -> None:
+    with pytest.raises(ConfigError, match="global batch 8 cannot be split over 3 GPUs"):
+        search(traced, PlanRequest(gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
 
 
 @pytest.mark.parametrize(("value", "shown"), [(0.000712, "0.71 ms"), (0.0707, "70.7 ms"), (1.19, "1.19 s")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,9 +18,7 @@ from hasten.errors import ConfigError
 from hasten.tools.tune import tuning
 from hasten.tools.tune.tuning import HOPELESS, Knob, TrialOutcome, TunedMachine, Tuning, Values
 
-BASE = TrialOutcome(
-    step_s=1.0, samples_per_s=32, losses=(2.0, 1.0), batch_size=32, block_classes=("Block",), convolutions=True
-)
+BASE = TrialOutcome(step_s=1.0, samples_per_s=32, losses=(2.0, 1.0), batch_size=32, convolutions=True)
 
 
 def course(results: dict[str, TrialOutcome], *knobs: Knob, trials: int = 99) -> Tuning:
@@ -59,36 +58,6 @@ def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("again", "apart", "taken"),
-    [
-        ((2.0, 1.0), 0.05, False),  # the unchanged script repeats exactly
-        ((2.0, 1.02), 0.05, True),  # it differs from itself by 2 %
-        ((2.0, 0.98), 0.05, True),
-        ((2.0, 1.02), 0.07, False),
-        ((2.0, 1.02), float("nan"), False),
-        ((2.0, float("nan")), float("nan"), False),
-    ],
-)
-def test_losses_may_differ_as_far_as_two_unchanged_runs_explain(
-    again: tuple[float, ...], apart: float, taken: bool
-) -> None:
-    plain = [TrialOutcome(step_s=1.0, losses=losses) for losses in ((2.0, 1.0), again)]
-    asked: list[Values] = []
-
-    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
-        asked.append(values)
-        return TrialOutcome(step_s=0.5, losses=(2.0, 1.0 + apart)) if values else plain.pop(0)
-
-    made = Tuning([Knob("a", (1,)), Knob("b", (1,))])
-    made.run(measure, lambda: True)
-    assert made.best is not None
-    assert bool(made.best.values) == taken
-    assert asked.count({}) == (1 if apart != apart else 2), (
-        "the second run of the unchanged script serves all candidates"
-    )
-
-
-@pytest.mark.parametrize(
     ("outcome", "said"),
     [
         (TrialOutcome(step_s=0.5, losses=(2.0, 1.1)), "losses differ by 10.0%"),
@@ -104,39 +73,9 @@ def test_everything_else_is_marked_and_left_out(outcome: TrialOutcome, said: str
     assert said in found.trials[1].verdict
 
 
-def test_a_captured_step_is_never_tried_around_the_compilers_own_graphs() -> None:
-    """Whatever comes first: the model is compiled without them, or the table says why it is left out."""
-    faster = TrialOutcome(step_s=0.5, losses=(2.0, 1.0))
-    compiling, capturing = Knob("compile", ("whole", "cuda graph")), Knob("step_graph", (True,))
-    seen: list[Values] = []
-
-    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
-        seen.append(values)
-        return replace(faster, step_s=1 / len(seen)) if values else BASE
-
-    first = Tuning([compiling, capturing])
-    first.run(measure, lambda: True)
-    assert {"compile": "cuda graph"} in seen
-    assert {"compile": "whole", "step_graph": True} in seen
-    seen.clear()
-    second = Tuning([capturing, compiling])
-    second.run(measure, lambda: True)
-    (left,) = [trial for trial in second.trials if trial.verdict.startswith("skipped")]
-    assert left.values == {"step_graph": True, "compile": "cuda graph"}
-    assert "one CUDA graph already" in left.verdict
-    assert not [values for values in seen if tuning.senseless(values)]
-
-
 def test_a_script_without_losses_is_not_tuned() -> None:
     with pytest.raises(ConfigError, match=r"no loss of the script went through accelerator.backward\(\)"):
         Tuning([]).run(lambda values, hopeless: TrialOutcome(step_s=1.0), lambda: True)
-
-
-def test_a_batch_size_is_reported_and_never_taken() -> None:
-    larger = TrialOutcome(step_s=0.5, samples_per_s=128, losses=(2.0, 1.0), batch_size=64)
-    found = course({"batch_size": larger}, Knob("batch_size", (64,)))
-    assert found.best is found.trials[0]
-    assert "batch size 64 is the largest that ran" in tuning.batch_advice(found.trials)[0]
 
 
 def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> None:
@@ -180,10 +119,10 @@ def test_a_speedup_is_confirmed_by_a_second_run_even_if_the_budget_is_used_up() 
 
 
 def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
-    knobs = (Knob("a", (1,)), Knob("batch_size", (16, 32, 64)), Knob("b", (True,)))
-    found = course({"a": replace(BASE, step_s=BASE.step_s / 2), "batch_size": BASE}, *knobs, trials=3)
-    assert [dict(trial.values) for trial in found.trials] == [{}, {"a": 1}, {"a": 1, "batch_size": 16}, {}]
-    assert found.not_tried_words == ["batch_size (32, 64)", "b"]
+    knobs = (Knob("a", (1,)), Knob("num_workers", (1, 2, 4)), Knob("b", (True,)))
+    found = course({"a": replace(BASE, step_s=BASE.step_s / 2), "num_workers": BASE}, *knobs, trials=3)
+    assert [dict(trial.values) for trial in found.trials] == [{}, {"a": 1}, {"a": 1, "num_workers": 1}, {}]
+    assert found.not_tried_words == ["num_workers (2, 4)", "b"]
     nothing = course({}, Knob("a", (1, 2)), trials=1)
     assert conclusion(nothing, [], None, changed=False) == [
         "only the unchanged script was measured",
@@ -222,9 +161,9 @@ def test_a_script_that_trains_nothing_is_named(
 
 def test_knobs_are_those_that_make_sense() -> None:
     on_cpu = {knob.name for knob in tuning.knobs(TunedMachine(cores=2), BASE)}
-    assert on_cpu == {"num_workers", "fused", "channels_last", "batch_size"}
+    assert on_cpu == {"num_workers", "fused", "channels_last"}
     on_gpu = {knob.name for knob in tuning.knobs(TunedMachine(cuda=True, cores=16, processes=2), BASE)}
-    assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch", "bucket_cap_mb", "recompute"}
+    assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch", "bucket_cap_mb"}
     assert "mixed_precision" not in {
         k.name for k in tuning.knobs(TunedMachine(cuda=True), replace(BASE, precision="bf16"))
     }
@@ -232,111 +171,38 @@ def test_knobs_are_those_that_make_sense() -> None:
 
 def test_names_of_knobs_are_checked_before_anything_runs() -> None:
     everywhere = TunedMachine(cuda=True, cores=16, processes=2, has_compiler=True)
-    wide = replace(BASE, whole_step=True, linears=((16384, 4096, 14336),), vocabulary=32000, has_fp8=True)
-    assert {knob.name for knob in tuning.knobs(everywhere, wide)} == set(tuning.NAMES)
+    captured = replace(BASE, captures_step=True)
+    assert {knob.name for knob in tuning.knobs(everywhere, captured)} == set(tuning.NAMES)
     with pytest.raises(ConfigError, match=r"--only fusd: unknown candidate; did you mean fused\?"):
         tuning.check_names(["compile", "fusd"])
+    for name, instead in tuning.UNTRIED.items():
+        with pytest.raises(ConfigError, match=re.escape(instead)):
+            tuning.check_names([name])
     with pytest.raises(ConfigError, match="--only tf32: it does not apply to this script on this machine"):
         tuning.chosen(tuning.knobs(TunedMachine(), BASE), ["tf32"])
 
 
 def test_values_become_settings_or_advice() -> None:
-    config = tuning.config_of({"mixed_precision": "bf16", "compile": "regional", "prefetch": 4}, Config(), ())
+    config = tuning.config_of({"mixed_precision": "bf16", "compile": "regional", "prefetch": 4})
     assert config.mixed_precision == "bf16"
     assert config.dynamo.use_regional_compilation
     assert config.dataloader.prefetch == 4
-    assert tuning.config_of({"recompute": True}, Config(), ("Block",)).recompute == ("Block",)
+    assert tuning.config_of({}) == Config()
     lines = tuning.advice({"num_workers": 4}, tuning.knobs(TunedMachine(cores=8), BASE))
     assert lines == ["DataLoader(..., num_workers=4)"]
 
 
-GIB = 2**30
+def test_ways_of_compiling_depend_on_the_step() -> None:
+    def ways(base: TrialOutcome) -> tuple[str, ...]:
+        (knob,) = [knob for knob in tuning.knobs(TunedMachine(cuda=True), base) if knob.name == "compile"]
+        return knob.values
 
-
-@pytest.mark.parametrize(
-    ("step_s", "gib", "said"),
-    [
-        (0.8, 40, "faster: taken"),
-        (0.8, 48, "faster: taken"),
-        (0.9, 46, "faster, but with 15% more memory"),
-        (1.01, 30, "less memory: taken"),
-        (1.01, 40, "not faster"),
-        (1.05, 20, "not faster"),
-    ],
-)
-def test_memory_of_a_gpu_weighs_as_much_as_time(step_s: float, gib: float, said: str) -> None:
-    best = replace(BASE, peak_bytes=40 * GIB)
-    assert tuning.compared(replace(best, step_s=step_s, peak_bytes=int(gib * GIB)), best, True) == said
-    alone = "faster: taken" if step_s < 0.98 else "not faster"
-    assert tuning.compared(replace(best, step_s=step_s, peak_bytes=int(gib * GIB)), best, False) == alone
-    tiny = replace(BASE, peak_bytes=GIB // 4)
-    assert tuning.compared(replace(tiny, step_s=step_s, peak_bytes=int(gib * GIB / 160)), tiny, True) == alone
-
-
-def test_fp8_is_tried_where_its_shapes_gain() -> None:
-    def layer(width: int, inner: int) -> list[tuple[int, int, int]]:
-        return [(16384, width, width)] * 4 + [(16384, width, inner)] * 2 + [(16384, inner, width)]
-
-    assert tuning.fp8_gain(layer(4096, 14336)) > 1.3  # 1.34 of a whole step, measured on an H200
-    assert tuning.fp8_gain(layer(2048, 8192)) > tuning.FP8_GAIN
-    assert tuning.fp8_gain(layer(1024, 4096)) < 1.0  # 0.94 of a whole step
-    assert tuning.fp8_gain([]) == 1.0
-    gpu = TunedMachine(cuda=True)
-    for shapes, has_fp8, expected in (
-        (layer(4096, 14336), True, True),
-        (layer(4096, 14336), False, False),
-        (layer(1024, 4096), True, False),
-    ):
-        base = replace(BASE, precision="bf16", linears=tuple(shapes), has_fp8=has_fp8)
-        assert ("fp8" in {knob.name for knob in tuning.knobs(gpu, base)}) is expected
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_fp8_is_reported_with_its_losses_and_taken_only_if_allowed(allowed: bool) -> None:
-    base = replace(BASE, precision="bf16", linears=((16384, 4096, 14336),), has_fp8=True)
-    half = tuple(2.0 - index / 10 for index in range(10))
-    outcomes = {
-        "compile": replace(base, step_s=0.8, losses=half),
-        "fp8": replace(base, step_s=0.6, losses=tuple(loss * 1.01 for loss in half)),
-    }
-    wanted = [knob for knob in tuning.knobs(TunedMachine(cuda=True), base, allowed) if knob.name in outcomes]
-    made = Tuning([replace(knob, values=knob.values[:1]) for knob in wanted])
-
-    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
-        return outcomes[list(values)[-1]] if values else replace(base, losses=half)
-
-    made.run(measure, lambda: True)
-    assert made.best is not None
-    assert bool(made.best.values.get("fp8")) is allowed
-    (trial,) = [trial for trial in made.trials if trial.values.get("fp8")]
-    assert trial.verdict == (
-        "faster: taken" if allowed else "1.33 times as fast, not taken: --precision any accepts it"
-    )
-    curves = tuning.loss_curves(made.trials)
-    assert curves[0].startswith("losses of updates 1, 2, ")
-    assert curves[1].startswith("  fp8: 2.0200, ")
-    assert curves[2].startswith("  without: 2.0000, ")
-    assert tuning.config_of(trial.values, Config(), ()).mixed_precision == "fp8"
-
-
-def test_fp8_without_compiling_and_graphs_of_long_steps_are_not_tried() -> None:
-    assert "unless the model is compiled" in tuning.senseless({"fp8": True})
-    assert not tuning.senseless({"fp8": True, "compile": "whole"})
-    for step_s, expected in ((0.2, False), (0.002, True)):
-        made = tuning.knobs(TunedMachine(cuda=True), replace(BASE, step_s=step_s))
-        (ways,) = [knob.values for knob in made if knob.name == "compile"]
-        assert ("cuda graph" in ways) is expected
-        assert "regional and loss" not in ways, "there is no loss of transformers to compile"
-
-
-def test_a_loss_in_chunks_is_tried_where_logits_are_large() -> None:
-    gpu, shapes = TunedMachine(cuda=True), ((16384, 2048, 32000),)
-    logits = 4 * 16384 * 32000
-    for peak, expected in ((10 * logits, True), (50 * logits, False)):
-        base = replace(BASE, linears=shapes, vocabulary=32000, peak_bytes=peak)
-        names = {knob.name: knob for knob in tuning.knobs(gpu, base)}
-        assert ("chunked_loss" in names) is expected
-    assert tuning.config_of({"compile": "regional and loss"}, Config(), ()).dynamo.compile_loss
+    quick = replace(BASE, step_s=0.002)
+    assert ways(quick) == ("regional", "whole", "cuda graph")
+    assert ways(replace(quick, step_s=0.2)) == ("regional", "whole")
+    assert ways(replace(quick, captures_step=True)) == ("regional", "whole"), "the captured step is one graph already"
+    assert ways(replace(quick, computes_loss=True))[0] == "regional and loss"
+    assert tuning.config_of({"compile": "regional and loss"}).dynamo.compile_loss
 
 
 def test_budgets_are_durations() -> None:
