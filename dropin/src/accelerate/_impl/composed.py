@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property, wraps
+from operator import attrgetter
 from typing import Any
 
 import hasten
@@ -13,16 +12,34 @@ from accelerate._impl.enums import DistributedType, FP8BackendType
 from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.state import AcceleratorState, GradientState
+from hasten.accelerator.process import Process
 from hasten.comm.base import Comm
 from hasten.runtime.mesh_plan import BATCH, Axis
 
 # Any in this file: plugins and the user's objects, and parts that are defined above it.
 
 
-def _of_state(name: str, doc: str) -> Any:
-    """Return a property read from the state, which raises after a reset; before there is one, from hasten's Accelerator."""
-    own: Any = getattr(hasten.Accelerator, name, None)
-    return shown(lambda self: getattr(self.state, name) if "state" in vars(self) else own.__get__(self), doc)
+def _of_process(name: str) -> Any:
+    """Return the method of this process under the same name."""
+
+    @wraps(getattr(Process, name))
+    def call(self: Composed, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.process, name)(*args, **kwargs)
+
+    return call
+
+
+def _of_state(name: str, default: str, doc: str) -> Any:
+    """Return a property read from the state, which raises after a reset; before there is one, from `default`."""
+    read_default = attrgetter(default)
+    return shown(lambda self: getattr(self.state, name) if "state" in vars(self) else read_default(self), doc)
+
+
+def _settable(path: str, doc: str) -> Any:
+    """Return a property that reads and writes what lies at a dotted path."""
+    owner, _, name = path.rpartition(".")
+    read_owner = attrgetter(owner)
+    return shown(path, doc, lambda self, value: setattr(read_owner(self), name, value))
 
 
 class Composed(hasten.Accelerator):
@@ -62,7 +79,7 @@ class Composed(hasten.Accelerator):
         self._clock.every = GradientState().plugin_kwargs["num_steps"] = steps
 
     gradient_accumulation_steps = shown("_clock.every", "Micro-steps per update.", _accumulate_over)
-    device = shown("state.device", "The device of this process, as PartialState shows it.")
+    device = _of_state("device", "ctx.device", "The device of this process, as PartialState shows it.")
     native_amp = cached_property(lambda self: self.config.mixed_precision != "no")
     multi_device = shown(lambda self: self.num_processes > 1 and self.device.type != "cpu", "Whether one of several.")
     parallelism_config = shown(lambda self: AMBIENT.whole.get("parallelism_config"), "The sizes of the mesh, if given.")
@@ -100,13 +117,54 @@ class Composed(hasten.Accelerator):
             raise NotImplementedError(f"{words} parallelism is currently not supported in Accelerate.")
         return self.ctx.mesh.index(self.ctx.rank, axis)
 
+    # -- this process and the others --------------------------------------------------------------------------------
+    distributed_type = shown("state.distributed_type", "How processes work together.")
+    num_processes = _of_state("num_processes", "process.num_processes", "Processes in all.")
+    process_index = _of_state("process_index", "process.process_index", "The rank of this process.")
+    local_process_index = _of_state(
+        "local_process_index", "process.local_process_index", "The rank of this process on its node."
+    )
+    mixed_precision = _of_state("mixed_precision", "_precision.spec", "Compute precision.")
+    is_main_process = _of_state("is_main_process", "process.is_main_process", "Whether this is the first process.")
+    is_local_main_process = _of_state(
+        "is_local_main_process", "process.is_local_main_process", "Whether it is the first of its node."
+    )
+    is_last_process = _of_state("is_last_process", "process.is_last_process", "Whether this is the last one.")
+    use_distributed = shown(lambda self: self.num_processes > 1, "Whether there are other processes.")
+    print = _of_process("print")
+    on_main_process = _of_process("on_main_process")
+    on_local_main_process = _of_process("on_local_main_process")
+    on_last_process = _of_process("on_last_process")
+    on_process = _of_process("on_process")
+    on_local_process = _of_process("on_local_process")
+    main_process_first = _of_process("main_process_first")
+    local_main_process_first = _of_process("local_main_process_first")
+    split_between_processes = _of_process("split_between_processes")
+    set_trigger = _of_process("set_trigger")
+    check_trigger = _of_process("check_trigger")
 
-def _replace(path: str, self: Any, value: Any) -> None:
-    part, _, name = path.rpartition(".")
-    setattr(getattr(self, part), name, value)
-
-
-for _name, (_path, _doc) in json.loads(Path(__file__).with_suffix(".json").read_text()).items():
-    _change = partial(_replace, _path) if _path.startswith("_") or _name == "even_batches" else None
-    setattr(Composed, _name, _made := shown(_path, _doc, _change) if _path else _of_state(_name, _doc))
-    _made.__set_name__(Composed, _name)  # which errors say
+    # -- what lies in settings and components -----------------------------------------------------------------------
+    deepspeed_plugin = shown("state.deepspeed_plugin", "The DeepSpeed plugin in use, if any.")
+    is_fsdp2 = shown("state.is_fsdp2", "Whether models are sharded.")
+    is_composable_parallelism_enabled = shown("is_fsdp2", "Whether axes of the mesh can be combined.")
+    scaler = _settable("_precision.scaler", "Torch's loss scaler, under fp16.")
+    split_batches = shown("dataloader_config.split_batches", "Whether a loader's batch size is the global one.")
+    even_batches = _settable("dataloader_config.even_batches", "Whether every process sees equally many samples.")
+    dispatch_batches = shown("dataloader_config.dispatch_batches", "Whether the main process reads for all.")
+    use_seedable_sampler = shown("dataloader_config.use_seedable_sampler", "Whether seed and epoch give the order.")
+    non_blocking = shown("dataloader_config.non_blocking", "Whether batches are copied without waiting.")
+    use_stateful_dataloader = shown("dataloader_config.use_stateful_dataloader", "Whether positions are restored.")
+    project_dir = shown("project_configuration.project_dir", "The project's folder.")
+    logging_dir = shown("project_configuration.logging_dir", "The folder of logs.")
+    save_iteration = shown("project_configuration.iteration", "The number the next automatic checkpoint gets.")
+    _models = _settable("_prepared.models", "As the original names it.")
+    _optimizers = _settable("_prepared.optimizers", "As the original names it.")
+    _schedulers = _settable("_prepared.schedulers", "As the original names it.")
+    _dataloaders = _settable("_prepared.loaders", "As the original names it.")
+    _custom_objects = _settable("_saving.registered", "As the original names it.")
+    _save_model_state_pre_hook = _settable("_saving.save_hooks", "As the original names it.")
+    _load_model_state_pre_hook = _settable("_saving.load_hooks", "As the original names it.")
+    optimizer_step_was_skipped = shown(
+        lambda self: any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers),
+        "Whether the latest step of any optimizer was skipped.",
+    )

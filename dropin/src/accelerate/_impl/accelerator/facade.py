@@ -42,6 +42,7 @@ from hasten.comm import ops
 from hasten.config.base import given as named
 from hasten.optim import clip
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.runtime.mesh import device_mesh
 from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.accelerator")
@@ -192,6 +193,7 @@ class Accelerator(SavingFace):
         replaced = vars(sys.modules.get("accelerate.accelerator", sys)).get("fsdp2_prepare_model")
         if replaced is None or replaced is fsdp.fsdp2_prepare_model:
             return self._prepare_each(*args)
+        device_mesh(self.ctx.mesh, self.ctx.device)  # starts the group of a process that is alone
         return self._preparer.prepare_sharded_by(partial(replaced, self), args)
 
     def _prepare_each(self, *args: Any, engine: bool = False) -> tuple[Any, ...]:
