@@ -1,0 +1,205 @@
+"""Find the names of accelerate that other packages use, and those that the drop-in lacks; no torch is needed to find them.
+
+python tests/scan_clients.py find trl peft …    # read their newest releases from the index; add them to golden/client_names.json
+python tests/scan_clients.py write              # where the drop-in is installed: resolve the names; write the table in CLIENTS.md
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import io
+import json
+import re
+import sys
+import tarfile
+import urllib.request
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urljoin
+
+HERE = Path(__file__).parent
+FOUND = HERE / "golden" / "client_names.json"
+PAGE = HERE.parent / "CLIENTS.md"
+INDEX: Final = "https://pypi.org/pypi/{}/json"
+LARGEST_BYTES: Final = 120 * 2**20
+PACKAGE: Final = "accelerate"
+INSTANCE: Final = "Accelerator()"
+_HOLDERS: Final = ("accelerator", "accelerator_", "_accelerator")
+_DOTTED = re.compile(rf"{PACKAGE}(\.\w+)+")
+_BEGIN, _END = "<!-- names: begin -->", "<!-- names: end -->"
+# Any in this file: answers of the index, and whatever a name stands for.
+
+REASONS: Final = {}
+
+
+class NameFinder(ast.NodeVisitor):
+    """Collector of the dotted names of one file that begin with the package's."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.patched: set[str] = set()
+        self._aliases: dict[str, str] = {}
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.split(".")[0] == PACKAGE:
+                self.names.add(alias.name)
+                self._aliases[alias.asname or PACKAGE] = alias.name if alias.asname else PACKAGE
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = node.module or ""
+        if node.level or module.split(".")[0] != PACKAGE:
+            return
+        for alias in node.names:
+            if alias.name == "*":
+                self.names.add(module)
+                continue
+            self.names.add(f"{module}.{alias.name}")
+            self._aliases[alias.asname or alias.name] = f"{module}.{alias.name}"
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if (name := self._dotted(node)) is not None:
+            self.names.add(name)
+            if isinstance(node.ctx, ast.Store):
+                self.patched.add(name)
+        else:
+            self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = ast.unparse(node.func)
+        arguments = node.args
+        if called == "setattr" and len(arguments) > 1 and isinstance(arguments[1], ast.Constant):
+            owner = self._dotted(arguments[0])
+            if owner is not None:
+                self._patch(f"{owner}.{arguments[1].value}")
+        if "patch" in called and arguments and isinstance(arguments[0], ast.Constant):
+            text = arguments[0].value
+            if isinstance(text, str) and _DOTTED.fullmatch(text):
+                self._patch(text)
+        self.generic_visit(node)
+
+    def _patch(self, name: str) -> None:
+        self.names.add(name)
+        self.patched.add(name)
+
+    def _dotted(self, node: ast.expr) -> str | None:
+        """Return the name that a chain of attributes stands for; None for those of other objects."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            if node.attr in _HOLDERS and parts:
+                return ".".join([INSTANCE, *reversed(parts)])
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return None
+        if node.id in self._aliases:
+            return ".".join([self._aliases[node.id], *reversed(parts)])
+        if node.id in _HOLDERS and parts:
+            return ".".join([INSTANCE, *reversed(parts)])
+        return None
+
+
+def names_in(source: str) -> tuple[set[str], set[str]]:
+    """Return the names of the package that a file uses, and those among them that it replaces."""
+    if PACKAGE not in source:
+        return set(), set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in other packages' strings
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:
+            return set(), set()  # written for another Python
+    finder = NameFinder()
+    finder.visit(tree)
+    return finder.names, finder.patched
+
+
+def sources(archive: bytes, name: str) -> Iterator[str]:
+    """Yield the Python files of a wheel or a source distribution."""
+    if name.endswith((".whl", ".zip")):
+        with zipfile.ZipFile(io.BytesIO(archive)) as wheel:
+            for member in wheel.namelist():
+                if member.endswith(".py"):
+                    yield wheel.read(member).decode(errors="replace")
+        return
+    with tarfile.open(fileobj=io.BytesIO(archive)) as distribution:
+        for entry in distribution:
+            file = distribution.extractfile(entry) if entry.name.endswith(".py") else None
+            if file is not None:
+                yield file.read().decode(errors="replace")
+
+
+def read_newest(package: str) -> dict[str, Any] | None:
+    """Return the version and the names of a package's newest release; None where the index has no fitting file."""
+    with urllib.request.urlopen(INDEX.format(package), timeout=60) as answer:
+        release = json.load(answer)
+    files = [file for file in release["urls"] if file["size"] <= LARGEST_BYTES]
+    files.sort(key=lambda file: (file["packagetype"] != "sdist", file["size"]))
+    if not files:
+        return None
+    address = urljoin(INDEX.format(package), files[0]["url"])
+    with urllib.request.urlopen(address, timeout=600) as answer:
+        archive = answer.read()
+    names: set[str] = set()
+    patched: set[str] = set()
+    for source in sources(archive, files[0]["filename"]):
+        used, replaced = names_in(source)
+        names |= used
+        patched |= replaced
+    return {"version": release["info"]["version"], "names": sorted(names), "patched": sorted(patched)}
+
+
+def find(packages: list[str]) -> None:
+    """Add the names of packages to the list."""
+    for package in packages:
+        try:
+            release = read_newest(package)
+        except (OSError, tarfile.TarError, zipfile.BadZipFile) as error:
+            sys.stderr.write(f"{package}: {error}\n")
+            continue
+        if release is None:
+            sys.stderr.write(f"{package}: no file of at most {LARGEST_BYTES} bytes\n")
+            continue
+        sys.stderr.write(f"{package} {release['version']}: {len(release['names'])} names\n")
+        clients = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+        clients[package] = release
+        FOUND.write_text(json.dumps(dict(sorted(clients.items())), indent=1) + "\n")
+
+
+def resolves(name: str) -> bool:
+    """Return whether the drop-in has a dotted name; attributes of functions and values are not looked at."""
+    first, *rest = name.split(".")
+    place: Any = importlib.import_module(PACKAGE)
+    path = PACKAGE
+    if first == INSTANCE:
+        place = place.Accelerator
+        rest = rest[:1]
+    for part in rest:
+        path = f"{path}.{part}"
+        if inspect.ismodule(place):
+            try:
+                place = getattr(place, part)
+            except AttributeError:
+                try:
+                    place = importlib.import_module(path)
+                except ImportError:
+                    return False
+        elif inspect.isclass(place):
+            return hasattr(place, part) or part in dir(place)
+        else:
+            return True
+    return True
+
+
+def main(words: list[str]) -> None:
+    if words[0] == "find":
+        find(words[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
