@@ -88,7 +88,6 @@ NOT_HERE = {
     "offload_tokens.py": "needs a GPU",
     "offload_training.py": "needs a GPU",
     "examples_on_a_gpu.py": "needs a GPU",
-    "memory_picture.py": "needs a GPU",
     "lost_machine.py": "needs root for its network namespaces, and minutes",
     "survive_cost.py": "needs torchft",
     "survive_kills.py": "needs torchft, root and an hour: make bench-survive",

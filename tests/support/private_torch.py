@@ -33,7 +33,6 @@ _PIECES: Final = "src/hasten/strategies/context/attention.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
 _BLOCKS: Final = "src/hasten/bigmodel/units.py"
 _BEGUN: Final = "src/hasten/comm/collective_log.py"
-_TRAFFIC: Final = "src/hasten/trust/stall/traffic.py"
 _TAKEOVER: Final = "src/hasten/tools/tune/takeover.py"
 _WATCH: Final = "src/hasten/tools/tune/watch.py"
 _THROUGHPUT: Final = "src/hasten/progress/throughput.py"
@@ -71,13 +70,6 @@ NAMES: Final = (
     Name("torch.distributed.distributed_c10d", "_world", (_BEGUN,), _STALL),
     Name("torch.distributed:ProcessGroup", "_get_backend", (_BEGUN,), _STALL),
     Name("torch._C._distributed_c10d:Backend", "_get_sequence_number_for_group", (_BEGUN,), _STALL),
-    # the allocator's snapshot
-    Name(
-        "torch.cuda.memory",
-        "_dump_snapshot",
-        ("src/hasten/trust/memory.py",),
-        "memory_snapshot() fails on a GPU",
-    ),
     # DDP: the time of its exchange, and the order of its buckets
     Name(_DDP, "_get_ddp_logging_data", ("src/hasten/strategies/ddp/strategy.py",), "degrades: that time is unknown"),
     Name(
@@ -288,12 +280,11 @@ NAMES: Final = (
     Name(
         "torch.utils",
         "_python_dispatch",
-        (_TRAFFIC, _WATCH, _THROUGHPUT),
-        "traffic(), track_throughput() and hasten plan fail",
+        (_WATCH, _THROUGHPUT),
+        "track_throughput() and hasten plan fail",
     ),
     Name("torch.utils._python_dispatch", "_get_current_dispatch_mode", (_THROUGHPUT,), _MFU),
     Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
-    Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
 )
 
 

@@ -131,6 +131,8 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
 _GONE: Final[Mapping[str, str]] = MappingProxyType(
     {
         "run_step": "call forward and backward() in the loop; find_executable_batch_size finds a batch size that fits into memory",
+        "traffic": "torch.profiler (accelerator.profile()) shows every collective with its bytes",
+        "memory_snapshot": "use torch.cuda.memory._dump_snapshot(); an out-of-memory error carries the memory of its rank by use",
     }
 )
 """Attributes of earlier versions of hasten, and their alternatives."""

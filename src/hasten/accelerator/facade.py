@@ -31,7 +31,6 @@ from hasten.accelerator.setup import (
     AcceleratorObjects,
     EventRecorder,
     build,
-    reports_in,
     serves_metrics,
     trainjob_status,
 )
@@ -89,7 +88,6 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
     from hasten.survive.replica import Replica
     from hasten.survive.report import SurvivalReport
-    from hasten.trust.stall.traffic import SentBytes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -1245,30 +1243,6 @@ class Accelerator:
         """Context manager around `torch.profiler`; writes one Chrome trace per rank if a folder is given."""
         arguments.check_kind(profile_handler, ProfileKwargs, "profile(profile_handler)")
         return profile.profile(profile_handler or self.config.profile, self.ctx)
-
-    def traffic(self) -> AbstractContextManager[SentBytes]:
-        """Context manager that counts the bytes this rank sends to others, by mesh axis (`by_axis`), and logs them.
-
-        Counting slows down every operation, so use it for one or two steps. Ranks: any, each independently.
-        """
-        counting: AbstractContextManager[SentBytes]
-        counting = import_module("hasten.trust.stall.traffic").count_sent(self.ctx)  # on first use
-        return counting
-
-    def memory_snapshot(self, folder: str | Path | None = None) -> str:
-        """Write the memory use of this rank as SVG and JSON; returns the path of the SVG. Ranks: any, each independently.
-
-        On a CUDA device the allocator's snapshot is written as well, for https://pytorch.org/memory_viz. The folder is by
-        default `logging_dir` or `project_dir`, else `memory` below `HASTEN_HOME`.
-        """
-        if folder is not None:
-            locate = import_module("hasten.checkpoint.store.locate")  # on first use
-            locate.check_path(folder, "accelerator.memory_snapshot(folder)")
-        target = reports_in(self.config, "memory") if folder is None else Path(folder)
-        memory = import_module("hasten.trust.memory")  # on first use
-        prepared = self._prepared
-        path: str = memory.snapshot(prepared.models, prepared.optimizers, self.device, target, self.process_index)
-        return path
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release all prepared objects and empty the device's cache; returns None for each argument."""

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -80,10 +79,10 @@ class Accumulation:
 
     def _add_memory_report(self, error: torch.OutOfMemoryError) -> None:
         """Add a note to the error that says what the memory of this rank is used for."""
-        memory = import_module("hasten.trust.memory")  # only for an error
+        from hasten.trust.memory import memory_report  # only for an error
+
         device = next(parameter.device for model in self._models for parameter in model.parameters())
-        report = memory.measure("memory of this rank:", self._models, self._clock.holders(), device)
-        error.add_note(report.shown())
+        error.add_note(memory_report(self._models, self._clock.holders(), device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Account:
         return [
             f"{self.name}: {size(self.parameters)} of {size(self.whole)} of parameters on this rank (planned "
             f"{size(self.planned.parameters)}), {size(self.planned.total)} with {state}",
-            f"{self.name}: data parallelism sends {shown(self.sent)} in a step; accelerator.traffic() counts every axis",
+            f"{self.name}: data parallelism sends {shown(self.sent)} in a step",
         ]
 
 

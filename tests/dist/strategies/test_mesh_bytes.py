@@ -25,6 +25,7 @@ from hasten.runtime.mesh_plan import MeshSpec
 from hasten.strategies.account import account
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.sent_bytes import count_sent
 from tests.support.toys import MixtureBlock, TinyMixture
 
 WIDE: Final = 1024
@@ -131,7 +132,7 @@ def counted(net: nn.Module, settings: dict[str, Any], batch: Tensor, run: Run = 
 
     step()
     step()  # DDP has decided its buckets now
-    with accelerator.traffic() as counter:
+    with count_sent(accelerator.ctx) as counter:
         step()
     assert not counter.unknown, f"not counted: {counter.unknown}"
     everyone: list[Kinds] = accelerator.comm.all_gather_object(counter.by_kind)
@@ -321,7 +322,7 @@ def test_steps_of_large_meshes_send_what_the_formulas_say_by_axis(ctx: ProcessCo
             net = wide()
             total = sum(p.numel() for p in net.parameters())
             net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), foreach=False))
-            with accelerator.traffic() as counter:
+            with count_sent(accelerator.ctx) as counter:
                 accelerator.backward(net(torch.randn(4, WIDE, requires_grad=True)).sum())
                 optimizer.step()
             mesh, got = accelerator.ctx.mesh, counter.by_axis

@@ -130,7 +130,6 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
     "text total": (method("progress", total="x"), "whole number"),
     "number as metrics": (method("save_state", "out", metrics=3), "named numbers"),
     "text metric": (method("save_state", "out", metrics={"a": "x"}), "named numbers"),
-    "number as folder": (method("memory_snapshot", 3), "give a path as a string"),
     "text seed": (lambda _: SEED("x"), "not a whole number from 0"),
     "fraction as seed": (lambda _: SEED(1.5), "not a whole number from 0"),
     "no seed": (lambda _: SEED(None), "not a whole number from 0"),

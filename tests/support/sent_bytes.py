@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations
@@ -14,11 +13,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten.runtime.bytes_plan import Traffic, all_reduced, exchanged, shown
+from hasten.runtime.bytes_plan import Traffic, all_reduced, exchanged
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, EXPERTS, SHARD, Axis, MeshSpec
-
-log = logging.getLogger(__name__)
 
 _CALLED: Final = "c10d"
 _FUNCTIONAL: Final = "_c10d_functional"
@@ -69,13 +66,10 @@ class SentBytes(TorchDispatchMode):
 
 @contextmanager
 def count_sent(ctx: ProcessContext) -> Iterator[SentBytes]:
-    """Context manager that counts collectives; the main process logs its bytes by axis. Ranks: each independently."""
+    """Context manager that counts the bytes of collectives. Ranks: each independently."""
     counter = SentBytes(ctx.mesh, ctx.rank)
     with counter:
         yield counter
-    if ctx.is_main:
-        missed = f"; not counted: {', '.join(sorted(counter.unknown))}" if counter.unknown else ""
-        log.info("rank %d sent %s%s", ctx.rank, shown(counter.by_axis), missed)
 
 
 def axis_of(mesh: MeshSpec, rank: int, ranks: tuple[int, ...], operator: str) -> str:
