@@ -82,6 +82,8 @@ class Offer:
     place: str
     """The object, as "module:object"."""
     extension: str
+    help: str = ""
+    """One line of help; of commands."""
 
     def load(self) -> Any:  # Any: a class or function of any kind
         """Import the object. Raises: ExtensionError if its extension cannot be imported."""
@@ -106,7 +108,8 @@ def offers(kind: Kind) -> Mapping[str, Offer]:
                     f"the extensions {offers_by_name[name].extension!r} and {extension.name!r} both provide the {_NOUNS[kind]} {name!r}, so "
                     "hasten cannot choose. Remove one of the two."
                 )
-            offers_by_name[name] = Offer(kind, name, place, extension.name)
+            help_line = extension.command_help.get(name, extension.summary) if kind == "commands" else ""
+            offers_by_name[name] = Offer(kind, name, place, extension.name, help_line)
     return offers_by_name
 
 

@@ -6,8 +6,6 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +16,7 @@ from torch.utils.data import DataLoader
 import hasten
 from hasten import Accelerator, optional
 from hasten.cli.flags import SettingsParser
-from hasten.cli.main import COMMANDS
+from hasten.cli.main import commands, function_of
 from hasten.data.loader import Loader
 from hasten.optim import muon
 from hasten.optim.ema import EMA
@@ -110,17 +108,17 @@ def test_commands_in_texts_exist() -> None:
         for command in re.findall(r"`hasten ([a-z][\w-]*)", node.value)
     }
     assert used
-    there = {name for name, (module, _) in COMMANDS.items() if find_spec(module)}
-    assert used <= there, used - there
-    for name in there:
-        assert callable(import_module(COMMANDS[name][0]).main)
+    known = commands()
+    assert used <= set(known), used - set(known)
+    for place, _ in known.values():
+        assert callable(function_of(place))
 
 
 def test_flags_in_messages_exist() -> None:
     parser = SettingsParser(prog="hasten launch")
     parser.add_settings()
     known = {word.lstrip("-").replace("-", "_") for word in parser._option_string_actions}
-    for path in (SOURCE / "cli").glob("*.py"):
+    for path in [*(SOURCE / "cli").glob("*.py"), *(SOURCE / "extensions").glob("*/*.py")]:
         known |= {word.replace("-", "_") for word in re.findall(r'"--([a-z_-]+)"', path.read_text())}
     for path, text in messages():
         for flag in _FLAG.findall(text):

@@ -11,6 +11,7 @@ from typing import get_args
 import pytest
 
 from hasten import extension
+from hasten.cli.main import main
 from hasten.errors import ExtensionError, HastenWarning
 from hasten.extension import ENTRY_POINT_GROUP, Extension, Kind
 
@@ -83,3 +84,31 @@ def test_every_declared_object_of_the_bundled_extensions_exists() -> None:
         for kind in get_args(Kind):
             for name, place in declared.offers(kind).items():
                 assert extension.Offer(kind, name, place, declared.name).load() is not None
+
+
+def test_an_installed_package_provides_a_command(
+    entry_points: list[EntryPoint], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "queue_package.py").write_text(
+        "from hasten.extension import Extension\n"
+        'extension = Extension(name="queue", summary="the queue", commands={"queue": "queue_package:show"},\n'
+        '    command_help={"queue": "show the queue of our cluster"})\n'
+        "def show(argv):\n    print('jobs:', *argv)\n    return 3\n"
+    )
+    entry_points.append(EntryPoint("queue", "queue_package:extension", ENTRY_POINT_GROUP))
+    assert main(["--help"]) == 0
+    assert "show the queue of our cluster" in capsys.readouterr().out
+    assert main(["queue", "mine"]) == 3
+    assert capsys.readouterr().out == "jobs: mine\n"
+
+
+def test_a_command_of_the_core_is_not_replaced(
+    entry_points: list[EntryPoint], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "launch_package.py").write_text(
+        "from hasten.extension import Extension\n"
+        'extension = Extension(name="launching", summary="ours", commands={"launch": "launch_package:main"})\n'
+    )
+    entry_points.append(EntryPoint("launching", "launch_package:extension", ENTRY_POINT_GROUP))
+    assert main(["launch", "train.py"]) == 1
+    assert "the extension 'launching' provides a command 'launch', which hasten itself has" in capsys.readouterr().err

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from importlib import import_module
 from typing import Final
 
 from hasten.cli.flags import CommandParser
@@ -32,20 +31,25 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell: str = parser.parse_args(argv).shell
-    commands = import_module("hasten.cli.main").COMMANDS  # main.py imports the module of a command when it runs it
-    flags = {name: flags_of(module) for name, (module, _) in commands.items() if name != "completion"}
-    helps = {name: text for name, (_, text) in commands.items()}
+    from hasten.cli.main import commands  # main.py imports the module of a command when it runs it
+
+    known = commands()
+    flags = {name: flags_of(place) for name, (place, _) in known.items() if name != "completion"}
+    helps = {name: text for name, (_, text) in known.items()}
     sys.stdout.write(_fish(flags, helps) if shell == "fish" else _bash(flags, helps, with_zsh=shell == "zsh"))
     return 0
 
 
-def flags_of(module: str) -> list[str]:
+def flags_of(place: str) -> list[str]:
     """Return the flags in the longest help of a command."""
+    from hasten.cli.main import function_of  # as above
+
+    run_command = function_of(place)
     for word in ("--help-all", "--help"):
         printed = io.StringIO()
         # A command without --help-all refuses it, on stderr.
         with redirect_stdout(printed), redirect_stderr(io.StringIO()), suppress(SystemExit, ConfigError):
-            import_module(module).main([word])  # the command of a name
+            run_command([word])
         if flags := list(dict.fromkeys(_FLAG.findall(printed.getvalue()))):
             return flags
     return []

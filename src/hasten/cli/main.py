@@ -4,47 +4,68 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Final, NoReturn
 
-from hasten.errors import ConfigError, HastenError
+from hasten.errors import ConfigError, ExtensionError, HastenError
+from hasten.extension import offers
 from hasten.version import __version__
 
 COMMANDS: Final = MappingProxyType(
     {
-        "config": ("hasten.cli.config_cmd", "write, show and check settings"),
-        "launch": ("hasten.cli.launch_cmd", "start a script on all devices and machines"),
-        "env": ("hasten.cli.env_cmd", "print a report of this machine for an issue"),
-        "test": ("hasten.cli.test_cmd", "check that training works under the current settings"),
-        "ckpt": ("hasten.cli.ckpt_cmd", "list, verify, compare and convert checkpoints"),
-        "data": ("hasten.cli.data_cmd", "show the samples of a batch of a saved run"),
-        "predict": ("hasten.cli.predict_cmd", "run a model over all rows of a file, on all processes"),
-        "report": ("hasten.cli.report_cmd", "write a report of one or several runs: curves, times, events, settings"),
-        "top": ("hasten.cli.top_cmd", "show a live table of a running job: ranks, steps, waits, memory, stacks"),
-        "attach": ("hasten.cli.top_cmd", "alias of top"),
-        "estimate-memory": ("hasten.cli.estimate_cmd", "estimate the memory a model needs, before it is loaded"),
+        "config": ("hasten.cli.config_cmd:main", "write, show and check settings"),
+        "launch": ("hasten.cli.launch_cmd:main", "start a script on all devices and machines"),
+        "env": ("hasten.cli.env_cmd:main", "print a report of this machine for an issue"),
+        "test": ("hasten.cli.test_cmd:main", "check that training works under the current settings"),
+        "ckpt": ("hasten.cli.ckpt_cmd:main", "list, verify, compare and convert checkpoints"),
+        "data": ("hasten.cli.data_cmd:main", "show the samples of a batch of a saved run"),
+        "predict": ("hasten.cli.predict_cmd:main", "run a model over all rows of a file, on all processes"),
+        "report": (
+            "hasten.cli.report_cmd:main",
+            "write a report of one or several runs: curves, times, events, settings",
+        ),
+        "top": ("hasten.cli.top_cmd:main", "show a live table of a running job: ranks, steps, waits, memory, stacks"),
+        "attach": ("hasten.cli.top_cmd:main", "alias of top"),
+        "estimate-memory": ("hasten.cli.estimate_cmd:main", "estimate the memory a model needs, before it is loaded"),
         "migrate": (
-            "hasten.cli.migrate_cmd",
+            "hasten.cli.migrate_cmd:main",
             "print the diff that converts scripts from accelerate to hasten, and the differences in behaviour",
         ),
         "plan": (
-            "hasten.cli.plan_cmd",
+            "hasten.cli.plan_cmd:main",
             "find the fastest settings that fit a model on given GPUs, before the job starts",
         ),
-        "completion": ("hasten.cli.completion_cmd", "print the completion of commands and flags for bash, zsh or fish"),
-        "tune": ("hasten.cli.tune_cmd", "find faster settings for a script on this machine by short real runs"),
+        "completion": (
+            "hasten.cli.completion_cmd:main",
+            "print the completion of commands and flags for bash, zsh or fish",
+        ),
+        "tune": ("hasten.cli.tune_cmd:main", "find faster settings for a script on this machine by short real runs"),
     }
 )
-"""Module of each subcommand, which has `main(argv) -> int`, and one line of help."""
+"""Subcommands of the core: the function `(argv) -> exit code` of each, as "module:function", and one line of help."""
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Return the subcommands of the core and of extensions, as in `COMMANDS`.
+
+    Raises: ExtensionError if two extensions, or an extension and the core, provide the same command.
+    """
+    known = dict(COMMANDS)
+    for name, offer in offers("commands").items():
+        if name in COMMANDS:
+            raise ExtensionError(
+                f"the extension {offer.extension!r} provides a command {name!r}, which hasten itself has. Rename or remove it."
+            )
+        known[name] = (offer.place, offer.help)
+    return known
 
 
 def usage() -> str:
     """Return the help of the `hasten` command."""
-    rows = "\n".join(f"  {name:<17}{text}" for name, (module, text) in COMMANDS.items() if find_spec(module))
+    rows = "\n".join(f"  {name:<17}{text}" for name, (_, text) in commands().items())
     return (
         "usage: hasten [--help] [--version] <command> …\n\n"
         "Write a plain PyTorch loop once; run it anywhere, unchanged.\n\n"
@@ -90,14 +111,19 @@ def run(command: str, argv: Sequence[str]) -> int:
 
     Raises: ConfigError for a command that does not exist, with the nearest one.
     """
-    known = [name for name, (module, _) in COMMANDS.items() if find_spec(module)]
+    known = commands()
     if command not in known:
         near = get_close_matches(command.lower(), known, n=1, cutoff=0.5)
         hint = f"did you mean `hasten {near[0]}`?" if near else f"the commands are {', '.join(known)}."
         raise ConfigError(f"there is no command {command!r}; {hint}")
-    module = import_module(COMMANDS[command][0])  # so that --help imports no command, and a command no other
-    code: int = module.main(argv)
-    return code
+    return function_of(known[command][0])(argv)
+
+
+def function_of(place: str) -> Callable[[Sequence[str]], int]:
+    """Import the function of a subcommand from "module:function"; other subcommands are not imported."""
+    module, _, function = place.partition(":")
+    main_function: Callable[[Sequence[str]], int] = getattr(import_module(module), function)  # one of many
+    return main_function
 
 
 if __name__ == "__main__":  # python -m hasten.cli.main, where `hasten` is not on PATH

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hasten.cli.flags import SettingAction, SettingsParser, UsageError, metavar, spellings
-from hasten.cli.main import COMMANDS, main
+from hasten.cli.main import commands, main
 from hasten.config import absent
 from hasten.config.schema import SETTABLE
 from hasten.config.source import SettingEntry, SettingSource
@@ -184,4 +184,4 @@ def test_a_subcommands_help_needs_no_torch() -> None:
 
 
 def test_every_command_has_a_line_of_help() -> None:
-    assert all(text and module.startswith("hasten.cli.") for module, text in COMMANDS.values())
+    assert all(text and place.startswith("hasten.") for place, text in commands().values())

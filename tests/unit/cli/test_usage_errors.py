@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.cli.main import COMMANDS, main
+from hasten.cli.main import commands, main
 from hasten.errors import DataError
 from hasten.tools.predict.predict import one_batch
 
@@ -62,7 +62,7 @@ def test_every_command_is_completed(shell: str, capsys: pytest.CaptureFixture[st
     assert main(["completion", shell]) == 0
     script, errors = capsys.readouterr()
     assert not errors
-    assert all(re.search(rf"\b{name}\b", script) for name in COMMANDS)
+    assert all(re.search(rf"\b{name}\b", script) for name in commands())
     flags = ("num_processes", "kubernetes_image", "global-batch", "budget")
     assert all(re.search(rf"(--|-l ){flag}\b", script) for flag in flags)
     if shell != "bash":
