@@ -19,8 +19,6 @@ _EXTRAS = (  # import name -> extra of hasten that installs it
     ("ray", "ray"),
     ("torchdata", "data"),
     ("prometheus_client", "metrics"),
-    ("plotly", "report"),
-    ("matplotlib", "report"),
 )
 
 _DISTRIBUTIONS = (("megatron", "megatron-core"),)  # import name -> name to install, where they differ

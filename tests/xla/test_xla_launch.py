@@ -1,4 +1,4 @@
-"""TPU jobs as users start them, on XLA's CPU devices: `hasten launch`, a notebook's cell, `hasten test --matrix`, `hasten env`."""
+"""TPU jobs as users start them, on XLA's CPU devices: `hasten launch`, a notebook's cell, `hasten env`."""
 
 from __future__ import annotations
 
@@ -108,9 +108,7 @@ def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
     assert notebook_launcher(train, (6,), config_file=str(tmp_path / "tpu.yaml")) == ["xla", 6.0]
 
 
-def test_matrix_and_env() -> None:
-    lines = hasten("test", "--matrix", "--only", "xla-fp32,xla_fsdp-bf16").stdout.splitlines()
-    assert [line.split()[:2] for line in lines] == [["passed", "xla-fp32"], ["passed", "xla_fsdp-bf16"]], lines
+def test_env() -> None:
     assert json.loads(hasten("env", "--json").stdout)["packages"]["torch_xla"].startswith("2.9")
 
 

@@ -19,21 +19,19 @@ def main(argv: Sequence[str]) -> int:
     """Run `hasten predict …` and return the exit code of the job."""
     parser = SettingsParser(
         prog="hasten predict",
-        usage="hasten predict MODEL DATA -o FILE.jsonl [--batch_size N] [--evaluate] [settings of hasten launch]",
+        usage="hasten predict MODEL DATA -o FILE.jsonl [--batch_size N] [settings of hasten launch]",
         description="Predict every row of a file, batch by batch on all processes, and write one line per row in the file's order. "
-        "MODEL is a folder with a classifier of transformers (as Trainer.save_model writes it), or module:name: a function that takes a "
-        "list of rows and returns a list of results, or a class that is created once per process and called in the same way. If it is "
-        "started again after a failure, only the missing batches are computed. See docs/predict.md.",
+        "MODEL is module:name: a function that takes a list of rows and returns a list of results, or a class that is created once per "
+        "process and called in the same way. If it is started again after a failure, only the missing batches are computed. See docs/predict.md.",
         essential=ESSENTIAL,
         flags_anywhere=True,
     )
-    parser.add_argument("model", metavar="MODEL", help="folder, or module:function")
+    parser.add_argument("model", metavar="MODEL", help="module:function or module:Class")
     parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl, .csv, .tsv or .txt file")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.jsonl", help="one line per row")
     parser.add_argument(
         "--batch_size", "--batch-size", type=whole(), default=32, metavar="N", help="rows per call (32)"
     )
-    parser.add_argument("--evaluate", action="store_true", help="print accuracy and F1 against the column label")
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
     )
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     check(given.model, given.data, given.output, given.batch_size)
     words = ["hasten.tools.predict.predict", given.model, str(given.data), str(given.output), str(given.batch_size)]
-    return run_module([*words, *(["--evaluate"] if given.evaluate else [])], "hasten predict", given, argv)
+    return run_module(words, "hasten predict", given, argv)
 
 
 def check(model: str, data: Path, output: Path, batch_size: int) -> None:
@@ -50,8 +48,10 @@ def check(model: str, data: Path, output: Path, batch_size: int) -> None:
 
     Raises: ConfigError that names the argument.
     """
-    if not Path(model).is_dir() and not all(model.partition(":")):
-        raise ConfigError(f"MODEL={model} is neither a folder nor module:function; give one of them.")
+    if not all(model.partition(":")):
+        raise ConfigError(
+            f"MODEL={model} is not module:function, so there is nothing to call; name a function or a class."
+        )
     if not data.is_file():
         raise ConfigError(
             f"DATA={data} does not exist, so there is nothing to predict; give a .jsonl, .csv, .tsv or .txt file."

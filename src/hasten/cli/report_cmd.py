@@ -1,4 +1,4 @@
-"""`hasten report`: a self-contained page or picture about one or several runs."""
+"""`hasten report`: a self-contained page about one or several runs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from hasten.cli.flags import CommandParser
 from hasten.errors import ConfigError
-from hasten.tools.report.report_live import follow
 from hasten.tools.report.report_page import page
-from hasten.tools.report.report_picture import picture
 from hasten.tracking.run_folder import RunFolder, read_run
-
-EVERY_S: Final = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,41 +28,22 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         default=Path("report.html"),
         metavar="FILE",
-        help="FILE.html for the page (default: report.html), FILE.png for a picture of its charts",
-    )
-    parser.add_argument(
-        "--live",
-        action="store_true",
-        help="follow a run: update the report until Ctrl-C; the page reloads itself",
-    )
-    parser.add_argument(
-        "--every", type=float, default=EVERY_S, metavar="SECONDS", help="seconds between updates of --live (default: 2)"
+        help="the page (default: report.html)",
     )
     given = parser.parse_args(argv)
-    if given.output.suffix not in (".html", ".png"):
-        raise ConfigError(
-            f"--output={given.output} ends neither in .html nor in .png, the two formats of a report; rename it."
-        )
-    if not 0 < given.every < float("inf"):
-        raise ConfigError(f"--every={given.every} is not a number of seconds above 0; correct it.")
-    if given.live:
-        sys.stdout.write(f"{given.output}: following {', '.join(given.runs)}; press Ctrl-C to stop\n")
-        sys.stdout.flush()
-        count = follow(given.runs, given.every, lambda: write(given.runs, given.output, reload_s=given.every))
-        if not count:
-            return 0
+    if given.output.suffix != ".html":
+        raise ConfigError(f"--output={given.output} does not end in .html, but a report is a page of HTML; rename it.")
     write(given.runs, given.output)
     sys.stdout.write(f"{given.output}\n")
     return 0
 
 
-def write(folders: Sequence[str], output: Path, reload_s: float = 0.0) -> None:
+def write(folders: Sequence[str], output: Path) -> None:
     """Write the report atomically, so that no browser reads an incomplete file."""
     runs = named_apart([read_run(folder) for folder in folders], folders)
-    content = picture(runs) if output.suffix == ".png" else page(runs, reload_s).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = output.with_name(f".{output.name}.draft")
-    draft.write_bytes(content)
+    draft.write_text(page(runs), encoding="utf-8")
     draft.replace(output)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib import import_module
 
 from hasten.cli.flags import SettingsParser, run_module
 from hasten.errors import ConfigError
@@ -24,10 +23,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--matrix",
         action="store_true",
-        help="run the check on every backend, precision and mesh that this machine supports; exit code 1 if one fails",
+        help="run the check under each strategy and precision of hasten; exit code 1 if one fails",
     )
     parser.add_argument(
-        "--only", metavar="ddp,fsdp2,bf16", help="with --matrix: only these backends, precisions or cells"
+        "--only", metavar="ddp,fsdp2,bf16", help="with --matrix: only these strategies, precisions or cells"
     )
     parser.add_argument(
         "--links",
@@ -52,7 +51,7 @@ def _matrix(given: argparse.Namespace) -> int:
             f"{others[0]} was given with --matrix, whose cells use fixed settings, so it would have no effect; remove it, or choose "
             "cells with --only. (--cpu is allowed.)"
         )
-    matrix = import_module("hasten.tools.matrix")  # inspects the machine
+    from hasten.tools import matrix  # inspects the machine
+
     cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)
-    code: int = matrix.run(given.only, cpu)
-    return code
+    return matrix.run(given.only, cpu)

@@ -14,78 +14,7 @@ from typing import Any, Final
 import hasten
 from hasten import bigmodel, data, extending, modules, trainer
 from hasten.accelerator.established import INSTEAD, VALUES
-from hasten.tools.migrate.arguments import advice
-
-# class or function -> (name, position) of each argument that counts steps
-_WARMED: Final = (("num_warmup_steps", 1), ("num_training_steps", 2))
-COUNTS: Final = MappingProxyType[str, tuple[tuple[str, int], ...]](
-    {
-        "OneCycleLR": (("total_steps", 2), ("steps_per_epoch", 4)),
-        "CosineAnnealingLR": (("T_max", 1),),
-        "CosineAnnealingWarmRestarts": (("T_0", 1),),
-        "LinearLR": (("total_iters", 3),),
-        "ConstantLR": (("total_iters", 2),),
-        "PolynomialLR": (("total_iters", 1),),
-        "StepLR": (("step_size", 1),),
-        "get_scheduler": (("num_warmup_steps", 2), ("num_training_steps", 3)),
-        "get_linear_schedule_with_warmup": _WARMED,
-        "get_cosine_schedule_with_warmup": _WARMED,
-        "get_cosine_with_hard_restarts_schedule_with_warmup": _WARMED,
-        "get_polynomial_decay_schedule_with_warmup": _WARMED,
-        "get_constant_schedule_with_warmup": _WARMED[:1],
-    }
-)
-
-
-def lengths(tree: ast.Module, owners: set[str], main: str) -> Iterator[tuple[ast.expr, str]]:
-    """Yield each expression that counts steps of a schedule that is prepared later, with the name of its Accelerator.
-
-    `owners` are the names of Accelerators, `main` the name of their class. Nothing is yielded for a script in which Accelerate
-    itself steps a schedule once per update (`split_batches`, `step_scheduler_with_optimizer=False`).
-    """
-    nodes = list(ast.walk(tree))
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    if any(one.arg in ("split_batches", "step_scheduler_with_optimizer") for call in calls for one in call.keywords):
-        return
-    made = {
-        target.id: node.lineno
-        for node in nodes
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _last(node.value.func) == main
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for owner, name, line in _prepared(calls, owners):
-        for node in nodes:
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
-                continue
-            named = any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
-            if named and made.get(owner, node.lineno) < node.lineno < line:
-                yield from ((found, owner) for found in _counts(node.value))
-
-
-def _prepared(calls: list[ast.Call], owners: set[str]) -> Iterator[tuple[str, str, int]]:
-    """Yield (Accelerator, name, line) for each variable passed to prepare and prepare_scheduler."""
-    for call in calls:
-        method = call.func
-        if (
-            isinstance(method, ast.Attribute)
-            and method.attr in ("prepare", "prepare_scheduler")
-            and isinstance(method.value, ast.Name)
-            and method.value.id in owners
-        ):
-            yield from ((method.value.id, one.id, call.lineno) for one in call.args if isinstance(one, ast.Name))
-
-
-def _counts(call: ast.Call) -> Iterator[ast.expr]:
-    for name, position in COUNTS.get(_last(call.func), ()):
-        given = [one.value for one in call.keywords if one.arg == name]
-        given += call.args[position : position + 1]
-        yield from (one for one in given if not (isinstance(one, ast.Constant) and not one.value))
-
-
-def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
+from hasten.config.layers import nearest
 
 OLD: Final = "accelerate"
 NEW: Final = "hasten"
@@ -137,44 +66,13 @@ _PARTS: Final = frozenset(
     }
 )
 """Modules of Accelerate."""
-_SIZES: Final = "hasten's ParallelismConfig only contains the sizes; compute this from its *_size fields"
-ELSEWHERE: Final = MappingProxyType(
-    {
-        **dict.fromkeys(("total_size", "data_parallel_size", "non_data_parallel_size"), _SIZES),
-        **dict.fromkeys(("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names"), _SIZES),
-        **dict.fromkeys(("fsdp_dim_names", "active_mesh_dims"), _SIZES),
-        "hf_device_map": "hasten does not set hf_device_map on a model; keep the device map",
-        "_hf_hook": "hasten's hooks are not stored as _hf_hook of a module",
-        "build_device_mesh": "hasten's ParallelismConfig builds no mesh; prepare() does",
-        "to_kwargs": "hasten's settings are plain dataclasses without to_kwargs; use dataclasses.asdict",
-        "deepspeed_config_process": "hasten fills the configuration of DeepSpeedPlugin in prepare()",
-    }
-)
-"""Attributes of other objects that hasten's do not have, with their replacements."""
-_LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be used before an Accelerator is created"
-_COPIES: Final = (
-    "hasten's prepared loaders, optimizers and schedulers cannot be copied or pickled; save their state_dict()"
-)
-_ALONE: Final = "prepare refuses an optimizer before its model, and a scheduler before its optimizer; pass them in one call, or the model first"
-_KINDS: Final = (
-    "objects that hasten's prepare returns are of other classes (Loader, PreparedOptimizer, PreparedScheduler)"
-)
-_FIELDS: Final = "hasten's settings have different fields and defaults (use_seedable_sampler=True)"
-_STATEFUL: Final = (
-    "hasten's loaders are not instances of torchdata's StatefulDataLoader; all of them have state_dict(), with "
-    "different keys"
-)
 _SHUFFLE: Final = (
     "shuffles by seed and epoch, in a different order than Accelerate: single losses differ, loss curves do not"
 )
 _SCHEDULER: Final = (
-    "steps a prepared scheduler once per update; Accelerate steps it once per process: lengths in the call that creates it are divided "
-    "by num_processes; check others (milestones, gamma, custom functions)"
+    "steps a prepared scheduler once per update, Accelerate once per process and update: give its lengths (total_steps, "
+    "num_training_steps, milestones) in updates"
 )
-
-
-_STATEFUL_KEYS: Final = ("'_num_yielded'", "'_iterator_finished'")
-_ASKS_CLASS: Final = ("type(loader)", "type(optimizer)", "type(scheduler)", "type(dataloader)", "type(lr_scheduler)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -227,7 +125,6 @@ class _Script:
         self._bytes = source.encode()
         self._known: dict[str, str] = {}  # names in the script that now refer to hasten -> hasten's names
         self._num_made = 0
-        self._model_line = 0  # line of the first prepare() of something else than an optimizer or a scheduler; 0: none
         self._modules: set[str] = set()  # names in the script for the package itself
 
     def _note(self, node: ast.expr | ast.stmt, text: str) -> None:
@@ -283,42 +180,11 @@ class _Script:
     def uses(self) -> None:
         """Edit dotted names, and note calls that behave differently in hasten."""
         objects = set(self._accelerators())
-        self._schedules(objects)
-        calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
-        lines = [node.lineno for node in calls if self._prepares(node, objects) and not _follows(node)]
-        self._model_line = min(lines, default=0)
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.Subscript) and ast.unparse(node.slice) in _STATEFUL_KEYS:
-                self._note(node, _STATEFUL)
             if isinstance(node, ast.Attribute):
                 self._attribute(node, objects)
             elif isinstance(node, ast.Call):
                 self._call(node, objects)
-                self._habits(node, objects)
-
-    def _schedules(self, objects: set[str]) -> None:
-        """Divide the lengths of prepared schedules by the number of processes, rounded up: hasten counts updates."""
-        if not self._known and not self._modules:
-            return
-        for node, owner in lengths(self._tree, objects, _MAIN):
-            begin, end = self._span(node)
-            inner = self._bytes[begin:end].decode()
-            if (per_process := _factor_beside(node, f"{owner}.num_processes")) is not None:
-                first, last = self._span(per_process)
-                self.edits.append(_Edit(begin, end, self._bytes[first:last].decode()))
-                continue
-            plain = isinstance(node, ast.Call | ast.Name | ast.Constant | ast.Attribute)
-            new = f"-(-{inner if plain else f'({inner})'} // {owner}.num_processes)"
-            self.edits.append(_Edit(begin, end, new))
-
-    def _prepares(self, node: ast.Call, objects: set[str]) -> bool:
-        """Return whether this calls prepare, or a prepare method for one kind of object, on an Accelerator."""
-        method = node.func
-        if not isinstance(method, ast.Attribute) or not method.attr.startswith("prepare"):
-            return False
-        owner = method.value
-        made = isinstance(owner, ast.Call) and self._name(owner.func) == _MAIN
-        return made or (isinstance(owner, ast.Name) and owner.id in objects)
 
     def _accelerators(self) -> Iterator[str]:
         """Yield the names of variables that hold an Accelerator."""
@@ -340,8 +206,6 @@ class _Script:
         return None
 
     def _attribute(self, node: ast.Attribute, objects: set[str]) -> None:
-        if node.attr in ELSEWHERE:
-            self._note(node, ELSEWHERE[node.attr])
         if isinstance(node.value, ast.Name) and node.value.id in objects:
             if (
                 not hasattr(hasten.Accelerator, node.attr)
@@ -400,22 +264,6 @@ class _Script:
         if (found := getattr(hasten.Accelerator, method, None)) is not None:
             self._keywords(node, f"Accelerator.{method}", found)
 
-    def _habits(self, node: ast.Call, objects: set[str]) -> None:
-        """Note calls of other functions that rely on behaviour that hasten does not have."""
-        text = ast.unparse(node)
-        if self._prepares(node, objects) and _follows(node) and not 0 < self._model_line <= node.lineno:
-            self._note(node, _ALONE)
-        if self._name(node.func) == "get_logger":
-            self._note(node, _LOGGER)
-        if self._known and text.startswith(("asdict(", "dataclasses.asdict(")):
-            self._note(node, _FIELDS)
-        if self._known and text.startswith("isinstance(") and "StatefulDataLoader" in text:
-            self._note(node, _STATEFUL)
-        if self._known and text.startswith(_ASKS_CLASS):
-            self._note(node, _KINDS)
-        if text.startswith(("pickle.dump", "copy.deepcopy(optim", "copy.deepcopy(sched", "copy.deepcopy(loader")):
-            self._note(node, _COPIES)
-
     def _keywords(self, node: ast.Call, name: str, target: Any) -> None:  # Any: a class or function of hasten
         try:
             known = inspect.signature(target).parameters
@@ -426,26 +274,8 @@ class _Script:
             return
         for keyword in node.keywords:
             if keyword.arg is not None and keyword.arg not in names:
-                hint = advice(name, keyword, names)
-                self._note(node, f"hasten.{name} has no argument {keyword.arg}{hint and f': {hint}'}")
-
-
-def _factor_beside(node: ast.expr, factor: str) -> ast.expr | None:
-    """Return the other factor of a product with `factor`; None for other expressions."""
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
-        return None
-    if ast.unparse(node.right) == factor:
-        return node.left
-    return node.right if ast.unparse(node.left) == factor else None
-
-
-def _follows(node: ast.Call) -> bool:
-    """Return whether a call prepares only optimizers and schedulers, judged by their names."""
-    words = [ast.unparse(one).lower() for one in node.args]
-    kinds = ("prepare_optimizer", "prepare_scheduler")
-    if isinstance(node.func, ast.Attribute) and node.func.attr in kinds:
-        return True
-    return bool(words) and all(any(kind in word for kind in ("optim", "sched")) for word in words)
+                near = nearest(keyword.arg, names)
+                self._note(node, f"hasten.{name} has no argument {keyword.arg}{near and f'; did you mean {near}?'}")
 
 
 def _stays(name: str, last: str) -> str:

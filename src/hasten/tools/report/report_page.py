@@ -10,55 +10,39 @@ from typing import Any
 
 import msgspec
 
-from hasten.optional import available, need
 from hasten.tools.report import report_data
-from hasten.tools.report import report_data as report_media
 from hasten.tracking import goodput
 from hasten.tracking.run_folder import RunFolder
 from hasten.tracking.run_log import PARTS
 
 
-def page(runs: Sequence[RunFolder], reload_s: float = 0.0) -> str:
-    """Return the HTML about these runs; with `reload_s` the browser reloads it at that interval.
-
-    Charts are drawn by plotly if it is installed (with zoom), else as plain SVG.
-    """
+def page(runs: Sequence[RunFolder]) -> str:
+    """Return the HTML about these runs, whose charts are drawn as SVG."""
     charts = report_data.charts(runs)
     content = {
         "charts": charts,
         "events": report_data.events(runs),
         "unit": report_data.unit(charts),
-        "reload_s": reload_s,
         "colours": report_data.COLOURS,
     }
-    library = _plotly()
     parts = {
         "__TITLE__": escape(f"hasten report: {', '.join(run.name for run in runs)}"),
-        "__TABLES__": "\n".join([*report_media.images(runs), *_tables(runs)]),
+        "__TABLES__": "\n".join([*report_data.images(runs), *_tables(runs)]),
         "__DATA__": script_json(content),
-        "__LIBRARY__": f"<script>{library}</script>" if library else "",
-        "__DRAWING__": _file("report_plotly.js" if library else "report_svg.js"),
+        "__DRAWING__": _file("report_svg.js"),
     }
     template = _file("report_page.html")
-    return re.sub("|".join(parts), lambda found: parts[found[0]], template)
+    return re.sub("|".join(parts), lambda match: parts[match[0]], template)
 
 
 def script_json(content: Any) -> str:  # Any: JSON values
     """Return JSON that is safe inside a script element: it neither ends the element nor starts a comment."""
     text = msgspec.json.encode(content).decode()
-    return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return re.sub("[<>&\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _file(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    """Return the source of plotly; empty if it is not installed, or older than required."""
-    if not available("plotly", ">=5.24"):
-        return ""
-    folder = Path(need("plotly", ">=5.24").__file__).parent
-    return (folder / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 def _tables(runs: Sequence[RunFolder]) -> list[str]:
@@ -68,7 +52,7 @@ def _tables(runs: Sequence[RunFolder]) -> list[str]:
         tables.append(_table("What differs", heading, report_data.differences(runs)))
     if rows := report_data.last_values(runs):
         tables.append(_table("Last values (lowest to highest)", ["metric", *(run.name for run in runs)], rows))
-    tables += [_folded(*table) for table in report_media.tables(runs)]
+    tables += [_folded(*table) for table in report_data.tables(runs)]
     for run in runs:
         of_run = f": {run.name}" if len(runs) > 1 else ""
         if (found := goodput.of_run(run.ranks)) is not None:

@@ -1,4 +1,4 @@
-// Draws a view as plain SVG where plotly is not installed: lines, axes, events, and values under the pointer.
+// Draws a view as SVG: lines, axes, events, and values under the pointer.
 function draw(place, view) {
   if (!place.dataset.drawn) {
     place.dataset.drawn = "1";

@@ -87,27 +87,6 @@ def test_arguments_and_attributes_that_hasten_lacks_are_named() -> None:
     assert "scale" in said[6]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("Accelerator().prepare(optimizer)", "refuses an optimizer before its model"),
-        ("accelerator.prepare(optimizer)\nmodel = accelerator.prepare(model)", "refuses an optimizer before its model"),
-        ("Accelerator().prepare(StepLR(optimizer, 4))", "a scheduler before its optimizer"),
-        ("model = accelerator.prepare(model)\noptimizer = accelerator.prepare(optimizer)", None),
-        ("model, optimizer = accelerator.prepare(model, optimizer)", None),
-        ("config.dp_dim_names", "only contains the sizes"),
-        ("asdict(config)", "different fields and defaults"),
-        ("loader.state_dict()['_num_yielded']", "with different keys"),
-        ("isinstance(loader, StatefulDataLoader)", "not instances of torchdata's StatefulDataLoader"),
-        ("print(type(loader).__name__)", "other classes"),
-    ],
-)
-def test_habits_that_hasten_does_not_share_are_named(text: str, said: str | None) -> None:
-    done = migrate(f"from accelerate import Accelerator\naccelerator = Accelerator()\n{text}\n")
-    found = [one.text for one in done.findings if "separate settings" not in one.text]
-    assert any(said in one for one in found) if said is not None else found == []
-
-
 def test_the_command_prints_a_diff_and_writes_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_bytes(b"from accelerate import Accelerator\r\nprint(Accelerator)\r\n")
@@ -134,65 +113,6 @@ def test_what_cannot_be_migrated_is_refused(
         script.write_text(text)
     assert main(["migrate", str(script)]) == 2
     assert said in capsys.readouterr().err
-
-
-SCHEDULED = """from accelerate import Accelerator
-accelerator = Accelerator()
-scheduler = {made}
-model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-"""
-
-
-@pytest.mark.parametrize(
-    ("made", "becomes"),
-    [
-        (
-            "OneCycleLR(optimizer, 0.1, epochs=3, steps_per_epoch=len(loader))",
-            "OneCycleLR(optimizer, 0.1, epochs=3, steps_per_epoch=-(-len(loader) // accelerator.num_processes))",
-        ),
-        (
-            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader) * 3)",
-            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, -(-(len(loader) * 3) // accelerator.num_processes))",
-        ),
-        (
-            "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=total)",
-            "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=-(-total // accelerator.num_processes))",
-        ),
-        (
-            "LinearLR(optimizer, total_iters=(max_steps + 1) * accelerator.num_processes)",
-            "LinearLR(optimizer, total_iters=max_steps + 1)",
-        ),
-        (
-            "get_scheduler('linear', optimizer, 0, accelerator.num_processes * max_steps)",
-            "get_scheduler('linear', optimizer, 0, max_steps)",
-        ),
-        ("MultiStepLR(optimizer, [4, 8])", "MultiStepLR(optimizer, [4, 8])"),
-        ("OneCycleLR(optimizer, 0.1, total_steps=None)", "OneCycleLR(optimizer, 0.1, total_steps=None)"),
-    ],
-)
-def test_lengths_of_prepared_schedules_become_updates(made: str, becomes: str) -> None:
-    done = migrate(SCHEDULED.format(made=made))
-    assert done.text == SCHEDULED.format(made=becomes).replace("from accelerate", "from hasten")
-    ast.parse(done.text)
-    assert any("once per update" in one.text for one in done.findings)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("Accelerator()", "Accelerator(split_batches=True)"),
-        ("Accelerator()", "Accelerator(step_scheduler_with_optimizer=False)"),
-        ("loader, scheduler)", "loader)"),
-    ],
-)
-def test_lengths_that_count_updates_already_stay(old: str, new: str) -> None:
-    text = SCHEDULED.format(made="CosineAnnealingLR(optimizer, 40)").replace(old, new)
-    assert "num_processes" not in migrate(text).text
-
-
-def test_a_schedule_made_before_its_accelerator_stays() -> None:
-    lines = SCHEDULED.format(made="CosineAnnealingLR(optimizer, 40)").splitlines()
-    assert "num_processes" not in migrate("\n".join([lines[0], lines[2], lines[1], lines[3]])).text
 
 
 def test_names_of_public_modules_are_imported_from_there() -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +13,11 @@ import numpy as np
 import pytest
 
 from hasten.cli.main import main
-from hasten.optional import available
 from hasten.tools.report import report_data
 from hasten.tools.report.report_data import MOST_POINTS, thinned
 from hasten.tracking.run_folder import Curve, read_run
 from hasten.tracking.run_log import PARTS, step_dtype
 
-pytest.importorskip("plotly")
 BEGAN = 1_700_000_000.0
 
 
@@ -113,9 +107,8 @@ def page_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 def test_the_page_is_one_file_without_a_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page_of(tmp_path, capsys).read_text("utf-8")
-    ours = re.sub(r"<script>/\*.*?</script>", "", text, count=1, flags=re.DOTALL)
-    assert "http://" not in ours
-    assert "https://" not in ours
+    assert "https://" not in text
+    assert "http://" not in text
     assert "</script><b>" not in text
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
     assert found is not None
@@ -163,7 +156,7 @@ def test_a_browser_draws_every_chart(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = drawn_by_chromium(page_of(tmp_path, capsys), tmp_path)
     assert ready_ms(shown) > 0
     num_charts = len(report_data.charts([read_run(tmp_path / name / "run") for name in "ab"]))
-    assert shown.count('class="main-svg"') >= num_charts
+    assert shown.count('class="drawn"') >= num_charts
 
 
 def test_a_folder_without_a_run_ends_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,99 +164,6 @@ def test_a_folder_without_a_run_ends_with_a_sentence(tmp_path: Path, capsys: pyt
     assert "nothing to report" in capsys.readouterr().err
 
 
-def test_a_picture_has_every_chart(tmp_path: Path) -> None:
-    """In a process of its own, because matplotlib keeps files of fonts open."""
-    if not available("matplotlib"):
-        pytest.skip("matplotlib is not installed")
-    run, out = write_run(tmp_path / "run", 0.1, starts=2), tmp_path / "new" / "report.png"
-    command = [sys.executable, "-m", "hasten.cli.main", "report", str(run), "-o", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (0, f"{out}\n"), done.stderr
-    content = out.read_bytes()
-    assert content.startswith(b"\x89PNG")
-    width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
-    rows = -(-len(report_data.charts([read_run(run)])) // 2)
-    assert (width, height) == (1280, 320 * rows)
-    assert [path.name for path in out.parent.iterdir()] == ["report.png"], "no draft is left"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"), [(["-o", "report.pdf"], "neither in .html nor in .png"), (["--every", "0"], "seconds above 0")]
-)
-def test_other_forms_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    assert main(["report", str(write_run(tmp_path / "run", 0.1)), *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-TRAINING = """
-import time
-import torch
-from hasten import Accelerator
-time.sleep(1)
-accelerator = Accelerator(project_dir="run", log_with="jsonl", cpu=True)
-model = torch.nn.Linear(2, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(4000, 2), batch_size=1))
-accelerator.init_trackers("mine")
-for batch in loader:
-    loss = model(batch).square().mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    accelerator.log({"loss": loss})
-    time.sleep(0.05)
-"""
-FOLLOW = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal, whatever this run inherited
-from hasten.cli.main import main
-sys.exit(main(["report", "run", "-o", "page.html", "--live", "--every", "0.3"]))
-"""
-
-
-def points(page: Path) -> int:
-    """How many losses a page shows; 0 where there is none yet."""
-    if not page.exists():
-        return 0
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
-    assert found, "half a page"
-    charts = json.loads(found[1].replace("<\\/", "</"))["charts"]
-    return max((len(chart["traces"][0]["y"]) for chart in charts if chart["title"] == "loss"), default=0)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until it holds.
-
-    Raises: AssertionError after 80 seconds.
-    """
-    deadline = time.monotonic() + 80
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(240)
-def test_a_running_job_is_followed_until_ctrl_c(tmp_path: Path) -> None:
-    """A real training grows its files beside a real `hasten report --live`, which was there first."""
-    page = tmp_path / "page.html"
-    with (
-        subprocess.Popen([sys.executable, "-c", FOLLOW], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as follower,
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", TRAINING], cwd=tmp_path) as training,
-    ):
-        try:
-            wait_for(lambda: points(page) > 1)
-            first = points(page)
-            wait_for(lambda: points(page) > first + 20)
-            assert '"reload_s":0.3' in page.read_text("utf-8")
-            follower.send_signal(signal.SIGINT)
-            said, _ = follower.communicate(timeout=60)
-            assert training.poll() is None, "the training goes on"
-        finally:
-            training.kill()
-            follower.kill()
-    assert follower.returncode == 0
-    assert said == "page.html: following run; press Ctrl-C to stop\npage.html\n"
-    assert '"reload_s":0.0' in page.read_text("utf-8"), "the last page stays as it is"
+def test_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(write_run(tmp_path / "run", 0.1)), "-o", "report.pdf"]) == 2
+    assert "does not end in .html" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The report's page: any name of a metric, images and tables, readable time axes, with plotly and without, wide and narrow."""
+"""The report's page: any name of a metric, images and tables, readable time axes, wide and narrow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,6 @@ from hasten.tracking.values import png
 BEGAN = 1_700_000_000.0
 HOSTILE = ("<!--<script>", "</script><b>", "]]>", "a & b", "\u2028\u2029", "__DATA__", "x" * 300)
 BROWSER = shutil.which("chromium")
-WITHOUT_PLOTLY = (
-    "import sys; sys.modules['plotly'] = None; from hasten.cli.main import main; sys.exit(main(sys.argv[1:]))"
-)
 MEASURED = """<script>
 const boxes = (kind) => [...document.querySelectorAll(kind)].map((found) => found.getBoundingClientRect());
 const cut = boxes(".plot text").filter((box, at, all) => box.width && (box.left < -1 || box.right > innerWidth + 1)).length;
@@ -75,44 +71,35 @@ def drawn(page: Path, folder: Path, width: int = 1280) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
-def report(runs: list[Path], page: Path, plotly: bool) -> str:
-    """The page of `hasten report`, in a process that has plotly or has not."""
-    words = ["report", *map(str, runs), "-o", str(page)]
-    if plotly:
-        pytest.importorskip("plotly")
-        assert main(words) == 0
-    else:
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_PLOTLY, *words], capture_output=True, text=True, timeout=100, check=False
-        )
-        assert done.returncode == 0, done.stderr
+def report(runs: list[Path], page: Path) -> str:
+    """The page of `hasten report`."""
+    assert main(["report", *map(str, runs), "-o", str(page)]) == 0
     return page.read_text("utf-8")
 
 
 def test_any_name_of_a_metric_stays_inside_its_script(tmp_path: Path) -> None:
-    data = data_of(report([odd_run(tmp_path / "run")], tmp_path / "report.html", plotly=True))
+    data = data_of(report([odd_run(tmp_path / "run")], tmp_path / "report.html"))
     assert {*HOSTILE, "gaps", "all_nan", "inf"} == {chart["title"] for chart in data["charts"]}
     assert json.loads(script_json({"<!--": "\u2028</script>&"})) == {"<!--": "\u2028</script>&"}
 
 
-def test_without_plotly_the_page_draws_itself(tmp_path: Path) -> None:
-    text = report([odd_run(tmp_path / "run")], tmp_path / "report.html", plotly=False)
+def test_the_page_is_small(tmp_path: Path) -> None:
+    text = report([odd_run(tmp_path / "run")], tmp_path / "report.html")
     assert len(text) < 200_000
-    assert "Plotly" not in text
     assert len(data_of(text)["charts"]) == len(HOSTILE) + 3
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize(("plotly", "width"), [(True, 1280), (True, 500), (False, 1280), (False, 500)])
-def test_a_browser_draws_odd_runs_inside_the_window(tmp_path: Path, plotly: bool, width: int) -> None:
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_browser_draws_odd_runs_inside_the_window(tmp_path: Path, width: int) -> None:
     runs, page = [odd_run(tmp_path / "a"), odd_run(tmp_path / "b")], tmp_path / "report.html"
-    text = report(runs, page, plotly)
+    text = report(runs, page)
     page.write_text(text.replace("</body>", MEASURED), "utf-8")
     shown = drawn(page, tmp_path, width)
     assert 'data-ready-ms="' in shown
     num_charts = len(report_data.charts([read_run(run) for run in runs]))
     assert shown.count('class="chart"') == num_charts
-    assert shown.count('class="main-svg"' if plotly else 'class="drawn"') >= num_charts
+    assert shown.count('class="drawn"') >= num_charts
     assert "no finite value" in shown
     measured = re.search(r'data-measured="([^"]*)"', shown)
     assert measured is not None
@@ -134,7 +121,7 @@ def test_logged_images_and_tables_are_shown(tmp_path: Path) -> None:
         (run / "images" / f"{step}.png").write_bytes(png(pixels[step]))
     outside.write_bytes(png(pixels[20]))
     (run / "text.png").write_text("a credential")
-    text = report([run], tmp_path / "report.html", plotly=False)
+    text = report([run], tmp_path / "report.html")
     steps = [int(step) for step in re.findall(r"<figcaption>step (\d+)", text)]
     assert steps[0] == 0
     assert len(steps) == 7, "8 steps, of which the last has no image inside the run's folder"
@@ -150,7 +137,7 @@ def test_logged_images_and_tables_are_shown(tmp_path: Path) -> None:
 )
 def test_the_unit_of_time_suits_the_run(tmp_path: Path, longest_s: int, name: str, last: float) -> None:
     rows = [{"step": step, "values": {"loss": 1.0}} for step in (0, longest_s)]
-    data = data_of(report([write_run(tmp_path / "run", rows)], tmp_path / "report.html", plotly=True))
+    data = data_of(report([write_run(tmp_path / "run", rows)], tmp_path / "report.html"))
     assert data["unit"]["name"] == name
     assert data["charts"][0]["traces"][0]["minutes"][-1] * data["unit"]["per_minute"] == pytest.approx(last, abs=1e-3)
 
@@ -164,7 +151,7 @@ def test_a_run_without_a_value_has_a_page(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("")
-    text = report([run], tmp_path / "report.html", plotly=True)
+    text = report([run], tmp_path / "report.html")
     assert data_of(text)["charts"] == []
     if BROWSER is not None:
         assert "there is no curve to draw" in drawn(tmp_path / "report.html", tmp_path).rpartition("<script")[0]
