@@ -38,6 +38,8 @@ from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelErr
 _READ_BYTES = CHUNK_BYTES
 """Most bytes of a read; a power of two, as torch page-locks memory in these."""
 _GAP_BYTES = 65536  # a smaller gap between two tensors is read and discarded rather than skipped
+_THREADS_AHEAD = 4
+_RANGES_AHEAD = 64  # 1 GiB, so that the page cache still holds what was requested when it is read
 _MOST_TENSORS = 400  # a read fills at most 1024 buffers, and every tensor may need two
 
 
@@ -141,8 +143,6 @@ class _FileRange:
     devices: list[torch.device] = field(default_factory=list)
     parts: list[tuple[int, int, Tensor]] = field(default_factory=list)
     """Bytes from..to of the range, and the part of a target to copy them to, if a target is on a device."""
-    following: _FileRange | None = None
-    """The range that a thread reads after this one, requested from the disk beforehand."""
 
     def complete(self) -> None:
         """Compute what depends on all targets."""
@@ -168,8 +168,6 @@ class _OpenFiles:
         self._lock = threading.Lock()
         self._left = Counter(id(one.file) for one in ranges)
         self._opened: dict[int, int | None] = {}
-        self.are_on_disk = False
-        """True once a range was not in the page cache, so that the following ranges are worth requesting."""
 
     def take(self, file: MappedFile) -> int | None:
         """Return a descriptor of the file; None when it is no longer there under its name."""
@@ -193,6 +191,54 @@ class _OpenFiles:
                 os.close(fd)
 
 
+class _DiskReadAhead:
+    """Daemon threads that request ranges from the disk in file order, some distance ahead of the threads that read them.
+
+    A request blocks while the disk's queue is full, so it would hold up the thread that reads.
+    """
+
+    def __init__(self, ranges: Sequence[_FileRange], files: _OpenFiles) -> None:
+        self._ranges = iter(ranges)
+        self._files = files
+        self._lock = threading.Lock()
+        self._distance = threading.Semaphore(_RANGES_AHEAD)
+        self._threads: list[threading.Thread] = []
+        self._is_stopped = False
+
+    def start(self) -> None:
+        """Start the threads; without effect if they were started before."""
+        with self._lock:
+            if self._threads:
+                return
+            for _ in range(_THREADS_AHEAD):
+                self._threads.append(threading.Thread(target=self._request_ranges, name="hasten-ahead", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def advance(self) -> None:
+        """Note that a range was read, so that another may be requested."""
+        self._distance.release()
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._is_stopped = True
+        self._distance.release(_THREADS_AHEAD)
+        for thread in self._threads:
+            thread.join()
+
+    def _request_ranges(self) -> None:
+        while True:
+            self._distance.acquire()
+            with self._lock:
+                file_range = next(self._ranges, None)
+            if file_range is None or self._is_stopped:
+                return
+            fd = self._files.take(file_range.file)
+            if fd is not None:
+                with suppress(OSError):  # the file was read meanwhile, and closed
+                    read_ahead(fd, file_range.start, file_range.stop)
+
+
 def run_copies(
     copies: Sequence[Copy],
     threads: int | None = None,
@@ -212,19 +258,18 @@ def run_copies(
     devices = devices_of([*targets, *sources])
     groups, ranges = _grouped(copies)
     buffer, files = HostBuffer(bool(devices)), _OpenFiles(ranges)
-    num_threads = threads or default_threads()
-    for file_range, following in zip(ranges, ranges[num_threads:], strict=False):
-        file_range.following = following
+    ahead = _DiskReadAhead(ranges, files)
     jobs: list[Callable[[], int]] = [partial(_copy, group, buffer) for group in groups]
-    jobs += [partial(_fill, file_range, buffer, files) for file_range in ranges]
+    jobs += [partial(_fill, file_range, buffer, files, ahead) for file_range in ranges]
     try:
-        with worker_pool(num_threads, devices, "hasten-read") as pool:
+        with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
             for done in pool.map(_guarded, jobs):
                 if isinstance(done, CheckpointError):
                     raise done
                 if progress is not None:
                     progress(done)
     finally:
+        ahead.stop()
         files.close()
         increment_version(targets)  # as an in-place operation of torch does
 
@@ -308,24 +353,15 @@ def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
         copy_bytes(target[low : low + part.numel()], staged)
 
 
-def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles) -> int:
+def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _DiskReadAhead) -> int:
     try:
-        return _read_range(wanted, buffer, files)
+        return _read_range(wanted, buffer, files, ahead)
     finally:
+        ahead.advance()
         files.finish(wanted.file)
 
 
-def _request_following(file_range: _FileRange, files: _OpenFiles) -> None:
-    following = file_range.following
-    if following is None or not files.are_on_disk:
-        return
-    fd = files.take(following.file)
-    if fd is not None:
-        with suppress(OSError):  # another thread may have read the range, and closed the file after its last one
-            read_ahead(fd, following.start, following.stop)
-
-
-def _read_range(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles) -> int:
+def _read_range(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _DiskReadAhead) -> int:
     """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
     fd, size = files.take(wanted.file), wanted.stop - wanted.start
     if fd is None:
@@ -338,9 +374,7 @@ def _read_range(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles) -> in
     try:
         count = read_cached(fd, views, wanted.start)
         if count < size:
-            files.are_on_disk = True
-            read_ahead(fd, wanted.start + count, wanted.stop)
-        _request_following(wanted, files)
+            ahead.start()
         count += read_all(fd, skip(views, count), wanted.start + count)
     except OSError as error:
         raise CheckpointError(
