@@ -34,7 +34,7 @@ _DOTTED = re.compile(rf"{PACKAGE}(\.\w+)+")
 _BEGIN, _END = "<!-- names: begin -->", "<!-- names: end -->"
 # Any in this file: answers of the index, and whatever a name stands for.
 
-REASONS: Final = {}
+REASONS: Final[dict[str, str]] = {}
 
 
 class NameFinder(ast.NodeVisitor):
@@ -76,7 +76,7 @@ class NameFinder(ast.NodeVisitor):
         if called == "setattr" and len(arguments) > 1 and isinstance(arguments[1], ast.Constant):
             owner = self._dotted(arguments[0])
             if owner is not None:
-                self._patch(f"{owner}.{arguments[1].value}")
+                self._patch(f"{owner}.{arguments[1].value!s}")
         if "patch" in called and arguments and isinstance(arguments[0], ast.Constant):
             text = arguments[0].value
             if isinstance(text, str) and _DOTTED.fullmatch(text):

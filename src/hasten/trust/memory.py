@@ -16,7 +16,9 @@ _BAR_WIDTH: Final = 30
 
 
 def memory_report(
-    models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+    models: Iterable[nn.Module],
+    optimizers: Iterable[Any],  # Any: of prepared optimizers as well, and of transformers'
+    device: torch.device,
 ) -> str:
     """Return the memory use of this rank as lines of text with bars. Local; reads no tensor contents."""
     process = ", ".join(f"{name} {words(size)}" for name, size in process_memory(device).items())
