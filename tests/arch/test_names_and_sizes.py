@@ -35,6 +35,7 @@ SMALL: Final = MappingProxyType(
         "config/sections/kubernetes.py": "one file for each topic of settings",
         "config/sections/trust.py": "one file for each topic of settings",
         "launch/links.py": "a file format shared by `hasten test` and `hasten plan`",
+        "launch/targets.py": "the table of launch targets, to which a batch system adds one line",
         "extensions/public.py": "names for type checkers alone",
         "lazy.py": "imported by every module of public names",
         "optim/fused.py": "one feature, used by preparing and by captured steps",

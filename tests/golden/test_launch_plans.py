@@ -205,7 +205,7 @@ def plan_text(case: Case) -> str:
         target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
         flags = tuple(argv[: len(argv) - len(words)])
         plan = make_plan(
-            LaunchRequest(resolved.config, target, handoff.pack(resolved), flags, folder="/home/me/run"), host
+            LaunchRequest(resolved.config, target, handoff.pack(resolved.entries), flags, folder="/home/me/run"), host
         )
     except HastenError as error:
         return f"$ hasten launch {case.words}\n{type(error).__name__}: {error}\n"

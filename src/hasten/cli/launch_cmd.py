@@ -60,10 +60,10 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
             "--survive was given without --replicas, so there are no replicas of which some could be lost. Add --replicas N, or --replicas "
             "LEAST..N for a run that waits while fewer than LEAST are there."
         )
-    if given.auto and job.plan.launcher == "kubernetes":
+    if given.auto and job.launch_target is not None and job.launch_target.runs_in_image:
         raise ConfigError(
-            "--auto plans for the devices of this machine, which say nothing about those of the pods. Run it without --submit on a machine "
-            "with the pods' GPUs, and give the strategy that it prints."
+            "--auto plans for the devices of this machine, which say nothing about those of the image. Run it without --submit on a machine "
+            "with the same devices, and give the strategy that it prints."
         )
     if given.auto:
         settings = [*given.settings, *_planned(job, words)]
@@ -83,7 +83,7 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
 
 def _manifest(given: argparse.Namespace, job: Any) -> str:  # Any: from a module imported above
     """Return the manifest alone, as `kubectl apply -f -` reads it."""
-    if not given.dry_run or job.plan.launcher != "kubernetes":
+    if not given.dry_run or job.launch_target is None or not job.launch_target.runs_in_image:
         raise ConfigError(
             "-o yaml prints the manifest of a job on Kubernetes. Add --submit kubernetes --dry_run, or remove it."
         )

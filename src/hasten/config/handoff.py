@@ -1,23 +1,23 @@
 """Transfer of the resolved settings, with their sources, from the launcher to its workers in the variable HASTEN_CONFIG."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from hasten.config.decode import encode
-from hasten.config.resolve import Resolved
 from hasten.config.schema import BY_PATH
-from hasten.config.source import PRECEDENCE, SettingEntry, SettingSource, dotted
+from hasten.config.source import PRECEDENCE, Path, SettingEntry, SettingSource, dotted
 from hasten.errors import ConfigError
 
 VARIABLE: Final = "HASTEN_CONFIG"
 _VERSION: Final = 1
 
 
-def pack(resolved: Resolved) -> str:
-    """Return the settings that differ from their default, each with its source, as one line of JSON."""
+def pack(entries: Mapping[Path, SettingEntry]) -> str:
+    """Return settings that differ from their default, each with its source, as one line of JSON."""
     rows = [
         [dotted(path), encode(entry.value), entry.source.kind, entry.source.detail]
-        for path, entry in resolved.entries.items()
+        for path, entry in entries.items()
         if not BY_PATH[path].meta.code_only and _travels(entry.value)
     ]
     return json.dumps({"version": _VERSION, "settings": rows}, separators=(",", ":"))

@@ -9,17 +9,18 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from hasten.config import source
 from hasten.config.masking import masked, masked_value
 from hasten.config.root import Config
+from hasten.config.source import SettingEntry
 from hasten.runtime import env as environment
 from hasten.runtime.tpu_hosts import TpuSlice
 
-LauncherName = Literal["single", "torchrun", "task", "slurm", "kubernetes", "mpi", "deepspeed", "xla", "ray"]
 MeetingKind = Literal["fixed", "c10d"]
 
 
@@ -45,6 +46,8 @@ class LaunchRequest:
     """Command-line options as typed, for plans that repeat the command on other machines."""
     folder: str = "."
     """The folder in which the command was typed."""
+    entries: Mapping[source.Path, SettingEntry] = field(default_factory=dict)
+    """The settings that are not at their default, each with its source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,8 @@ class Submitter:
 class LaunchPlan:
     """The exact commands of this machine, with notes that give the reasons for them."""
 
-    launcher: LauncherName
+    launcher: str
+    """Name of the launch target, or of hasten's own way to start processes: single, torchrun, task or xla."""
     procs: tuple[Proc, ...]
     notes: tuple[str, ...] = ()
     meeting: Meeting | None = None
@@ -168,6 +172,25 @@ def _meeting_words(meeting: Meeting) -> str:
         f"{count} at {meeting.address}:{meeting.port} ({meeting.kind}), {rank}, "
         f"waiting up to {meeting.join_timeout_s:g} s{options}"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchTarget:
+    """A launcher or a batch system that starts the processes of a job in place of hasten.
+
+    The core's are listed in `targets.py`; extensions offer theirs as `launch_targets`.
+    """
+
+    name: str
+    is_chosen: Callable[[LaunchRequest], bool]
+    """Raises ConfigError for settings that have no effect without this target."""
+    plan: Callable[[LaunchRequest, Host], LaunchPlan]
+    survey: Callable[[LaunchRequest, Host], Host] | None = None
+    """Return the host with what only this target asks of the machine; called before the plan is made."""
+    run: Callable[[LaunchPlan, Config, Host], int] | None = None
+    """Run the plan and return the exit code; by default its one command is run, after its files were written."""
+    runs_in_image: bool = False
+    """True if the program runs in a container image, so that this machine has neither its script nor its packages."""
 
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "tpu", "mps"]

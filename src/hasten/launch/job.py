@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -16,11 +16,12 @@ from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, MissingPackageError
-from hasten.launch import replicas, torchrun
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target, look
-from hasten.launch.cluster import deepspeed, kubernetes, mpi, ray, slurm, xla
+from hasten.launch import torchrun
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Target, look
+from hasten.launch.cluster import slurm, xla
 from hasten.launch.run import complete, execute
 from hasten.launch.shape import JobShape, decide
+from hasten.launch.targets import choose_target
 from hasten.optional import check_installed
 from hasten.runtime.bytes_plan import outlook
 from hasten.runtime.mesh_plan import Axis, mesh_of, mesh_table, mesh_title, shards_parameters
@@ -39,6 +40,8 @@ class Job:
     resolved: Resolved
     host: Host
     plan: LaunchPlan
+    launch_target: LaunchTarget | None = None
+    """None if hasten starts the processes of this machine itself."""
 
     def mesh(self) -> str:
         """Return the mesh as a table, with bytes per rank; empty for pure data parallelism or an unknown world size.
@@ -64,8 +67,8 @@ class Job:
 
     def run(self) -> int:
         """Run the job to completion and return its exit code, as `exit_codes` translates it."""
-        run = replicas.run if starts_replicas(self.request.config) else execute
-        code = run(self.plan, self.request.config, self.host)
+        run = self.launch_target.run if self.launch_target is not None else None
+        code = (run or execute)(self.plan, self.request.config, self.host)
         return int(self.request.config.launch.exit_codes.get(str(code), code))
 
 
@@ -90,36 +93,29 @@ def prepare(
     resolved = effective(env, config_file, settings)
     absent.check(resolved.entries)
     launch = resolved.config.launch
-    in_image = launch.submit == "kubernetes"  # then script and packages are not those of this machine
-    if not launch.no_python and not in_image:
-        _check_engine(resolved.config)
     if not words:
         raise ConfigError(
             "no script was given, so there is nothing to start: `launch [settings] script.py`. See `launch --help`."
         )
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
-    if not in_image:
-        _check_script(target)
     request = LaunchRequest(
-        resolved.config, target, handoff.pack(resolved), flags=_absolute(typed), folder=str(Path.cwd())
+        resolved.config,
+        target,
+        handoff.pack(resolved.entries),
+        flags=_absolute(typed),
+        folder=str(Path.cwd()),
+        entries=resolved.entries,
     )
-    if _has_replicas(resolved.config):
-        replicas.check(resolved.config)
-    if starts_replicas(resolved.config):
-        of_one = handoff.pack(effective(env, config_file, [*settings, *replicas.one_replica(resolved.config)]))
-        return Job(request, resolved, host, complete(replicas.make_plan(request, host, of_one), host.env))
-    host = replace(host, tpu=xla.ask(request, host), mpi=mpi.installed(request) if mpi.chosen(request) else host.mpi)
-    return Job(request, resolved, host, complete(make_plan(request, host), host.env))
-
-
-def _has_replicas(config: Config) -> bool:
-    """Return True if the job has replicas that may be lost, and this process is not itself one of them."""
-    return config.survive.replicas > 0 and config.survive.replica is None
-
-
-def starts_replicas(config: Config) -> bool:
-    """Return True if this launch starts replicas that may be lost; a batch script does it where it runs."""
-    return _has_replicas(config) and config.launch.submit is None
+    launch_target = choose_target(request)
+    if launch_target is None or not launch_target.runs_in_image:
+        if not launch.no_python:
+            _check_engine(resolved.config)
+        _check_script(target)
+    survey = xla.find_slice if launch_target is None else launch_target.survey
+    if survey is not None:
+        host = survey(request, host)
+    plan = make_plan(request, host) if launch_target is None else launch_target.plan(request, host)
+    return Job(request, resolved, host, complete(plan, host.env), launch_target)
 
 
 def _check_engine(config: Config) -> None:
@@ -127,8 +123,6 @@ def _check_engine(config: Config) -> None:
     try:
         if strategy in _ENGINES and not elsewhere:
             check_installed(_ENGINES[strategy], why=f"strategy={strategy!r}")
-        if config.launch.ray:
-            check_installed("ray", ray.VERSIONS, why="--ray")
     except MissingPackageError as error:
         raise ConfigError(str(error)) from error
 
@@ -166,33 +160,14 @@ def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchTarget:
-    """Something else than hasten that starts the processes: the launcher of another package, or the queue of a cluster."""
-
-    is_chosen: Callable[[LaunchRequest], bool]
-    plan: Callable[[LaunchRequest, Host], LaunchPlan]
-
-
-TARGETS: Final = (
-    LaunchTarget(ray.chosen, ray.plan),
-    LaunchTarget(slurm.chosen, slurm.plan_submit),
-    LaunchTarget(kubernetes.chosen, kubernetes.plan_submit),
-    LaunchTarget(xla.is_pod, xla.plan_pod),
-    LaunchTarget(mpi.chosen, mpi.plan),
-    LaunchTarget(deepspeed.chosen, deepspeed.plan),
-)
-"""The first chosen target plans the job; without one, hasten starts the processes of this machine itself."""
-
-
 def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return the plan for `request` on `host`.
 
     Raises: ConfigError for settings that contradict each other or this machine.
     """
-    for target in TARGETS:
-        if target.is_chosen(request):
-            return target.plan(request, host)
+    target = choose_target(request)
+    if target is not None:
+        return target.plan(request, host)
     shape = decide(request, host)
     name = _launcher(request, host, shape)
     match name:

@@ -117,6 +117,23 @@ class _Guest:
     """Number of the machine's current connection; 0 after that was closed."""
 
 
+class OneMachine:
+    """The network of a run on one machine."""
+
+    rank = 0
+    broken_s = 0.0
+
+    def __init__(self, lighthouse: str) -> None:
+        self.lighthouse = lighthouse
+
+    def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
+        """Return this machine's facts."""
+        return RunNotes(notes.joined, notes.agreed, notes.finished, notes.running, stop)
+
+    def close(self, code: int) -> None:
+        """Do nothing: there is no other machine."""
+
+
 class MachineServer:
     """Machine 0: accepts the launchers of the other machines for as long as the run lasts, so that lost ones can return."""
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from hasten.config.handoff import pack
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
 from hasten.launch import torchrun
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Proc
 from hasten.launch.checkin import make_report
 from hasten.launch.failure import PREEMPTED, Failure, end_words, render_failure
 from hasten.launch.guard import SAVING, STOPPING, kill_groups
@@ -30,6 +31,7 @@ from hasten.launch.replica_machines import (
     MachineNetwork,
     MachineNotes,
     MachineServer,
+    OneMachine,
     RunNotes,
     own_replicas,
 )
@@ -91,7 +93,7 @@ def check(config: Config) -> None:
             "--num_machines: machines may be lost and return, and --min_replicas says how many replicas the run needs."
         )
     _check_machines(replicas, launch.num_machines)
-    if launch.submit == "kubernetes" or launch.launcher not in ("auto", "single"):
+    if launch.submit not in (None, "slurm") or launch.launcher not in ("auto", "single"):
         raise ConfigError(
             f"--replicas {replicas} starts its processes itself, and submit={launch.submit}, launcher={launch.launcher!r} ask for something else to start "
             "them. Leave both out, and put the command into the job's script; for SLURM, --submit slurm writes one."
@@ -101,10 +103,14 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"--min_replicas {config.survive.min_replicas} is more than --replicas {replicas}, so the run would wait forever. Give at most {replicas}."
         )
+
+
+def _check_torchft_is_installed(request: LaunchRequest, host: Host) -> Host:
     try:
         check_installed("torchft", why="replicas that may be lost (--replicas)")
     except MissingPackageError as error:
         raise ConfigError(str(error)) from error
+    return host
 
 
 def _check_machines(replicas: int, machines: int) -> None:
@@ -114,8 +120,18 @@ def _check_machines(replicas: int, machines: int) -> None:
         )
 
 
-def make_plan(request: LaunchRequest, host: Host, handoff: str) -> LaunchPlan:
-    """Return the plan of one replica, with the rendezvous of the machines; `handoff` are the settings of a replica."""
+def _is_chosen(request: LaunchRequest) -> bool:
+    config = request.config
+    if config.survive.replicas == 0 or config.survive.replica is not None:  # this process is one of the replicas
+        return False
+    check(config)
+    return config.launch.submit is None  # a batch script starts the replicas where it runs
+
+
+def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
+    """Return the plan of one replica, with the rendezvous of the machines."""
+    replica_entries = {entry.path: entry for entry in one_replica(request.config)}
+    handoff = pack({**request.entries, **replica_entries})
     shape = decide(request, host)
     if shape.allocation.rank is not None:
         raise ConfigError(
@@ -127,12 +143,8 @@ def make_plan(request: LaunchRequest, host: Host, handoff: str) -> LaunchPlan:
     meeting = torchrun.make_meeting(request, host, shape, notes)
     if meeting.machine_rank is None and owns_address(meeting.address):
         meeting = replace(meeting, machine_rank=0)
-    rank = meeting.machine_rank
-    here = (
-        "as machine 0 says"
-        if rank is None
-        else _names(own_replicas(request.config.survive.replicas, meeting.max_machines, rank))
-    )
+    rank, replicas = meeting.machine_rank, request.config.survive.replicas
+    here = "as machine 0 says" if rank is None else _names(own_replicas(replicas, meeting.max_machines, rank))
     notes.append(f"replicas of this machine: {here} of {request.config.survive.replicas}")
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if shape.allocation.source else {}
     one = replace(shape, num_processes=1, notes=tuple(notes))
@@ -179,6 +191,11 @@ def run(plan: LaunchPlan, config: Config, host: Host) -> int:
         return code
 
 
+TARGET: Final = LaunchTarget(
+    name="replicas", is_chosen=_is_chosen, plan=make_plan, survey=_check_torchft_is_installed, run=run
+)
+
+
 @contextmanager
 def _network(plan: LaunchPlan, config: Config, host: Host) -> Iterator[MachineNetwork]:
     """Connect this machine to the others for the block; machine 0 also starts the lighthouse."""
@@ -197,23 +214,6 @@ def _network(plan: LaunchPlan, config: Config, host: Host) -> Iterator[MachineNe
     with _lighthouse(config, str(socket.getaddrinfo(meeting.address, None)[0][4][0])) as address:
         server.lighthouse = address
         yield server
-
-
-class OneMachine:
-    """The network of a run on one machine."""
-
-    rank = 0
-    broken_s = 0.0
-
-    def __init__(self, lighthouse: str) -> None:
-        self.lighthouse = lighthouse
-
-    def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
-        """Return this machine's facts."""
-        return RunNotes(notes.joined, notes.agreed, notes.finished, notes.running, stop)
-
-    def close(self, code: int) -> None:
-        """Do nothing: there is no other machine."""
 
 
 @contextmanager

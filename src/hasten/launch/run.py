@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Final, assert_never
+from typing import Final
 
 from hasten.config.root import Config
 from hasten.errors import ConfigError, LaunchError
@@ -114,13 +114,11 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
             return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
             return _become(plan.procs[0])
-        case "mpi" | "deepspeed" | "ray":
+        case _ if plan.submitter is not None:  # the token is made or read where the job runs
+            return _submit(plan, config)
+        case _:
             proc = plan.procs[0]
             return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
-        case "slurm" | "kubernetes":  # the token is made or read where the job runs
-            return _submit(plan, config)
-        case other:
-            assert_never(other)
 
 
 def _check_submitter(plan: LaunchPlan, host: Host) -> None:

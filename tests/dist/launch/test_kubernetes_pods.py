@@ -58,7 +58,7 @@ def manifest(kind: str) -> list[dict[str, Any]]:
     flags = ["--submit=kubernetes", f"--kind={kind}", "--kubernetes_image=a", "--kubernetes_name=train", "--cpu", *size]
     resolved = resolve(flags=make_parser().parse_args(flags).settings)
     words = (str(SAMPLES), "0.04", str(SAVED_AT) if "--nnodes=1:2" in flags else "0")
-    request = LaunchRequest(resolved.config, Target(str(TRAIN), words), handoff.pack(resolved))
+    request = LaunchRequest(resolved.config, Target(str(TRAIN), words), handoff.pack(resolved.entries))
     return list(yaml.safe_load_all(plan_submit(request, Host()).files[0].text))
 
 

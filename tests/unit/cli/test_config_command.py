@@ -88,7 +88,7 @@ def test_show_is_a_file_again(home: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_show_inside_a_worker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     launched = resolve(code={"mixed_precision": "bf16"})
-    monkeypatch.setenv(handoff.VARIABLE, handoff.pack(launched))
+    monkeypatch.setenv(handoff.VARIABLE, handoff.pack(launched.entries))
     assert main(["config", "show", "--why", "--changed"]) == 0
     assert "code argument mixed_precision" in capsys.readouterr().out
 

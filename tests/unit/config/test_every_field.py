@@ -20,7 +20,7 @@ from hasten.config.base import Section, default_of, fit, given, meta_of
 from hasten.config.decode import Mismatch, decode, encode
 from hasten.config.established import from_established_environment
 from hasten.config.layers import Problems, from_code, from_environment
-from hasten.config.resolve import Resolved, build, decode_all, merge, resolve
+from hasten.config.resolve import build, decode_all, merge, resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, FieldInfo, subsection
 from hasten.config.source import PRECEDENCE, SettingEntry, SettingSource, SourceKind
@@ -234,7 +234,7 @@ def test_handoff_keeps_every_value_and_source() -> None:
     for info in WITH_SAMPLES:
         for kind in PRECEDENCE[1:]:
             sent = SettingEntry(info.path, samples(info.type)[-1], SettingSource(kind, "somewhere:1"))
-            packed = handoff.pack(Resolved(Config(), {info.path: sent}))
+            packed = handoff.pack({info.path: sent})
             problems = Problems()
             (arrived,), _ = decode_all(handoff.unpack(packed), problems)
             problems.settle()

@@ -76,7 +76,7 @@ def test_mutated_values_of_every_flag_and_variable() -> None:
 def test_mutated_handoffs() -> None:
     rng = random.Random(2)
     file = files.read_text(OURS, Path("c.yaml"))
-    packed = handoff.pack(resolve(file=file.entries))
+    packed = handoff.pack(resolve(file=file.entries).entries)
     for _ in range(500):
         try:
             resolve(handed=handoff.unpack(mutated(packed, rng)))

@@ -280,7 +280,7 @@ def test_handoff_stands_for_file_flags_and_variables() -> None:
     flags = [SettingEntry(("mixed_precision",), "bf16", SettingSource("flag", "--mixed_precision"), text=True)]
     env = {"HASTEN_GRADIENT_ACCUMULATION_STEPS": "2"}
     launcher = resolve(file=file.entries, flags=flags, env=env)
-    text = handoff.pack(launcher)
+    text = handoff.pack(launcher.entries)
     assert "\n" not in text
     worker = resolve(env=env, handed=handoff.unpack(text))
     assert worker.config == launcher.config
@@ -303,7 +303,10 @@ def test_objects_do_not_travel() -> None:
     def policy() -> None: ...
 
     resolved = resolve(code={"fsdp_plugin": FullyShardedDataParallelPlugin(auto_wrap_policy=policy, cpu_offload=True)})
-    assert {entry.path for entry in handoff.unpack(handoff.pack(resolved))} == {("fsdp", "cpu_offload"), ("strategy",)}
+    assert {entry.path for entry in handoff.unpack(handoff.pack(resolved.entries))} == {
+        ("fsdp", "cpu_offload"),
+        ("strategy",),
+    }
 
 
 # --- FSDP1 -----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def plan_of(resolved: Resolved, *args: str) -> LaunchPlan:
     """The plan of a script under these settings."""
     launch = resolved.config.launch
     target = Target("train_lm.py", args, module=launch.module, no_python=launch.no_python)
-    return make_plan(LaunchRequest(resolved.config, target, handoff.pack(resolved)), Host())
+    return make_plan(LaunchRequest(resolved.config, target, handoff.pack(resolved.entries)), Host())
 
 
 def plan(*flags: str) -> LaunchPlan:

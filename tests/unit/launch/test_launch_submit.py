@@ -23,7 +23,7 @@ EXAMPLE: Final = Path(__file__).parents[3] / "examples" / "slurm" / "train.sbatc
 def planned(folder: Path) -> str:
     """The script that `hasten launch --submit slurm` writes."""
     resolved = resolve()
-    request = LaunchRequest(resolved.config, Target("train.py", ("--data", "my data")), handoff.pack(resolved))
+    request = LaunchRequest(resolved.config, Target("train.py", ("--data", "my data")), handoff.pack(resolved.entries))
     (script,) = plan_submit(replace(request, folder=str(folder)), Host(name="login")).files
     return script.text
 
@@ -92,7 +92,7 @@ def test_a_signal_to_the_shell_alone_reaches_the_step(tmp_path: Path, which: str
 
 def test_no_requeue_is_an_option() -> None:
     config = resolve(code={"launch.submit_options": {"requeue": False}})
-    request = LaunchRequest(config.config, Target("train.py"), handoff.pack(config))
+    request = LaunchRequest(config.config, Target("train.py"), handoff.pack(config.entries))
     (script,) = plan_submit(replace(request, folder="/job"), Host(name="login")).files
     assert "requeue" not in script.text
 
@@ -118,7 +118,7 @@ def test_the_code_of_a_run_with_replicas_is_that_of_machine_0(
     launcher.write_text(f'#!/bin/bash\nif [ "$SLURM_PROCID" = 0 ]; then exit {first}; else exit {second}; fi\n')
     launcher.chmod(0o755)
     resolved = resolve(code={"survive.replicas": 2, "launch.num_machines": 2})
-    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
+    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved.entries))
     flags = ("--replicas", "2", "--submit", "slurm", "--num_machines", "2")
     (script,) = plan_submit(
         replace(request, flags=flags, folder=str(tmp_path)), Host(name="login", python=str(launcher))
@@ -135,7 +135,7 @@ def test_a_signal_to_replicas_under_slurm_reaches_their_launchers(tmp_path: Path
     launcher.write_text("#!/bin/bash\ntrap 'exit 85' USR1\nkill -USR1 $PPID $$\nsleep 0.1\nexit 1\n")
     launcher.chmod(0o755)
     resolved = resolve(code={"survive.replicas": 2})
-    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
+    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved.entries))
     (script,) = plan_submit(replace(request, folder=str(tmp_path)), Host(name="login", python=str(launcher))).files
     assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (85, ["requeue 77"])
 
@@ -143,7 +143,7 @@ def test_a_signal_to_replicas_under_slurm_reaches_their_launchers(tmp_path: Path
 def script_with(**settings: object) -> str:
     """The batch script under these settings."""
     resolved = resolve(code={f"launch.{name}": value for name, value in settings.items()})
-    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved))
+    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved.entries))
     return plan_submit(request, Host(name="login")).files[0].text
 
 

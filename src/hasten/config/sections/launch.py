@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from hasten.config.base import Section, setting, settings
 from hasten.config.sections.kubernetes import KubernetesSettings
 
 Rendezvous = Literal["static", "c10d"]
+OWN_LAUNCHERS: Final = ("auto", "single", "torchrun", "slurm", "xla")
+"""The values of `launcher` with which hasten starts the processes itself; others name a launch target."""
 
 
 @settings
@@ -88,8 +90,8 @@ class LaunchConfig(Section):
     module: bool = setting(False, "the script is a module name, as in python -m", short="m")
     no_python: bool = setting(False, "the script is a program, not run by Python")
     quiet: bool = setting(False, "print less", short="q")
-    launcher: Literal["auto", "single", "torchrun", "slurm", "mpi", "deepspeed", "xla"] = setting(
-        "auto", "what starts the processes"
+    launcher: str = setting(
+        "auto", "what starts the processes: auto, single, torchrun, slurm, mpi, deepspeed, xla, or a launch target"
     )
     check_in: Literal["error", "warn", "off"] = setting(
         "error", "what to do if machines differ in settings, code or package versions"
@@ -100,9 +102,8 @@ class LaunchConfig(Section):
         factory=dict,
         help="exit codes that the launcher replaces, such as 85=143 for schedulers that restart only codes above 127",
     )
-    submit: Literal["slurm", "kubernetes"] | None = setting(
-        None,
-        "write and submit a batch script for SLURM, or a manifest for Kubernetes (--help-all lists --kubernetes_…)",
+    submit: str | None = setting(
+        None, "write and submit a job: slurm for a batch script, kubernetes for a manifest, or another launch target"
     )
     submit_options: Mapping[str, Any] = setting(
         factory=dict, help="options of the batch script, such as partition and time"

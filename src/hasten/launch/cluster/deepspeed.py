@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc
 from hasten.launch.shape import elsewhere
 from hasten.launch.torchrun import supervision
 from hasten.runtime.topology import DEFAULT_PORT
@@ -11,8 +13,7 @@ from hasten.runtime.topology import DEFAULT_PORT
 _ENV_FILE = ".hasten_deepspeed_env"
 
 
-def chosen(request: LaunchRequest) -> bool:
-    """Return whether the plan is a command of DeepSpeed's launcher."""
+def _is_chosen(request: LaunchRequest) -> bool:
     launch, config = request.config.launch, request.config
     named = config.strategy == "deepspeed" and config.deepspeed.multinode_launcher != "standard"
     return launch.launcher == "deepspeed" or (launch.launcher == "auto" and named)
@@ -61,3 +62,6 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
         supervision=supervision(request, shape),
         target=request.target,
     )
+
+
+TARGET: Final = LaunchTarget(name="deepspeed", is_chosen=_is_chosen, plan=plan)

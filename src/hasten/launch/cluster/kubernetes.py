@@ -9,7 +9,7 @@ from typing import Any, Final, assert_never
 import yaml
 
 from hasten.config.sections.kubernetes import KubernetesSettings
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc, Submitter
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
 from hasten.launch.cluster.pods import TOKEN_KEY, PodPlan, plan_pods, tag_text
 from hasten.launch.failure import PREEMPTED, STALLED
 from hasten.launch.shape import JobShape
@@ -27,11 +27,6 @@ _PYTORCH_PORT: Final = "pytorchjob-port"
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _JOBSET_LABEL: Final = "metadata.labels['jobset.sigs.k8s.io/{}']"
 _TRAINER: Final = "trainer.kubeflow.org"
-
-
-def chosen(request: LaunchRequest) -> bool:
-    """Return whether the plan is a manifest."""
-    return request.config.launch.submit == "kubernetes"
 
 
 def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -54,6 +49,14 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
         target=request.target,
         submitter=Submitter("kubectl", "leave --apply out to write the manifest only"),
     )
+
+
+TARGET: Final = LaunchTarget(
+    name="kubernetes",
+    is_chosen=lambda request: request.config.launch.submit == "kubernetes",
+    plan=plan_submit,
+    runs_in_image=True,
+)
 
 
 def manifests(pods: PodPlan) -> list[JsonObject]:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Mpi, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Mpi, Proc
 from hasten.launch.shape import check_memory, elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
 from hasten.runtime.topology import DEFAULT_PORT
 
 
-def chosen(request: LaunchRequest) -> bool:
-    """Return whether the plan is an mpirun command, in which case the installed MPI must be detected."""
+def _is_chosen(request: LaunchRequest) -> bool:
     launch = request.config.launch
     return launch.launcher == "mpi" or (launch.launcher == "auto" and launch.mpirun_hostfile is not None)
 
 
-def installed(request: LaunchRequest) -> Mpi:
-    """Return the installed MPI implementation and the hosts in the hostfile."""
+def _find_mpi(request: LaunchRequest, host: Host) -> Host:
+    """Return the host with the installed MPI implementation and the hosts in the hostfile."""
     hostfile = request.config.launch.mpirun_hostfile
     try:
         hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()
@@ -29,8 +30,8 @@ def installed(request: LaunchRequest) -> Mpi:
     try:
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):  # not installed here: the plan can still be shown
-        return Mpi(hosts=hosts)
-    return Mpi(kind_of(done.stdout + done.stderr), hosts)
+        return replace(host, mpi=Mpi(hosts=hosts))
+    return replace(host, mpi=Mpi(kind_of(done.stdout + done.stderr), hosts))
 
 
 def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -73,6 +74,9 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
         supervision=supervision(request, shape),
         target=request.target,
     )
+
+
+TARGET: Final = LaunchTarget(name="mpi", is_chosen=_is_chosen, plan=plan, survey=_find_mpi)
 
 
 def _mpirun(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: dict[str, str]) -> list[str]:

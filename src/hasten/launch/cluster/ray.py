@@ -17,13 +17,13 @@ from typing import Any, Final
 
 from hasten.config.base import given
 from hasten.config.sections.launch import LaunchConfig
-from hasten.errors import ConfigError, LaunchError
+from hasten.errors import ConfigError, LaunchError, MissingPackageError
 from hasten.launch import failure
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Proc
 from hasten.launch.run import say
 from hasten.launch.shape import JobShape, split_range
 from hasten.launch.torchrun import supervision
-from hasten.optional import need
+from hasten.optional import check_installed, need
 from hasten.runtime import env as environment
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.runtime.secret import TOKEN
@@ -57,8 +57,7 @@ class RayRun:
     module: bool = False
 
 
-def chosen(request: LaunchRequest) -> bool:
-    """Return whether the plan is a run of Ray. Raises: ConfigError for settings of Ray without `ray`."""
+def _is_chosen(request: LaunchRequest) -> bool:
     launch = request.config.launch
     named = sorted(name for name in given(launch) if name.startswith("ray_"))
     if named and not launch.ray:
@@ -98,6 +97,17 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
         supervision=supervision(request, JobShape(num_processes=1)),
         target=target,
     )
+
+
+def _check_ray_is_installed(request: LaunchRequest, host: Host) -> Host:
+    try:
+        check_installed("ray", VERSIONS, why="--ray")
+    except MissingPackageError as error:
+        raise ConfigError(str(error)) from error
+    return host
+
+
+TARGET: Final = LaunchTarget(name="ray", is_chosen=_is_chosen, plan=plan, survey=_check_ray_is_installed)
 
 
 def _count_words(launch: LaunchConfig, low: int, high: int, use_gpu: bool) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, PlannedFile, Proc, Submitter
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
 from hasten.launch.failure import PREEMPTED
 from hasten.launch.shape import JobShape, worker_argv
 from hasten.launch.torchrun import supervision
@@ -96,11 +96,6 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
     )
 
 
-def chosen(request: LaunchRequest) -> bool:
-    """Return whether the plan is a batch script."""
-    return request.config.launch.submit == "slurm"
-
-
 def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
     launch, replicas = request.config.launch, request.config.survive.replicas > 0
@@ -148,6 +143,13 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
         supervision=supervision(request, JobShape(num_processes=1)),
         target=request.target,
     )
+
+
+TARGET: Final = LaunchTarget(
+    name="slurm",
+    is_chosen=lambda request: request.config.launch.submit == "slurm",
+    plan=plan_submit,
+)
 
 
 def without_submit(flags: tuple[str, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Final
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import torchrun
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Proc
+from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Proc
 from hasten.launch.cluster.slurm import without_submit
 from hasten.launch.shape import JobShape, worker_argv
 from hasten.runtime import tpu_hosts
@@ -192,7 +192,12 @@ def _lines(command_file: str | None) -> list[str]:
 _LIMIT_S: Final = 60.0
 
 
-def ask(request: LaunchRequest, host: Host) -> TpuSlice | None:
+def find_slice(request: LaunchRequest, host: Host) -> Host:
+    """Return the host with the machines of its TPU."""
+    return replace(host, tpu=_ask(request, host))
+
+
+def _ask(request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
     launch, xla = request.config.launch, request.config.xla
     if is_pod(request):
@@ -216,3 +221,6 @@ def _ask_gcloud(name: str, zone: str | None) -> TpuSlice | None:
         return TpuSlice(len(endpoints), endpoints[0].get("ipAddress")) if endpoints else None
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+POD_TARGET: Final = LaunchTarget(name="tpu-pod", is_chosen=is_pod, plan=plan_pod, survey=find_slice)

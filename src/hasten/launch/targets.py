@@ -1,0 +1,50 @@
+"""The launch targets: those of the core, one line each, and those of extensions."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Final
+
+from hasten import extension
+from hasten.config.sections.launch import OWN_LAUNCHERS
+from hasten.errors import ConfigError
+from hasten.launch import replicas
+from hasten.launch.base import LaunchRequest, LaunchTarget
+from hasten.launch.cluster import deepspeed, kubernetes, mpi, ray, slurm, xla
+
+CORE_TARGETS: Final = (
+    replicas.TARGET,
+    ray.TARGET,
+    slurm.TARGET,
+    kubernetes.TARGET,
+    xla.POD_TARGET,
+    mpi.TARGET,
+    deepspeed.TARGET,
+)
+
+
+def choose_target(request: LaunchRequest) -> LaunchTarget | None:
+    """Return the launch target that the settings ask for; None if hasten starts the processes of this machine itself.
+
+    Raises: ConfigError for a name that is no launch target, or settings of a target that is not used.
+    """
+    targets: list[LaunchTarget] = [
+        *CORE_TARGETS,
+        *(offer.load() for offer in extension.offers("launch_targets").values()),
+    ]
+    chosen_targets = [target for target in targets if target.is_chosen(request)]  # all, since each may refuse settings
+    if chosen_targets:
+        return chosen_targets[0]
+    launch = request.config.launch
+    names = [target.name for target in targets]
+    if launch.submit is not None:
+        raise _unknown_name("submit", launch.submit, names)
+    if launch.launcher not in OWN_LAUNCHERS:
+        raise _unknown_name("launcher", launch.launcher, [*OWN_LAUNCHERS, *names])
+    return None
+
+
+def _unknown_name(setting: str, value: str, names: list[str]) -> ConfigError:
+    similar_names = get_close_matches(value, names, n=1)
+    hint = f"did you mean {similar_names[0]!r}?" if similar_names else f"installed are {', '.join(sorted(names))}."
+    return ConfigError(f"{setting}={value!r} names no launch target, so nothing can start the processes; {hint}")
