@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from hasten.runtime.bytes_plan import Traffic, all_reduced, exchanged
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, EXPERTS, SHARD, Axis, MeshSpec
 
+ContextWay = Literal["allgather", "ulysses"]
 _CALLED: Final = "c10d"
 _FUNCTIONAL: Final = "_c10d_functional"
 _SHARDING: Final = ("_allgather_base_", "_reduce_scatter_base_")
@@ -152,3 +153,52 @@ def _tensors_in(values: Any) -> list[Tensor]:
     if isinstance(values, (list, tuple)):
         return [tensor for value in values for tensor in _tensors_in(value)]
     return []
+
+
+def expert_traffic(
+    mesh: MeshSpec, *, tokens: int, k: int, width: int, num_experts: int, item: int = 4, weight_item: int = 4
+) -> Traffic:
+    """Return the bytes that a module of experts sends in a micro-step of `tokens` per rank, with `k` experts per token.
+
+    Hidden states and weights are sent to the experts and results back, and likewise the gradients; counts are sent once.
+    """
+    rows = tokens * k
+    there = exchanged(rows * (width * item + weight_item), mesh.ep)
+    back = exchanged(rows * width * item, mesh.ep)
+    return used_axes({EXPERTS: 2 * (there + back) + exchanged(num_experts * 8, mesh.ep)})
+
+
+def context_traffic(
+    mesh: MeshSpec, *, way: ContextWay, causal: bool, tokens: int, keys: int, queries: int, item: int = 4
+) -> Traffic:
+    """Return the bytes that one attention sends in one micro-step of `tokens` per rank, without masks.
+
+    `queries` is the width of all query heads, `keys` that of all key (or value) heads. allgather sends keys and
+    values to every rank, again in the backward (except without a causal mask, where they are retained), and returns their
+    gradients, in float32 where they are sums; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
+    """
+    ranks, once = mesh.cp, tokens * keys
+    if way == "ulysses":
+        sent = 2 * exchanged(2 * tokens * (queries + keys) * item, ranks)
+    elif causal:
+        sent = 4 * (ranks - 1) * once * item + 2 * (ranks - 1) * once * 4
+    else:
+        sent = 4 * (ranks - 1) * once * item
+    return used_axes({Axis.CP: sent if ranks > 1 else 0})
+
+
+def stage_traffic(
+    mesh: MeshSpec, *, stage: int, tokens: int, width: int, item: int = 4, stages_per_rank: int = 1
+) -> Traffic:
+    """Return the bytes that a pipeline rank sends for one batch of `tokens`: hidden states forward, gradients backward.
+
+    `stage` is the rank's position along the axis. With several stages on each rank, consecutive stages form a ring over the ranks.
+    """
+    first, last = stage == 0, stage == mesh.pp - 1
+    messages = 2 * stages_per_rank - first - last
+    return used_axes({Axis.PP: messages * tokens * width * item})
+
+
+def used_axes(sent: Traffic) -> Traffic:
+    """The axes along which something is sent."""
+    return {str(axis): num_bytes for axis, num_bytes in sent.items() if num_bytes}

@@ -143,7 +143,7 @@ class Accelerator:
         split_batches: The loader's batch size is the global one, split over processes.
         dynamo_backend: Backend of torch.compile; `dynamo_plugin` has the other settings.
         rng_types: Random generators synchronised over all processes at the start of each epoch.
-        debug: Check every collective before it runs (slower); show logs and whole tracebacks.
+        debug: Show hasten's logs, the start-up banner and whole tracebacks.
         context: An existing process context, instead of the launcher's variables.
         unknown: Any other name, which raises UnknownSettingError with the nearest or the new spelling.
     """

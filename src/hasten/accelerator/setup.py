@@ -416,5 +416,4 @@ def _group(settings: Config) -> GroupSettings:
         init_method=config.init_method,
         init_timeout_s=plain.init_timeout_s if config.init_timeout is None else config.init_timeout.total_seconds(),
         timeout_s=plain.timeout_s if config.timeout is None else config.timeout.total_seconds(),
-        checked=settings.debug,
     )

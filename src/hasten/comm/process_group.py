@@ -15,7 +15,6 @@ from torch.distributed import DistNetworkError, Store
 
 from hasten.comm.base import ReduceKind
 from hasten.comm.collective_log import CollectiveRecord
-from hasten.comm.contract import Contract
 from hasten.comm.encoding import PLAIN, Codec
 from hasten.errors import CommError, MissingRanksError, PeerFailedError
 
@@ -169,10 +168,7 @@ _NARROW: Final = (torch.int16, torch.uint16, torch.uint32)
 
 
 class ProcessGroupComm:
-    """A torch process group with its key-value store.
-
-    With `checked`, the members compare every collective over the store before it runs.
-    """
+    """A torch process group with its key-value store."""
 
     def __init__(
         self,
@@ -182,7 +178,6 @@ class ProcessGroupComm:
         timeout_s: float = 1800.0,
         codec: Codec = PLAIN,
         collectives: CollectiveRecord | None = None,
-        checked: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -206,8 +201,6 @@ class ProcessGroupComm:
         self._name = f"{_tag(self.ranks)}/{number}"
         notes = dist.PrefixStore(f"hasten/{self._name}", store)
         self._roll_call = RollCall(notes, me, self.ranks, timeout_s)
-        agreed = dist.PrefixStore("contract", notes)
-        self._contract = Contract(agreed, me, self.ranks, timeout_s) if checked else None
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if x.is_complex():
@@ -217,7 +210,7 @@ class ProcessGroupComm:
             return counted.bool() if kind in ("min", "max") else counted
         if x.dtype in _NARROW:  # gloo cannot reduce these
             return self.all_reduce(x.to(torch.int64), kind).to(torch.float32 if kind == "mean" else x.dtype)
-        self._begin("all_reduce", x)
+        self.collectives.note("all_reduce", x)
         buffer = self._own(x, copy=True)
         op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(kind, dist.ReduceOp.SUM)
         dist.all_reduce(buffer, op, group=self.group)
@@ -226,7 +219,7 @@ class ProcessGroupComm:
         return result.to(x.device).reshape(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self._begin("all_gather", x)
+        self.collectives.note("all_gather", x)
         if x.dtype == torch.uint8 and x.ndim == 1 and x.is_contiguous() and x.device.type in self._device_types:
             gathered = x.new_empty(self.size * x.shape[0])  # bytes already: the envelope of every collective on trees
             self._gather(gathered, x)
@@ -246,7 +239,7 @@ class ProcessGroupComm:
             self._gather_single(out, x).wait()
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        self._begin("broadcast", x)
+        self.collectives.note("broadcast", x)
         raw = self._bytes(x).clone()
         dist.broadcast(raw, src=self._member(src), group=self.group)
         self.collectives.ended()
@@ -254,7 +247,7 @@ class ProcessGroupComm:
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
         sender = self._member(src)
-        self._begin("scatter", like)
+        self.collectives.note("scatter", like)
         raw = torch.empty_like(self._bytes(like))
         pieces = [self._bytes(part) for part in parts] if self.rank == src and parts is not None else None
         dist.scatter(raw, pieces, src=sender, group=self.group)
@@ -310,12 +303,6 @@ class ProcessGroupComm:
     def close(self) -> None:
         """Destroy the group. Called only by its owner."""
         dist.destroy_process_group(self.group)
-
-    def _begin(self, op: str, x: Tensor) -> None:
-        """Record the collective; in debug mode block until every member is about to run it."""
-        self.collectives.note(op, x)
-        if self._contract is not None and (last := self.collectives.last) is not None:
-            self._contract.check(op, x, last.file, last.line)
 
     def _member(self, src: int) -> int:
         if not 0 <= src < self.size:

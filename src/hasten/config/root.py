@@ -46,7 +46,7 @@ class Config(Section):
     cpu: bool = setting(False, "train on the CPU even if an accelerator is available", flags=("use_cpu",))
     debug: bool = setting(
         False,
-        "check every collective of hasten before it runs (slower); show hasten's logs, the start-up banner and whole tracebacks",
+        "show hasten's logs, the start-up banner and whole tracebacks",
     )
     checkpoint_in_memory: int | None = setting(
         None,

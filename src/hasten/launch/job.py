@@ -23,8 +23,7 @@ from hasten.launch.run import complete, execute
 from hasten.launch.shape import JobShape, decide
 from hasten.launch.targets import choose_target
 from hasten.optional import check_installed
-from hasten.runtime.bytes_plan import outlook
-from hasten.runtime.mesh_plan import Axis, mesh_of, mesh_table, mesh_title, shards_parameters
+from hasten.runtime.mesh_plan import Axis, mesh_of, mesh_table, mesh_title
 
 OwnLauncher = Literal["single", "torchrun", "task", "xla"]
 
@@ -56,14 +55,7 @@ class Job:
             return ""
         title = f"mesh: {mesh_title(spec)} = {spec.world_size} process{'' if spec.world_size == 1 else 'es'}"
         table = [title, *("    " + row for row in mesh_table(spec, count))]
-        if self.request.config.strategy in _ENGINES:  # these engines lay out their state differently
-            return "\n".join([*table, ""])
-        config = self.request.config
-        rows = outlook(
-            spec, micro_steps=config.gradient_accumulation.num_steps, sharded=shards_parameters(config, spec)
-        )
-        bytes_title = "each rank, for every billion parameters (float32, AdamW), between steps and in a step:"
-        return "\n".join([*table, bytes_title, *("    " + row for row in rows), ""])
+        return "\n".join([*table, ""])
 
     def run(self) -> int:
         """Run the job to completion and return its exit code, as `exit_codes` translates it."""

@@ -212,8 +212,6 @@ class GroupSettings:
     """Time limit of a collective during training."""
     codec: Codec = PLAIN
     """Encoding of objects that ranks exchange."""
-    checked: bool = False
-    """Let the ranks agree on every collective of a Comm before it runs: slow, for debug mode."""
 
 
 def start(
@@ -257,13 +255,9 @@ def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings:
     assert group is not None, "torch.distributed is initialised, so it has a world group"
     notes = _get_default_store()  # the only access to the store of a group that was started by other code
     collectives = CollectiveRecord()
-    world: Comm = ProcessGroupComm(
-        group, notes, device, settings.timeout_s, settings.codec, collectives, settings.checked
-    )
+    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, settings.codec, collectives)
     mesh = mesh_of(topology.world_size)
-    groups = Groups(
-        mesh, topology.rank, world, notes, settings.timeout_s, settings.codec, collectives, settings.checked
-    )
+    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, settings.codec, collectives)
     return ProcessContext(topology, mesh, device, world, groups, collectives)
 
 

@@ -7,14 +7,12 @@ twice that for an all-reduce, the whole tensor for a message to one rank. Sizes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-from hasten.runtime.mesh_plan import EXPERTS, LOSS, SHARD, Axis, MeshSpec
+from hasten.runtime.mesh_plan import LOSS, SHARD, Axis, MeshSpec
 
-ContextWay = Literal["allgather", "ulysses"]
 Traffic = dict[str, float]
 """Bytes each rank sends, by axis."""
-_BILLION: Final = 10**9
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -97,19 +95,6 @@ def data_traffic(
     return _some(sent)
 
 
-def expert_traffic(
-    mesh: MeshSpec, *, tokens: int, k: int, width: int, num_experts: int, item: int = 4, weight_item: int = 4
-) -> Traffic:
-    """Return the bytes that a module of experts sends in a micro-step of `tokens` per rank, with `k` experts per token.
-
-    Hidden states and weights are sent to the experts and results back, and likewise the gradients; counts are sent once.
-    """
-    rows = tokens * k
-    there = exchanged(rows * (width * item + weight_item), mesh.ep)
-    back = exchanged(rows * width * item, mesh.ep)
-    return _some({EXPERTS: 2 * (there + back) + exchanged(num_experts * 8, mesh.ep)})
-
-
 def tensor_traffic(mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 0, item: int = 4) -> Traffic:
     """Return the bytes that tensor-parallel layers send in one micro-step of `tokens`.
 
@@ -118,37 +103,6 @@ def tensor_traffic(mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 
     """
     sums = all_reduced(tokens * summed * item, mesh.tp)
     return _some({Axis.TP: sums + exchanged(tokens * gathered * item, mesh.tp)})
-
-
-def context_traffic(
-    mesh: MeshSpec, *, way: ContextWay, causal: bool, tokens: int, keys: int, queries: int, item: int = 4
-) -> Traffic:
-    """Return the bytes that one attention sends in one micro-step of `tokens` per rank, without masks.
-
-    `queries` is the width of all query heads, `keys` that of all key (or value) heads. allgather sends keys and
-    values to every rank, again in the backward (except without a causal mask, where they are retained), and returns their
-    gradients, in float32 where they are sums; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
-    """
-    ranks, once = mesh.cp, tokens * keys
-    if way == "ulysses":
-        sent = 2 * exchanged(2 * tokens * (queries + keys) * item, ranks)
-    elif causal:
-        sent = 4 * (ranks - 1) * once * item + 2 * (ranks - 1) * once * 4
-    else:
-        sent = 4 * (ranks - 1) * once * item
-    return _some({Axis.CP: sent if ranks > 1 else 0})
-
-
-def stage_traffic(
-    mesh: MeshSpec, *, stage: int, tokens: int, width: int, item: int = 4, stages_per_rank: int = 1
-) -> Traffic:
-    """Return the bytes that a pipeline rank sends for one batch of `tokens`: hidden states forward, gradients backward.
-
-    `stage` is the rank's position along the axis. With several stages on each rank, consecutive stages form a ring over the ranks.
-    """
-    first, last = stage == 0, stage == mesh.pp - 1
-    messages = 2 * stages_per_rank - first - last
-    return _some({Axis.PP: messages * tokens * width * item})
 
 
 def _add(sent: Traffic, axis: str, num_bytes: float) -> None:
@@ -168,21 +122,3 @@ def size(num_bytes: float) -> str:
     """Return a number of bytes with a suitable unit."""
     unit = next((unit for unit in _UNITS if abs(num_bytes) < 1024 * 1024 ** _UNITS.index(unit)), _UNITS[-1])
     return f"{num_bytes / 1024 ** _UNITS.index(unit):.{0 if unit == 'bytes' else 1}f} {unit}"
-
-
-def outlook(mesh: MeshSpec, *, micro_steps: int = 1, sharded: bool = True) -> list[str]:
-    """Return lines about the bytes that a rank of `mesh` holds and sends per billion parameters, for an unknown model.
-
-    Assumes float32, AdamW and equal pipeline stages. One line for each way in which this mesh distributes parameters.
-    """
-    number = _BILLION // mesh.pp
-    kinds = [("parameters of split layers", Weights(whole=0, split=number))] if mesh.tp > 1 else []
-    kinds += [("parameters" if not kinds else "other parameters", Weights(whole=number))]
-    if mesh.ep > 1:
-        kinds.append(("parameters of experts", Weights(whole=0, experts=number)))
-    lines = []
-    for name, weights in kinds:
-        held = held_bytes(mesh, weights, sharded=sharded)
-        sent = data_traffic(mesh, weights, micro_steps=micro_steps, sharded=sharded)
-        lines.append(f"{name}: holds {size(held.total)} ({size(held.parameters)} of weights); sends {shown(sent)}")
-    return lines

@@ -62,18 +62,6 @@ def choose_device(local_rank: int, cpu: bool = False, wanted: str | None = None)
     return _numbered(accelerator.type, local_rank)
 
 
-def stands_in(wanted: str | None) -> bool:
-    """Return True if no accelerator is available, but torch accepts `wanted`: tests replace `set_device` of a device they lack."""
-    device = torch.device(wanted or "cpu")
-    if device.type == "cpu" or torch.accelerator.is_available():
-        return False
-    try:
-        torch.get_device_module(device).set_device(device)
-    except (AssertionError, AttributeError, RuntimeError, ValueError):  # torch was built without it, or finds none
-        return False
-    return True
-
-
 def _wanted(wanted: str, local_rank: int) -> torch.device:
     device = torch.device(wanted)
     if device.type == "cpu":

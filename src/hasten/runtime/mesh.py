@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import math
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -98,7 +97,6 @@ class Groups:
         timeout_s: float,
         codec: Codec = PLAIN,
         collectives: CollectiveRecord | None = None,
-        checked: bool = False,
     ) -> None:
         self._mesh = mesh
         self._rank = rank
@@ -107,7 +105,6 @@ class Groups:
         self._timeout_s = timeout_s
         self._codec = codec
         self._trail = collectives
-        self._checked = checked
         self._made: dict[tuple[int, ...], Comm] = {}
 
     def __call__(self, *axes: Axis) -> Comm:
@@ -124,9 +121,7 @@ class Groups:
     def _make(self, peers: tuple[int, ...]) -> Comm:
         assert self._store is not None, "a group of several ranks needs a process group and its store"
         group = group_of(peers, self._timeout_s)
-        return ProcessGroupComm(
-            group, self._store, self._world.device, self._timeout_s, self._codec, self._trail, self._checked
-        )
+        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s, self._codec, self._trail)
 
 
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
@@ -178,14 +173,3 @@ def stop() -> None:
     if dist.is_initialized():
         gc.collect()  # reducers and meshes hold references to the group
         dist.destroy_process_group()
-
-
-def readers_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the number of ranks with different samples in torch's mesh, and this rank's index among them.
-
-    Ranks along `tp` and `cp` read the same samples.
-    """
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    kept = [at for at, name in enumerate(names) if name not in (Axis.TP, Axis.CP)]
-    sizes, places = [mesh.size(at) for at in kept], [mesh.get_local_rank(at) for at in kept]
-    return math.prod(sizes), sum(place * math.prod(sizes[at + 1 :]) for at, place in enumerate(places))

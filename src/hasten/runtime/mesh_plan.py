@@ -275,11 +275,6 @@ def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:
         )
 
 
-def shards_parameters(config: Config, mesh: MeshSpec) -> bool:
-    """Return whether parameters are sharded over `mesh` (FSDP2) rather than replicated: requested, or required."""
-    return config.strategy == "fsdp" or max(mesh.dp_shard, mesh.tp, mesh.ep) > 1
-
-
 def mesh_title(mesh: MeshSpec) -> str:
     """Return the axes larger than one, with their sizes; empty for one process."""
     axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)

@@ -25,7 +25,7 @@ from hasten.runtime.mesh_plan import MeshSpec
 from hasten.strategies.account import account
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
-from tests.support.sent_bytes import count_sent
+from tests.support.sent_bytes import context_traffic, count_sent, expert_traffic, stage_traffic
 from tests.support.toys import MixtureBlock, TinyMixture
 
 WIDE: Final = 1024
@@ -175,7 +175,7 @@ def test_real_steps_send_what_the_formulas_say(ctx: ProcessContext) -> None:
         return bytes_plan.data_traffic(mesh, Weights(whole=whole, experts=experts), micro_steps=2)
 
     def moved(mesh: MeshSpec) -> Traffic:
-        one = bytes_plan.expert_traffic(mesh, tokens=tokens().numel(), k=2, width=8, num_experts=4)
+        one = expert_traffic(mesh, tokens=tokens().numel(), k=2, width=8, num_experts=4)
         return {"ep": 2 * 2 * one["ep"]}  # two modules, two micro-steps
 
     for settings in ({"strategy": "ddp"}, {"strategy": "fsdp"}):
@@ -230,7 +230,7 @@ def test_attention_over_parts_of_sequences_sends_what_the_formula_says(ctx: Proc
     net = text(context=8)
     mesh, (whole, _) = mesh_of(settings), sized(net)
     got = by_axis(counted(net, settings, tokens(8), run))
-    once = bytes_plan.context_traffic(mesh, way=way, causal=True, tokens=4 * 8 // 2, keys=8, queries=8)
+    once = context_traffic(mesh, way=way, causal=True, tokens=4 * 8 // 2, keys=8, queries=8)
     grads = bytes_plan.data_traffic(mesh, Weights(whole=whole), micro_steps=2, sharded=False)
     assert got == pytest.approx({"cp": 2 * 2 * once["cp"] + grads["cp"]})  # two attentions, two micro-steps
     sharded = by_axis(counted(text(context=8), {**settings, "strategy": "fsdp"}, tokens(8), run))
@@ -248,9 +248,7 @@ def test_stages_send_what_the_formula_says(ctx: ProcessContext, schedule: Any, s
     settings: dict[str, Any] = {"parallelism_config": ParallelismConfig(pp_size=2, pp_handler=handler)}
     got = counted(text(depth=4), settings, tokens(), run)
     mesh = mesh_of(settings)
-    each = [
-        bytes_plan.stage_traffic(mesh, stage=rank, tokens=24, width=8, stages_per_rank=stages)["pp"] for rank in (0, 1)
-    ]
+    each = [stage_traffic(mesh, stage=rank, tokens=24, width=8, stages_per_rank=stages)["pp"] for rank in (0, 1)]
     assert got["pp", "send"] == pytest.approx(2 * sum(each) / 2)  # two micro-steps, the mean of two ranks
     assert by_axis(got)["pp"] == pytest.approx(got["pp", "send"], rel=0.02), "beside them, losses only"
 

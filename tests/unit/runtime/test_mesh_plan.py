@@ -39,14 +39,9 @@ def test_a_dry_run_prints_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "mesh: cp 2 x tp 2 = 4 processes" in shown
-    assert [line.split() for line in shown.splitlines()[-7:-3]] == [
+    assert [line.split() for line in shown.splitlines()[-4:]] == [
         [str(rank), "0", str(rank // 2), str(rank % 2)] for rank in range(4)
     ]
-    # a billion parameters of 4 bytes, their gradients and two moments: 14.9 GiB, over 2 x 2 or over 2
-    assert shown.splitlines()[-2].split(":")[1].startswith(" holds 3.7 GiB (953.7 MiB of weights); sends dp_shard")
-    assert shown.splitlines()[-1].split(":")[1].startswith(" holds 7.5 GiB (1.9 GiB of weights); sends dp_shard")
-    assert main(["launch", "--dry-run", "--cpu", "--num_processes=4", "--cp_size=2", str(script)]) == 0
-    assert "holds 14.9 GiB (3.7 GiB of weights); sends dp_replicate+cp 5.6 GiB" in capsys.readouterr().out, "copies"
     main(["launch", "--dry-run", "--cpu", "--num_processes=4", str(script)])
     assert "mesh:" not in capsys.readouterr().out
 
@@ -76,10 +71,9 @@ def test_the_table_shows_who_holds_which_experts(tmp_path: Path, capsys: pytest.
     assert main(["launch", "--dry-run", "--cpu", "--num_processes=4", "--ep_size=2", str(script)]) == 0
     shown = capsys.readouterr().out
     assert "mesh: dp_replicate 4 (experts over ep 2) = 4 processes" in shown
-    assert [line.split() for line in shown.splitlines()[-7:-3]] == [
+    assert [line.split() for line in shown.splitlines()[-4:]] == [
         [str(rank), "0", str(rank), str(rank % 2)] for rank in range(4)
     ]
-    assert "parameters of experts: holds 7.5 GiB" in shown
     assert main(["launch", "--dry-run", "--cpu", "--num_processes=4", "--ep_size=3", str(script)]) != 0
     assert "Set ep_size to one of [1, 2, 4]" in capsys.readouterr().err
 

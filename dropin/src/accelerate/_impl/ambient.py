@@ -16,7 +16,7 @@ from hasten.optim.clock import StepClock
 from hasten.runtime import bootstrap, env
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.devices import choose_device, stands_in
+from hasten.runtime.devices import choose_device
 from hasten.runtime.topology import Topology
 
 # Any in this file: attributes of the states, the user's functions, and inputs that are dealt out.
@@ -75,6 +75,18 @@ class Ambient:
 
 
 AMBIENT: Ambient = Ambient()  # quirk: SINGLETONS
+
+
+def stands_in(wanted: str | None) -> bool:
+    """Return True if no accelerator is available, but torch accepts `wanted`: tests replace `set_device` of a device they lack."""
+    device = torch.device(wanted or "cpu")
+    if device.type == "cpu" or torch.accelerator.is_available():
+        return False
+    try:
+        torch.get_device_module(device).set_device(device)
+    except (AssertionError, AttributeError, RuntimeError, ValueError):  # torch was built without it, or finds none
+        return False
+    return True
 
 
 def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessContext:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import hasten
-from accelerate._impl.ambient import AMBIENT
+from accelerate._impl.ambient import AMBIENT, stands_in
 from accelerate._impl.enums import PrecisionType
 from accelerate._impl.environment.variables import environment, parse_flag_from_env
 from accelerate._impl.settings import kwargs_handlers as kinds
@@ -20,7 +20,6 @@ from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectCo
 from accelerate._impl.sharding.followed import chosen_plugins
 from accelerate._impl.surface.messages import message
 from accelerate._impl.views.state import AcceleratorState
-from hasten.runtime.devices import stands_in
 from hasten.runtime.env import assigned_device
 
 # Any in this file: arguments of every type.

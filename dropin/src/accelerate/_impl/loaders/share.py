@@ -1,6 +1,7 @@
 """Preparing loaders: the established names, and how a plain DataLoader becomes one that reads its share."""
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
 from hasten.data import loader as own
 from hasten.errors import DataError
-from hasten.runtime.mesh import readers_of
+from hasten.runtime.mesh_plan import Axis
 
 logger = get_logger("accelerate.data_loader")
 rank_check = Deferred("hasten.data.rank_check")
@@ -39,8 +40,16 @@ _KEPT: Final = "num_workers collate_fn pin_memory timeout worker_init_fn multipr
 
 def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
     here = PartialState()
-    readers, reader = (here.num_processes, here.process_index) if mesh is None else readers_of(mesh)
+    readers, reader = (here.num_processes, here.process_index) if mesh is None else _readers_of(mesh)
     return readers if size is None else size, reader if index is None else index
+
+
+def _readers_of(mesh: Any) -> tuple[int, int]:
+    """Return the number of ranks with different samples in torch's mesh, and this rank's index: not along `tp` and `cp`."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    dims = [dim for dim, name in enumerate(names) if name not in (Axis.TP, Axis.CP)]
+    sizes, positions = [mesh.size(dim) for dim in dims], [mesh.get_local_rank(dim) for dim in dims]
+    return math.prod(sizes), sum(position * math.prod(sizes[at + 1 :]) for at, position in enumerate(positions))
 
 
 def prepare_data_loader(
