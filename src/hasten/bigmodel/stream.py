@@ -2,8 +2,8 @@
 
 A block's weights are in host memory or in files. Before its forward they are copied into one buffer on the device, on a
 separate stream, and the block's parameters are replaced by views of that buffer; afterwards the resting parameters are
-restored. The buffer is allocated once and holds a few blocks. A copy that overwrites a block waits for the event that
-was recorded when that block had computed, and a block waits for the event of its copy, so the host never waits.
+restored. The buffer is allocated once and holds a few blocks. A copy waits for the computations that were queued before it, and a block for
+its copy, so the host never waits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.packs import HostPool, Pack
-from hasten.bigmodel.staging import BlockOrder, CopyStreams, Mark, Ring, Span, WeightStaging, spread
+from hasten.bigmodel.staging import BlockOrder, Ring, Span, spread
 from hasten.bigmodel.units import Unit, put_loose, relist, window
 from hasten.errors import PrepareError
+from hasten.runtime.streams import HostLanes, Mark, lanes_for
 
 BLOCKS_AT_ONCE = 3
 """Number of blocks in the buffer: the computing one, the next one, and one more to smooth out uneven times."""
@@ -39,12 +40,11 @@ class _State:
     home: Tensor | None = None
     """Dedicated memory, for packs that stay on the device."""
     span: Span | None = None
-    coming: Future[None] | None = None
-    ready: Mark | None = None
-    done: Mark | None = None
+    coming: Future[Mark] | None = None
+    """The read of a file or of pageable memory that has to end before the copy is queued."""
+    ready: Mark = None
     stamp: tuple[int, ...] = ()
-    used: bool = False
-    unpacked: bool = False
+    """Versions of the weights on the device; empty if they are not there."""
 
 
 class Streamer:
@@ -56,18 +56,18 @@ class Streamer:
         units: Sequence[Unit],
         resident_bytes: int = 0,
         blocks_at_once: int = BLOCKS_AT_ONCE,
-        streams: CopyStreams | None = None,
+        lanes: HostLanes | None = None,
     ) -> None:
         """Keep `resident_bytes` of weights on the device; the buffer for the others is allocated in addition.
 
-        `streams` default to those of the device; the CPU has none, and a thread copies instead.
+        `lanes` default to those of the device.
         """
         self.device = device
         self.units = list(units)
         self._options = (resident_bytes, blocks_at_once)
         self._num_joined = 0
         self._lock = threading.RLock()
-        self._streams = CopyStreams(device) if streams is None and device.type != "cpu" else streams
+        self._lanes = lanes or lanes_for(device)
         self._packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
         self._states: dict[Pack, _State] = {pack: _State() for pack in self._packs}
         self._unpacked: list[Pack] = []
@@ -77,7 +77,7 @@ class Streamer:
         streamed = [pack for pack in self._packs if self._states[pack].home is None]
         self._ring = Ring(window(self.units, streamed, blocks_at_once))
         self._arena = self._memory(self._ring.capacity)
-        self._staging = WeightStaging(max((pack.num_bytes for pack in self._packs if not pack.segments), default=0))
+        self._staging_buffers: list[StagingBuffer] = []
         self._storages = {self._arena.untyped_storage().data_ptr()}
         for state in self._states.values():
             if state.home is not None:
@@ -113,10 +113,8 @@ class Streamer:
 
     def _memory(self, num_bytes: int) -> Tensor:
         """Allocate memory for weights on the device."""
-        if self._streams is not None:
-            return self._streams.memory(num_bytes)
         with torch.inference_mode(False):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            return self._lanes.empty(num_bytes, outlives_copies=True)
 
     # ---------------------------------------------------------------------------------------------- use and release
     def acquire(self, index: int) -> None:
@@ -131,6 +129,7 @@ class Streamer:
                 )
             if self._num_joined:
                 self._take_in_joined()
+            self._lanes.follow_current_stream()
             self._order.saw(index)
             unit.move_others(self.device)
             for pack in unit.packs:
@@ -160,16 +159,9 @@ class Streamer:
                 if state.users == 0:
                     for entry in (*pack.entries, *pack.loose):
                         entry.put(entry.rest)
-                state.used = True
-                self._mark_done(state)
             relist(unit.recurrent)
         finally:
             self._lock.release()
-
-    def _mark_done(self, state: _State) -> None:
-        if self._streams is not None:
-            state.done = state.done or self._streams.mark()
-            self._streams.set_after_computing(state.done)
 
     def _swap_in(self, pack: Pack) -> None:
         state = self._states[pack]
@@ -190,7 +182,7 @@ class Streamer:
         state = self._states[pack]
         if self._is_current(pack, state):
             return
-        self._settle_old(state)
+        _end_read(state)
         if state.home is None and state.span is None and not self._take_span(pack, self._fixed(())):
             home = self._give_home(pack)  # nested units that the buffer cannot hold together
             self._storages.add(home.untyped_storage().data_ptr())
@@ -209,7 +201,7 @@ class Streamer:
                     continue
                 if state.users:
                     return
-                self._settle_old(state)
+                _end_read(state)
                 if state.home is None and state.span is None and not self._take_span(pack, self._fixed(sooner)):
                     return
                 self._fetch(pack, state)
@@ -229,31 +221,14 @@ class Streamer:
             return False
         self._states[pack].span, lost = found
         for other in lost:
-            self._evict(self._states[other])  # type: ignore[index]  # keys of the ring are packs
+            evicted = self._states[other]  # type: ignore[index]  # keys of the ring are packs
+            _end_read(evicted)
+            evicted.span, evicted.stamp = None, ()
         return True
 
-    def _evict(self, state: _State) -> None:
-        """Make later copies wait for the last use of the memory they overwrite."""
-        if state.coming is not None:
-            state.coming.exception()  # its memory is about to be reused, so its failure no longer matters
-            state.coming = None
-        if state.unpacked:
-            self._mark_done(state)
-            state.unpacked = False
-        if self._streams is not None and state.used and state.done is not None:
-            self._streams.copies_wait(state.done)
-        state.span, state.stamp, state.used = None, (), False
-
-    def _settle_old(self, state: _State) -> None:
-        """Wait for the old copy of a pack and its users, before fetching it again because its weights changed."""
-        if state.coming is not None:
-            state.coming.exception()
-            state.coming = None
-        if self._streams is not None and state.used and state.done is not None:
-            self._streams.copies_wait(state.done)
-
     def _fetch(self, pack: Pack, state: _State) -> None:
-        state.stamp, state.used = (0, *pack.stamp()), False
+        """Queue the copy of a pack after the computations so far, which include all uses of the memory that it overwrites."""
+        state.stamp = (0, *pack.stamp())
         if state.home is not None:
             target = state.home
         else:
@@ -261,27 +236,37 @@ class Streamer:
             target = self._arena[state.span.start : state.span.stop]
         if not pack.num_bytes:
             return
-        if self._streams is not None:
-            state.ready = state.ready or self._streams.mark()
-            if pack.segments:
-                pairs = [(target[at : at + source.numel()], source) for at, source in pack.segments]
-                self._streams.copy(pairs, state.ready)
-                return
+        computed = self._lanes.mark()
+        if pack.segments:
+            pairs = [(target[at : at + source.numel()], source) for at, source in pack.segments]
+            state.ready = self._lanes.fetch(pairs, computed)
+            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-stream")
-        state.coming = self._thread.submit(_read, weakref.ref(self), pack, state, target)
+        state.coming = self._thread.submit(_read, weakref.ref(self), pack, target[: pack.num_bytes], computed)
 
-    def read(self, pack: Pack, state: _State, target: Tensor) -> None:
+    def read(self, pack: Pack, target: Tensor, computed: Mark) -> Mark:
         """Fill a pack's memory on the device from files or pageable memory; runs on the fetching thread."""
         with torch.inference_mode(False), torch.no_grad():
-            if self._streams is None:
-                pack.read_into(target[: pack.num_bytes])
-                return
-            with self._staging.buffer(self.device) as staged:
-                memory = staged.memory[: pack.num_bytes]
-                pack.read_into(memory)
-                self._streams.copy([(target[: pack.num_bytes], memory)], state.ready)
-                staged.sent(self._streams.copies)
+            if target.is_cpu:
+                pack.read_into(target)
+                return None
+            buffer = self._next_staging_buffer()
+            self._lanes.host_waits(buffer.sent)
+            memory = buffer.memory[: pack.num_bytes]
+            pack.read_into(memory)
+            buffer.sent = self._lanes.fetch([(target, memory)], computed)
+            return buffer.sent
+
+    def _next_staging_buffer(self) -> StagingBuffer:
+        """Return the buffer that was filled before the last one; both are allocated on first use."""
+        if not self._staging_buffers:
+            num_bytes = max(pack.num_bytes for pack in self._packs if not pack.segments)
+            pool = HostPool(pinned=True)
+            pool.reserve(2 * num_bytes)
+            self._staging_buffers = [StagingBuffer(pool.cut(num_bytes)[2]) for _ in range(2)]
+        self._staging_buffers.reverse()
+        return self._staging_buffers[0]
 
     def _await(self, pack: Pack) -> None:
         """Make the device compute only after the pack's copy is complete."""
@@ -289,12 +274,11 @@ class Streamer:
         if state.coming is not None:
             coming, state.coming = state.coming, None
             try:
-                coming.result()
+                state.ready = coming.result()
             except BaseException:
                 state.stamp = ()
                 raise
-        if self._streams is not None and state.ready is not None:
-            self._streams.computing_waits(state.ready)
+        self._lanes.compute_waits(state.ready)
 
     # ---------------------------------------------------------------------------------------------------- autograd
     def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
@@ -315,10 +299,10 @@ class Streamer:
         """Context manager that yields the bytes of a pack, copied to the device for use in backward."""
         with self._lock:
             state = self._states[pack]
+            self._lanes.follow_current_stream()
             self._unpacked = [*(other for other in self._unpacked if other is not pack), pack][-_LAST_UNPACKED:]
             self._demand(pack)
             self._await(pack)
-            state.unpacked = True
             if state.home is not None:
                 yield state.home
             else:
@@ -339,8 +323,6 @@ class Streamer:
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
-            if self._streams is not None:
-                self._streams.finish()
             for pack, state in self._states.items():
                 pack.views.clear()
                 state.home, state.span, state.stamp = None, None, ()
@@ -374,8 +356,23 @@ class Streamer:
         )
 
 
-def _read(streamer: weakref.ref[Streamer], pack: Pack, state: _State, target: Tensor) -> None:
+@dataclass(slots=True)
+class StagingBuffer:
+    """Host memory through which weights of files pass."""
+
+    memory: Tensor
+    sent: Mark = None
+    """Mark of the last copy from it."""
+
+
+def _end_read(state: _State) -> None:
+    """Wait for a read into memory that is about to be reused; its failure no longer matters."""
+    if state.coming is not None:
+        state.coming.exception()
+        state.coming = None
+
+
+def _read(streamer: weakref.ref[Streamer], pack: Pack, target: Tensor, computed: Mark) -> Mark:
     """Run a read on the fetching thread, without keeping the streamer alive."""
     owner = streamer()
-    if owner is not None:
-        owner.read(pack, state, target)
+    return None if owner is None else owner.read(pack, target, computed)

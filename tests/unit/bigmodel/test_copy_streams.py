@@ -8,7 +8,6 @@ the real device would have timed it.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -18,22 +17,23 @@ from torch import Tensor, nn
 
 from hasten.bigmodel import dispatch
 from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
-from hasten.bigmodel.staging import CopyStreams, Mark
 from hasten.bigmodel.stream import Streamer
 from hasten.modules import forwarding
+from hasten.runtime.streams import HostLanes, Mark, Pairs
 
 
 class Box:
     """A mark: a point of one of the streams."""
 
-    point = -1
+    def __init__(self, point: int) -> None:
+        self.point = point
 
 
-class LateStreams(CopyStreams):
-    """Streams of a device whose copies come as late as the marks allow, and whose computations may come later still."""
+class LateLanes(HostLanes):
+    """Lanes of a device whose copies come as late as the marks allow, and whose computations may come later still."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
+        super().__init__(torch.device("cpu"))
         self.now = 0
         self.waited = -1
         self.pending: list[list[tuple[Tensor, Tensor]]] = []
@@ -41,13 +41,14 @@ class LateStreams(CopyStreams):
         self.uses: list[tuple[int, int, int]] = []
         self.races: list[str] = []
 
-    def memory(self, num_bytes: int) -> Tensor:
+    def empty(self, num_bytes: int, outlives_copies: bool = False) -> Tensor:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
     def mark(self) -> Mark:
-        return Box()
+        return Box(self.now)
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], ready: Mark) -> None:
+    def fetch(self, pairs: Pairs, *after: Mark) -> Mark:
+        self.waited = max(self.waited, *(mark.point for mark in after))
         batch = list(pairs)
         for target, _ in batch:
             start, stop = target.data_ptr(), target.data_ptr() + target.numel()
@@ -55,23 +56,14 @@ class LateStreams(CopyStreams):
             if late:
                 self.races.append(f"copy over memory in use until {max(late)[2]}, waited for {self.waited} only")
         self.pending.append(batch)
-        ready.point = len(self.pending)
+        return Box(len(self.pending))
 
-    def set_after_computing(self, done: Mark) -> None:
-        done.point = self.now
-
-    def copies_wait(self, done: Mark) -> None:
-        self.waited = max(self.waited, done.point)
-
-    def computing_waits(self, ready: Mark) -> None:
-        while self.done < ready.point:
+    def compute_waits(self, mark: Mark) -> None:
+        while mark is not None and self.done < mark.point:
             for target, source in self.pending[self.done]:
                 target.copy_(source)
             self.pending[self.done] = []
             self.done += 1
-
-    def finish(self) -> None:
-        pass
 
     def used(self, memory: Tensor) -> None:
         """The computing stream reads this memory now."""
@@ -108,10 +100,10 @@ class Uneven(nn.Module):
         return torch.as_tensor(self.head(self.norm(x)))
 
 
-def streamed(model: nn.Module, streams: LateStreams, monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
+def streamed(model: nn.Module, streams: LateLanes, monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
     """Offload the model as if to a device with these streams, and let them know what is used when."""
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "Streamer", partial(Streamer, streams=streams))
+        patch.setattr(dispatch, "Streamer", partial(Streamer, lanes=streams))
         patch.setattr(Tensor, "is_pinned", lambda self: True)
         dispatch.cpu_offload(model, "cpu", resident=resident)
     (streamer,) = streamers_of(model)
@@ -121,7 +113,7 @@ def streamed(model: nn.Module, streams: LateStreams, monkeypatch: pytest.MonkeyP
         forward._acquire, forward._release = watching(streamer, streams)
 
 
-def watching(streamer: Streamer, streams: LateStreams) -> tuple[Any, Any]:
+def watching(streamer: Streamer, streams: LateLanes) -> tuple[Any, Any]:
     def acquire(index: int) -> None:
         streamer.acquire(index)
         for pack in streamer.units[index].packs:
@@ -150,7 +142,7 @@ def test_no_copy_overtakes_a_use_and_no_use_a_copy(start: int, monkeypatch: pyte
         rng = random.Random(seed)
         torch.manual_seed(seed)
         tied = rng.random() < 0.3
-        model, streams = Uneven(rng, tied), LateStreams()
+        model, streams = Uneven(rng, tied), LateLanes()
         count = len(model.blocks)
         passes = []
         for _ in range(8):
@@ -168,9 +160,9 @@ def test_no_copy_overtakes_a_use_and_no_use_a_copy(start: int, monkeypatch: pyte
 
 def test_the_stand_in_sees_a_copy_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checker itself: streaming that forgets to wait for the last use is caught."""
-    model, streams = Uneven(random.Random(1), False), LateStreams()
+    model, streams = Uneven(random.Random(1), False), LateLanes()
     streamed(model, streams, monkeypatch, 0)
-    monkeypatch.setattr(LateStreams, "copies_wait", lambda self, done: None)
+    monkeypatch.setattr(LateLanes, "mark", lambda self: Box(-1))
     with torch.no_grad():
         for _ in range(2):
             model(torch.zeros(1, 2, dtype=torch.long), list(range(len(model.blocks))))

@@ -12,8 +12,9 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.modules.names import is_dtensor
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
+from hasten.runtime.streams import lanes_for
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.offload.lanes import lanes_for, memory_use
+from hasten.strategies.offload.memory_budget import memory_use
 from hasten.strategies.offload.pieces import weakly
 from hasten.strategies.offload.update import StreamedUpdate
 from hasten.strategies.offload.weights import StreamedParameters, is_streamed

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hasten.bigmodel.packs import aligned
 from hasten.modules.names import local_tensor
-from hasten.strategies.offload.lanes import Mark
+from hasten.runtime.streams import Mark
 
 MOST_PIECE_BYTES: Final = 128 * 1024**2
 """Largest parameters of a piece; its state under AdamW is twice as large."""

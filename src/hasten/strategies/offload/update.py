@@ -21,7 +21,8 @@ from hasten.bigmodel.packs import HostPool
 from hasten.errors import StepError
 from hasten.modules.names import is_dtensor, like_parameter, local_tensor
 from hasten.optim.optimizer import SETTLE_STATE
-from hasten.strategies.offload.lanes import HostLanes, Mark, MemoryBudget, MemoryUse
+from hasten.runtime.streams import HostLanes, Mark
+from hasten.strategies.offload.memory_budget import MemoryBudget, MemoryUse
 from hasten.strategies.offload.pieces import (
     Flight,
     HostParameters,
@@ -237,7 +238,7 @@ class StreamedUpdate:
                 flight.parameters[index] = self._room_like(source)
                 flight.num_bytes += num_bytes(source)
                 pairs.append((flight.parameters[index], source))
-        flight.arrived = self._lanes.fetch(pairs, piece.written) if pairs else None
+        flight.arrived = self._lanes.fetch(pairs, self._lanes.mark(), piece.written) if pairs else None
 
     def _fetch_state(self, piece: UpdatePiece, flight: Flight, pairs: list[tuple[Tensor, Tensor]]) -> None:
         if piece.home is not None and piece.is_current(self._optimizer.state):
@@ -275,7 +276,7 @@ class StreamedUpdate:
                 flight.num_bytes += num_bytes(own)
                 pairs.append((flight.gradients[index], own))
         if pairs:
-            flight.graded = self._lanes.fetch(pairs)
+            flight.graded = self._lanes.fetch(pairs, self._lanes.mark())
 
     def _update(self, piece: UpdatePiece) -> None:
         """Run the optimizer's step over one piece on the device."""

@@ -20,9 +20,9 @@ from hasten.bigmodel.packs import HostPool
 from hasten.errors import PrepareError
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.streams import HostLanes, Mark, lanes_for
 from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.offload.lanes import HostLanes, Mark, lanes_for
 from hasten.strategies.offload.pieces import StateSlot, lay_out
 from hasten.strategies.placing import refuse_meta
 
@@ -64,7 +64,7 @@ class StreamedBlock:
         if self._stamp is None:
             self._lanes.grow(self._memory, self._size)
             self._stamp = self._versions()
-            self._arrived = self._lanes.fetch([(self._memory, self._home)])
+            self._arrived = self._lanes.fetch([(self._memory, self._home)], self._lanes.mark())
 
     def use(self) -> None:
         """Make the parameters tensors on the device."""

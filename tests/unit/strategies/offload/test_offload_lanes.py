@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.strategies.offload.lanes import HostLanes, MemoryBudget, Pairs
+from hasten.runtime.streams import HostLanes, Pairs
+from hasten.strategies.offload.memory_budget import MemoryBudget
 from hasten.strategies.offload.update import StreamedUpdate
 
 
@@ -30,17 +31,17 @@ class LateLanes(HostLanes):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.queued: list[tuple[list[tuple[Tensor, Tensor]], int]] = []
+        self.queued: list[list[tuple[Tensor, Tensor]]] = []
         self.done = 0
 
-    def empty(self, num_bytes: int) -> Tensor:
+    def empty(self, num_bytes: int, outlives_copies: bool = False) -> Tensor:
         return torch.full((num_bytes,), 0x7F, dtype=torch.uint8)
 
-    def fetch(self, pairs: Pairs, after: object = None) -> Mark:
-        return self._queue(pairs, after.point if isinstance(after, Mark) else 0)
+    def fetch(self, pairs: Pairs, *after: object) -> Mark:
+        return self._queue(pairs)
 
     def store(self, pairs: Pairs) -> Mark:
-        return self._queue(pairs, 0)
+        return self._queue(pairs)
 
     def compute_waits(self, mark: object) -> None:
         if isinstance(mark, Mark):
@@ -49,14 +50,14 @@ class LateLanes(HostLanes):
     def host_waits(self, mark: object) -> None:
         self.compute_waits(mark)
 
-    def _queue(self, pairs: Pairs, after: int) -> Mark:
-        self.queued.append((list(pairs), after))
+    def _queue(self, pairs: Pairs) -> Mark:
+        self.queued.append(list(pairs))
         return Mark(len(self.queued))
 
     def _run(self, point: int) -> None:
         """Run the copies that a mark depends on: the ones before it in the queue."""
         while self.done < point:
-            for target, source in self.queued[self.done][0]:
+            for target, source in self.queued[self.done]:
                 target.copy_(source)
             self.done += 1
 

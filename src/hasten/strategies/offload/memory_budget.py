@@ -1,109 +1,12 @@
-"""Copy streams beside the compute stream, one for each direction, and the device memory that fetched state may use."""
+"""Limit of the device memory that fetched state may use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-from hasten.runtime.streams import on_stream
-
-Pairs = Iterable[tuple[Tensor, Tensor]]
-"""Targets with their sources."""
 _USABLE: Final = 0.95  # of the memory of a device; allocators lose a part to gaps
-Mark = Any  # an event of the device; None where copies are finished when they return
-
-
-class HostLanes:
-    """Copies on the CPU, where the device's memory is host memory: each is finished when it returns."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def follow_current_stream(self) -> None:
-        """Take the current stream as the compute stream."""
-
-    def empty(self, num_bytes: int) -> Tensor:
-        """Allocate device memory in the order of the compute stream."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def grow(self, memory: Tensor, num_bytes: int) -> None:
-        """Allocate the storage of a tensor anew, in the order of the compute stream."""
-        memory.untyped_storage().resize_(num_bytes)
-
-    def fetch(self, pairs: Pairs, after: Mark = None) -> Mark:
-        """Queue copies to the device, after the compute stream's work so far and the mark `after`; return their mark."""
-        return _copied(pairs)
-
-    def store(self, pairs: Pairs) -> Mark:
-        """Queue copies to the host, after the compute stream's work so far; return their mark."""
-        return _copied(pairs)
-
-    def compute_waits(self, mark: Mark) -> None:
-        """Make later work of the compute stream wait for a mark."""
-
-    def host_waits(self, mark: Mark) -> None:
-        """Block until the work before a mark is done."""
-
-
-def _copied(pairs: Pairs) -> None:
-    for target, source in pairs:
-        target.copy_(source)
-
-
-class DeviceLanes(HostLanes):
-    """Streams of an accelerator: one for copies to the device, one for copies to the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._arriving = torch.Stream(device)
-        self._leaving = torch.Stream(device)
-        self._compute = torch.accelerator.current_stream(device)
-
-    def follow_current_stream(self) -> None:
-        self._compute = torch.accelerator.current_stream(self.device)
-
-    def empty(self, num_bytes: int) -> Tensor:
-        with on_stream(self._compute):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def grow(self, memory: Tensor, num_bytes: int) -> None:
-        with on_stream(self._compute):
-            memory.untyped_storage().resize_(num_bytes)
-
-    def fetch(self, pairs: Pairs, after: Mark = None) -> Mark:
-        if after is not None:
-            self._arriving.wait_event(after)
-        return self._queue(pairs, self._arriving)
-
-    def store(self, pairs: Pairs) -> Mark:
-        return self._queue(pairs, self._leaving)
-
-    def compute_waits(self, mark: Mark) -> None:
-        if mark is not None:
-            self._compute.wait_event(mark)
-
-    def host_waits(self, mark: Mark) -> None:
-        if mark is not None:
-            mark.synchronize()
-
-    def _queue(self, pairs: Pairs, stream: torch.Stream) -> Mark:
-        earlier = torch.Event(self.device)
-        earlier.record(self._compute)
-        stream.wait_event(earlier)
-        with on_stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        done = torch.Event(self.device)
-        done.record(stream)
-        return done
-
-
-def lanes_for(device: torch.device) -> HostLanes:
-    """Return the copy lanes of a device."""
-    return HostLanes(device) if device.type == "cpu" else DeviceLanes(device)
 
 
 class MemoryUse(Protocol):
