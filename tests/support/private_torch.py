@@ -29,7 +29,6 @@ _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
 _SHARDS: Final = "src/hasten/strategies/sharded_updates.py"
 _NAMES: Final = "src/hasten/modules/names.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
-_PIECES: Final = "src/hasten/strategies/context/attention.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
 _BLOCKS: Final = "src/hasten/bigmodel/units.py"
 _BEGUN: Final = "src/hasten/comm/collective_log.py"
@@ -61,7 +60,6 @@ _STALL: Final = "the stall report cannot count torch's own collectives"
 _HOLDS: Final = "degrades: after load_state inside a window in the same process, its gradients count in the next"
 _SCALE: Final = "fp16 fails"
 _ELASTIC: Final = "the launcher fails"
-_BLOCKWISE: Final = "causal context parallelism by allgather fails"
 _MEAN: Final = "several XLA hosts cannot average gradients"
 _FAST: Final = "degrades: optimizers update DTensors, slower"
 
@@ -266,11 +264,6 @@ NAMES: Final = (
         ("dropin/src/accelerate/_impl/settings/parallelism.py",),
         "the drop-in's device meshes have no joint axes",
     ),
-    # fused attention that returns its log-sum-exp: context parallelism by allgather
-    Name("torch.ops:aten", "_scaled_dot_product_flash_attention", (_PIECES,), _BLOCKWISE),
-    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_backward", (_PIECES,), _BLOCKWISE),
-    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu", (_PIECES,), _BLOCKWISE),
-    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu_backward", (_PIECES,), _BLOCKWISE),
     Name(
         "torch",
         "_C",

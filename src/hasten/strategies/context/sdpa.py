@@ -14,12 +14,11 @@ from torch.nn import functional as F
 
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.mesh_plan import divisors
-from hasten.strategies.context.attention import SequenceGroup, causal_attention
+from hasten.strategies.context.attention import Attention, SequenceGroup, causal_attention
 from hasten.strategies.context.masks import MaskReader, PackedSamples
 from hasten.strategies.context.ops import all_parts, collect, swap
 
 _NAME: Final = "scaled_dot_product_attention"
-Attention = Callable[..., Tensor]
 
 
 class AttentionPatch:
@@ -54,7 +53,9 @@ class AttentionPatch:
         if len(sys.modules) != self._seen:
             self._seen = len(sys.modules)
             self._places = []
-            for module in list(sys.modules.values()):
+            for module_name, module in list(sys.modules.items()):
+                if module_name == "torch._C._nn":  # where torch looks its own function up, to recognise causal masks
+                    continue
                 for name, value in list(getattr(module, "__dict__", {}).items()):
                     if value is function:
                         self._places.append((vars(module), name))
@@ -130,11 +131,12 @@ class SequenceAttention:
             self.way == "ulysses" or self.sharing.group.size() == 1
         ):  # a single rank has all heads and the whole sequence
             return self._by_heads(query, key, value, hidden, dropout_p, manner)
-        if hidden is not None or dropout_p > 0 or not is_causal or self.packed is not None:
+        if hidden is not None or not is_causal or self.packed is not None:
             return self._with_all_keys(query, key, value, hidden, dropout_p, manner)
         shape = query.shape
         query, key, value = (t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None] for t in (query, key, value))
-        return causal_attention(query, key, value, self.sharing, manner.scale).reshape(*shape[:-1], value.shape[-1])
+        mixed = causal_attention(query, key, value, self.sharing, manner.scale, dropout_p, self.original)
+        return mixed.reshape(*shape[:-1], value.shape[-1])
 
     def start(self) -> None:
         """Wait for the inspection of the buffers, unless that was done before."""

@@ -20,7 +20,7 @@ from hasten.strategies.base import is_trainable
 from hasten.strategies.context.attention import SequenceGroup
 from hasten.strategies.context.calls import CallHook, OpenBlock
 from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, PackedSamples, look
-from hasten.strategies.context.ops import collect, held_part
+from hasten.strategies.context.ops import held_part
 from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
@@ -47,10 +47,7 @@ class SequenceShards:
         """
         if self._comm is None:
             return tensor
-        dim = dim % tensor.ndim
-        joined = collect(tensor, dim, self._comm.group)
-        chunks = joined.chunk(self._layout.num_chunks, dim)
-        return torch.cat([chunks[place] for place in self._layout.order()], dim)
+        return SequenceGroup(self._comm.group, self._layout).whole(tensor, dim % tensor.ndim)
 
 
 class ContextParallel:

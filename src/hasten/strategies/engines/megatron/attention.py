@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.strategies.context.attention import SequenceGroup, causal_attention
-from hasten.strategies.context.ops import all_parts, collect
+from hasten.strategies.context.attention import SequenceGroup, causal_attention, in_order
+from hasten.strategies.context.ops import all_parts
 from hasten.strategies.context.sequence_plan import SequenceLayout
 from hasten.strategies.engines.megatron.package import package
 
@@ -63,7 +63,7 @@ class CoreAttention(nn.Module):
             )
             return made.permute(2, 0, 1, 3).flatten(2)
         if divided:
-            key, value = self._whole(key), self._whole(value)
+            key, value = self._sharing.whole(key, 0), self._sharing.whole(value, 0)
         mask = _added(query, attention_mask, attention_bias)
         if not dropout or not self._forks:
             made = self._attend(query, key, value, mask, dropout)
@@ -85,16 +85,6 @@ class CoreAttention(nn.Module):
             is_causal=mask is None,
             scale=self._scale,
         )
-
-    def _whole(self, x: Tensor) -> Tensor:
-        """Return the keys or values of all tokens, in the order of the sequence."""
-        return in_order(collect(x, 0, self._sharing.group), self._sharing.layout, 0)
-
-
-def in_order(joined: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
-    """Return the shards of all ranks, concatenated along `dim`, in the order of the sequence."""
-    chunks = joined.chunk(layout.num_chunks, dim)
-    return torch.cat([chunks[place] for place in layout.order()], dim)
 
 
 def _heads_first(x: Tensor) -> Tensor:
