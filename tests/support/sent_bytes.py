@@ -169,19 +169,16 @@ def expert_traffic(
 
 
 def context_traffic(
-    mesh: MeshSpec, *, way: ContextWay, causal: bool, tokens: int, keys: int, queries: int, item: int = 4
+    mesh: MeshSpec, *, way: ContextWay, tokens: int, keys: int, queries: int, item: int = 4
 ) -> Traffic:
     """Return the bytes that one attention sends in one micro-step of `tokens` per rank, without masks.
 
     `queries` is the width of all query heads, `keys` that of all key (or value) heads. allgather sends keys and
-    values to every rank, again in the backward (except without a causal mask, where they are retained), and returns their
-    gradients, in float32 where they are sums; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
+    values to every rank and returns their gradients; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
     """
     ranks, once = mesh.cp, tokens * keys
     if way == "ulysses":
         sent = 2 * exchanged(2 * tokens * (queries + keys) * item, ranks)
-    elif causal:
-        sent = 4 * (ranks - 1) * once * item + 2 * (ranks - 1) * once * 4
     else:
         sent = 4 * (ranks - 1) * once * item
     return used_axes({Axis.CP: sent if ranks > 1 else 0})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,6 @@ from hasten.runtime.mesh_plan import BATCH, mesh_table, mesh_title
 from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import chooses_speed, compiles
-
-if TYPE_CHECKING:
-    from hasten.strategies.account import Account
-
 
 log = get_logger(__name__)
 
@@ -189,7 +185,10 @@ class Preparer:
         mesh = self._ctx.mesh
         apart = mesh.ep > 1 or mesh.dp_replicate < mesh.world_size
         rows = mesh_table(mesh, place.local_world_size) if place.rank == 0 and apart else []
-        accounts = self._accounts() if place.world_size > 1 else []
+        models = [self._strategy.unwrap(model) for model in self.done.models]
+        lays_out = place.world_size > 1 and not self._strategy.caps.owns_precision  # engines lay out state themselves
+        if lays_out:
+            from hasten.strategies import account  # imports torch.distributed.tensor: most of a second
         return StartUp(
             rank=place.rank,
             world_size=place.world_size,
@@ -200,11 +199,13 @@ class Preparer:
             backend=dist.get_backend() if dist.is_initialized() else None,
             mesh=[title, *rows] if (title := mesh_title(mesh)) else (),
             wrapping=[
-                f"{type(self._strategy.unwrap(model)).__name__}: {self._strategy.name}, {type(model).__name__}"
-                for model in self.done.models
+                f"{type(inner).__name__}: {self._strategy.name}, {type(model).__name__}"
+                for inner, model in zip(models, self.done.models, strict=True)
             ],
-            modules=[line for account in accounts for line in account.modules] if place.rank == 0 else (),
-            memory=[line for account in accounts for line in account.lines()],
+            modules=[line for model in models for line in account.module_lines(model)]
+            if lays_out and not place.rank
+            else (),
+            memory=[account.memory_line(model) for model in models] if lays_out else (),
             sampler=[
                 f"{type(loader.batch_sampler).__name__} over {type(loader.sampler).__name__}"
                 for loader in self.done.loaders
@@ -213,21 +214,6 @@ class Preparer:
             precision=self._precision.spec,
             masters=self._config.master_weights,
         )
-
-    def _accounts(self) -> list[Account]:
-        """Return the layout and bytes of each prepared model; empty for engines, which lay out their state themselves."""
-        if self._strategy.caps.owns_precision:
-            return []
-        writing = import_module("hasten.strategies.account")  # imports torch.distributed.tensor: most of a second
-        models = [self._strategy.unwrap(model) for model in self.done.models]
-        optimizers = [prepared.optimizer for prepared in self.done.optimizers]
-        made: list[Account] = [
-            writing.account(
-                model, self._ctx.mesh, self._config.fsdp, self._precision.spec, self._clock.every, optimizers
-            )
-            for model in models
-        ]
-        return made
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self.performance.optimizer(optimizer)

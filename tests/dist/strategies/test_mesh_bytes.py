@@ -22,7 +22,7 @@ from hasten.runtime.bytes_plan import Held, Traffic, Weights, held_bytes
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import banner
 from hasten.runtime.mesh_plan import MeshSpec
-from hasten.strategies.account import account
+from hasten.strategies.account import module_lines
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 from tests.support.sent_bytes import context_traffic, count_sent, expert_traffic, stage_traffic
@@ -230,7 +230,7 @@ def test_attention_over_parts_of_sequences_sends_what_the_formula_says(ctx: Proc
     net = text(context=8)
     mesh, (whole, _) = mesh_of(settings), sized(net)
     got = by_axis(counted(net, settings, tokens(8), run))
-    once = context_traffic(mesh, way=way, causal=True, tokens=4 * 8 // 2, keys=8, queries=8)
+    once = context_traffic(mesh, way=way, tokens=4 * 8 // 2, keys=8, queries=8)
     grads = bytes_plan.data_traffic(mesh, Weights(whole=whole), micro_steps=2, sharded=False)
     assert got == pytest.approx({"cp": 2 * 2 * once["cp"] + grads["cp"]})  # two attentions, two micro-steps
     sharded = by_axis(counted(text(context=8), {**settings, "strategy": "fsdp"}, tokens(8), run))
@@ -255,7 +255,6 @@ def test_stages_send_what_the_formula_says(ctx: ProcessContext, schedule: Any, s
 
 @ranks(2)
 def test_the_banner_says_what_became_of_each_module_and_the_bytes(ctx: ProcessContext) -> None:
-    """The numbers it gives are those of the tensors, and the plan agrees with them."""
     plan = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan))
     net = accelerator.prepare(text())
@@ -269,43 +268,9 @@ def test_the_banner_says_what_became_of_each_module_and_the_bytes(ctx: ProcessCo
     held = sum(map(size, net.parameters()))
     whole = sum(p.numel() * 4 for p in text().parameters())
     assert f"{bytes_plan.size(held)} of {bytes_plan.size(whole)} of parameters on this rank" in shown
-    made = account(net, accelerator.ctx.mesh, accelerator.config.fsdp, "no", micro_steps=1)
-    assert made.parameters == held
-    assert made.planned.parameters == pytest.approx(held, rel=0.05)
-    sharded = Accelerator(strategy="fsdp", gradient_accumulation_steps=2)
+    sharded = Accelerator(strategy="fsdp")
     net = sharded.prepare(text())
-    made = account(net, sharded.ctx.mesh, sharded.config.fsdp, "no", micro_steps=2)
-    assert "blocks.*.q: 2 x Linear, over dp_shard 2" in made.modules
-    assert made.sent == pytest.approx(by_axis(counted(text(), {"strategy": "fsdp"}, tokens())))
-
-
-@ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    ("kind", "options", "name"),
-    [
-        (torch.optim.SGD, {}, "SGD"),
-        (torch.optim.SGD, {"momentum": 0.9}, "SGD"),
-        (torch.optim.AdamW, {}, "AdamW"),
-        (torch.optim.Adam, {"amsgrad": True}, "Adam"),
-        (torch.optim.Adagrad, {}, ""),
-    ],
-)
-def test_the_banner_names_the_optimizer_and_counts_its_state(
-    ctx: ProcessContext, strategy: Any, kind: type[torch.optim.Optimizer], options: dict[str, Any], name: str
-) -> None:
-    accelerator = Accelerator(strategy=strategy)
-    net = text()
-    net, optimizer = accelerator.prepare(net, kind(net.parameters(), lr=0.1, **options))  # type: ignore[call-arg]  # of each of them
-    (line,) = [line for line in banner(accelerator._preparer._facts()).splitlines() if "of parameters on" in line]
-    assert line.endswith(f"with gradients and {name}'s state" if name else "with gradients")
-    accelerator.backward(net(tokens()).sum())
-    optimizer.step()
-    held = sum(size(p) + size(p.grad) for p in net.parameters() if p.grad is not None)
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    held += sum(size(value) for value in states if value.ndim) if name else 0
-    planned = accelerator._preparer._accounts()[0].planned.total
-    assert planned == pytest.approx(held, rel=0.05)
+    assert "blocks.*.q: 2 x Linear, over dp_shard 2" in module_lines(net)
 
 
 @ranks(1)
