@@ -170,7 +170,7 @@ class LazyLogits(Tensor):
             if shape and shape[-1] == self.head.vocabulary:
                 return self._like(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
             return NotImplemented
-        if func is Tensor.__getitem__ and leaves_last(args[1], self.plain.ndim):
+        if func is Tensor.__getitem__ and _leaves_last(args[1], self.plain.ndim):
             return self._like(self.hidden[args[1]])
         return self._changed(func, args, kwargs)
 
@@ -234,7 +234,7 @@ class LazyLogits(Tensor):
         return summed_loss(self.hidden, self.head, target, options)
 
 
-def leaves_last(index: Any, ndim: int) -> bool:
+def _leaves_last(index: Any, ndim: int) -> bool:
     """Return whether an index of a tensor takes all of its last dimension."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(part is None for part in parts):

@@ -18,7 +18,6 @@ from hasten.modules.chunked_loss import Head, compute_dtype
 from hasten.modules.lazy_logits import ChunkedHead, LazyLogits, LogitsSource
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import BLOCKS, matrix_of
-from hasten.strategies.tensor.logits import VocabularyParts
 from hasten.strategies.tensor.ops import ApartStream, BlockShares, enter, gather, leave, split
 from hasten.strategies.tensor.sequence import SequenceRegion
 
@@ -83,17 +82,16 @@ class Colwise(SplitForward):
             x = enter(x, self.group)
         elif not self.gathered:
             x = self.region.gathered(x)
-        if self.output != "part" and isinstance(chunked := forwarding.find(self.module, ChunkedHead.tag), ChunkedHead):
-            return self.later(x, weight, bias, chunked)
+        chunked = None if self.output == "part" else forwarding.find(self.module, ChunkedHead.tag)
+        if self.output == "logits" or chunked is not None:
+            return self._logits(x, weight, bias, chunked if isinstance(chunked, ChunkedHead) else ChunkedHead(None))
         out = self.multiplied(x, weight, bias)
         if self.output == "whole":
             return gather(out, -1, self.group)
-        if self.output == "logits":
-            return VocabularyParts.around(out, self.group)
         self.apart.begin(self.module)
         return out
 
-    def later(self, x: Tensor, weight: Tensor, bias: Tensor | None, chunked: ChunkedHead) -> Tensor:
+    def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, chunked: ChunkedHead) -> Tensor:
         """Return logits whose loss is computed in chunks from each rank's part of the vocabulary."""
         head = Head(weight, bias, self.group, weight.shape[0] * self.group.size(), compute_dtype(x))
         finish = partial(gather, dim=-1, group=self.group)

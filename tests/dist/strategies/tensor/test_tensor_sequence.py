@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from hasten import Accelerator, TorchTensorParallelConfig
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError, StepError
+from hasten.modules.chunked_loss import Head
+from hasten.modules.lazy_logits import LazyLogits, LogitsSource
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.tensor.logits import VocabularyParts
+from hasten.strategies.tensor.ops import enter, gather
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
 
@@ -102,10 +104,16 @@ def test_each_rank_computes_its_tokens_and_its_part_of_the_vocabulary(ctx: Proce
     net = made_for(BOTH).prepare(net)
     logits = net(torch.arange(12).view(2, 6))
     assert seen == [torch.Size([2, 3, 8])]
-    assert isinstance(logits, VocabularyParts)
+    assert isinstance(logits, LazyLogits)
     assert logits.shape == (2, 6, 16)
-    assert logits.part.shape == (2, 6, 8)
-    assert logits[:, :-1].flatten(0, 1).float().part.shape == (10, 8)  # type: ignore[attr-defined]  # still parts
+    assert logits.head.weight.shape == (8, 8)
+    assert isinstance(logits[:, :-1].flatten(0, 1).float(), LazyLogits)
+
+
+def split_logits(logits: Tensor, group: Any) -> LazyLogits:
+    """Logits of a head that returns its input, split over two ranks."""
+    head = Head(torch.eye(8).chunk(2)[group.rank()], None, group, 8, torch.float32)
+    return LazyLogits.of(enter(logits, group), head, LogitsSource(finish=lambda part: gather(part, -1, group)))
 
 
 @ranks(2)
@@ -140,13 +148,12 @@ def test_parts_of_logits_give_what_whole_logits_give(ctx: ProcessContext) -> Non
         leaf = whole.clone().requires_grad_()
         expected = values(leaf)[index]
         expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        part = whole.chunk(2, -1)[ctx.rank].clone().requires_grad_()
-        got = values(VocabularyParts.around(part, group))[index]
+        hidden = whole.clone().requires_grad_()
+        got = values(split_logits(hidden, group))[index]
         got.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.testing.assert_close(torch.as_tensor(got.detach()), expected.detach())
-        assert leaf.grad is not None
-        torch.testing.assert_close(part.grad, leaf.grad.chunk(2, -1)[ctx.rank])
-    logits = VocabularyParts.around(whole.chunk(2, -1)[ctx.rank], group)
+        torch.testing.assert_close(hidden.grad, leaf.grad)
+    logits = split_logits(whole, group)
     assert torch.equal(logits.argmax(-1), whole.argmax(-1))
     assert (logits.ndim, len(logits), logits.numel(), logits.dtype) == (3, 2, 96, torch.float32)
 
