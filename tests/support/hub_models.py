@@ -80,11 +80,11 @@ def gpt2() -> nn.Module:
 def mixtral() -> nn.Module:
     """Return a mixture of four experts."""
     return _made(
-        "MixtralForCausalLM", "MixtralConfig", **dict(_SIZES), num_key_value_heads=2, num_local_experts=4, **dict(_ENDS)
+        "MixtralForCausalLM", "MixtralConfig", **dict(_SIZES), num_key_value_heads=4, num_local_experts=4, **dict(_ENDS)
     )
 
 
-def llama(key_heads: int = 1) -> nn.Module:
+def llama(key_heads: int = 2) -> nn.Module:
     """Return a model with four query heads and `key_heads` key heads."""
     options = {"num_key_value_heads": key_heads, "attention_bias": True}
     return _made("LlamaForCausalLM", "LlamaConfig", **dict(_SIZES), **options, **dict(_ENDS))
@@ -92,7 +92,7 @@ def llama(key_heads: int = 1) -> nn.Module:
 
 def gemma() -> nn.Module:
     """Return a model whose embedding is a special class that scales its rows."""
-    options = {"num_key_value_heads": 2, "head_dim": 4}
+    options = {"num_key_value_heads": 4, "head_dim": 4}
     return _made("Gemma3ForCausalLM", "Gemma3TextConfig", **dict(_SIZES), **options, **dict(_ENDS))
 
 

@@ -16,7 +16,6 @@ TensorStyle = Literal[
     "embedding_colwise",
     "replicate",
     "replicate_sum_gradients",
-    "replicate_heads",
     "experts",
 ]
 CommHook = Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"]

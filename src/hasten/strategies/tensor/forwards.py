@@ -114,19 +114,6 @@ class ColwiseBlocks(Colwise):
         return self._shares.exchanged(rows), None if bias is None else self._shares.exchanged(bias)
 
 
-class SharedHeads(Colwise):
-    """Forward that computes the single key or value head that this rank's queries use, from a weight that is not split."""
-
-    heads = 1
-
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias = enter(self.matrix(), self.group), self.part("bias")
-        size = weight.shape[0] // self.heads
-        first = self.group.rank() * self.heads // self.group.size() * size
-        mine = None if bias is None else enter(bias, self.group).narrow(0, first, size)
-        return weight.narrow(0, first, size), mine
-
-
 class Rowwise(SplitForward):
     """Forward that computes the contribution of this rank's input features; the results are summed over ranks."""
 
@@ -225,19 +212,16 @@ def forward_of(
     keep_logits: bool,
     number: int,
 ) -> forwarding.Forward:
-    """Return the forward of one layer; `number` is the number of heads (`replicate_heads`) or experts (`experts`)."""
+    """Return the forward of one layer; `number` is the number of experts (`experts`)."""
     region, gathered = place or (None, False)
     sizes = matrix_of(layer)
     transposed = sizes is not None and sizes.out_dim == 1
     match style:
-        case "colwise" | "colwise_gather_output" | "colwise_halves" | "colwise_thirds" | "replicate_heads":
+        case "colwise" | "colwise_gather_output" | "colwise_halves" | "colwise_thirds":
             colwise = Colwise(group, apart, region)
             if style in dict(BLOCKS):
                 colwise = ColwiseBlocks(group, apart, region)
                 colwise.blocks = dict(BLOCKS)[style]
-            elif style == "replicate_heads":
-                colwise = SharedHeads(group, apart, region)
-                colwise.heads = number
             elif style == "colwise_gather_output":
                 colwise.output = "logits" if keep_logits else "whole"
             colwise.gathered, colwise.transposed = gathered, transposed

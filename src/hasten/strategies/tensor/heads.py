@@ -1,4 +1,4 @@
-"""Attention heads under tensor parallelism: their number on a rank, and the heads of keys that several ranks share."""
+"""Attention heads under tensor parallelism: their number on a rank, and norms that see one rank's heads."""
 
 from __future__ import annotations
 
@@ -10,21 +10,13 @@ from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.runtime.mesh_plan import divisors
-from hasten.strategies.tensor.layers import LayerSplit, Role, matrix_of
+from hasten.strategies.tensor.layers import LayerSplit, matrix_of
 
 QUERY: Final = re.compile(r"(^|_)(q|query|wq)(_|$)|^to_q$")
 KEY: Final = re.compile(r"(^|_)(k|key|wk|v|value|wv)(_|$)|^to_[kv]$")
 """Names of projections of keys and of values."""
 _SIZES: Final = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head", "dim_head", "d_k")
 _COUNTS: Final = ("n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhead")
-_GROUPS: Final = "num_key_value_groups"
-"""Attribute of attention modules with the number of query heads per key head."""
-
-
-def role_of(name: str) -> Role | None:
-    """Return the role of a projection by its name; None for other layers."""
-    leaf = name.rpartition(".")[2]
-    return "query" if QUERY.search(leaf) else "key" if KEY.search(leaf) else None
 
 
 def number(module: nn.Module, names: Sequence[str]) -> int | None:
@@ -46,45 +38,33 @@ def head_size(holder: nn.Module, width: int) -> int | None:
     return width // count if count is not None and width % count == 0 else None
 
 
-def share(model: nn.Module, split: LayerSplit, ranks: int) -> None:
-    """Make several ranks compute the same key or value head if there are fewer such heads than ranks."""
-    for _, size, layers in _attention(model, split):
-        for name, role in layers.items():
-            heads, rest = divmod(_width(model, name), size)
-            spare = heads and not rest and heads % ranks and ranks % heads == 0
-            if role == "key" and split.styles[name] == "colwise" and spare:
-                split.styles[name] = "replicate_heads"
-                split.numbers[name] = heads
-
-
-def fit(model: nn.Module, split: LayerSplit, ranks: int) -> None:
-    """Check that no head is split between ranks, and record the number of heads on one rank.
-
-    Raises: ConfigError with sizes that work.
-    """
-    for parent, size, layers in _attention(model, split):
+def refuse_split_heads(model: nn.Module, split: LayerSplit, ranks: int) -> None:
+    """Raise ConfigError, with sizes that work, if a head would be split between ranks."""
+    for size, layers in _attention(model, split):
         for name in layers:
             heads, rest = divmod(_width(model, name), size)
-            if not rest and heads % ranks and split.styles[name] != "replicate_heads":
+            if not rest and heads % ranks:
                 raise ConfigError(
                     f"tp_size={ranks} does not divide the {heads} heads of {name!r}; a head would be split. Set tp_size to one of "
                     f"{divisors(heads)}."
                 )
-        _count_groups(model, parent, layers, size, split, ranks)
 
 
-def _attention(model: nn.Module, split: LayerSplit) -> Iterator[tuple[str, int, dict[str, Role]]]:
-    """Yield each module with split projections, its head size, and those projections."""
-    held: dict[str, dict[str, Role]] = {}
+def _attention(model: nn.Module, split: LayerSplit) -> Iterator[tuple[int, list[str]]]:
+    """Yield the head size of each module with split projections, and the names of its projections of queries, keys and values."""
+    projections: dict[str, list[str]] = {}
     for name, style in split.styles.items():
-        role = role_of(name)
-        if role is not None and style in ("colwise", "replicate_heads"):
-            held.setdefault(name.rpartition(".")[0], {})[name] = role
-    for parent, layers in held.items():
-        widths = [_width(model, name) for name, role in layers.items() if role == "query"]
+        if style == "colwise" and (QUERY.search(_leaf(name)) or KEY.search(_leaf(name))):
+            projections.setdefault(name.rpartition(".")[0], []).append(name)
+    for parent, names in projections.items():
+        widths = [_width(model, name) for name in names if QUERY.search(_leaf(name))]
         size = head_size(model.get_submodule(parent), widths[0]) if widths else None
         if size is not None:
-            yield parent, size, layers
+            yield size, names
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _width(model: nn.Module, name: str) -> int:
@@ -93,21 +73,11 @@ def _width(model: nn.Module, name: str) -> int:
     return 0 if sizes is None else sizes.outputs
 
 
-def _count_groups(
-    model: nn.Module, parent: str, layers: dict[str, Role], size: int, split: LayerSplit, ranks: int
-) -> None:
-    """Record the number of query heads that share a rank's one head of keys, which transformers' modules store."""
-    heads = {role: _width(model, name) // size for name, role in layers.items()}
-    queries = heads.get("query", 0)
-    if heads.get("key", queries) < ranks and isinstance(getattr(model.get_submodule(parent), _GROUPS, None), int):
-        split.attributes.setdefault(parent, {})[_GROUPS] = queries // ranks
-
-
 def norms_of_heads(model: nn.Module, split: LayerSplit) -> Iterator[str]:
     """Yield the norms of queries and keys beside split projections; such norms see this rank's heads only."""
     held: dict[str, list[str]] = {}
     for name, style in split.styles.items():
-        if style in ("colwise", "replicate_heads"):
+        if style == "colwise":
             held.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, layers in held.items():
         module = model.get_submodule(parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from torch import nn
 
@@ -76,9 +76,6 @@ def split_dims(layer: nn.Module, style: TensorStyle) -> dict[str, int]:
     return {"weight": sizes.out_dim} | ({"bias": 0} if "bias" in own else {})
 
 
-Role = Literal["query", "key"]
-
-
 @dataclass(slots=True)
 class LayerSplit:
     """Tensor-parallel plan of one model: the split layers by name, and the layers that its own plan left whole."""
@@ -92,7 +89,7 @@ class LayerSplit:
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     """Per-rank values of attributes that count split things, such as heads, by module name."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """Number of heads of layers whose heads several ranks share, and of experts in modules of experts, by name."""
+    """Number of experts in modules of experts, by name."""
     dropouts: dict[str, bool] = field(default_factory=dict)
     """Dropouts of adapters inside split regions, by name, and whether each rank sees a shard of their input."""
 

@@ -54,7 +54,6 @@ def expand(model: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> No
 
 def _expand_adapter(name: str, module: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> None:
     style = split.styles.pop(name)
-    number = split.numbers.pop(name, None)
     adapters: Any = getattr(module, "lora_A", None)
     plain = isinstance(adapters, nn.ModuleDict) and not _uses_weight(module)
     if not plain or isinstance(getattr(module.get_submodule("base_layer"), "base_layer", None), nn.Module):
@@ -73,8 +72,6 @@ def _expand_adapter(name: str, module: nn.Module, split: LayerSplit, advice: Cal
         )
     for part in made:
         split.styles[part] = style
-        if number is not None:
-            split.numbers[part] = number
 
 
 def _uses_weight(module: nn.Module) -> bool:
@@ -109,10 +106,9 @@ def decide(
             f"{type(model).__name__} has no tensor-parallel plan that splits a layer over {ranks} ranks{_reasons(split.left)}, so every "
             f"rank would compute the same. {_advice(model, ranks)}"
         )
-    tensor_heads.share(model, split, ranks)
     for name, style in split.styles.items():
         _check_layer(model, name, style, ranks, split)
-    tensor_heads.fit(model, split, ranks)
+    tensor_heads.refuse_split_heads(model, split, ranks)
     split.summed = list(dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)]))
     tensor_heads.divide_named(model, split, divide, ranks)
     expand(model, split, lambda: _advice(model, ranks))
@@ -219,11 +215,9 @@ def _matched(
 
 
 def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen: list[str], source: str) -> None:
-    # replicate_heads is chosen automatically if there are more ranks than key heads
-    given = [known for known in STYLES if known != "replicate_heads"]
-    if style not in given:
+    if style not in STYLES:
         raise ConfigError(
-            f"{source}: {pattern!r} has the style {word!r}, which is unknown; use one of {', '.join(given)}."
+            f"{source}: {pattern!r} has the style {word!r}, which is unknown; use one of {', '.join(STYLES)}."
         )
     if not chosen:
         tables = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
@@ -238,8 +232,6 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
     layer = inner(model.get_submodule(name))
     if style == "experts":
         split.numbers[name] = _check_experts(name, layer, ranks)
-        return
-    if style == "replicate_heads":
         return
     table = style in ("embedding_rowwise", "embedding_colwise")
     sizes = matrix_of(layer)

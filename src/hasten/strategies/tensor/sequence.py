@@ -18,7 +18,7 @@ from hasten.strategies.context.ops import all_parts, collect, summed_part
 from hasten.strategies.fsdp.shard_groups import CONTAINERS
 from hasten.strategies.tensor.ops import ApartStream, enter, gather, split
 
-_BY_COLUMNS: Final = ("colwise", "colwise_halves", "colwise_thirds", "replicate_heads")
+_BY_COLUMNS: Final = ("colwise", "colwise_halves", "colwise_thirds")
 """Styles of layers that take all tokens and return a shard of the features."""
 
 # Any in this file: arguments and outputs of the user's modules, and torch's untyped autograd.Function.

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "llama": (lambda: llama(2), {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
     "t5": (t5, {"target_modules": ["q", "v"]}),
-    "one head of keys": (llama, {"target_modules": ["k_proj", "o_proj"], "lora_bias": True}),
+    "keys": (lambda: llama(4), {"target_modules": ["k_proj", "o_proj"], "lora_bias": True}),
     "embedding": (lambda: llama(2), {"target_modules": ["embed_tokens", "q_proj"]}),
 }
 

@@ -53,11 +53,11 @@ def model(*parts: Any) -> nn.Module:
 PLAN = {"*.query": "colwise", "*.key": "colwise", "*.value": "colwise", "*.out": "rowwise"}
 
 
-def test_ranks_share_heads_of_keys_where_they_outnumber_them() -> None:
-    split = decide(model(lambda: Attention(key_heads=2)), PLAN, (), 4)
-    styles = {name.rpartition(".")[2]: style for name, style in split.styles.items()}
-    assert styles == {"query": "colwise", "key": "replicate_heads", "value": "replicate_heads", "out": "rowwise"}
-    assert set(split.numbers.values()) == {2}
+def test_heads_that_do_not_divide_are_refused() -> None:
+    styles = set(decide(model(Attention), PLAN, (), 4).styles.values())
+    assert styles == {"colwise", "rowwise"}
+    with pytest.raises(ConfigError, match=r"does not divide the 2 heads of .*key.*one of \[1, 2\]"):
+        decide(model(lambda: Attention(key_heads=2)), PLAN, (), 4)
     with pytest.raises(ConfigError, match=r"tp_size=3 does not divide the 4 heads"):
         decide(model(lambda: Attention(width=12, key_heads=2)), PLAN, (), 3)
 
