@@ -47,9 +47,7 @@ TURN = 4
 IN_MEMORY = "parameters and state in host memory"
 ON_DRIVE = "parameters on the drive"
 ALL_ON_DRIVE = "parameters and state on the drive"
-STAND_IN = (
-    Path(__file__).parent.parent / "tests" / "dist" / "strategies" / "engines" / "megatron" / "megatron_on_cpu.py"
-)
+STAND_IN = Path(__file__).parent.parent / "tests" / "extensions" / "megatron" / "megatron_on_cpu.py"
 Step = Callable[[Tensor], Tensor]
 
 

@@ -21,7 +21,7 @@ LATER: Final = (
     "hasten.checkpoint.export",
     "hasten.state",
     "hasten.strategies.context",
-    "hasten.strategies.engines",
+    "hasten.extensions.deepspeed.strategy",
     "hasten.strategies.fsdp",
     "rich",
     "safetensors",

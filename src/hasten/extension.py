@@ -66,6 +66,8 @@ class Extension:
     """One line of help for each command."""
     run_part_settings: Mapping[str, str] = field(default_factory=dict)
     """The dotted setting that turns a part of a run on; a part without one belongs to every run."""
+    strategy_variables: Mapping[str, str] = field(default_factory=dict)
+    """The environment variable ("NAME=value") by which strategy="auto" selects a strategy, and its devices, on this host."""
 
     def offers(self, kind: Kind) -> Table:
         """Return the names of a kind."""
@@ -111,6 +113,16 @@ def offers(kind: Kind) -> Mapping[str, Offer]:
             help_line = extension.command_help.get(name, extension.summary) if kind == "commands" else ""
             offers_by_name[name] = Offer(kind, name, place, extension.name, help_line)
     return offers_by_name
+
+
+def strategy_by_environment(environment: Mapping[str, str]) -> str | None:
+    """Return the strategy of an extension that a variable of the environment selects; None if there is none."""
+    for extension in installed():
+        for strategy, assignment in extension.strategy_variables.items():
+            variable, _, value = assignment.partition("=")
+            if environment.get(variable) == value:
+                return strategy
+    return None
 
 
 def load(kind: Kind, name: str) -> Any:  # Any: a class or function of any kind

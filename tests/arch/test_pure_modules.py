@@ -23,7 +23,7 @@ PURE_FILES: Final = MappingProxyType(
         "errors": "imported by everything",
         "optional": "imported by everything",
         "runtime.affinity": "a rank's cores, from /sys and its local rank",
-        "strategies.engines.megatron.families": "sizes of a model, read from its Hub configuration",
+        "extensions.megatron.families": "sizes of a model, read from its Hub configuration",
         "tools.machine": "the machine, described for the commands that need no torch",
         "tools.matrix": "starts and compares runs; each run imports torch in its own process",
         "tools.wizard": "questions of `hasten config`, which needs no torch",

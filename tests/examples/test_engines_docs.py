@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import pytest
 
+from hasten.extensions.deepspeed.engine import VERSIONS
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import ranks
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "engines.md"

@@ -40,7 +40,7 @@ _CLIP: Final = "src/hasten/optim/clip.py"
 _UPDATE: Final = "src/hasten/strategies/offload/update.py"
 _WEIGHTS: Final = "src/hasten/strategies/offload/weights.py"
 _STREAMED: Final = "offload fails"
-_HOSTS: Final = "src/hasten/strategies/engines/xla/strategy.py"
+_HOSTS: Final = "src/hasten/extensions/xla/strategy.py"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hasten import notebook_launcher
-from hasten.strategies.engines.xla.placing import Devices
+from hasten.extensions.xla.placing import Devices
 
 pytestmark = pytest.mark.timeout(400)  # each starts processes that load torch and torch_xla and compile
 

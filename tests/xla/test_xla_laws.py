@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hasten import Accelerator, DataLoaderConfiguration, set_seed
 from hasten.errors import DeviceError, NumbersError, PrecisionError
+from hasten.extensions.xla.placing import Devices
 from hasten.optional import need
-from hasten.strategies.engines.xla.placing import Devices
 from tests.xla.training import Run, assert_equal, net, parts_of, plain
 
 pytestmark = pytest.mark.timeout(400)  # compiling takes most of the time: 90 s for a test that gets a seventh of a core

@@ -1,6 +1,6 @@
 """The tree of all settings."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hasten.config.base import Section, setting, settings
 from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
@@ -26,9 +26,14 @@ from hasten.config.sections.parallel import (
     ParallelismConfig,
 )
 from hasten.config.sections.trust import TrustSettings
+from hasten.extension import offers
 
 OffloadMode = Literal["optimizer", "parameters", "all"]
-StrategyName = Literal["auto", "none", "ddp", "fsdp", "deepspeed", "megatron", "xla"]
+
+if TYPE_CHECKING:
+    StrategyName = str
+else:
+    StrategyName = Literal[("auto", "none", "ddp", "fsdp", *offers("strategies"))]
 
 
 @settings

@@ -10,7 +10,7 @@ from hasten.config.sections.launch import OWN_LAUNCHERS
 from hasten.errors import ConfigError
 from hasten.launch import replicas
 from hasten.launch.base import LaunchRequest, LaunchTarget
-from hasten.launch.cluster import deepspeed, kubernetes, mpi, ray, slurm, xla
+from hasten.launch.cluster import kubernetes, mpi, ray, slurm, xla
 
 CORE_TARGETS: Final = (
     replicas.TARGET,
@@ -19,7 +19,6 @@ CORE_TARGETS: Final = (
     kubernetes.TARGET,
     xla.POD_TARGET,
     mpi.TARGET,
-    deepspeed.TARGET,
 )
 
 

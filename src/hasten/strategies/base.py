@@ -11,11 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hasten.config.root import Config
 from hasten.data.loader import MakeMove
 from hasten.optim.window import Number
 from hasten.precision.base import Precision
 from hasten.prepare_args import PrepareArguments
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.topology import Topology
 from hasten.trees import Tree
 
 
@@ -171,6 +173,15 @@ class Strategy(Protocol):
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         """Return a context manager in which ranks may run out of batches at different times."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedStrategy:
+    """Strategy of an extension; its `strategies` table names such an object. The strategy lays out all axes of the mesh itself."""
+
+    create: Callable[[Config, ProcessContext], Strategy]
+    start_device: Callable[[Config, Topology], torch.device] | None = None
+    """Starts the devices and returns the one of this process; None for the host's accelerator or the CPU."""
 
 
 def is_trainable(model: nn.Module) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from importlib import import_module
-from typing import Final, assert_never
+from typing import Final
 
 import torch
 
@@ -13,13 +12,14 @@ from hasten.config.base import given
 from hasten.config.root import Config
 from hasten.config.sections.loop import PerformanceSettings, TorchDynamoPlugin
 from hasten.errors import ConfigError
+from hasten.extension import load, offers, strategy_by_environment
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.base import Caps, DistributionTransform, Strategy, Transform
+from hasten.strategies.base import Caps, DistributionTransform, OfferedStrategy, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert, PlaceOnDevice
@@ -39,54 +39,43 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             "Set dynamo_backend=no, or cp_size=1."
         )
     if config.offload is not None:
-        offload = import_module("hasten.strategies.offload.attach")  # only runs with offload need it
-        offload.refuse_combinations(config, ctx, compiles(config))
+        from hasten.strategies.offload.attach import refuse_combinations  # only runs with offload need it
+
+        refuse_combinations(config, ctx, compiles(config))
     if ctx.mesh.ep > 1:
         _refuse_with_experts(config, ctx)
-    if ctx.mesh.size(Axis.PP) > 1 and config.strategy != "megatron":
+    extension_strategy = _offered(config)
+    if extension_strategy is not None:
+        return extension_strategy.create(config, ctx)
+    if ctx.mesh.size(Axis.PP) > 1:
         return _pipelined(config, ctx)
-    match config.strategy:
-        case "auto" if ctx.device.type == "xla":
-            return _on_xla(config, ctx)
-        case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
-            return _sharded(config, ctx)
-        case "auto" | "none" | "ddp":
-            return _replicated(config, ctx)
-        case "fsdp":
-            return _sharded(config, ctx)
-        case "deepspeed":
-            engine = import_module("hasten.strategies.engines.deepspeed.strategy")  # an optional package
-            chosen: Strategy = engine.DeepSpeedStrategy(config, ctx)
-            return chosen
-        case "megatron":
-            engine = import_module("hasten.strategies.engines.megatron.strategy")  # an optional package
-            chosen = engine.MegatronStrategy(config, ctx)
-            return chosen  # noqa: RET504  # typed by the annotation above
-        case "xla":
-            return _on_xla(config, ctx)
-        case other:
-            assert_never(other)
+    if config.strategy == "fsdp" or (config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1):
+        return _sharded(config, ctx)
+    return _replicated(config, ctx)
 
 
 def device_for(config: Config, topology: Topology) -> torch.device:
-    """Return the device of this process: the strategy's device type, else the host's accelerator, else the CPU.
+    """Return the device of this process: the strategy's device, else the host's accelerator, else the CPU.
 
     Raises: DeviceError when the device does not exist.
     """
-    found = env.snapshot().get("PJRT_DEVICE") == "TPU" and config.strategy == "auto" and not config.cpu
-    if found:
-        log.info("strategy=auto selects xla, because PJRT_DEVICE=TPU is set")
-    if found or config.strategy == "xla":
-        xla = import_module("hasten.strategies.engines.xla.strategy")  # an optional package
-        device: torch.device = xla.start(config, topology)
-        return device
+    extension_strategy = _offered(config)
+    if extension_strategy is not None and extension_strategy.start_device is not None:
+        return extension_strategy.start_device(config, topology)
     return choose_device(topology.local_rank, config.cpu, None if config.cpu else env.assigned_device(env.snapshot()))
 
 
-def _on_xla(config: Config, ctx: ProcessContext) -> Strategy:
-    xla = import_module("hasten.strategies.engines.xla.strategy")  # an optional package
-    chosen: Strategy = xla.strategy(config, ctx)
-    return chosen
+def _offered(config: Config) -> OfferedStrategy | None:
+    """Return the strategy of an extension that the settings or the environment select; None for torch's parallelisms."""
+    name: str | None = config.strategy
+    if name == "auto" and not config.cpu:
+        name = strategy_by_environment(env.snapshot())
+        if name is not None:
+            log.info("strategy=auto selects %s, because of the environment", name)
+    if name is None or name not in offers("strategies"):
+        return None
+    extension_strategy: OfferedStrategy = load("strategies", name)
+    return extension_strategy
 
 
 def chooses_speed(asked: PerformanceSettings) -> bool:
@@ -114,8 +103,9 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             "use strategy='fsdp', or set dp_shard_size=1."
         )
     if config.offload in ("parameters", "all"):
-        weights = import_module("hasten.strategies.offload.weights")  # only runs with offload need it
-        streamed = [weights.PlaceRest(), Convert(config.master_weights), *_common(config), weights.StreamedWeights()]
+        from hasten.strategies.offload.weights import PlaceRest, StreamedWeights  # only runs with offload need it
+
+        streamed = [PlaceRest(), Convert(config.master_weights), *_common(config), StreamedWeights()]
         return NativeStrategy("single", Alone(), streamed, Caps(synchronises=False))
     transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
     chooses = chooses_speed(config.performance)
@@ -123,8 +113,9 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
         transforms.append(_compiled_automatically())
     if alone:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
-    ddp = import_module("hasten.strategies.ddp.strategy")  # a single process needs none of it
-    replicate = ddp.Replicate(config.ddp, by_size=chooses and config.performance.buckets)
+    from hasten.strategies.ddp.strategy import Replicate  # a single process needs none of it
+
+    replicate = Replicate(config.ddp, by_size=chooses and config.performance.buckets)
     caps = Caps(gradients_s=replicate.gradients_s)
     return NativeStrategy("ddp", replicate, transforms, caps)
 
@@ -139,22 +130,25 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
                 f"dynamo backend {config.dynamo.backend!r} is not supported with sequence_parallel or loss_parallel, because compiling "
                 "their communication has not been tested; set dynamo_backend=no, or remove both options."
             )
-        tensor = import_module("hasten.strategies.tensor.strategy")  # also loads torch.distributed.tensor
-        transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
+        from hasten.strategies.tensor.strategy import SplitLayers  # also loads torch.distributed.tensor
+
+        transforms.append(SplitLayers(config.parallelism, config.fsdp, mesh))
     if ctx.mesh.ep > 1:
-        experts = import_module("hasten.strategies.experts.strategy")  # also loads torch.distributed.tensor
-        transforms.append(experts.DivideExperts(config.parallelism, config.fsdp, mesh))
+        from hasten.strategies.experts.strategy import DivideExperts  # also loads torch.distributed.tensor
+
+        transforms.append(DivideExperts(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         transforms.append(_recompute_blocks(config))
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
-        alone = import_module("hasten.strategies.tensor.alone")  # also loads torch.distributed.tensor
-        return NativeStrategy("tensor", alone.TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
+        from hasten.strategies.tensor.alone import TensorParallelOnly  # also loads torch.distributed.tensor
+
+        return NativeStrategy("tensor", TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
     if compiles(config) and config.dynamo.backend == "no":
         transforms += _compiled_shards(config, ctx)
-    # loads torch.distributed.tensor, which takes most of a second
-    fsdp2 = import_module("hasten.strategies.fsdp.strategy")
+    from hasten.strategies.fsdp.strategy import ShardModel  # loads torch.distributed.tensor: most of a second
+
     in_host_memory = config.offload in ("parameters", "all")
-    distribution: DistributionTransform = fsdp2.ShardModel(
+    distribution = ShardModel(
         config.fsdp.replace(cpu_offload=True) if in_host_memory else config.fsdp,
         mesh,
         keep_outputs=config.autocast.output_dtype == "keep",
@@ -179,14 +173,15 @@ def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
 
 def _compiled_automatically() -> Transform:
     """Return the transform that compiles blocks for `performance="auto"`."""
-    compiling = import_module("hasten.strategies.compiling")  # only runs that compile models need it
+    from hasten.strategies.compiling import CompileBlocks  # only runs that compile models need it
+
     settings = TorchDynamoPlugin(backend=BACKEND, use_regional_compilation=True, compile_loss=True)
-    transform: Transform = compiling.CompileBlocks(settings, automatic=True)
-    return transform
+    return CompileBlocks(settings, automatic=True)
 
 
 def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
-    pipeline = import_module("hasten.strategies.pipeline.strategy")  # loads torch.distributed.pipelining
+    from hasten.strategies.pipeline.strategy import CutStages, Pipeline  # loads torch.distributed.pipelining
+
     _refuse_with_stages(config)
     if ctx.mesh.size(Axis.CP) > 1:
         raise ConfigError(
@@ -204,17 +199,19 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
     within: DistributionTransform = Alone()
     if sharded:
-        fsdp2 = import_module("hasten.strategies.fsdp.strategy")  # loads torch.distributed.tensor
-        within = fsdp2.ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+        from hasten.strategies.fsdp.strategy import ShardModel  # loads torch.distributed.tensor
+
+        within = ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     else:
         transforms.append(PlaceOnDevice())
     if ctx.mesh.size(Axis.TP) > 1:
-        tensor = import_module("hasten.strategies.tensor.strategy")  # also loads torch.distributed.tensor
-        transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
+        from hasten.strategies.tensor.strategy import SplitLayers  # also loads torch.distributed.tensor
+
+        transforms.append(SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         transforms.append(_recompute_blocks(config))
-    stages = pipeline.Pipeline(config.parallelism.pp_handler, config.fsdp, ctx, within)
-    transforms.append(pipeline.CutStages(stages))
+    stages = Pipeline(config.parallelism.pp_handler, config.fsdp, ctx, within)
+    transforms.append(CutStages(stages))
     caps = Caps(sharded_state=sharded, hides_gradients=sharded and ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("pipeline", stages, transforms, caps, stages)
 
@@ -270,22 +267,22 @@ def _common(config: Config) -> list[Transform]:
     """Return the transforms that all native strategies share: recompute and compile."""
     chosen: list[Transform] = []
     if config.recompute:
-        recompute = import_module("hasten.strategies.recompute")  # only runs that recompute activations need it
+        from hasten.strategies.recompute import Recompute  # only runs that recompute activations need it
+
         find = partial(blocks_by_class, names=config.recompute, setting="recompute")
-        chosen.append(recompute.Recompute(find, "recompute", config.fsdp.activation_checkpointing_offload))
+        chosen.append(Recompute(find, "recompute", config.fsdp.activation_checkpointing_offload))
     if config.dynamo.backend != "no":
-        compiling = import_module("hasten.strategies.compiling")  # only runs that compile models need it
+        from hasten.strategies.compiling import CompileBlocks, CompileWhole  # only runs that compile models need it
+
         regional = config.dynamo.use_regional_compilation
-        chosen.append(compiling.CompileBlocks(config.dynamo) if regional else compiling.CompileWhole(config.dynamo))
+        chosen.append(CompileBlocks(config.dynamo) if regional else CompileWhole(config.dynamo))
     return chosen
 
 
 def _recompute_blocks(config: Config) -> Transform:
     """Return the transform that recomputes the activations of the blocks that FSDP wraps."""
-    recompute = import_module("hasten.strategies.recompute")  # only runs that recompute activations need it
-    groups = import_module("hasten.strategies.fsdp.shard_groups")  # the same
-    find = partial(groups.blocks_to_recompute, config=config.fsdp)
-    made: Transform = recompute.Recompute(
-        find, "fsdp.activation_checkpointing", config.fsdp.activation_checkpointing_offload
-    )
-    return made
+    from hasten.strategies.fsdp.shard_groups import blocks_to_recompute  # only runs that recompute activations need it
+    from hasten.strategies.recompute import Recompute
+
+    find = partial(blocks_to_recompute, config=config.fsdp)
+    return Recompute(find, "fsdp.activation_checkpointing", config.fsdp.activation_checkpointing_offload)

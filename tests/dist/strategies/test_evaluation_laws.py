@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from hasten import Accelerator, ParallelismConfig
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import CheckpointError
+from hasten.extensions.deepspeed.engine import VERSIONS
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
 from tests.support.toys import TinyMixture

@@ -11,9 +11,9 @@ from threading import Thread
 import pytest
 
 from hasten.errors import ConfigError
+from hasten.extensions.xla import strategy as xla
 from hasten.runtime import tpu_hosts
 from hasten.runtime.topology import Topology
-from hasten.strategies.engines.xla import strategy as xla
 
 POD = {"PJRT_DEVICE": "TPU", "TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b,c,d"}
 PATH = "/computeMetadata/v1/instance/attributes/worker-network-endpoints"

@@ -11,7 +11,7 @@ from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 
 # Any in this file: keys and values of DeepSpeed's configuration.
-reading = Deferred("hasten.strategies.engines.deepspeed.config")
+reading = Deferred("hasten.extensions.deepspeed.config")
 _OFFLOAD_DEVICES = ("cpu", "nvme")
 
 

@@ -23,8 +23,8 @@ from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
 
 # Any in this file: keys and values of DeepSpeed's configuration.
-reading = Deferred("hasten.strategies.engines.deepspeed.config")
-engine = Deferred("hasten.strategies.engines.deepspeed.engine")
+reading = Deferred("hasten.extensions.deepspeed.config")
+engine = Deferred("hasten.extensions.deepspeed.engine")
 AUTO = "auto"
 _ZERO, _MOE = "zero_optimization", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
 _OPTIONS: dict[str, tuple[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -1,0 +1,304 @@
+"""Start of a DeepSpeed engine: the package, its process group, and models that are built partitioned."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from hasten import trees
+from hasten.comm.agreement import agree
+from hasten.config.sections.engines import DeepSpeedPlugin
+from hasten.errors import PrepareError
+from hasten.extensions.deepspeed import nvme as deepspeed_nvme
+from hasten.extensions.deepspeed.config import EngineConfig
+from hasten.optim.engine import Placeholder
+from hasten.optional import available, need
+from hasten.runtime import env
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh import stop
+
+VERSIONS: Final = ">=0.19,<0.20"
+"""Versions that this adapter supports: gradients and shards have no public interface."""
+
+_SHARED_MEMORY: Final = "deepspeed_shm_comm"
+_ASK_LOCAL_RANK: Final = ("deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters")
+
+
+def package() -> Any:  # Any: DeepSpeed is untyped
+    """Return the deepspeed module. Raises: MissingPackageError when it is absent or of another version."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from DeepSpeed's imports
+        found = need("deepspeed", VERSIONS, "strategy='deepspeed'")
+        with env.restored():  # it compiles at import, which takes seconds and is only for the Muon optimizer
+            env.put_default("TORCHDYNAMO_DISABLE", "1")
+            need("deepspeed.runtime.zero.muon.muon_optimizer")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about optimizers that it has not tested
+    return found
+
+
+class Linear:
+    """Switch between torch's linear function and DeepSpeed's, which is in place only while an engine computes.
+
+    ZeRO-3 replaces ``torch.nn.functional.linear`` for the rest of the process, so that models without an engine would use the
+    replacement too, and could not be compiled.
+    """
+
+    def __init__(self, own: Callable[..., Tensor]) -> None:
+        self._own = own
+        self._before: list[Callable[..., Tensor]] = []
+
+    def enter(self, *_: object) -> None:
+        self._before.append(functional.linear)
+        functional.linear = self._own
+
+    def leave(self, *_: object) -> None:
+        if self._before:  # a global hook may have raised before enter() was called
+            functional.linear = self._before.pop()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+def start(
+    model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
+) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
+    """Return an engine for the model and its optimizer, and the engine's linear function. Ranks: every rank."""
+    deepspeed = join(ctx)
+    _leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
+    given: dict[str, Any] = {"optimizer": optimizer}
+    if isinstance(optimizer, Placeholder):
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        given = {"model_parameters": groups if len(groups) > 1 else groups[0]["params"]}
+    with env.restored(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed still uses
+        for name, value in _place(ctx).items():
+            env.put_default(name, value)
+        zero = made.config["zero_optimization"]
+        with agree(ctx.world, "a folder on NVMe"):
+            deepspeed_nvme.load_library(zero)
+            state = deepspeed_nvme.own_folder(zero)
+        with torchs_linear() as own, deepspeed_nvme.removed_on_error(state):
+            engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
+    if state is not None:
+        deepspeed_nvme.remove_with(engine, state)
+    engine._support_torch_style_backward = True  # stage 0 reduces at the window's end, so any backward works
+    return engine, Linear(own) if made.stage == 3 and made.config["zero_optimization"].get(
+        "memory_efficient_linear", True
+    ) else None
+
+
+@contextmanager
+def torchs_linear() -> Iterator[Callable[..., Tensor]]:
+    """Context manager that yields DeepSpeed's linear function and restores torch's at its end."""
+    own: Callable[..., Tensor] = need("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    before = functional.linear
+    if before is own:  # a library has built a partitioned model
+        before = need("deepspeed.runtime.zero.partition_parameters").Init.linear_bk
+    try:
+        yield own
+    finally:
+        functional.linear = before
+
+
+def _place(ctx: ProcessContext) -> dict[str, str]:
+    place = ctx.topology
+    return {
+        "LOCAL_RANK": str(place.local_rank),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": "127.0.0.1",  # the group exists already; DeepSpeed only checks that these are set
+        "MASTER_PORT": "29500",
+    }
+
+
+def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
+    """Return the deepspeed module, set up with this process's group instead of a destroyed one. Ranks: every rank."""
+    deepspeed = package()
+    if not dist.is_initialized():  # DeepSpeed needs a group even for one process
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(stop)
+    # Its compilation takes a minute at first use, and only DeepSpeed's inference calls it.
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+    if ctx.device.type == "cpu" and deepspeed.get_accelerator().device_name() != "cpu":
+        cpu = need("deepspeed.accelerator.cpu_accelerator")
+        deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
+    # ZeRO-3 reads its local rank from the environment while it runs, where a process without a launcher has none.
+    for name in _ASK_LOCAL_RANK:
+        need(name).os = SimpleNamespace(environ={"LOCAL_RANK": str(ctx.topology.local_rank)})
+    talk = deepspeed.comm.comm
+    if getattr(talk.cdb, "hasten_world", None) is not dist.group.WORLD:
+        talk.cdb = None
+        deepspeed.utils.groups._release_process_group_references()
+        _count_anew()
+        with env.restored():
+            for name, value in _place(ctx).items():
+                env.put_default(name, value)
+            deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
+        talk.cdb.hasten_world = dist.group.WORLD
+        for ours, name in (
+            ("all_gather_function", "all_gather_single"),
+            ("reduce_scatter_function", "reduce_scatter_single"),
+        ):
+            if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 has the old names only
+                setattr(talk.cdb, ours, renamed)
+    return deepspeed
+
+
+def _count_anew() -> None:
+    """Number ZeRO-3's modules and parameters from 0: ranks of a new group may have had different engines before."""
+    need("deepspeed.runtime.zero.partition_parameters").Init.param_id = 0
+    offload = need("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
+    (counter,) = inspect.unwrap(offload._register_deepspeed_module).__defaults__
+    counter[0] = 0
+
+
+def _leaves(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:
+    """Mark the classes whose parameters ZeRO-3 gathers together."""
+    if not names:
+        return
+    kinds = {type(module).__name__: type(module) for module in model.modules()}
+    if missing := [name for name in names if name not in kinds]:
+        raise PrepareError(
+            f"deepspeed.transformer_moe_cls_names names {missing}, but {type(model).__name__} has no module of these classes, so their "
+            f"parameters would be gathered one by one. Name classes of the model, such as {sorted(kinds)[:3]}."
+        )
+    deepspeed.utils.set_z3_leaf_modules(model, [kinds[name] for name in names])
+
+
+# Any in this file: DeepSpeed and transformers are untyped.
+_TRANSFORMERS: Final = "transformers.integrations.deepspeed"
+_CONFIG: Final = "_hf_deepspeed_config_weak_ref"
+_LEFT_ALONE: Final = frozenset({"__get__", "__set__", "__hash__", "__repr__", "register_hook", "requires_grad_"})
+"""Functions of a parameter that do not read its values."""
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Return whether any parameter of the model was partitioned while it was built."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+@contextmanager
+def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
+    """Context manager in which constructors and transformers build partitioned models. Ranks: every rank."""
+    deepspeed = join(ctx)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed still uses
+        init = deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=set())
+    partition: Callable[[Any], None] = init._zero_init_param
+    built: list[Any] = []
+
+    def noted(parameter: Any) -> None:
+        partition(parameter)
+        built.append(parameter)
+
+    init._zero_init_param = noted
+    # Importing transformers takes seconds; a script that builds one of its models has imported transformers already.
+    registered = RegisteredConfig(config) if "transformers" in sys.modules else None
+    try:
+        with torchs_linear(), init, _Gathering(deepspeed.zero.GatheredParameters):
+            yield
+    finally:
+        if registered is not None:
+            registered.forget()
+    for parameter in built:
+        _round(parameter, init.dtype)
+
+
+def _round(parameter: Any, dtype: torch.dtype) -> None:
+    """Convert a partitioned parameter to the engine's precision; constructors initialise in the parameter's dtype."""
+    if parameter.is_floating_point() and parameter.dtype != dtype:
+        parameter.all_gather()
+        parameter.data, parameter.ds_tensor = parameter.data.to(dtype), None
+        parameter.partition()
+
+
+class RegisteredConfig:
+    """DeepSpeed configuration registered with transformers: its models are built partitioned, or whole (None).
+
+    The registration lasts as long as this object, or until `forget`.
+    """
+
+    def __init__(self, config: dict[str, Any] | None) -> None:
+        self.config = config
+        self._module = need(_TRANSFORMERS) if available(_TRANSFORMERS) else None
+        if self._module is None:
+            return
+        self._before = getattr(self._module, _CONFIG)
+        if config is None:
+            self._module.unset_hf_deepspeed_config()
+        elif not self._module.is_deepspeed_zero3_enabled():  # else the arguments of a Trainer have registered one
+            self._module.set_hf_deepspeed_config(self)
+
+    def is_zero3(self) -> bool:
+        """Return True; transformers calls this method."""
+        return True
+
+    def forget(self) -> None:
+        """Restore the configuration that transformers had before."""
+        if self._module is not None:
+            setattr(self._module, _CONFIG, self._before)
+
+
+class _Gathering(TorchFunctionMode):
+    """Torch function mode that gathers partitioned parameters around operations on them.
+
+    A parameter holds no values once its module is built, so a constructor that initialises the weights of its children would
+    have no effect.
+    """
+
+    def __init__(self, gather: Callable[..., Any]) -> None:
+        super().__init__()
+        self._gather = gather
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        apart: list[Tensor] = []
+        trees.map_tensors(lambda x: apart.append(x) if _is_apart(x) else x, (args, given))
+        name = getattr(func, "__name__", "")
+        if apart and func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            raise PrepareError(
+                "a constructor accesses the .data of a parameter that is already partitioned and empty here, so values written to it "
+                "would be lost. Modify the parameter under torch.no_grad() instead of its .data, as the functions of torch.nn.init do, "
+                "or build the model outside init_module()."
+            )
+        if not apart or name in _LEFT_ALONE:
+            return func(*args, **given)
+        with self._gather(apart, modifier_rank=0):
+            return func(*args, **given)
+
+
+def _is_apart(tensor: Any) -> bool:
+    return getattr(getattr(tensor, "ds_status", None), "name", "") == "NOT_AVAILABLE"
+
+
+def make_whole(model: nn.Module, gather: Callable[..., Any]) -> None:
+    """Replace the model's partitioned parameters by whole ones, for a model without an engine. Ranks: every rank."""
+    made: dict[int, nn.Parameter] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not hasattr(parameter, "ds_id"):
+                continue
+            if id(parameter) not in made:
+                with gather([parameter]):
+                    copy = parameter.detach().clone()
+                made[id(parameter)] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])

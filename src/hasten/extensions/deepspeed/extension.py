@@ -1,0 +1,12 @@
+"""What the extension offers: a strategy, and DeepSpeed's own launcher."""
+
+from __future__ import annotations
+
+from hasten.extension import Extension
+
+extension = Extension(
+    name="deepspeed",
+    summary="DeepSpeed: ZeRO 0 to 3 with offload to host memory and drives",
+    strategies={"deepspeed": "hasten.extensions.deepspeed.strategy:STRATEGY"},
+    launch_targets={"deepspeed": "hasten.extensions.deepspeed.launch_target:TARGET"},
+)

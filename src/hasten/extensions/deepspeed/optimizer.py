@@ -1,0 +1,407 @@
+"""Optimizer of a DeepSpeed engine: reduces and clips gradients at the window's end, steps, and saves its state."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.checkpoint.base import Slice, local_data
+from hasten.comm.base import Comm
+from hasten.extensions.deepspeed.config import EngineConfig
+from hasten.extensions.deepspeed.nvme import SwappedState
+from hasten.extensions.deepspeed.shards import (
+    MASTER,
+    EngineNorm,
+    GradientOrder,
+    ZeroShard,
+    gradients_of,
+    own_weights,
+    shards_of,
+)
+from hasten.optim import clip
+from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
+from hasten.precision.base import APPLIED, StepResult
+
+log = logging.getLogger(__name__)
+
+_SCALE: Final = "loss_scale"
+
+
+class DeepSpeedOptimizer(EngineOptimizer):
+    """Optimizer that steps an engine at the end of the loop's window.
+
+    At every backward the engine is set to continue the window. Gradients are reduced to their final values once, at the first
+    of these calls: clipping, a correction of the window's mean, or the step.
+    """
+
+    def __init__(
+        self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig, comm: Comm
+    ) -> None:  # Any: DeepSpeed is untyped
+        # Optimizer.__init__ is not called: the groups are the user's, and their options were checked before.
+        self.engine = engine
+        self.stage = made.stage
+        self.param_groups = groups
+        self.state = defaultdict(dict)
+        self.defaults = dict(engine.basic_optimizer.defaults)
+        self.stale = False
+        """Weights were loaded that the engine's persistent parameters do not have yet (ZeRO-3)."""
+        self.entered = False
+        """The running backward has reached this engine."""
+        self.schedule: Any = None
+        """Scheduler that the loop steps for this engine."""
+        self._clipping = made.clipping
+        self._told = False
+        self._clipped = False
+        self._final = False
+        engine.set_gradient_accumulation_boundary(False)
+        if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
+            engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros, which would distort bias corrections
+        self._order = (
+            GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
+        )
+        self._norm = EngineNorm.of(engine, self.stage)
+        """DeepSpeed's own norm; None if its step does not compute one that the loop can use."""
+        self._swapped = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
+        """Access to master weights and moments on NVMe; None if they are in memory."""
+        self._count_passes()
+
+    def __repr__(self) -> str:
+        return f"DeepSpeedOptimizer(stage={self.stage}, {self.engine.basic_optimizer!r})"
+
+    def _count_passes(self) -> None:
+        before: Callable[[], None] = self.engine._backward_prologue
+
+        def counted() -> None:
+            if self.entered:  # a second output of this engine in the same loss
+                return
+            if self._final:
+                refuse_late_backward()
+            self.num_passes += 1
+            self.entered = True
+            before()
+
+        self.engine._backward_prologue = counted
+
+    # -- one update -----------------------------------------------------------------------------------------------
+    @property
+    def loss_scale(self) -> float:
+        """Factor that losses are multiplied by."""
+        return float(getattr(self.engine.optimizer, "loss_scale", 1.0))
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Context manager for the backward of a loss that may come from this engine and from others."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if callable(again := getattr(optimizer, "clear_backward_seen_flag", None)):
+            again()  # this may be the second backward after a forward
+        self.entered, engine._running_engine_backward = False, True
+        if self._order is not None:
+            self._order.begin()
+        try:
+            yield
+            if self.entered:
+                if self._order is not None:
+                    self._order.check()
+                engine._backward_epilogue()
+        except BaseException:
+            if self.entered and callable(leave := getattr(optimizer, "exit_backward", None)):
+                leave()
+            raise
+        finally:
+            self.entered = engine._running_engine_backward = False
+
+    def finalize(self) -> None:
+        """Reduce the window's accumulated gradients to their final values, once. Ranks: every rank."""
+        if self._final or not self.num_passes:
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.stage < 2:
+            self.engine.allreduce_gradients()
+        elif self._swapped is None:
+            self.engine.optimizer.finalize_gradient_accumulation_boundary()
+        self._final = True
+
+    def apply(self) -> StepResult:
+        if not self.num_passes:  # like torch: no gradients, no update
+            return APPLIED
+        self.finalize()
+        if self._clipping and not self._clipped:
+            self.clip(self._clipping)
+        self.give_options()
+        before = self.loss_scale
+        if self._swapped is not None:
+            self._swapped.move_gradients()
+        self.engine.step()
+        self._opt_called = True  # set for torch's schedulers
+        applied = bool(self.engine.was_step_applied())
+        if not applied and self._swapped is not None:
+            self._swapped.finish_writes()
+        if not applied:
+            log.warning(
+                "DeepSpeed skipped an update because gradients were inf or nan; the loss scale went from %g to %g",
+                before,
+                self.loss_scale,
+            )
+        self._reset()
+        return StepResult(applied=applied, scale=before if before != 1.0 else None)
+
+    def give_options(self) -> None:
+        """Copy the options that schedulers and the script have set to the engine's groups. Local."""
+        for own, inner in self._paired_groups():
+            inner.update({key: value for key, value in own.items() if key != "params"})
+
+    def take_options(self) -> None:
+        """Copy the options of the engine's groups, which the engine has created or loaded, to the loop's. Local."""
+        for own, inner in self._paired_groups():
+            own.update({key: value for key, value in inner.items() if key != "params"})
+
+    def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        return zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the window's gradients to a norm and return the norm before clipping. Ranks: every rank."""
+        self.finalize()
+        if self._clipping and not self._clipped and max_norm != self._clipping and not self._told:
+            self._told = True
+            log.info("the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used", max_norm, self._clipping)
+        self._clipped = True
+        wrapper = self.engine.optimizer
+        if self._norm is not None and self.num_passes and norm_type == 2.0 and max_norm != 0:
+            wrapper.clip_grad = float(max_norm)
+            return self._norm.scaled().to(self.engine.device, torch.float32) / self.loss_scale
+        norm = self.norm(norm_type)
+        if max_norm == 0:
+            self.multiply_gradients(0.0)
+        elif norm_type != 2.0:  # DeepSpeed's clipping supports the 2-norm only
+            self.multiply_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        elif hasattr(wrapper, "clip_grad"):
+            wrapper.clip_grad = float(max_norm)  # applied in float32, together with the unscaling
+        else:
+            clip.scale_down(gradients_of(self.engine, self.stage), max_norm, norm, None)
+        return norm
+
+    def clamp(self, limit: float) -> None:
+        """Clamp each element of the window's gradients. Ranks: every rank."""
+        self.finalize()
+        self._forget_norm()
+        grads = gradients_of(self.engine, self.stage) if self.num_passes else []
+        bound = limit * self.loss_scale
+        for grad in grads:
+            grad.detach().clamp_(-bound, bound)
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload computes norms while it copies
+        for number, key in enumerate(kept):
+            kept[key] = _local_norm(grads, 2.0) if number == 0 else torch.zeros(())
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the unscaled gradients over all ranks. Ranks: every rank."""
+        if not self.num_passes:
+            return torch.zeros((), device=self.engine.device)
+        largest = norm_type == float("inf")
+        local = _local_norm(gradients_of(self.engine, self.stage), norm_type)
+        total = local if largest else local**norm_type
+        if self.stage:
+            total = total.to(self.engine.device)
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return (total if largest else total ** (1 / norm_type)) / self.loss_scale
+
+    def multiply_gradients(self, factor: float | Tensor) -> None:
+        self.finalize()
+        self._forget_norm()
+        with torch.no_grad():
+            for grad in gradients_of(self.engine, self.stage) if self.num_passes else ():
+                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload computes norms while it copies
+        for key, value in kept.items():
+            kept[key] = value * abs(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients accumulated since the engine's last update."""
+        if not self.num_passes:
+            return
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()
+        self.engine.zero_grad()
+        if self.stage in (1, 2):
+            optimizer.micro_step_id = -1
+            optimizer._release_preflattened_grad_buffers()
+            for number in list(optimizer.averaged_gradients):
+                optimizer.averaged_gradients[number] = None
+            for number in list(optimizer.all_grad_tensors):
+                optimizer.all_grad_tensors[number] = None
+            if optimizer.cpu_offload:
+                optimizer.reset_cpu_buffers()
+                optimizer._offload_accumulated_param_ids = set()
+        elif self.stage == 3:
+            optimizer.averaged_gradients = {}
+            optimizer._offload_boundary_param_ids = set()
+            if optimizer.offload_optimizer:
+                optimizer.reset_cpu_buffers()
+        self._reset()
+
+    def _forget_norm(self) -> None:
+        if self._norm is not None:
+            self._norm.forget()
+
+    def _reset(self) -> None:
+        """Start a new window."""
+        self._forget_norm()
+        self.num_passes = 0
+        self._final = self._clipped = False
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "clip_grad"):
+            optimizer.clip_grad = 0.0
+        if self.stage == 3 and (room := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+            room.zero_()  # otherwise a parameter unused in the next window would be updated by this window's gradient
+        self.engine.set_gradient_accumulation_boundary(False)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    @property
+    def on_nvme(self) -> bool:
+        """True if master weights and moments are on NVMe between steps."""
+        return self._swapped is not None
+
+    def _shards(self) -> dict[int, ZeroShard]:
+        return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
+
+    def _numbered(self) -> dict[int, ZeroShard]:
+        """Return the shards by the index of their parameter in the groups."""
+        known = self._shards()
+        params = [p for group in self.param_groups for p in group["params"]]
+        return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
+
+    @contextmanager
+    def _in_memory(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
+        """Context manager in which a tensor of the inner optimizer is in memory; yields whether it leaves memory afterwards."""
+        if self._swapped is not None:
+            with self._swapped.here(flat, written=written, replaced=replaced) as moved:
+                yield moved
+            return
+        if replaced:
+            self.engine.basic_optimizer.state.pop(flat, None)
+        yield False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
+        inner = self.engine.basic_optimizer.state
+        state: dict[int, dict[str, Any]] = {}
+        for number, shard in self._numbered().items():
+            with self._in_memory(shard.flat) as leaves:
+                values = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+                for key, value in inner.get(shard.flat, {}).items():
+                    laid_out = isinstance(value, Tensor) and value.shape == shard.flat.shape and value.ndim > 0
+                    values[key] = shard.stored(value) if laid_out else value
+                if values:
+                    state[number] = _copied(values) if leaves else values
+        scale = self._scaler()
+        return {
+            "state": state,
+            "param_groups": self.numbered_groups(),
+            _SCALE: {} if scale is None else {k: v for k, v in vars(scale).items() if type(v) in (bool, int, float)},
+        }
+
+    def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
+        """Allocate memory for a stored tensor of a parameter: this rank's slice, or the whole tensor if it is not sharded."""
+        shard = self._shards().get(id(parameter))
+        if shard is None or shape not in ((shard.total,), tuple(shard.flat.shape)) or shape == ():
+            return torch.empty(shape, dtype=dtype)
+        return shard.room(dtype)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict made of slices in this rank's layout. Local."""
+        inner = self.engine.basic_optimizer.state
+        options = [group for group in self.param_groups for _ in group["params"]]
+        together: dict[Tensor, list[tuple[int, ZeroShard]]] = defaultdict(list)
+        for number, shard in self._numbered().items():
+            together[shard.flat].append((number, shard))
+        for flat, shards in together.items():
+            with self._in_memory(flat, replaced=True):
+                fresh: dict[str, Any] = {}
+                for number, shard in shards:
+                    kept = dict(state_dict["state"].get(number, {}))
+                    master = kept.pop(MASTER, None)
+                    if master is not None and shard.has_master:
+                        shard.part(flat).copy_(local_data(master))
+                    elif not shard.whole:
+                        shard.part(flat).copy_(self._weights(shard))
+                    for key, value in kept.items():
+                        _put(fresh, key, value, shard, options[number])
+                if fresh:
+                    inner[flat] = fresh
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update({key: value for key, value in saved.items() if key != "params"})
+        scale = self._scaler()
+        for key, value in state_dict.get(_SCALE, {}).items():
+            if scale is not None:
+                setattr(scale, key, value)
+        if inner and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+            # refresh the state that deepspeed.utils returns
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self.stale = self.stage == 3
+
+    def take_over(self, carried: Mapping[int, dict[str, Any]]) -> None:
+        """Load the state of an optimizer stepped before prepare(): whole tensors by the index of the parameter."""
+        state = {}
+        for number, shard in self._numbered().items():
+            state[number] = {key: shard.cut(value) for key, value in carried.get(number, {}).items()}
+        self.load_state_dict({"state": state, "param_groups": self.param_groups})
+
+    def refresh(self) -> None:
+        """Copy loaded weights to the parameters that ZeRO-3 holds whole or has not yet released. Ranks: every rank."""
+        if not self.stale:
+            return
+        self.stale = False
+        for parameter in self.engine.module.parameters():
+            if parameter.ds_status.name == "AVAILABLE":  # gathered with the old weights for a step that did not happen
+                parameter.partition(has_been_updated=False)
+        if kept := list(self.engine.optimizer.persistent_parameters):
+            kept[0].all_gather(kept)
+
+    def take_weights(self) -> None:
+        """Copy weights that were written into the model to the master weights. Local."""
+        for shard in self._numbered().values():
+            with self._in_memory(shard.flat, written=True):
+                shard.part(shard.flat.detach()).copy_(self._weights(shard))
+
+    def _weights(self, shard: ZeroShard) -> Tensor:
+        """Return the slice of the model's weights that the shard updates."""
+        if self.stage == 3:
+            return own_weights(shard.parameter)
+        return shard.parameter.detach().reshape(-1).narrow(0, shard.offset, shard.size)
+
+    def _scaler(self) -> Any:
+        optimizer = self.engine.optimizer
+        return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    norms = [torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32) for grad in grads if grad.numel()]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+
+def _put(
+    room: dict[str, Any], key: str, value: Any, shard: ZeroShard, group: Mapping[str, Any]
+) -> None:  # Any: arbitrarily nested state
+    """Store one loaded value of a parameter in the state of the tensor that contains its shard."""
+    if isinstance(value, Slice) or (shard.whole and isinstance(value, Tensor) and value.ndim):
+        if key not in room:
+            room[key] = torch.zeros_like(shard.flat, dtype=local_data(value).dtype, requires_grad=False)
+        shard.part(room[key]).copy_(local_data(value))
+    else:
+        room[key] = put_where_used(key, value, group, shard.flat.device)
+
+
+def _copied(value: Any) -> Any:  # Any: a nested state
+    if isinstance(value, Slice):
+        return Slice(value.data.clone(), value.shape, value.offset, value.owned)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value

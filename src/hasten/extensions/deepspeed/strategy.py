@@ -1,0 +1,408 @@
+"""DeepSpeedStrategy: one engine per trained model, behind the interface of all strategies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten import trees
+from hasten.config.root import Config
+from hasten.errors import ConfigError, PrepareError, StepError
+from hasten.extensions.deepspeed import engine as deepspeed_engine
+from hasten.extensions.deepspeed.config import EngineConfig, Facts, stage_of, translate
+from hasten.extensions.deepspeed.config import building as partitioning
+from hasten.extensions.deepspeed.engine import RegisteredConfig, building, is_partitioned, make_whole
+from hasten.extensions.deepspeed.optimizer import DeepSpeedOptimizer
+from hasten.extensions.deepspeed.own_checkpoints import complete, show_rates
+from hasten.extensions.deepspeed.shards import weight_slice
+from hasten.optim.engine import DummyScheduler, Placeholder
+from hasten.optim.gradients import drop_gradients
+from hasten.optim.window import divided
+from hasten.precision.base import Precision
+from hasten.prepare_args import Item, PrepareArguments
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Caps, OfferedStrategy, PrepareRequest, Weigh
+from hasten.strategies.native import make_optimizers
+from hasten.strategies.placing import Convert, PlaceOnDevice
+from hasten.trees import Tree
+
+log = logging.getLogger(__name__)
+
+_HALF: Final = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+
+
+@dataclass(slots=True)
+class Engine:
+    """An engine, its optimizer in the loop, and its configuration."""
+
+    model: Any  # DeepSpeed's engine: an untyped nn.Module
+    optimizer: DeepSpeedOptimizer
+    made: EngineConfig
+    linear: deepspeed_engine.Linear | None
+    ran: bool = False
+    """A forward with gradients has run since the last backward that reached this engine."""
+
+
+class EvaluationMode:
+    """Hooks that turn inference mode into no_grad during a forward.
+
+    ZeRO-3 writes what it gathers into the parameters, and no backward can use parameters that were written in inference mode.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[ExitStack] = []
+
+    def enter(self, *_: object) -> None:
+        modes = ExitStack()
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
+        self._entered.append(modes)
+
+    def leave(self, *_: object) -> None:
+        if self._entered:  # another hook may have raised before enter() was called
+            self._entered.pop().close()
+
+
+class DeepSpeedStrategy:
+    """Strategy that trains each model in a DeepSpeed engine; models without an optimizer are placed and left whole."""
+
+    name = "deepspeed"
+
+    def __init__(self, config: Config, ctx: ProcessContext) -> None:
+        deepspeed_engine.package()
+        if config.gradient_accumulation.sync_each_batch:
+            raise ConfigError(
+                "gradient_accumulation.sync_each_batch=True is not supported under DeepSpeed, where the ZeRO stage determines when "
+                "gradients are exchanged; remove it."
+            )
+        self._config = config
+        self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
+        self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
+        self.engines: list[Engine] = []
+        """Engines in the order in which they were prepared."""
+        self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by id of the script's optimizer
+        self._told: RegisteredConfig | None = None
+        if config.deepspeed.zero3_init_flag:
+            self._told = RegisteredConfig(partitioning(config.deepspeed, config.mixed_precision))
+            deepspeed_engine.join(ctx)  # transformers starts to partition models right away
+
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        if stage_of(self._config.deepspeed) != 3:
+            return nullcontext()
+        return building(partitioning(self._config.deepspeed, self._config.mixed_precision), ctx)
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+        models = bundle.of("model")
+        make_optimizers(bundle.of("optimizer"), [item.value for item in models], placeholders=True)
+        owners = _owners(models, bundle.of("optimizer"))
+        for item in models:
+            optimizer = owners.get(id(item))
+            if optimizer is None or not train:
+                if is_partitioned(item.value):
+                    make_whole(item.value, deepspeed_engine.package().zero.GatheredParameters)
+                request = PrepareRequest(place=item.place, train=False)
+                placed = self._place.apply(item.value, request, ctx, precision)
+                item.value = self._convert.apply(placed, request, ctx, precision)
+            else:
+                self._start(item, optimizer, bundle, ctx)
+        for item in bundle.of("scheduler"):
+            item.value = self._scheduler(item.value)
+
+    def _start(self, item: Item, optimizer: Item, bundle: PrepareArguments, ctx: ProcessContext) -> None:
+        model: nn.Module = item.value
+        given: Optimizer = optimizer.value
+        carried = _carried(given)
+        made = translate(self._config.deepspeed, self._facts(model, given, bundle, ctx))
+        if ctx.is_main:
+            for note in made.notes:
+                log.info("deepspeed: %s", note)
+        groups = [dict(group) for group in given.param_groups if group["params"]]
+        engine, linear = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
+        if ctx.device.type != "cpu":
+            for buffer in model.buffers():  # DeepSpeed does not move the buffers of a model that was built partitioned
+                buffer.data = buffer.to(ctx.device)
+        prepared = DeepSpeedOptimizer(engine, groups, made, ctx.world)
+        complete(prepared)
+        if isinstance(given, Placeholder):
+            prepared.take_options()
+        if carried:
+            prepared.take_over(carried)
+        one = Engine(engine, prepared, made, linear)
+        if made.stage == 3:
+            _show_slices(model.parameters(), True)
+        self._watch(one)
+        self.engines.append(one)
+        self._moved[id(given)] = given, prepared
+        item.value, optimizer.value = engine, prepared
+
+    def _facts(self, model: nn.Module, optimizer: Optimizer, bundle: PrepareArguments, ctx: ProcessContext) -> Facts:
+        sizes = [size for item in bundle.of("loader") if (size := getattr(item.value, "batch_size", None))]
+        pick = min if self._config.deepspeed.is_train_batch_min else max
+        dummies = [item.value for item in bundle.of("scheduler") if isinstance(item.value, DummyScheduler)]
+        return Facts(
+            mixed_precision=self._config.mixed_precision,
+            accumulation=self._config.gradient_accumulation.num_steps,
+            world_size=ctx.world.size,
+            micro_batch=pick(sizes) if sizes else None,
+            hidden_size=_hidden_size(model),
+            optimizer=optimizer.options if isinstance(optimizer, Placeholder) else None,
+            scheduler=dummies[0].options if dummies else None,
+            on_cpu=ctx.device.type == "cpu",
+        )
+
+    def _watch(self, one: Engine) -> None:
+        """Register hooks that cast inputs and outputs as autocast would, and record which engines a loss may come from."""
+        dtype = _HALF.get(self._config.mixed_precision)
+        keep = self._config.autocast.output_dtype == "keep"
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # Any: the model's arguments
+            one.ran = one.ran or torch.is_grad_enabled()
+            one.optimizer.refresh()
+            return None if dtype is None else _cast((args, kwargs), dtype)
+
+        def after(_: nn.Module, args: Any, out: Any) -> Any:
+            return out if dtype is None or keep else trees.to_fp32(out)
+
+        one.model.register_forward_pre_hook(before, with_kwargs=True)
+        one.model.register_forward_hook(after)
+        evaluation = EvaluationMode()
+        one.model.register_forward_pre_hook(evaluation.enter, prepend=True)
+        one.model.register_forward_hook(evaluation.leave, always_call=True)
+        if one.linear is not None:
+            one.model.register_forward_pre_hook(one.linear.enter, prepend=True)
+            one.model.register_forward_hook(one.linear.leave, always_call=True)
+
+    def _scheduler(self, scheduler: Any) -> Any:  # Any: schedulers share no base class
+        """Return the scheduler, changed to update the groups of the engine's optimizer."""
+        found = self._moved.get(id(getattr(scheduler, "optimizer", None)))
+        if found is None:
+            return scheduler
+        prepared = found[1]
+        if not isinstance(scheduler, DummyScheduler):
+            scheduler.optimizer = prepared
+        elif scheduler.lr_scheduler_callable is not None:
+            scheduler = scheduler.lr_scheduler_callable(prepared)
+        else:
+            scheduler = self._made_scheduler(prepared)
+        prepared.schedule = prepared.schedule or scheduler
+        return scheduler
+
+    def _made_scheduler(self, prepared: DeepSpeedOptimizer) -> Any:  # Any: DeepSpeed is untyped
+        engine = prepared.engine
+        made, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like any scheduler
+        if made is None:
+            raise PrepareError(
+                "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so no scheduler can be created. "
+                'Add {"scheduler": {"type": "WarmupLR", "params": {...}}}, or prepare a real scheduler.'
+            )
+        made.optimizer = prepared
+        prepared.take_options()
+        show_rates(made, prepared)
+        return made
+
+    # -- one step -------------------------------------------------------------------------------------------------
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()  # the end of a window reaches the engine with its step
+
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
+        before = [one.optimizer.num_passes for one in self.engines]
+        loss, scale = divided(loss, parts), self._scale()
+        with ExitStack() as stack:
+            for one in self.engines:
+                stack.enter_context(one.optimizer.in_backward())
+                if one.linear is not None:
+                    stack.enter_context(one.linear.in_place())  # for recomputed blocks
+            (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
+        for one, passes in zip(self.engines, before, strict=True):
+            if one.optimizer.num_passes != passes:
+                one.ran = False
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: Callable[[nn.Module, Tree], Tensor],
+        weigh: Weigh,
+        weight: Callable[[Tree], float | Tensor] | None = None,
+    ) -> Tensor:
+        loss = loss_of(model, batch)
+        self.backward(weigh(loss, None if weight is None else weight(batch)))
+        return loss.detach()
+
+    def _scale(self) -> float:
+        """Return the loss scale of the engines that this loss may come from."""
+        scales = {one.optimizer.loss_scale for one in self.engines if one.ran} or {
+            one.optimizer.loss_scale for one in self.engines
+        }
+        if len(scales) > 1:
+            raise StepError(
+                f"backward() was called after the forward of several engines whose loss scales differ ({sorted(scales)}), so some "
+                "gradients would have the wrong scale. Use mixed_precision='bf16', or call "
+                "backward() after each engine's forward."
+            )
+        return scales.pop() if scales else 1.0
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        return self._clipped(parameters, "clip_grad_norm_").clip(max_norm, norm_type)
+
+    def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
+        self._clipped(parameters, "clip_grad_value_").clamp(limit)
+
+    def _clipped(self, parameters: Sequence[Tensor], call: str) -> DeepSpeedOptimizer:
+        """Return the optimizer of the engine that trains exactly these parameters. Raises: StepError if there is none."""
+        wanted = {id(parameter) for parameter in parameters}
+        chosen = [one for one in self.engines if wanted & _held(one)]
+        held = {number for one in chosen for number in _held(one)}
+        if len(chosen) != 1 or not held <= wanted:
+            raise StepError(
+                f"{call}() got {len(wanted)} parameters, of {len(chosen)} engines with {len(held)} parameters in all; an engine stores "
+                "the gradients of all its parameters together, so they can only be clipped together. Call it once per model, with "
+                "model.parameters()."
+            )
+        if loose := sum(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
+            raise StepError(
+                f"{call}() got {loose} trainable parameters that are in no optimizer. An engine has no gradients for them, whereas "
+                "plain torch includes them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
+            )
+        return chosen[0].optimizer
+
+    # -- the user's module ----------------------------------------------------------------------------------------
+    def _engine(self, model: nn.Module) -> Engine | None:
+        return next((one for one in self.engines if one.model is model), None)
+
+    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
+        if (one := self._engine(model)) is not None:
+            module: nn.Module = one.model.module
+            return module
+        return model if keep_precision else self._convert.undo(model)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        one = self._engine(model)
+        if one is None or one.made.stage < 3:
+            return dict(self.unwrap(model).state_dict())
+        one.optimizer.refresh()
+        gather = deepspeed_engine.package().zero.GatheredParameters
+        copies: dict[int, Tensor] = {}  # tied weights stay tied
+        for value in one.model.module.state_dict(keep_vars=True).values():
+            if hasattr(value, "ds_id") and id(value) not in copies:
+                with gather([value]):
+                    copies[id(value)] = value.detach().to("cpu", copy=True)
+        state = one.model.module.state_dict(keep_vars=True)
+        return {
+            key: copies.get(id(value), value.detach() if isinstance(value, Tensor) else value)
+            for key, value in state.items()
+        }
+
+    @contextmanager
+    def whole_weights(self, model: nn.Module) -> Iterator[None]:
+        one = self._engine(model)
+        if one is None:
+            yield
+            return
+        parameters = list(one.model.module.parameters())
+        gather = deepspeed_engine.package().zero.GatheredParameters
+        with ExitStack() as stack:
+            if one.made.stage == 3:
+                stack.enter_context(gather(parameters, modifier_rank=0))
+                _show_slices(parameters, False)
+                stack.callback(_show_slices, parameters, True)
+            yield
+        if one.optimizer.on_nvme:
+            one.optimizer.take_weights()
+            return
+        refresh = getattr(one.model.optimizer, "refresh_fp32_params", None)
+        if callable(refresh):
+            refresh()
+            return
+        with torch.no_grad():
+            for models, masters in zip(
+                getattr(one.model.optimizer, "fp16_groups", ()),
+                getattr(one.model.optimizer, "fp32_groups", ()),
+                strict=True,
+            ):
+                for parameter, master in zip(models, masters, strict=True):
+                    master.copy_(parameter)
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        if self._engine(model) is not None:
+            raise PrepareError(
+                f"{name!r} cannot be marked under deepspeed: an engine gathers parameters only in the model's forward. Call the model, "
+                "with an argument that selects the method."
+            )
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        raise StepError(
+            "join_uneven_inputs() is not supported under deepspeed: every rank must take part in every collective. Use "
+            "even_batches=True (the default), which gives every rank the same number of batches."
+        )
+
+    # -- for checkpoints ------------------------------------------------------------------------------------------
+    def drop_gradients(self, model: nn.Module) -> None:
+        drop_gradients(model)
+
+
+def _show_slices(parameters: Iterable[Any], shown: bool) -> None:
+    """Make checkpoints store each ZeRO-3 parameter as this rank's slice, or as the whole tensor while it is gathered."""
+    for parameter in parameters:
+        parameter.stored_slice = weight_slice if shown else None
+
+
+def _carried(optimizer: Optimizer) -> dict[int, dict[str, Any]]:  # Any: arbitrarily nested state
+    """Remove the state from the script's optimizer and return it, by the index of the parameter."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {number: dict(optimizer.state[p]) for number, p in enumerate(parameters) if p in optimizer.state}
+    optimizer.state.clear()
+    return found
+
+
+def _held(one: Engine) -> set[int]:
+    return {id(p) for group in one.optimizer.param_groups for p in group["params"]}
+
+
+def _owners(models: list[Item], optimizers: list[Item]) -> dict[int, Item]:
+    """Return the optimizer of each model, by the id of the model's item.
+
+    Raises: PrepareError unless each optimizer belongs to exactly one model.
+    """
+    found: dict[int, Item] = {}
+    for optimizer in optimizers:
+        params = {id(p) for group in optimizer.value.param_groups for p in group["params"]}
+        name = type(optimizer.value).__name__
+        owners = [item for item in models if params & {id(p) for p in item.value.parameters()}]
+        known = {id(p) for item in owners for p in item.value.parameters()}
+        if len(owners) != 1 or not params <= known or id(owners[0]) in found:
+            shared = bool(owners) and id(owners[0]) in found
+            raise PrepareError(
+                f"{name} has parameters of {len(owners)} of the {len(models)} models in this prepare()"
+                f"{', one of which has another optimizer' if shared else ''}; a DeepSpeed engine trains one model with one optimizer. "
+                "Prepare each model together with an optimizer over its own parameters."
+            )
+        found[id(owners[0])] = optimizer
+    return found
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        if isinstance(size := getattr(holder, "hidden_size", None), int):
+            return size
+        if sizes := getattr(holder, "hidden_sizes", None):
+            return int(max(sizes))
+    return None
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:  # Any: the model's arguments
+    return trees.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+STRATEGY: Final = OfferedStrategy(create=DeepSpeedStrategy)

@@ -1,0 +1,183 @@
+"""Keywords of megatron-core's classes, from the settings of the run and the Hub configuration of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from hasten.config.sections.engines import MegatronLMPlugin
+from hasten.errors import ConfigError
+from hasten.extensions.megatron.families import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    """Keywords of megatron-core's classes; functions and dtypes by name."""
+
+    transformer: Mapping[str, Any]  # Any: numbers, strings and flags
+    model: Mapping[str, Any]
+
+
+def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str) -> EngineArguments:
+    """Return the keywords of the engine's classes.
+
+    Raises: ConfigError for settings that contradict the model or each other.
+    """
+    _check(plugin, facts)
+    _check_kind(plugin, facts)
+    _check_experts(plugin, facts)
+    half = {"bf16": "bfloat16"}.get(mixed_precision)
+    if half is None and mixed_precision != "no":
+        raise ConfigError(
+            f"mixed_precision={mixed_precision!r} is not supported in this version with strategy='megatron', and another precision "
+            "would change the results; use 'bf16' or 'no'."
+        )
+    lean = facts.family != "gpt2"  # no biases, and RMSNorm
+    granularity = plugin.recompute_granularity or ("selective" if plugin.recompute_activations else None)
+    full = granularity == "full"
+    transformer = {
+        "num_layers": facts.layers,
+        "hidden_size": facts.hidden,
+        "num_attention_heads": facts.heads,
+        "num_query_groups": facts.groups,
+        "kv_channels": facts.head_dim,
+        "ffn_hidden_size": facts.ffn,
+        "layernorm_epsilon": facts.epsilon,
+        "normalization": "RMSNorm" if lean else "LayerNorm",
+        "gated_linear_unit": facts.gated,
+        "add_bias_linear": not lean,
+        "activation_func": facts.activation,
+        "init_method_std": facts.init_std,
+        "hidden_dropout": _or(plugin.hidden_dropout, facts.hidden_dropout),
+        "attention_dropout": _or(plugin.attention_dropout, facts.attention_dropout),
+        "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
+        "attention_backend": plugin.attention_backend or "auto",
+        "tensor_model_parallel_size": plugin.tp_degree,
+        "pipeline_model_parallel_size": plugin.pp_degree,
+        "context_parallel_size": plugin.context_parallel_size,
+        "sequence_parallel": plugin.sequence_parallelism,
+        "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
+        "recompute_granularity": granularity,
+        "recompute_method": (plugin.recompute_method or "uniform") if full else None,
+        "recompute_num_layers": (plugin.recompute_num_layers or 1) if full else None,
+        "bf16": half is not None,
+        "params_dtype": half or "float32",
+        "pipeline_dtype": half or "float32",
+        "autocast_dtype": half or "float32",
+    }
+    return EngineArguments(transformer | _experts(plugin, facts), _model(plugin, facts))
+
+
+def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, strings and flags
+    if facts.experts is None:
+        return {}
+    return {
+        "num_moe_experts": facts.experts.number,
+        "moe_router_topk": facts.experts.each,
+        "moe_ffn_hidden_size": facts.ffn,
+        "moe_router_pre_softmax": False,  # softmax over the chosen experts, which equals normalising their probabilities
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": plugin.expert_model_parallel_size,
+        "expert_tensor_parallel_size": plugin.expert_tensor_parallel_size,
+    }
+
+
+def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, strings and flags
+    ranks = plugin.tp_degree
+    made: dict[str, Any] = {
+        "vocab_size": -(-facts.vocab // ranks) * ranks,
+        "max_sequence_length": facts.positions,
+        "share_embeddings_and_output_weights": facts.tied,
+    }
+    match facts.family:
+        case "gpt2":
+            return made | {"position_embedding_type": "learned_absolute"}
+        case "llama" | "mixtral":
+            return made | {"position_embedding_type": "rope", "rotary_base": facts.rope_base}
+        case other:
+            assert_never(other)
+
+
+def _or(given: float | None, otherwise: float) -> float:
+    return otherwise if given is None else given
+
+
+def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
+    for name, count in (("heads", facts.heads), ("key-value heads", facts.groups), ("inner size", facts.ffn)):
+        if count % plugin.tp_degree:
+            raise ConfigError(
+                f"megatron.tp_degree={plugin.tp_degree} does not divide the model's {count} {name}, so ranks would hold parts of "
+                f"different size; set tp_degree to a divisor of {count}."
+            )
+    last = plugin.decoder_last_pipeline_num_layers
+    if last is not None and plugin.pp_degree == 1:
+        raise ConfigError(
+            f"megatron.decoder_last_pipeline_num_layers={last} has no effect with pp_degree=1; leave it out, or raise pp_degree."
+        )
+    stages, layers = (plugin.pp_degree, facts.layers) if last is None else (plugin.pp_degree - 1, facts.layers - last)
+    if layers % stages or layers < stages:
+        raise ConfigError(
+            f"megatron.pp_degree={plugin.pp_degree} divides the model's {facts.layers} layers into stages of different size; set "
+            "pp_degree to a divisor, or decoder_last_pipeline_num_layers to the number of layers of the last stage."
+        )
+    if plugin.sequence_parallelism and plugin.tp_degree == 1:
+        raise ConfigError(
+            "megatron.sequence_parallelism=True shards sequences over tensor parallel ranks, but tp_degree=1; increase tp_degree, or "
+            "remove it."
+        )
+    full = plugin.recompute_granularity == "full"
+    for field, value in (
+        ("recompute_method", plugin.recompute_method),
+        ("recompute_num_layers", plugin.recompute_num_layers),
+    ):
+        if value is not None and not full:
+            raise ConfigError(
+                f"megatron.{field}={value!r} selects layers for full recompute, but recompute_granularity is "
+                f"{plugin.recompute_granularity!r}, so it would have no effect; set recompute_granularity='full', or remove it."
+            )
+    if plugin.recompute_activations and full:
+        raise ConfigError(
+            "megatron.recompute_activations=True recomputes attention only, and recompute_granularity='full' whole layers; keep one."
+        )
+
+
+def _check_kind(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
+    """Raise for settings that do not apply to this family of models."""
+    if plugin.use_rotary_position_embeddings and not facts.rotary:
+        raise ConfigError(
+            f"megatron.use_rotary_position_embeddings=True is not supported for {facts.family} models, which use other position "
+            "embeddings; remove it."
+        )
+
+
+def _check_experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
+    ranks, inside = plugin.expert_model_parallel_size, plugin.expert_tensor_parallel_size
+    if facts.experts is None:
+        for field, value in (("expert_model_parallel_size", ranks), ("expert_tensor_parallel_size", inside or 1)):
+            if value > 1:
+                raise ConfigError(
+                    f"megatron.{field}={value} is not supported for {facts.family} models, which have no experts; remove it."
+                )
+        return
+    if facts.experts.number % ranks:
+        raise ConfigError(
+            f"megatron.expert_model_parallel_size={ranks} does not divide the model's {facts.experts.number} experts, so ranks would hold "
+            f"different numbers of them; set it to a divisor of {facts.experts.number}."
+        )
+    if inside is not None and facts.ffn % inside:
+        raise ConfigError(
+            f"megatron.expert_tensor_parallel_size={inside} does not divide the experts' inner size {facts.ffn}; set it to a divisor."
+        )
+    if plugin.tp_degree > 1 and not plugin.sequence_parallelism:
+        raise ConfigError(
+            f"megatron.tp_degree={plugin.tp_degree} is not supported for models with experts without sequence_parallelism, because "
+            "megatron-core splits their tokens along the sequence; set sequence_parallelism=True as well."
+        )
+    if plugin.use_distributed_optimizer:
+        raise ConfigError(
+            "megatron.use_distributed_optimizer=True is not supported for models with experts, whose optimizer state has different data "
+            "parallel ranks; remove it."
+        )

@@ -1,0 +1,192 @@
+"""Model on a Megatron engine: called like the transformers model it was made from, saved as shards of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hasten.config.sections.engines import MegatronLMPlugin
+from hasten.extensions.megatron.attention import gathered, layout_of
+from hasten.extensions.megatron.call import IGNORED, Given, arguments, check_lengths, given_to, targets
+from hasten.extensions.megatron.engine import Built
+from hasten.extensions.megatron.families import ModelFacts
+from hasten.extensions.megatron.package import Ranks, hushed, package
+from hasten.extensions.megatron.shard_plan import WORDS, ShardLocation, entries, expert_of, place, renumbered
+from hasten.extensions.megatron.weights import box_of, fuse, part_of, slice_of
+from hasten.modules.names import StagePart
+from hasten.optional import need
+
+
+class StageOutput(Exception):  # not an error: ends the loss function on a stage without logits
+    """Exception that carries the hidden states of a stage other than the last out of the user's loss function."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the hidden states of a pipeline stage")
+        self.hidden = hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Functions of the strategy that a call of the model needs."""
+
+    through: Callable[..., Any]  # Any: an output of transformers
+    """Runs a batch through all pipeline stages."""
+    draw: Callable[[], None]
+    """Seeds the random numbers of a batch."""
+
+
+class MegatronModel(nn.Module):
+    """This rank's shard of a language model; its parameters have their names of the whole model."""
+
+    def __init__(
+        self,
+        built: Built,
+        facts: ModelFacts,
+        config: Any,  # Any: the configuration of transformers
+        ranks: Ranks,
+        plugin: MegatronLMPlugin,
+        calls: Calls,
+    ) -> None:
+        super().__init__()
+        self.engine = built.wrapper
+        self.built = built
+        self.facts = facts
+        self.config = config
+        self.ranks = ranks
+        self.stage_part: StagePart | None = None
+        self.hub: dict[str, Tensor] | None = None
+        """Whole weights in the Hub layout, while they may be written; None otherwise."""
+        self.in_schedule = False
+        self._output = need("transformers.modeling_outputs").CausalLMOutputWithPast
+        self._plugin, self._calls = plugin, calls
+        self._layout = layout_of(ranks.cp[1])
+        self.entries = {entry.name: entry for entry in entries(facts)}
+        self.held = dict(self._named())
+        """This rank's parameters by their names in the whole model."""
+        self._names = {id(parameter): name for name, parameter in self.held.items()}
+        for parameter in self.held.values():
+            at: Any = parameter  # Any: attributes of megatron-core and of hasten
+            at.stored_slice = self.stored  # read by checkpoints
+            at.tensor_model_parallel = self.split(parameter)  # megatron-core sets it only when it initialises weights
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.built.chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                stack, layers, number, rest = name.split(".", 3)
+                name = f"{stack}.{layers}.{int(number) + self.built.layer_offset}.{rest}"
+                if (expert := expert_of(name)) is not None:
+                    name = renumbered(name, expert + self.first_expert(self.ranks.ep[0]))
+            elif name == "output_layer.weight" and self.facts.tied:
+                name = WORDS  # the copy on the last stage
+            yield name, parameter
+
+    def first_expert(self, rank: int) -> int:
+        """Return the index of the first expert on expert-parallel rank `rank`."""
+        return 0 if self.facts.experts is None else self.facts.experts.number // self.ranks.ep[1] * rank
+
+    # -- for checkpoints and optimizers ---------------------------------------------------------------------------
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters by their names in the whole model; arguments other than `prefix` are ignored."""
+        lead = f"{prefix}." if prefix else ""
+        yield from ((lead + name, parameter) for name, parameter in self.held.items())
+
+    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """Return the parameters, or whole weights in the Hub layout while those may be written. Any: torch's signature."""
+        state = dict(self.held) if self.hub is None else self.hub
+        return {prefix + name: value if keep_vars else value.detach() for name, value in state.items()}
+
+    def is_expert(self, parameter: Tensor) -> bool:
+        """Return whether a parameter belongs to an expert."""
+        return self.entries[self._names[id(parameter)]].expert is not None
+
+    def tp_of(self, parameter: Tensor) -> tuple[int, int]:
+        """Return this rank's index among the ranks that shard a parameter, and their number."""
+        return self.ranks.expert_tp if self.is_expert(parameter) else self.ranks.tp
+
+    def place_of(self, parameter: Tensor, rank: int | None = None) -> ShardLocation:
+        """Return the position in the whole tensor of a rank's shard of a parameter; by default of this rank's shard."""
+        own, ranks = self.tp_of(parameter)
+        split = self.entries[self._names[id(parameter)]].split
+        return place(split, tuple(parameter.shape), own if rank is None else rank, ranks, self.facts.vocab)
+
+    def split(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is sharded over tensor-parallel ranks."""
+        return self.tp_of(parameter)[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Return whether this rank counts for a parameter: it holds a shard, or it is the first rank with a full copy."""
+        return self.split(parameter) or self.tp_of(parameter)[0] == 0
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Return whether this rank writes its shard of a parameter into checkpoints."""
+        first = self.ranks.first_of_experts if self.is_expert(parameter) else self.ranks.first
+        return first and self.counts(parameter)
+
+    def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints store it
+        """Return this rank's slice of a parameter, as checkpoints store it."""
+        return slice_of(parameter, self.place_of(parameter), self.owns(parameter))
+
+    @torch.no_grad()
+    def fill(self, hub: dict[str, Tensor]) -> None:
+        """Copy this rank's shards from whole weights in the Hub layout. Local."""
+        for name, parameter in self.held.items():
+            entry, at = self.entries[name], self.place_of(parameter)
+            if at.size != at.view:
+                parameter.zero_()  # rows that pad the vocabulary, never read or trained
+            part_of(parameter.data, at).copy_(box_of(fuse(entry, hub, self.facts), at))
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        """Return loss and logits like the transformers model; with gradients and labels, the loss only.
+
+        Any: arguments and outputs of transformers.
+        Raises: StepError for arguments that the engine would ignore, and for sequences of a wrong length.
+        """
+        given = given_to(self.facts, {"input_ids": input_ids, "attention_mask": attention_mask, **others})
+        check_lengths(given, self.facts, self._plugin)
+        if not self.in_schedule and self.built.config.pipeline_model_parallel_size > 1:
+            return self._calls.through(self, given)
+        if not self.in_schedule and torch.is_grad_enabled():
+            self._calls.draw()
+        return self.run(given)
+
+    def run(self, given: Given) -> Any:  # Any: an output of transformers
+        """Run this rank's layers. Raises: StageOutput on a stage other than the last."""
+        labels = given.get("labels")
+        with hushed():
+            out = self.engine(*arguments(given, self._layout, self.ranks.cp[0]))
+            if not self.built.last:
+                raise StageOutput(out)
+            out = out[0] if isinstance(out, tuple) else out
+            logits = self._without_padding(out.float())
+            loss = None if labels is None else self._loss(logits, labels)
+            shown = None
+            if loss is None or not torch.is_grad_enabled() or self._plugin.return_logits:
+                gather = package("tensor_parallel").gather_from_tensor_model_parallel_region
+                shown = gathered(gather(logits)[..., : self.facts.vocab], self._layout)
+        return self._output(loss=loss, logits=shown)
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        """Return the logits with the lowest value in columns that pad the vocabulary."""
+        width, start = logits.shape[-1], logits.shape[-1] * self.ranks.tp[0]
+        real = max(0, min(width, self.facts.vocab - start))
+        if real == width:
+            return logits
+        return functional.pad(logits[..., :real], (0, width - real), value=torch.finfo(logits.dtype).min)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross entropy of the tokens to predict, over a vocabulary sharded over ranks."""
+        wanted = targets(labels)
+        counted = wanted != IGNORED
+        own = wanted.clamp(min=0)
+        if self._layout.ranks > 1:
+            own = own[:, self._layout.positions(self.ranks.cp[0], own.shape[1])]
+        each: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(logits, own)
+        return (gathered(each, self._layout) * counted).sum() / counted.sum()

@@ -1,0 +1,150 @@
+"""What a script saves through DeepSpeed's own `engine.save_checkpoint` resumes to the run that never stopped, with the loop's schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hasten import Accelerator, DummyOptim, DummyScheduler
+from hasten.errors import CheckpointError
+from hasten.extensions.deepspeed import own_checkpoints
+from hasten.extensions.deepspeed.engine import VERSIONS
+from hasten.optional import available
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+
+PRELOAD: Final = ("deepspeed",)
+
+pytestmark = pytest.mark.skipif(
+    not available("deepspeed", VERSIONS),
+    reason=f"deepspeed{VERSIONS} is not installed (pip install 'hasten[deepspeed]')",
+)
+
+MADE = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-2, "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 6, "warmup_type": "linear"},
+    },
+}
+
+
+class Run:
+    """A training whose optimizer and schedule are the script's, or made by DeepSpeed."""
+
+    def __init__(self, ctx: ProcessContext, stage: int, precision: str, made: bool) -> None:
+        config = {"zero_optimization": {"stage": stage}, **(MADE if made else {})}
+        self.accelerator = Accelerator(
+            strategy="deepspeed",
+            mixed_precision=precision,
+            gradient_accumulation_steps=2,
+            deepspeed_plugin={"hf_ds_config": config},
+        )
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer: Any = (
+            DummyOptim(model.parameters(), lr=2e-2) if made else torch.optim.AdamW(model.parameters(), lr=2e-2)
+        )
+        schedule: Any = (
+            DummyScheduler(optimizer, warmup_num_steps=6)
+            if made
+            else torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        )
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
+        self.rank = ctx.world.rank
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+
+    def passes(self, first: int, last: int) -> None:
+        for number in range(first, last):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + self.rank))
+            with self.accelerator.accumulate(self.model):
+                loss = (self.model(x).float() - x.sum(1, keepdim=True)).square().mean()
+                self.accelerator.backward(loss)
+                self.rates.append(self.schedule.get_last_lr()[0])
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return list(self.accelerator.get_state_dict(self.model).values())
+
+
+@ranks(2, exhaustive=(1, 3))
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_resume_is_the_run_that_never_stopped(ctx: ProcessContext, tmp_path: Path, stage: int, made: bool) -> None:
+    for precision in ("no", "bf16") if stage == 2 else ("no",):
+        folder = str(tmp_path / precision)
+        whole = Run(ctx, stage, precision, made)
+        whole.passes(0, 6)
+        whole.model.save_checkpoint(folder, tag="here")
+        whole.passes(6, 12)
+
+        again = Run(ctx, stage, precision, made)
+        again.passes(20, 24)  # other weights, moments and rates
+        path, _ = again.model.load_checkpoint(folder, tag="here")
+        assert path is not None
+        again.rates.clear()
+        again.losses.clear()
+        again.passes(6, 12)
+
+        assert again.losses == whole.losses[6:], precision
+        assert again.rates == whole.rates[6:], precision
+        assert len(set(whole.rates)) > 4, "the schedule must move, or the test shows nothing"
+        for ours, theirs in zip(again.weights, whole.weights, strict=True):
+            assert torch.equal(ours, theirs), precision
+
+
+@ranks(1)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_open_window_is_named_at_a_save_and_dropped_at_a_load(
+    ctx: ProcessContext, tmp_path: Path, stage: int
+) -> None:
+    run = Run(ctx, stage, "no", made=False)
+    run.passes(0, 2)
+    with mock.patch.object(own_checkpoints, "log") as log:
+        run.model.save_checkpoint(str(tmp_path), tag="before")
+        assert not log.warning.called
+        run.passes(2, 3)
+        run.model.save_checkpoint(str(tmp_path), tag="within")
+    assert "are not in the checkpoint" in log.warning.call_args.args[0]
+    assert log.warning.call_args.args[1:] == (1,)
+    before = run.optimizer.num_updates
+    run.model.load_checkpoint(str(tmp_path), tag="before")
+    held = [weight.clone() for weight in run.weights]
+    run.optimizer.optimizer.step()  # there is nothing left to apply
+    assert run.optimizer.num_updates == before
+    assert all(torch.equal(a, b) for a, b in zip(run.weights, held, strict=True))
+
+
+@ranks(1)
+def test_a_checkpoint_without_a_schedule_leaves_the_schedule_and_says_so(ctx: ProcessContext, tmp_path: Path) -> None:
+    run = Run(ctx, 1, "no", made=False)
+    run.passes(0, 2)
+    inner, run.optimizer.optimizer.schedule = run.optimizer.optimizer.schedule, None
+    run.model.save_checkpoint(str(tmp_path), tag="without")
+    run.optimizer.optimizer.schedule = inner
+    run.passes(2, 6)
+    before = run.schedule.state_dict()
+    with mock.patch.object(own_checkpoints, "log") as log:
+        run.model.load_checkpoint(str(tmp_path), tag="without")
+    assert "has no state of a scheduler" in log.warning.call_args.args[0]
+    assert run.schedule.state_dict() == before
+
+
+@ranks(1)
+def test_an_engine_on_nvme_refuses_checkpoints_that_would_leave_it_out(ctx: ProcessContext, tmp_path: Path) -> None:
+    run = Run(ctx, 3, "no", made=False)
+    with mock.patch.object(type(run.optimizer.optimizer), "on_nvme", True):
+        for call in (run.model.save_checkpoint, run.model.load_checkpoint):
+            with pytest.raises(CheckpointError, match=r"accelerator\.save_state"):
+                call(str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,283 @@
+"""Settings of Megatron-LM: each acts on what the engine is built with, or is refused; the layout of weights is lossless."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import torch
+
+from hasten.config import absent, checks
+from hasten.config.root import Config
+from hasten.config.schema import FIELDS
+from hasten.config.sections.engines import MegatronLMPlugin
+from hasten.config.source import SettingEntry, SettingSource
+from hasten.errors import ConfigError, PrepareError
+from hasten.extensions.megatron.config import translate
+from hasten.extensions.megatron.families import ModelFacts, check_class, model_facts
+from hasten.extensions.megatron.shard_plan import entries, place
+from hasten.extensions.megatron.weights import box_of, fuse, part_of, to_hub
+from hasten.runtime.mesh_plan import Axis, mesh_of
+
+GPT2: Final = SimpleNamespace(
+    model_type="gpt2",
+    n_layer=4,
+    n_embd=16,
+    n_head=4,
+    n_inner=None,
+    vocab_size=33,
+    n_positions=12,
+    layer_norm_epsilon=1e-5,
+    activation_function="gelu_new",
+    tie_word_embeddings=True,
+    embd_pdrop=0.1,
+    resid_pdrop=0.1,
+    attn_pdrop=0.1,
+    initializer_range=0.02,
+)
+LLAMA: Final = SimpleNamespace(
+    model_type="llama",
+    num_hidden_layers=4,
+    hidden_size=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
+    vocab_size=33,
+    max_position_embeddings=12,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+    initializer_range=0.02,
+    rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+)
+MIXTRAL: Final = SimpleNamespace(
+    **{**vars(LLAMA), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+)
+MODELS: Final = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
+# What a setting needs beside it, and the keyword of the engine that it changes. Those without one act elsewhere: in a step, where
+# a batch comes in or a result goes out, or as a question about the model.
+ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
+    "tp_degree": ({"tp_degree": 2}, "tensor_model_parallel_size"),
+    "pp_degree": ({"pp_degree": 2}, "pipeline_model_parallel_size"),
+    "sequence_parallelism": ({"tp_degree": 2, "sequence_parallelism": True}, "sequence_parallel"),
+    "recompute_activations": ({"recompute_activations": True}, "recompute_granularity"),
+    "recompute_granularity": ({"recompute_granularity": "full"}, "recompute_granularity"),
+    "recompute_method": ({"recompute_granularity": "full", "recompute_method": "block"}, "recompute_method"),
+    "recompute_num_layers": ({"recompute_granularity": "full", "recompute_num_layers": 2}, "recompute_num_layers"),
+    "decoder_last_pipeline_num_layers": (
+        {"pp_degree": 2, "decoder_last_pipeline_num_layers": 1},
+        "num_layers_in_last_pipeline_stage",
+    ),
+    "attention_backend": ({"attention_backend": "local"}, "attention_backend"),
+    "attention_dropout": ({"attention_dropout": 0.5}, "attention_dropout"),
+    "hidden_dropout": ({"hidden_dropout": 0.5}, "hidden_dropout"),
+    "attention_softmax_in_fp32": ({"attention_softmax_in_fp32": True}, "attention_softmax_in_fp32"),
+    "use_distributed_optimizer": ({}, None),  # of the optimizer, not of the layers
+    "num_micro_batches": ({}, None),
+    "gradient_clipping": ({}, None),
+    "seq_length": ({}, None),
+    "return_logits": ({}, None),
+    "use_rotary_position_embeddings": ({}, None),
+    "context_parallel_size": ({"context_parallel_size": 2}, "context_parallel_size"),
+    "expert_model_parallel_size": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size"),
+    "expert_tensor_parallel_size": ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size"),
+}
+
+
+def plugin(**given: Any) -> MegatronLMPlugin:
+    return replace(MegatronLMPlugin(), **given)
+
+
+def made(model: str = "gpt2", **given: Any) -> dict[str, Any]:
+    return dict(translate(plugin(**given), model_facts(MODELS[model]), "no").transformer)
+
+
+@pytest.mark.parametrize("info", [info for info in FIELDS if info.path[0] == "megatron"], ids=lambda info: info.name)
+def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
+    name = info.path[-1]
+    if name in ACTS:
+        given, keyword = ACTS[name]
+        if keyword is not None:
+            without = {key: value for key, value in given.items() if key != name}
+            model = "mixtral" if name.startswith("expert") else "gpt2"
+            assert made(model, **given)[keyword] != made(model, **without)[keyword]
+        return
+    other: Any = {bool: not info.default}.get(type(info.default), 7)
+    (complaint,) = absent.refused({info.path: SettingEntry(info.path, other, SettingSource("code", name))})
+    assert str(complaint).startswith(f"megatron.{name}=")
+    assert "is not in this version; " in str(complaint)
+
+
+def test_degrees_are_axes_of_the_mesh() -> None:
+    sizes = plugin(tp_degree=2, pp_degree=3, context_parallel_size=2, expert_model_parallel_size=4)
+    config = replace(Config(), strategy="megatron", megatron=sizes)
+    mesh = mesh_of(config, 24, 24)
+    assert [mesh.size(axis) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.CP, Axis.TP)] == [3, 2, 2, 2]
+    assert mesh.ep == 1  # experts are divided by the engine, among all ranks of a stage
+    assert mesh_of(replace(config, strategy="ddp"), 12, 12).size(Axis.DP_REPLICATE) == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tp_degree": 3}, "does not divide the model's 4 heads"),
+        ({"pp_degree": 3}, "divides the model's 4 layers into stages of different size"),
+        ({"decoder_last_pipeline_num_layers": 1}, "has no effect with pp_degree=1"),
+        ({"sequence_parallelism": True}, "tp_degree=1; increase"),
+        ({"recompute_method": "block"}, "recompute_granularity='full', or remove it"),
+        ({"recompute_activations": True, "recompute_granularity": "full"}, "keep one"),
+    ],
+)
+def test_options_that_cannot_hold_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(**given)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "words"),
+    [
+        ("gpt2", {"use_rotary_position_embeddings": True}, "use other position embeddings; remove it"),
+        ("llama", {"expert_model_parallel_size": 2}, "which have no experts; remove it"),
+        ("llama", {"expert_tensor_parallel_size": 2}, "which have no experts; remove it"),
+        ("mixtral", {"expert_model_parallel_size": 3}, "set it to a divisor of 4"),
+        ("mixtral", {"expert_tensor_parallel_size": 5}, "inner size 24; set it to a divisor"),
+        ("mixtral", {"tp_degree": 2}, "set sequence_parallelism=True as well"),
+        (
+            "mixtral",
+            {"use_distributed_optimizer": True},
+            "whose optimizer state has different data parallel ranks; remove it",
+        ),
+    ],
+)
+def test_options_that_a_model_has_no_place_for_are_refused(model: str, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(model, **given)
+
+
+def test_options_that_say_what_a_model_is_are_taken() -> None:
+    assert made("llama", use_rotary_position_embeddings=True) == made("llama")
+    with pytest.raises(ConfigError, match="which use other position embeddings"):
+        made("gpt2", use_rotary_position_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"), [((2, 2, 1), True), ((4, 1, 1), True), ((1, 8, 1), False), ((2, 2, 2), False)]
+)
+def test_experts_divide_the_processes(sizes: tuple[int, int, int], fits: bool) -> None:
+    """tp_degree, expert_model_parallel_size and pp_degree over 4 processes."""
+    tp, ep, pp = sizes
+    found = plugin(tp_degree=tp, expert_model_parallel_size=ep, pp_degree=pp, sequence_parallelism=tp > 1)
+    config = replace(Config(), strategy="megatron", megatron=found, launch=replace(Config().launch, num_processes=4))
+    complaints = [str(one) for one in checks.megatron(config, {})]
+    assert [one for one in complaints if "use a multiple of 8 processes" in one] == ([] if fits else complaints)
+    assert bool(complaints) is not fits
+
+
+def test_precisions() -> None:
+    facts = model_facts(LLAMA)
+    assert translate(plugin(), facts, "bf16").transformer["params_dtype"] == "bfloat16"
+    for other in ("fp16", "fp8"):
+        with pytest.raises(ConfigError, match="use 'bf16' or 'no'"):
+            translate(plugin(), facts, other)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "words"),
+    [
+        (GPT2, {"model_type": "opt"}, "type 'opt'.*only these architectures"),
+        (MIXTRAL, {"output_router_logits": True}, "disables the load-balancing loss"),
+        (MIXTRAL, {"sliding_window": 4}, "sliding_window=4"),
+        (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*at least 2"),
+        (GPT2, {"embd_pdrop": 0.3}, "embd_pdrop=0.3"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        (GPT2, {"activation_function": "swish5"}, "activation='swish5'"),
+        (LLAMA, {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3'"),
+        (LLAMA, {"attention_bias": True}, "attention_bias=True"),
+    ],
+)
+def test_a_variant_that_would_be_computed_differently_is_refused(base: Any, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(PrepareError, match=words):
+        model_facts(SimpleNamespace(**{**vars(base), **change}))
+
+
+def test_another_head_is_refused() -> None:
+    with pytest.raises(PrepareError, match=r"LlamaForSequenceClassification: .* pass a LlamaForCausalLM"):
+        check_class(["LlamaForSequenceClassification", "Module"], model_facts(LLAMA))
+    check_class(["MyLlama", "LlamaForCausalLM"], model_facts(LLAMA))
+
+
+def shape_of(name: str, facts: ModelFacts) -> tuple[int, ...]:
+    """The shape of a tensor of the Hub layout."""
+    hidden, ffn = facts.hidden, facts.ffn
+    wide, narrow = facts.heads * facts.head_dim, facts.groups * facts.head_dim
+    number = facts.experts.number if facts.experts else 0
+    turned = {
+        "c_attn": (hidden, 3 * wide),
+        "c_fc": (hidden, ffn),
+        "mlp.c_proj": (ffn, hidden),
+        "c_proj": (wide, hidden),
+    }
+    for end, shape in {
+        **turned,
+        "experts.gate_up_proj": (number, 2 * ffn, hidden),
+        "experts.down_proj": (number, hidden, ffn),
+        "mlp.gate": (number, hidden),
+        "q_proj": (wide, hidden),
+        **dict.fromkeys(("k_proj", "v_proj"), (narrow, hidden)),
+        "o_proj": (hidden, wide),
+        **dict.fromkeys(("gate_proj", "up_proj"), (ffn, hidden)),
+        "down_proj": (hidden, ffn),
+        "wpe": (facts.positions, hidden),
+        **dict.fromkeys(("norm", "ln_1", "ln_2", "ln_f"), (hidden,)),
+    }.items():
+        layer, _, kind = name.rpartition(".")
+        if name.endswith(end) or layer.endswith(end):
+            return ((shape[-1] if end in turned else shape[0]),) if kind == "bias" else shape
+    return (facts.vocab,) if name.endswith("bias") else (facts.vocab, hidden)
+
+
+def hub_weights(facts: ModelFacts) -> dict[str, torch.Tensor]:
+    """Tensors of the Hub layout, each number once."""
+    shapes = {name: shape_of(name, facts) for entry in entries(facts) for name in entry.hub}
+    found, start = {}, 0
+    for name, shape in shapes.items():
+        size = int(torch.Size(shape).numel())
+        found[name] = torch.arange(start, start + size).reshape(shape)
+        start += size
+    for entry in entries(facts):
+        if entry.fusion == "same":  # several names of one tensor
+            found |= dict.fromkeys(entry.hub, found[entry.hub[0]])
+    return found
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
+    """Each number of the Hub's tensors lies on exactly one tensor parallel rank, or whole on all, and finds its way back."""
+    facts = model_facts(config)
+    hub = hub_weights(facts)
+    wholes: dict[str, torch.Tensor] = {}
+    for entry in entries(facts):
+        whole = fuse(entry, hub, facts)
+        again = torch.full_like(whole, -1)
+        for rank in range(ranks):
+            local = list(whole.shape)
+            if entry.split == "gated":
+                local = [2 * (local[1] // ranks), *local[2:]]
+            elif entry.split != "whole":
+                dim = 1 if entry.split == "columns" else 0
+                local[dim] = -(-local[dim] // ranks)
+            at = place(entry.split, tuple(local), rank, ranks, facts.vocab)
+            held = torch.zeros(local, dtype=whole.dtype)
+            part_of(held, at).copy_(box_of(whole, at))
+            if entry.split != "whole":
+                assert (box_of(again, at) == -1).all(), "two ranks hold the same part"
+            box_of(again, at).copy_(part_of(held, at))
+        assert torch.equal(again, whole), entry.name
+        wholes[entry.name] = again
+    back = to_hub(entries(facts), wholes, facts)
+    assert back.keys() == hub.keys()
+    for name, value in hub.items():
+        assert torch.equal(back[name], value), name
