@@ -168,9 +168,7 @@ def expert_traffic(
     return used_axes({EXPERTS: 2 * (there + back) + exchanged(num_experts * 8, mesh.ep)})
 
 
-def context_traffic(
-    mesh: MeshSpec, *, way: ContextWay, tokens: int, keys: int, queries: int, item: int = 4
-) -> Traffic:
+def context_traffic(mesh: MeshSpec, *, way: ContextWay, tokens: int, keys: int, queries: int, item: int = 4) -> Traffic:
     """Return the bytes that one attention sends in one micro-step of `tokens` per rank, without masks.
 
     `queries` is the width of all query heads, `keys` that of all key (or value) heads. allgather sends keys and
