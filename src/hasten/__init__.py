@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from hasten.launch.notebook import debug_launcher as debug_launcher
     from hasten.launch.notebook import notebook_launcher as notebook_launcher
     from hasten.optim.batch_size import find_executable_batch_size as find_executable_batch_size
-    from hasten.optim.engine import DummyOptim as DummyOptim
-    from hasten.optim.engine import DummyScheduler as DummyScheduler
     from hasten.optim.local_sgd import LocalSGD as LocalSGD
     from hasten.optim.optimizers import optimizers as optimizers
     from hasten.progress.tqdm_bar import tqdm as tqdm
@@ -122,8 +120,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "debug_launcher": "hasten.launch.notebook",
         "notebook_launcher": "hasten.launch.notebook",
         "find_executable_batch_size": "hasten.optim.batch_size",
-        "DummyOptim": "hasten.optim.engine",
-        "DummyScheduler": "hasten.optim.engine",
         "LocalSGD": "hasten.optim.local_sgd",
         "optimizers": "hasten.optim.optimizers",
         "tqdm": "hasten.progress.tqdm_bar",

@@ -2,3 +2,6 @@
 
 An import whose folder was deleted is ignored: `# type: ignore[import-not-found, unused-ignore]` on its line says so.
 """
+
+from hasten.extensions.deepspeed.placeholders import DummyOptim as DummyOptim  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.deepspeed.placeholders import DummyScheduler as DummyScheduler  # type: ignore[import-not-found, unused-ignore]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -82,50 +82,3 @@ class Placeholder(torch.optim.Optimizer):
     def __init__(self, params: Any, **options: Any) -> None:  # Any: parameters or groups of them; numbers
         super().__init__(params, {key: value for key, value in options.items() if value is not None})
         self.options = {key: value for key, value in options.items() if value is not None}
-
-
-class DummyOptim(Placeholder):
-    """Placeholder for the optimizer in DeepSpeed's configuration; its options fill the "auto" values there."""
-
-    def __init__(
-        self,
-        params: Any,  # Any: parameters, or groups of them
-        lr: float = 0.001,
-        weight_decay: float = 0.0,
-        **kwargs: Any,  # Any: further options, such as betas and eps
-    ) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay, **kwargs)
-        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
-        """Raise StepError: the placeholder updates nothing."""
-        raise StepError(
-            "DummyOptim stands for an optimizer that DeepSpeed makes, so a step of its own updates nothing. Prepare it together "
-            "with its model under strategy='deepspeed'."
-        )
-
-
-class DummyScheduler:
-    """Placeholder for the scheduler in DeepSpeed's configuration; its options fill the "auto" values there."""
-
-    def __init__(
-        self,
-        optimizer: Any,  # Any: the optimizer or its placeholder
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[[Any], Any] | None = None,
-        **kwargs: Any,  # Any: further options of the scheduler
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps, self.warmup_num_steps, self.kwargs = total_num_steps, warmup_num_steps, kwargs
-        self.lr_scheduler_callable = lr_scheduler_callable
-        """Builds the scheduler from the engine's optimizer, in place of DeepSpeed's configuration."""
-        known = {"total_num_steps": total_num_steps, "warmup_num_steps": warmup_num_steps, **kwargs}
-        self.options = {key: value for key, value in known.items() if value is not None}
-
-    def step(self) -> None:
-        """Raise StepError: the placeholder has no schedule."""
-        raise StepError(
-            "DummyScheduler stands for a scheduler that DeepSpeed makes, so a step of its own changes nothing. Prepare it together "
-            "with its optimizer under strategy='deepspeed'."
-        )

@@ -23,8 +23,9 @@ from hasten import prepare_args as bundle
 from hasten.accelerator.components import components
 from hasten.accelerator.preparing import Preparer
 from hasten.errors import PrepareError
+from hasten.extensions.deepspeed.placeholders import DummyOptim, DummyScheduler
 from hasten.modules.names import plain_name
-from hasten.optim.engine import DummyOptim, DummyScheduler, EngineOptimizer
+from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.prepare_args import Item
 

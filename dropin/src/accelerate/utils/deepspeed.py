@@ -2,4 +2,4 @@
 
 from accelerate._impl.optim.deepspeed import *
 from accelerate._impl.settings.deepspeed_config import HfDeepSpeedConfig
-from hasten.optim.engine import DummyOptim, DummyScheduler
+from hasten.extensions.deepspeed.placeholders import DummyOptim, DummyScheduler

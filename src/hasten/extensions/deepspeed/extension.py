@@ -8,5 +8,9 @@ extension = Extension(
     name="deepspeed",
     summary="DeepSpeed: ZeRO 0 to 3 with offload to host memory and drives",
     strategies={"deepspeed": "hasten.extensions.deepspeed.strategy:STRATEGY"},
+    public_names={
+        "DummyOptim": "hasten.extensions.deepspeed.placeholders:DummyOptim",
+        "DummyScheduler": "hasten.extensions.deepspeed.placeholders:DummyScheduler",
+    },
     launch_targets={"deepspeed": "hasten.extensions.deepspeed.launch_target:TARGET"},
 )

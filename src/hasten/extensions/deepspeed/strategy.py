@@ -22,8 +22,9 @@ from hasten.extensions.deepspeed.config import building as partitioning
 from hasten.extensions.deepspeed.engine import RegisteredConfig, building, is_partitioned, make_whole
 from hasten.extensions.deepspeed.optimizer import DeepSpeedOptimizer
 from hasten.extensions.deepspeed.own_checkpoints import complete, show_rates
+from hasten.extensions.deepspeed.placeholders import DummyScheduler
 from hasten.extensions.deepspeed.shards import weight_slice
-from hasten.optim.engine import DummyScheduler, Placeholder
+from hasten.optim.engine import Placeholder
 from hasten.optim.gradients import drop_gradients
 from hasten.optim.window import divided
 from hasten.precision.base import Precision

@@ -1,0 +1,56 @@
+"""Placeholders for the optimizer and the scheduler that DeepSpeed builds from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hasten.errors import StepError
+from hasten.optim.engine import Placeholder
+
+
+class DummyOptim(Placeholder):
+    """Placeholder for the optimizer in DeepSpeed's configuration; its options fill the "auto" values there."""
+
+    def __init__(
+        self,
+        params: Any,  # Any: parameters, or groups of them
+        lr: float = 0.001,
+        weight_decay: float = 0.0,
+        **kwargs: Any,  # Any: further options, such as betas and eps
+    ) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, **kwargs)
+        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
+        """Raise StepError: the placeholder updates nothing."""
+        raise StepError(
+            "DummyOptim stands for an optimizer that DeepSpeed makes, so a step of its own updates nothing. Prepare it together "
+            "with its model under strategy='deepspeed'."
+        )
+
+
+class DummyScheduler:
+    """Placeholder for the scheduler in DeepSpeed's configuration; its options fill the "auto" values there."""
+
+    def __init__(
+        self,
+        optimizer: Any,  # Any: the optimizer or its placeholder
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,  # Any: further options of the scheduler
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps, self.warmup_num_steps, self.kwargs = total_num_steps, warmup_num_steps, kwargs
+        self.lr_scheduler_callable = lr_scheduler_callable
+        """Builds the scheduler from the engine's optimizer, in place of DeepSpeed's configuration."""
+        known = {"total_num_steps": total_num_steps, "warmup_num_steps": warmup_num_steps, **kwargs}
+        self.options = {key: value for key, value in known.items() if value is not None}
+
+    def step(self) -> None:
+        """Raise StepError: the placeholder has no schedule."""
+        raise StepError(
+            "DummyScheduler stands for a scheduler that DeepSpeed makes, so a step of its own changes nothing. Prepare it together "
+            "with its optimizer under strategy='deepspeed'."
+        )
