@@ -5,7 +5,7 @@ user's. `source.py` reads map-style data, `stream.py` and `stream_shard.py` stre
 device: `prefetch.py` (`Prefetch`), a plain copy with `prefetch=0`, or the strategy's transfer; the copy itself is `trees.to_device`.
 A resumed loader finds its next sample in `sampler.py` (`Assignment.index_batches`: this rank's next indices, from a position and the order of `order.py`),
 for streams in `stream_shard.py` (`_Cutter._seek`); `position.py` is what is saved, with random states (`random_states.py`) and the state of the
-user's samplers and streams (`carried_state.py`). `rank_check.py` and `rank_differences.py` refuse ranks with different data. `packing.py` packs samples into rows of a token budget. The names in `__all__` are public.
+user's samplers and streams (`carried_state.py`). `rank_check.py` refuses ranks with different data. `packing.py` packs samples into rows of a token budget. The names in `__all__` are public.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from hasten.data.dispatch import (
     SliceFn,
     StreamReader,
 )
-from hasten.data.foreign import ForeignSplit, is_hub_stream, length_of, plainly
+from hasten.data.foreign import ForeignSplit, is_hub_stream, plainly
 from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, Move
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
-from hasten.data.rank_check import LoaderAgreement, agree_on_loader, draw_alike
+from hasten.data.rank_check import LoaderAgreement, agree_on_loader
 from hasten.data.sampler import Assignment, PlannedSampler, assignment_of, refuse_full_padding
 from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of, plain_move
 from hasten.data.stream import StreamSource
@@ -118,7 +118,8 @@ def _agreed(
     if ctx.world.size == 1:
         agreed = LoaderAgreement(seed, sharded=False)
     else:
-        agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
+        reads_samples = not (config.dispatch_batches and isinstance(loader.dataset, IterableDataset))
+        agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, reads_samples)
     if agreed.sharded or given:
         batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
         _refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
@@ -204,11 +205,6 @@ class _Request:
         """True if the loader holds this rank's shard of the data already."""
         return self.agreed is not None and self.agreed.sharded and self.data_ranks.num_shards > 1
 
-    @property
-    def checks(self) -> bool:
-        """True if ranks compare the data they read, because `already_sharded` was not given."""
-        return self.agreed is not None and self.agreed.checks
-
 
 Made = tuple[BatchSource, int | None, dict[str, Any]]
 """The source, the number of samples in a global step if fixed, and attributes that replace the user's."""
@@ -216,7 +212,7 @@ Made = tuple[BatchSource, int | None, dict[str, Any]]
 
 def _indexed_parts(request: _Request) -> Made:
     loader, ctx, config, data_ranks = request.loader, request.ctx, request.config, request.data_ranks
-    whole = assignment_of(loader, ctx, config, data_ranks, request.sharded, request.checks)
+    whole = assignment_of(loader, ctx, config, data_ranks, request.sharded)
     fixed = whole.form == "rows"
     shown: dict[str, Any] = {} if whole.form == "items" else {"batch_sampler": whole}
     if loader.batch_size is not None:
@@ -250,8 +246,6 @@ def _indexed_parts(request: _Request) -> Made:
 
 def _stream_parts(request: _Request) -> Made:
     loader, ctx, config, data_ranks = request.loader, request.ctx, request.config, request.data_ranks
-    if not request.sharded or (request.agreed is not None and request.agreed.split is not None):
-        draw_alike(loader.dataset, ctx.world)
     cutting, total = _cutting(request)
     shown: dict[str, Any] = {} if loader.batch_size is None else {"batch_size": cutting.rows}
     if config.dispatch_batches:
@@ -272,7 +266,7 @@ def _stream_parts(request: _Request) -> Made:
         dataset = loader.dataset
     else:
         cutting = replace(cutting, sharing=sharing)
-    return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank, request.checks), total, shown
+    return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank), total, shown
 
 
 def _cutting(request: _Request) -> tuple[Cutting, int | None]:
@@ -326,15 +320,6 @@ def _batch_reader(request: _Request) -> BatchReader:
     return BatchReader(
         request.data_ranks.num_shards, config.split_batches, config.even_batches, drop_last, request.slice_fn
     )
-
-
-def _compares(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:
-    """Return True if prepare() compares first samples; streams with an exchange in every step compare them there."""
-    if not isinstance(loader.dataset, IterableDataset):
-        return True
-    unknown = length_of(loader.dataset) is None or loader.num_workers > 1
-    exchanges = config.even_batches and unknown and not callable(getattr(loader.dataset, "shard", None))
-    return not config.dispatch_batches and not exchanges
 
 
 def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:

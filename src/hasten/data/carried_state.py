@@ -97,6 +97,29 @@ class CarriedState:
         return found
 
 
+class SamplerState:
+    """The state of a user's sampler: its `state_dict()` if it has a plain one, else what `CarriedState` finds."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._carried = CarriedState(sampler)
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
+            state = encode_value(self._sampler.state_dict())
+            if state is not None:
+                return {"state": state}
+        return self._carried.capture() or {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore a captured state."""
+        if "state" in saved:
+            self._sampler.load_state_dict(decode_value(saved["state"]))
+        else:
+            self._carried.restore(saved)
+
+
 def _walk(root: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield (path, value, owner, attribute) of an object's content; the owner is None if assignment is impossible."""
     waiting: deque[tuple[str, Any]] = deque([("", root)])

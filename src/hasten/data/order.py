@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -22,11 +23,10 @@ from torch.utils.data import (
 
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Indices, Shuffle, derive_seed
-from hasten.data.carried_state import CarriedState, decode_value, encode_value
+from hasten.data.carried_state import SamplerState
 from hasten.data.foreign import length_of, plainly
 from hasten.data.position import Part, Position, Witness
 from hasten.data.random_states import OwnRng, RandomStates, States, decode_states, encode_states
-from hasten.data.rank_differences import NUM_UNITS, DrawTrial, plain_unit
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
 # Any in this file: samplers and units are objects of the user.
@@ -174,16 +174,13 @@ class SharedOrder:
         sampler: Iterable[Any],  # Any: units are of any type
         comm: Comm,
         as_torch: bool = False,
-        checks: bool = False,
     ) -> None:
         self.as_torch = as_torch
-        # an iterator can be drawn from only once
-        self._checks = checks and comm.size > 1 and not hasattr(sampler, "__next__")
         self._again: States | None = None
         self._sampler: Any = sampler
         self._comm = comm
         self._process = RandomStates()
-        self._carried = CarriedState(sampler)
+        self._state = SamplerState(sampler)
         self._first_units: list[Any] = []
 
     def size(self) -> int | None:
@@ -193,18 +190,11 @@ class SharedOrder:
         self._again = None
         if at.generator is None:
             states = {"process": encode_states(self._process.read())} if self.as_torch else {}
-            return replace(at, generator=self._remembered() | states)
+            return replace(at, generator=self._state.capture() | states)
         if self.as_torch and at.consumed and "process" in at.generator:
             self._again = decode_states(at.generator["process"])
-        self._restore(at.generator)
+        self._state.restore(at.generator)
         return at
-
-    def _remembered(self) -> dict[str, Any]:
-        if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
-            state = encode_value(self._sampler.state_dict())
-            if state is not None:
-                return {"state": state}
-        return self._carried.capture() or {}
 
     def witness(self, consumed: int) -> Witness | None:
         """Return a checksum of the order's first units that were consumed; None if they are not plain numbers."""
@@ -222,7 +212,6 @@ class SharedOrder:
 
     def _drawn(self, at: Position, rng: OwnRng) -> Iterator[Any]:  # Any: units are of any type
         units: Iterator[Any] | None = None
-        trial = self._trial(at) if self._checks else None
         self._first_units = []
         drawn = 0
         while True:
@@ -240,7 +229,7 @@ class SharedOrder:
                         chunk = list(islice(units, most))
                 except Exception as raised:  # errors of the user's sampler must reach the waiting ranks
                     error = raised
-            chunk = self._share(chunk, error) if trial is None or drawn else self._compared(chunk, error, trial)
+            chunk = self._share(chunk, error)
             if drawn == 0:
                 self._check(at, chunk)
             drawn += len(chunk)
@@ -271,36 +260,6 @@ class SharedOrder:
             "draw from a generator that is an attribute of the sampler."
         )
 
-    def _trial(self, at: Position) -> DrawTrial:
-        """Return a trial that draws from this rank's sampler as the first rank draws from its sampler."""
-        process = encode_states(self._process.read()) if self.as_torch and self._again is None else None
-        start = {"generators": CarriedState(self._sampler, attributes=False).capture(), "process": process}
-        start = self._comm.broadcast_object(start)
-        return DrawTrial(self._sampler, at.epoch, derive_seed(at.seed, at.epoch), start, self._kept)
-
-    def _kept(self) -> Callable[[], None]:
-        """Return a function that restores the sampler's current state."""
-        before = self._remembered()
-        return lambda: self._restore(before)
-
-    def _restore(self, remembered: Mapping[str, Any]) -> None:
-        if "state" in remembered:
-            self._sampler.load_state_dict(decode_value(remembered["state"]))
-        else:
-            self._carried.restore(remembered)
-
-    def _compared(self, chunk: list[Any], error: Exception | None, trial: DrawTrial) -> list[Any]:
-        """Return the first rank's chunk after checking, once, that the samplers of all ranks yield the same."""
-        self._checks = False
-        mine: list[Any] | None = None
-        if self._comm.rank:
-            mine = trial.units(NUM_UNITS)
-        elif error is None:
-            mine = _plain_units(chunk[:NUM_UNITS])
-        chunk = self._share(chunk, error)
-        trial.compare(self._comm.all_gather_object(mine), self._comm)
-        return chunk
-
     def _share(self, chunk: list[Any], error: Exception | None) -> list[Any]:
         if self._comm.size > 1:
             said, chunk = self._comm.broadcast_object((None if error is None else repr(error), chunk))
@@ -314,11 +273,13 @@ class SharedOrder:
         return chunk
 
 
-def _plain_units(units: list[Any]) -> list[Any] | None:  # Any: units are of any type
-    try:
-        return [plain_unit(unit) for unit in units]
-    except TypeError:
-        return None
+def plain_unit(unit: Any) -> Any:
+    """Return an index, or a batch of them, as numbers and texts. Raises: TypeError for other types."""
+    if isinstance(unit, str):
+        return str(unit)
+    if isinstance(unit, list | tuple):
+        return [plain_unit(part) for part in unit]
+    return operator.index(unit)
 
 
 def _witness(units: list[Any]) -> Witness | None:  # Any: units are of any type
@@ -457,7 +418,6 @@ def order_of(
     seekable: bool,
     comm: Comm,
     as_torch: bool = False,
-    checks: bool = False,
 ) -> SampleOrder:
     """Return the order for a user's sampler or batch sampler."""
     if isinstance(sampler, DistributedSampler):
@@ -465,12 +425,12 @@ def order_of(
     if plainly(sampler, SequentialSampler):
         return SequentialOrder(sampler)
     if as_torch:
-        return SharedOrder(sampler, comm, as_torch=True, checks=checks and not isinstance(sampler, RandomSampler))
+        return SharedOrder(sampler, comm, as_torch=True)
     if plainly(sampler, RandomSampler) and seekable and not sampler.replacement and sampler._num_samples is None:
         return ShuffledOrder(sampler)
     if any(plainly(sampler, kind) for kind in _SEEDED_ALIKE) and sampler.generator is None:
         return SeededOrder(sampler)
-    return SharedOrder(sampler, comm, checks=checks)
+    return SharedOrder(sampler, comm)
 
 
 def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import count, islice
-from typing import Any, Final, NamedTuple
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import count, islice, repeat
+from typing import Any, Final
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import derive_seed
-from hasten.data.carried_state import CarriedState
+from hasten.data.carried_state import CarriedState, SamplerState
 from hasten.data.foreign import ForeignSplit, has_fixed_shard_order, length_of, plainly, split_by_itself
+from hasten.data.order import plain_unit
 from hasten.data.random_states import RandomStates, seed_everything
-from hasten.data.rank_differences import NUM_SAMPLES, Sample, checksum_of, different_data, leaves_of, samples_differ
 from hasten.data.source import Forwarding, engine_of
 from hasten.errors import DataError
 from hasten.runtime.logs import get_logger
@@ -25,6 +36,17 @@ log = get_logger(__name__)
 # Any in this file: datasets, samples and samplers of the user.
 _LENGTH: Final = "the dataset's length"
 _NUM_TURNS: Final = 3
+_NUM_SAMPLES: Final = 4
+_NUM_FIRST_UNITS: Final = 64
+_MAX_UNITS: Final = 1_000_000
+_MAX_LEAVES: Final = 200
+_MAX_ITEMS: Final = 64
+_NUM_VALUES: Final = 16
+
+Leaf = list[Any]
+"""A value of a sample: text with its type and checksum, and for real numbers some of them, which may differ by rounding."""
+Sample = dict[str, Leaf]
+"""The leaves of a sample by their paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +58,6 @@ class LoaderAgreement:
     """True if every rank's loader holds that rank's shard of the data."""
     split: ForeignSplit | None = None
     """The split that the dataset performs itself, if one was recognised."""
-    checks: bool = False
-    """True if ranks that read the same data compare it, because `already_sharded` was not given."""
-
-
-class _RankFacts(NamedTuple):
-    """Facts about one rank's loader."""
-
-    settings: dict[str, Any]
-    length: int | None
-    indices: list[int] | None
-    """Count and checksum of the indices that the sampler draws from."""
-    seed: int
-    reads_samples: bool
-    checksum: int | None
-    """Checksum of some samples; None if they are not compared here, or cannot be read."""
 
 
 def agree_on_loader(
@@ -61,42 +68,33 @@ def agree_on_loader(
     comm: Comm,
     reads_samples: bool,
 ) -> LoaderAgreement:
-    """Compare the ranks' settings, and without `already_sharded` their data; with `reads_samples`, by the first samples.
+    """Compare the ranks' settings, and without `already_sharded` their samplers and, with `reads_samples`, first samples.
 
     Ranks: every rank. Raises: DataError on every rank, with the values of each rank.
     """
     split = split_by_itself(loader.dataset) if already_sharded is None else None
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    reads_samples = reads_samples and already_sharded is None and split is None
-    own = _RankFacts(
-        settings={**settings, "already_sharded": already_sharded, "whether it splits itself": split is not None},
-        length=length_of(loader.dataset),
-        indices=_sampled_indices(loader.sampler),
-        seed=seed,
-        reads_samples=reads_samples,
-        checksum=_checksum_of_first_samples(loader) if reads_samples and not is_stream else None,
-    )
-    facts: list[_RankFacts] = comm.all_gather_object(own)
-    for name in own.settings:
-        _refuse_difference(name, [rank_facts.settings[name] for rank_facts in facts], comm)
-    seed = facts[0].seed
+    facts = {
+        **settings,
+        "already_sharded": already_sharded,
+        "whether it splits itself": split is not None,
+        _LENGTH: None if already_sharded or split is not None else length_of(loader.dataset),
+    }
+    facts_of_ranks: list[tuple[dict[str, Any], int]] = comm.all_gather_object((facts, seed))
+    for name in facts:
+        _refuse_difference(name, [rank_facts[name] for rank_facts, _ in facts_of_ranks], comm)
+    seed = facts_of_ranks[0][1]
     if already_sharded:
         return LoaderAgreement(seed, True)
+    if isinstance(loader.dataset, IterableDataset):
+        _draw_alike(loader.dataset, comm)
     if split is not None:
         log.info("the dataset is already split over the ranks by %s, so each rank reads its part", split.by)
         return LoaderAgreement(seed, True, split)
-    lengths = ["unknown" if rank_facts.length is None else rank_facts.length for rank_facts in facts]
-    _refuse_difference(_LENGTH, lengths, comm)
     if already_sharded is None:
-        if any(rank_facts.indices != own.indices for rank_facts in facts):
-            raise different_data(f"{type(loader.sampler).__name__} has different indices on every rank", comm.size)
-        checksums = [rank_facts.checksum for rank_facts in facts]
-        if is_stream and all(rank_facts.reads_samples for rank_facts in facts):
-            draw_alike(loader.dataset, comm)
-            checksums = comm.all_gather_object(_checksum_of_first_samples(loader))
-        if None not in checksums and len(set(checksums)) > 1:
-            compare_first_samples(loader, comm)
-    return LoaderAgreement(seed, False, checks=already_sharded is None)
+        _compare_samplers(loader, comm)
+        if reads_samples:
+            _compare_first_samples(loader, comm)
+    return LoaderAgreement(seed, False)
 
 
 def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:
@@ -115,24 +113,17 @@ def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:
     )
 
 
-def _sampled_indices(sampler: Any) -> list[int] | None:
-    """Return count and checksum of the indices that one of torch's random samplers draws from, if it has any."""
-    if plainly(sampler, SubsetRandomSampler):
-        indices = torch.as_tensor(list(sampler.indices), dtype=torch.int64)
-    elif plainly(sampler, WeightedRandomSampler):
-        indices = torch.as_tensor(sampler.weights).nonzero().flatten()
-    else:
-        return None
-    return [indices.numel(), derive_seed(*indices.sort().values[:4096].tolist())]
+def _different_data(difference: str, num_ranks: int) -> DataError:
+    return DataError(
+        f"the ranks were given different data: {difference}. prepare() splits a loader, so each rank would read 1/{num_ranks} of its "
+        "data and the rest would be lost. Give every rank the same dataset and sampler: call set_seed(0) before random data is made or "
+        "split. If the loader of each rank holds its part of the data on purpose, set DataLoaderConfiguration(already_sharded=True), or "
+        "call prepare_data_loader(loader, already_sharded=True). already_sharded=False leaves this check out."
+    )
 
 
-def draw_alike(stream: Any, comm: Comm) -> None:
-    """Set the stream's generators to their states on the first rank, since ranks that share it must draw equally.
-
-    Ranks: every rank.
-    """
-    if comm.size == 1:
-        return
+def _draw_alike(stream: Any, comm: Comm) -> None:
+    """Set the stream's generators to their states on the first rank, since ranks that share it must draw equally."""
     carried = CarriedState(stream, attributes=False)
     generators = carried.capture()
     generators_of_ranks = comm.all_gather_object(generators)
@@ -144,64 +135,61 @@ def draw_alike(stream: Any, comm: Comm) -> None:
     carried.restore(generators_of_ranks[0])
 
 
-def _checksum_of_first_samples(loader: DataLoader[Any]) -> int | None:
-    turns = _read_first_samples(loader, 1)
-    return None if turns is None else checksum_of(turns[0])
+# -- indices that samplers draw ----------------------------------------------------------------------------------------
+def _compare_samplers(loader: DataLoader[Any], comm: Comm) -> None:
+    """Raise on every rank when the ranks' samplers yield different indices from equal random states.
 
-
-def compare_first_samples(loader: DataLoader[Any], comm: Comm) -> None:
-    """Read the first samples of a loader three times and compare those of ranks.
-
-    Ranks: every rank. Raises: DataError on every rank if they come from different data.
+    The order of the indices may differ, since all ranks use the first rank's. Samplers that yield other indices when
+    they are drawn from again are not compared, nor are those of which nothing can be drawn twice.
     """
-    if samples_differ(comm.all_gather_object(_read_first_samples(loader, _NUM_TURNS))):
-        raise different_data(f"the first samples of {type(loader.dataset).__name__} differ between ranks", comm.size)
+    batches = loader.batch_sampler
+    sampler: Any = batches if batches is not None and not plainly(batches, BatchSampler) else loader.sampler
+    kinds = (SequentialSampler, RandomSampler, DistributedSampler)
+    if any(plainly(sampler, kind) for kind in kinds) or hasattr(sampler, "__next__"):
+        return
+    generators = comm.broadcast_object(CarriedState(sampler, attributes=False).capture())
+    first_units = comm.all_gather_object(_draw_units(sampler, generators, _NUM_FIRST_UNITS))
+    if None in first_units or all(units == first_units[0] for units in first_units):
+        return
+    checksum, repeated = (_checksum_of_units(_draw_units(sampler, generators, _MAX_UNITS)) for _ in range(2))
+    checksums = comm.all_gather_object(checksum if checksum == repeated else None)
+    if None not in checksums and len(set(checksums)) > 1:
+        raise _different_data(f"{type(sampler).__name__} yields different indices on every rank", comm.size)
+
+
+def _draw_units(sampler: Any, generators: Mapping[str, Any] | None, num_units: int) -> list[Any] | None:
+    """Return the first units from these states of the sampler's generators; None if they cannot be drawn or compared."""
+    state = SamplerState(sampler)
+    before = state.capture()
+    try:
+        with RandomStates().kept():
+            seed_everything(0)
+            CarriedState(sampler, attributes=False).restore(generators)
+            return [plain_unit(unit) for unit in islice(iter(sampler), num_units)]
+    except Exception:  # the user's sampler: the training loop raises its error when it draws
+        return None
+    finally:
+        state.restore(before)
+
+
+def _checksum_of_units(units: list[Any] | None) -> int | None:
+    """Return a checksum of the set of indices."""
+    if units is None:
+        return None
+    indices = {repr(index) for unit in units for index in (unit if isinstance(unit, list) else [unit])}
+    return zlib.crc32(" ".join(sorted(indices)).encode())
 
 
 # -- first samples -----------------------------------------------------------------------------------------------------
-def _seed_turn(turn: int) -> None:
-    """Seed one reading, equally on every rank; the first two readings have equal seeds."""
-    seed_everything(derive_seed(turn == 2))
-
-
-class FirstItems(Forwarding):
-    """Items from all parts of a map-style dataset, `num_turns` times: twice from equal random states, then from different ones."""
-
-    def __init__(self, dataset: Any, size: int, num_turns: int) -> None:
-        self.hasten_dataset = dataset
-        count = min(size, NUM_SAMPLES)
-        self.hasten_indices = [number * (size - 1) // max(count - 1, 1) for number in range(count)]
-        self.hasten_num_turns = num_turns
-
-    def __len__(self) -> int:
-        return self.hasten_num_turns * len(self.hasten_indices)
-
-    def __getitem__(self, place: int) -> Any:
-        turn, number = divmod(place, len(self.hasten_indices))
-        if not number:
-            _seed_turn(turn)
-        return turn, self.hasten_dataset[self.hasten_indices[number]]
-
-
-class FirstElements(Forwarding, IterableDataset[Any]):
-    """The first elements of a stream, `num_turns` times; none of a stream that can be read only once."""
-
-    def __init__(self, dataset: Any, num_turns: int) -> None:
-        self.hasten_dataset = dataset
-        self.hasten_num_turns = num_turns
-
-    def __iter__(self) -> Iterator[Any]:
-        if iter(self.hasten_dataset) is iter(self.hasten_dataset):
-            return
-        for turn in range(self.hasten_num_turns):
-            _seed_turn(turn)
-            yield from ((turn, element) for element in islice(iter(self.hasten_dataset), NUM_SAMPLES))
-
-
-def leaves_of_turn(read: Any) -> tuple[int, Sample]:
-    """Return (turn, leaves) for an element of FirstItems or FirstElements."""
-    turn, sample = read
-    return turn, leaves_of(sample)
+def _compare_first_samples(loader: DataLoader[Any], comm: Comm) -> None:
+    """Raise on every rank when the ranks' first samples come from different data."""
+    turns = _read_first_samples(loader, 1)
+    checksum = None if turns is None else zlib.crc32(repr([sorted(sample.items()) for sample in turns[0]]).encode())
+    checksums = comm.all_gather_object(checksum)
+    if None in checksums or len(set(checksums)) == 1:
+        return
+    if samples_differ(comm.all_gather_object(_read_first_samples(loader, _NUM_TURNS))):
+        raise _different_data(f"the first samples of {type(loader.dataset).__name__} differ between ranks", comm.size)
 
 
 def _read_first_samples(loader: DataLoader[Any], num_turns: int) -> list[list[Sample]] | None:
@@ -238,3 +226,122 @@ def _read_first_samples(loader: DataLoader[Any], num_turns: int) -> list[list[Sa
     finally:
         carried.restore(before)
     return turns
+
+
+class FirstItems(Forwarding):
+    """Items from all parts of a map-style dataset, `num_turns` times: twice from equal random states, then from different ones."""
+
+    def __init__(self, dataset: Any, size: int, num_turns: int) -> None:
+        self.hasten_dataset = dataset
+        num_items = min(size, _NUM_SAMPLES)
+        self.hasten_indices = [number * (size - 1) // max(num_items - 1, 1) for number in range(num_items)]
+        self.hasten_num_turns = num_turns
+
+    def __len__(self) -> int:
+        return self.hasten_num_turns * len(self.hasten_indices)
+
+    def __getitem__(self, index: int) -> Any:
+        turn, number = divmod(index, len(self.hasten_indices))
+        if not number:
+            _seed_turn(turn)
+        return turn, self.hasten_dataset[self.hasten_indices[number]]
+
+
+class FirstElements(Forwarding, IterableDataset[Any]):
+    """The first elements of a stream, `num_turns` times; none of a stream that can be read only once."""
+
+    def __init__(self, dataset: Any, num_turns: int) -> None:
+        self.hasten_dataset = dataset
+        self.hasten_num_turns = num_turns
+
+    def __iter__(self) -> Iterator[Any]:
+        if iter(self.hasten_dataset) is iter(self.hasten_dataset):
+            return
+        for turn in range(self.hasten_num_turns):
+            _seed_turn(turn)
+            yield from ((turn, element) for element in islice(iter(self.hasten_dataset), _NUM_SAMPLES))
+
+
+def _seed_turn(turn: int) -> None:
+    """Seed one reading, equally on every rank; the first two readings have equal seeds."""
+    seed_everything(derive_seed(turn == 2))
+
+
+def leaves_of_turn(turn_and_sample: tuple[int, Any]) -> tuple[int, Sample]:
+    """Return (turn, leaves) for an element of FirstItems or FirstElements."""
+    turn, sample = turn_and_sample
+    return turn, leaves_of(sample)
+
+
+def leaves_of(sample: Any) -> Sample:
+    """Return the values of a sample by path; objects of unknown classes are left out."""
+    leaves: Sample = {}
+    waiting = [("", sample)]
+    while waiting and len(leaves) < _MAX_LEAVES:
+        path, value = waiting.pop(0)
+        if isinstance(value, Mapping):
+            waiting += [(f"{path}.{key}", item) for key, item in islice(value.items(), _MAX_ITEMS)]
+        elif isinstance(value, list | tuple):
+            leaves[f"{path}.len"] = [str(len(value))]
+            waiting += [(f"{path}.{number}", item) for number, item in enumerate(value[:_MAX_ITEMS])]
+        elif is_dataclass(value) and not isinstance(value, type):
+            waiting += [(f"{path}.{field.name}", getattr(value, field.name)) for field in fields(value)]
+        elif (leaf := _leaf(value)) is not None:
+            leaves[path] = leaf
+    return leaves
+
+
+def _leaf(value: Any) -> Leaf | None:
+    if value is None or isinstance(value, bool | int | str | bytes):
+        return [f"{type(value).__name__} {zlib.crc32(repr(value).encode())}"]
+    if isinstance(value, float):
+        return ["float", value]
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        is_wide = value.dtype.kind == "u" and value.dtype.itemsize > 1  # torch cannot index these
+        value = torch.as_tensor(np.ascontiguousarray(value, dtype=np.int64 if is_wide else None))
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type == "meta":
+        return None
+    numbers = value.detach().reshape(-1).cpu()
+    places = torch.linspace(0, max(numbers.numel() - 1, 0), min(_NUM_VALUES, numbers.numel())).round().long()
+    values = numbers[places].tolist()
+    if value.is_floating_point() or value.dtype == torch.uint8:  # images are subject to rounding
+        mean = float(numbers.double().mean()) if values else 0.0
+        return [f"real {tuple(value.shape)}", mean, *values]
+    return [f"exact {tuple(value.shape)} {zlib.crc32(repr(values).encode())}"]
+
+
+def samples_differ(reads: Sequence[Sequence[list[Sample]] | None]) -> bool:
+    """Return True if the first samples of ranks come from different data; each rank has read its samples three times.
+
+    Values that one rank does not reproduce from equal random states are ignored. A value that is equal on all ranks,
+    also under other random states, and differs between samples identifies the sample: then the rest is augmentation.
+    """
+    turns = [read for read in reads if read is not None]
+    if len(turns) < len(reads):
+        return False
+    num_samples = min(len(samples) for turn in turns for samples in turn)
+    if not num_samples:
+        return False
+    first, again, reseeded = ([turn[number][:num_samples] for turn in turns] for number in range(3))
+    paths = {path for samples in first for sample in samples for path in sample}
+    steady = [path for path in paths if all(map(_is_equal, first, again, repeat(path)))]
+    equal = [path for path in steady if all(_is_equal(samples, first[0], path) for samples in first[1:])]
+    fixed = [path for path in equal if all(map(_is_equal, first, reseeded, repeat(path)))]
+    is_identified = any(len({tuple(sample[path]) for sample in first[0]}) == num_samples for path in fixed)
+    return len(equal) < len(steady) and not is_identified
+
+
+def _is_equal(samples: list[Sample], others: list[Sample], path: str) -> bool:
+    return all(
+        path in sample and path in other and _alike(sample[path], other[path])
+        for sample, other in zip(samples, others, strict=True)
+    )
+
+
+def _alike(leaf: Leaf, other: Leaf) -> bool:
+    if leaf[0] != other[0] or len(leaf) != len(other):
+        return False
+    return all(
+        math.isclose(number, second, rel_tol=2e-2, abs_tol=1e-6) or (math.isnan(number) and math.isnan(second))
+        for number, second in zip(leaf[1:], other[1:], strict=True)
+    )

@@ -287,11 +287,8 @@ def assignment_of(
     config: DataLoaderConfiguration,
     data_ranks: DataRanks,
     sharded: bool = False,
-    checks: bool = False,
 ) -> Assignment:
     """Return the indices of this rank; with `sharded`, the sampler already yields this rank's shard only.
-
-    With `checks`, ranks compare the samplers that are drawn from on the first rank.
 
     Ranks: every rank. Raises: ConfigError or DataError when the loader cannot be split this way.
     """
@@ -303,7 +300,7 @@ def assignment_of(
     # the rank that reads for all, and a rank with a separate shard, draw independently
     comm = LocalComm() if dispatch or sharded else ctx.world
     seekable, as_torch = config.use_seedable_sampler, config.order == "torch"
-    order = order_of(sampler, seekable=seekable, comm=comm, as_torch=as_torch, checks=checks)
+    order = order_of(sampler, seekable=seekable, comm=comm, as_torch=as_torch)
     stride = 1
     if isinstance(order, DistributedOrder):
         check_distributed(order.sampler, data_ranks.num_shards, data_ranks.shard, dispatch)

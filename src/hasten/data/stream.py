@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -16,8 +16,6 @@ from hasten.data.batch_plan import Padding, derive_seed
 from hasten.data.foreign import COUNTED, counted_states, has_fixed_shard_order, length_of, shares_epochs
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, decode_states, encode_states
-from hasten.data.rank_check import compare_first_samples
-from hasten.data.rank_differences import Sample, checksum_of
 from hasten.data.source import Item, engine_of, own_copy, own_generator
 from hasten.data.stream_shard import BlockCollate, Cutting, StreamShard, StreamState, WorkerState
 from hasten.errors import DataError, PeerFailedError
@@ -34,15 +32,9 @@ class StreamSource:
 
     unit: Unit = "stream"
 
-    def __init__(
-        self, loader: DataLoader[Any], cutting: Cutting, dataset: Any, comm: Comm, rank: int, checks: bool = False
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], cutting: Cutting, dataset: Any, comm: Comm, rank: int) -> None:
         self._loader = loader
-        # ranks that read the same stream compare its first elements once, if they exchange in every step anyway
-        checks = checks and comm.size > 1 and cutting.even and cutting.sharing == "strided" and cutting.split is None
-        self._first_samples: tuple[Sample, ...] | None = None
-        self._checks = checks
-        self._cutting = cutting = replace(cutting, shows_first_samples=checks)
+        self._cutting = cutting
         self._dataset = dataset
         self._comm = comm
         self._rank = rank
@@ -110,16 +102,7 @@ class StreamSource:
         items = self._items(start, at)
         if not agrees:
             return looking_ahead(items)
-        compare = self._compare if self._checks and not start.position else None
-        return agreed(items, self._comm, cutting.drop_last, start, first, compare)
-
-    def _compare(self) -> None:
-        """Raise DataError on every rank when the first elements of ranks come from different data."""
-        self._checks = False
-        checksums = self._comm.all_gather_object(checksum_of(self._first_samples or ()))
-        if len(set(checksums)) > 1:
-            with self._process.kept():
-                compare_first_samples(self._loader, self._comm)
+        return agreed(items, self._comm, cutting.drop_last, start, first)
 
     def _items(self, start: StreamState, at: Position) -> Generator[Item]:
         """Yield the batches from a state on."""
@@ -176,7 +159,7 @@ class StreamSource:
 
     def copied(self, even: bool | None = None) -> StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
-        return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank, self._checks)
+        return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank)
 
     def _decode(self, at: Position) -> StreamState:
         if at.stream is None:
@@ -232,9 +215,7 @@ class StreamSource:
                     f"element {at.consumed}."
                 )
                 raise
-            batch, padding, (_, worker, state, first_samples, blank) = block
-            if first_samples is not None and self._first_samples is None:
-                self._first_samples = first_samples
+            batch, padding, (_, worker, state, blank) = block
             if blank == "begin":
                 workers[worker] = state
             elif blank == "end":
@@ -260,13 +241,12 @@ def agreed(
     drop_last: bool,
     start: StreamState,
     first: Any = None,
-    compare: Callable[[], None] | None = None,
 ) -> Iterator[Item]:
     """Yield the same items for a step count common to all ranks, with one small exchange per step before each batch.
 
     A rank that runs out early repeats the epoch's first batch as padding until the others are done, or with
     `drop_last` all end with the first that does. `start` is the state before the items, and `first` the epoch's first batch
-    if they start inside it. `compare` compares the ranks' data, once each has read its first item.
+    if they start inside it.
 
     Raises: DataError on every rank when some rank has no batch; PeerFailedError when reading failed on another rank.
     """
@@ -277,8 +257,6 @@ def agreed(
         comm, _FAILED if error else _MORE if item is not None else _ENDED if start.position else _EMPTY
     )
     _raise_failures(gathered, error, comm)
-    if compare is not None:
-        compare()
     more = _has_next_step(gathered, comm, drop_last)
     state = start
     while more:

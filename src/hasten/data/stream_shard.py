@@ -29,7 +29,6 @@ from hasten.data.foreign import (
     state_loses_samples,
 )
 from hasten.data.random_states import OwnRng, RandomStates, States, seed_everything
-from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
 from hasten.data.source import Forwarding
 
 # Any in this file: samples, batches and dataset states are objects of the user.
@@ -82,8 +81,6 @@ class SampleBlock(NamedTuple):
     """This rank's samples, or those of every rank if one rank reads for all; None for a rank without samples."""
     worker: int
     state: WorkerState
-    first_samples: tuple[Sample, ...] | None = None
-    """Leaves of the worker's first elements, with its first block of an epoch, if ranks compare them."""
     blank: Literal["", "begin", "turn", "end"] = ""
     """Marks a block without a batch. begin: state of the worker's dataset at the start of the epoch. turn: placeholder
     for a worker that had its turn before the resume. end: the worker's stream has ended; state of its dataset."""
@@ -107,8 +104,6 @@ class Cutting:
     pad: Pad = "least"
     step: int | None = None
     """Number of elements that all ranks take in one round; None for `rows` on each."""
-    shows_first_samples: bool = False
-    """True if blocks carry the leaves of the first elements."""
     every: bool = False
     """True if this rank cuts the blocks of all ranks, to send them."""
 
@@ -189,7 +184,6 @@ class _Cutter:
         self._rng = rng
         self._seeds = seeds
         self._batched = cutting.batched
-        self._shows = cutting.shows_first_samples
         self._plan = plan = cutting.plan
         self._shards = range(plan.num_shards) if cutting.every else range(plan.shard, plan.shard + 1)
         self._names = self._shards if cutting.every else (cutting.shard,)  # of the ranks, in the seeds of their batches
@@ -223,8 +217,7 @@ class _Cutter:
         while True:
             with self._rng.entered():
                 wanted = self._num_first - len(first_elements)
-                shown_of = NUM_SAMPLES if self._shows and not position else 0
-                round_ = _round(elements, plan, self._shards, max(wanted, shown_of))
+                round_ = _round(elements, plan, self._shards, wanted)
             if resumed_by_state:
                 first_elements.clear()
             else:
@@ -240,12 +233,7 @@ class _Cutter:
             rng = self._rng.state() if state is not None else None
             samples = tuple(self._samples_of(round_, first_elements, shard, position) for shard in self._shards)
             if any(samples):
-                shown = (
-                    tuple(map(leaves_of, round_.first[:NUM_SAMPLES]))
-                    if self._shows and position == round_.taken
-                    else None
-                )
-                yield SampleBlock(samples, self._worker, WorkerState(position, state, rng, start.origin), shown)
+                yield SampleBlock(samples, self._worker, WorkerState(position, state, rng, start.origin))
             if not full:
                 break
         carried = None if end is None else end.capture()
