@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from hasten.config.sections.parallel import TorchContextParallelConfig as TorchContextParallelConfig
     from hasten.config.sections.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
     from hasten.config.sections.trust import TrustSettings as TrustSettings
-    from hasten.data.loader import skip_first_batches as skip_first_batches
+    from hasten.data.skipping import skip_first_batches as skip_first_batches
     from hasten.errors import HastenError as HastenError
     from hasten.errors import HastenWarning as HastenWarning
     from hasten.extensions.public import *  # noqa: F403  # the names of bundled extensions
@@ -114,7 +114,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "TorchContextParallelConfig": "hasten.config.sections.parallel",
         "TorchTensorParallelConfig": "hasten.config.sections.parallel",
         "TrustSettings": "hasten.config.sections.trust",
-        "skip_first_batches": "hasten.data.loader",
+        "skip_first_batches": "hasten.data.skipping",
         "HastenError": "hasten.errors",
         "HastenWarning": "hasten.errors",
         "debug_launcher": "hasten.launch.notebook",

@@ -189,7 +189,7 @@ NAMES: Final = (
         "sizes of models cannot be computed",
     ),
     # data
-    Name("torch.utils.data:DataLoader", "_dataset_kind", ("src/hasten/data/loader.py",), "skip_first_batches fails"),
+    Name("torch.utils.data:DataLoader", "_dataset_kind", ("src/hasten/data/skipping.py",), "skip_first_batches fails"),
     Name(
         "torch.utils.data:RandomSampler",
         "_num_samples",

@@ -54,7 +54,8 @@ from hasten.config.sections.loop import (
 )
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.config.sections.trust import TrustSettings
-from hasten.data.loader import Loader, skip_first_batches
+from hasten.data.loader import Loader
+from hasten.data.skipping import skip_first_batches
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
 from hasten.optim.clock import check_every

@@ -24,8 +24,9 @@ from accelerate._impl.views.random import synchronize_rng_states
 from accelerate._impl.views.state import GradientState
 from hasten.data.batch_plan import DataRanks, Padding
 from hasten.data.dispatch import BatchReader, DispatchSource
-from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move, SkippingLoader
+from hasten.data.loader import Loader, LoaderIteration, LoaderParts, Move
 from hasten.data.position import Position
+from hasten.data.skipping import SkippingLoader
 from hasten.data.source import BatchSource, Item, forward_epoch, plain_move
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optional import need

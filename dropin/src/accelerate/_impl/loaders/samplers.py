@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
 from hasten.data.batch_plan import plan_batches, plan_rows
-from hasten.data.loader import SkippedBatches
 from hasten.data.position import Position
 from hasten.data.sampler import Assignment
+from hasten.data.skipping import SkippedBatches
 
 # Any in this file: indices and samples are whatever the dataset has.
 

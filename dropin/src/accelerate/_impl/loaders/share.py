@@ -28,7 +28,7 @@ from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like, shown
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import PartialState
-from hasten.data import loader as own
+from hasten.data import skipping as own
 from hasten.errors import DataError
 from hasten.runtime.mesh_plan import Axis
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hasten.data.loader import Loader, skip_first_batches
+from hasten.data.loader import Loader
 from hasten.data.position import Position, Unit
 from hasten.data.prefetch import InLine, Queue, with_next
+from hasten.data.skipping import skip_first_batches
 from hasten.data.source import Item, forward_epoch
 from hasten.runtime.devices import kind_of
 
