@@ -13,10 +13,10 @@ from hasten import trees
 from hasten.comm.agreement import vote
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError
-from hasten.strategies.pipeline.passes import BlockChain, Pass, SeenCall, as_plain, from_plain
+from hasten.strategies.pipeline.passes import BlockChain, Pass, SeenCall
 from hasten.strategies.pipeline.schedule import Learnt
 from hasten.strategies.pipeline.stage_plan import StagePlacement
-from hasten.strategies.pipeline.travel import StageWire
+from hasten.strategies.pipeline.travel import share
 from hasten.trees import Tree
 
 Signature = tuple[Any, ...]  # Any: shapes and dtypes
@@ -49,50 +49,35 @@ class Learner:
         return learnt
 
     def _first_pass(self, line: BlockChain, call: Callable[[], Any]) -> Learnt:
-        rank_of, here, wire = self._place.rank_of, self._comm.rank, StageWire(self._comm)
-        error: Exception | None = None
-        hidden: Tensor | None = None
-        learnt = Learnt(SeenCall())
-        if 0 in line.stages:
-            line.recording = True
-            try:
-                hidden = self._checked(line, line.begin(0, None, learnt.seen), call)
-            except Exception as problem:  # must reach every rank of the pipeline; raised below
-                error = problem
-            line.recording = False
-        sent = self._comm.broadcast_object(None if error else as_plain(learnt.seen), rank_of(0))
-        if sent is not None:
-            learnt.seen = from_plain(sent)
-            for stage in line.stages:
-                if stage:
-                    hidden = hidden if rank_of(stage - 1) == here else wire.receive(rank_of(stage - 1))
-                    error, hidden = self._try_stage(line, stage, hidden, learnt, call, error)
-                elif hidden is not None:
-                    learnt.outputs[0] = _shape_only(hidden)
-                if stage + 1 < self._place.stages and rank_of(stage + 1) != here:
-                    wire.send(hidden, rank_of(stage + 1))
-            wire.settle()
+        learnt, error = Learnt(SeenCall()), None
+        hidden: Any = None  # Any: the output of the last stage
+        for stage in range(self._place.stages):
+            owner = self._place.rank_of(stage)
+            if owner == self._comm.rank:
+                try:
+                    hidden = self._run_stage(line, stage, hidden, learnt, call)
+                except Exception as problem:  # must reach every rank of the pipeline; raised below
+                    error, hidden = problem, None
+            if stage == 0:
+                learnt.seen = self._comm.broadcast_object(learnt.seen, owner)
+            if stage + 1 < self._place.stages:
+                hidden = share(hidden, self._comm, owner)
+                if hidden is None:
+                    break
         vote(self._comm, error, "the first batch through the pipeline")
         return learnt
 
-    def _try_stage(
-        self,
-        line: BlockChain,
-        stage: int,
-        received: Tensor | None,
-        learnt: Learnt,
-        call: Callable[[], Any],
-        error: Exception | None,
-    ) -> tuple[Exception | None, Any]:
-        if received is None or error is not None:
-            return error, None
-        learnt.inputs[stage] = _shape_only(received)
+    def _run_stage(self, line: BlockChain, stage: int, hidden: Any, learnt: Learnt, call: Callable[[], Any]) -> Any:
+        """Return the output of a stage of this rank, whose shapes are recorded."""
+        if stage:
+            learnt.inputs[stage] = _shape_only(hidden)
+        line.recording = stage == 0
         try:
-            out = self._checked(line, line.begin(stage, received, learnt.seen), call)
-        except Exception as problem:  # must reach every rank of the pipeline; raised by the caller
-            return problem, None
-        learnt.outputs[stage] = _shape_only(out) if isinstance(out, Tensor) else torch.empty((), device="meta")
-        return None, out
+            output = self._checked(line, line.begin(stage, hidden if stage else None, learnt.seen), call)
+        finally:
+            line.recording = False
+        learnt.outputs[stage] = _shape_only(output) if isinstance(output, Tensor) else torch.empty((), device="meta")
+        return output
 
     def _checked(self, line: BlockChain, at: Pass, call: Callable[[], Any]) -> Any:
         """Return the output of a stage. Raises: PrepareError if it depends on a value that another stage computes."""

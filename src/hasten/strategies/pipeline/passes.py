@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -116,72 +117,34 @@ class RemoteModule(nn.Module):
         return trees.map_leaves(lambda leaf: _filled(leaf, at.fill, device), calls[number])
 
 
-class _OutputHole:
+class OutputShape(msgspec.Struct, frozen=True):
     """Shape of a tensor that another stage computed; not a dataclass, which `trees` would traverse."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
-        self.shape = shape
-        self.dtype = dtype
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def _filled(leaf: Any, value: float, device: torch.device) -> Any:
-    if not isinstance(leaf, _OutputHole):
+    if not isinstance(leaf, OutputShape):
         return leaf
-    dtype: torch.dtype = getattr(torch, leaf.dtype)
-    made = torch.empty(leaf.shape, dtype=dtype, device=device)
-    return made.fill_(value) if dtype.is_floating_point else made.zero_()
+    placeholder = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    return placeholder.fill_(value) if leaf.dtype.is_floating_point else placeholder.zero_()
 
 
-def holes(tree: Any) -> Any:  # Any: output of a module
+def output_shapes(tree: Any) -> Any:  # Any: output of a module
     """Return the tree with shapes in place of tensors. Raises: PrepareError for containers that cannot be sent."""
     if isinstance(tree, Tensor):
-        return _OutputHole(tuple(tree.shape), str(tree.dtype).removeprefix("torch."))
+        return OutputShape(tree.shape, tree.dtype)
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if type(tree) in (list, tuple):
-        return type(tree)(holes(part) for part in tree)
+        return type(tree)(output_shapes(part) for part in tree)
     if type(tree) is dict:
-        return {key: holes(part) for key, part in tree.items()}
+        return {key: output_shapes(part) for key, part in tree.items()}
     raise PrepareError(
         f"a module before the blocks returned a {type(tree).__name__}, which cannot be represented by a placeholder on other pipeline "
         "stages. Return tensors, or tuples, lists and dicts of them."
     )
-
-
-def as_plain(seen: SeenCall) -> dict[str, Any]:
-    """Return the recorded shapes as serialisable values."""
-
-    def plain(tree: Any) -> Any:
-        if isinstance(tree, _OutputHole):
-            return {"$": "hole", "of": [list(tree.shape), tree.dtype]}
-        if isinstance(tree, (list, tuple)):
-            return {"$": type(tree).__name__, "of": [plain(part) for part in tree]}
-        return {"$": "dict", "of": {k: plain(v) for k, v in tree.items()}} if isinstance(tree, dict) else tree
-
-    return {
-        "units": {name: [plain(call) for call in calls] for name, calls in seen.units.items()},
-        "returns": seen.returns,
-    }
-
-
-def from_plain(data: dict[str, Any]) -> SeenCall:
-    """Return the recorded shapes from the output of `as_plain`."""
-
-    def tree(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        of = value["of"]
-        match value["$"]:
-            case "hole":
-                return _OutputHole(tuple(of[0]), of[1])
-            case "tuple":
-                return tuple(tree(part) for part in of)
-            case "list":
-                return [tree(part) for part in of]
-        return {key: tree(part) for key, part in of.items()}
-
-    units = {name: [tree(call) for call in calls] for name, calls in data["units"].items()}
-    return SeenCall(units, int(data["returns"]))
 
 
 class StageForward(forwarding.Forward):
@@ -343,7 +306,7 @@ class _Record(_Hook):
 
     def __call__(self, unit: nn.Module, args: object, output: Any) -> None:
         if self.line.recording and self.line.at is not None and not self.line.at.entered:
-            self.line.at.seen.units.setdefault(self.name, []).append(holes(output))
+            self.line.at.seen.units.setdefault(self.name, []).append(output_shapes(output))
 
 
 class _HandOn(_Hook):

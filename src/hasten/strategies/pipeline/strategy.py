@@ -32,10 +32,18 @@ from hasten.runtime.mesh_plan import AXES, LOSS, Axis
 from hasten.strategies.base import DistributionTransform, PrepareRequest, Stage, Weigh
 from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.strategies.pipeline.learn import Learner, Signature, signature
-from hasten.strategies.pipeline.passes import BlockChain, SeenCall, StageForward
-from hasten.strategies.pipeline.schedule import LossOf, Stepper, WeightOf, checked_loss, refuse_unweighted, shares
+from hasten.strategies.pipeline.passes import BlockChain, StageForward
+from hasten.strategies.pipeline.schedule import (
+    Learnt,
+    LossOf,
+    Stepper,
+    WeightOf,
+    checked_loss,
+    refuse_unweighted,
+    shares,
+)
 from hasten.strategies.pipeline.stage_plan import check_microbatches, check_rows, default_microbatches, placement
-from hasten.strategies.pipeline.travel import StageWire, share
+from hasten.strategies.pipeline.travel import share
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 
@@ -297,12 +305,11 @@ class Pipeline:
         size = max(1, -(-(rows or 1) // self._count))
         cuts = [slice(start, start + size) for start in range(0, rows or 1, size)]
         micros = [trees.slice_rows((args, kwargs), cut, rows) for cut in cuts] if rows else [(args, kwargs)]
-        seen: list[SeenCall] = []
+        learnt: list[Learnt] = []
         for micro in micros:
             kind = ("forward", model.training, *signature(micro))
-            call = partial(forward.through, *micro)
-            seen.append(self._learner.learn(model, line, kind, call).seen)
-        outputs = self._run_through(line, forward, micros, seen)
+            learnt.append(self._learner.learn(model, line, kind, partial(forward.through, *micro)))
+        outputs = self._run_through(line, forward, micros, learnt)
         last = self._place.rank_of(self._place.stages - 1)
         result = (
             _joined(outputs, [min(cut.stop, rows or 1) - cut.start for cut in cuts])
@@ -312,27 +319,32 @@ class Pipeline:
         return share(result, self._comm, last) if forward.gathers_output else result
 
     def _run_through(
-        self, line: BlockChain, forward: StageForward, micros: list[Any], seen: list[SeenCall]
+        self, line: BlockChain, forward: StageForward, micros: list[Any], learnt: list[Learnt]
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """Return the outputs of all micro-batches, on the rank of the last stage."""
-        wire, rank_of, here = StageWire(self._comm), self._place.rank_of, self._comm.rank
-        local: dict[tuple[int, int], Tensor | None] = {}
+        rank_of, here, ranks, group = self._place.rank_of, self._comm.rank, self._comm.ranks, self._comm.group
+        local_outputs: dict[tuple[int, int], Tensor] = {}
+        sends: list[tuple[Any, Tensor]] = []  # Any: torch's work handles
         outputs: list[Any] = []
         for stage in line.stages:
             for number, (args, kwargs) in enumerate(micros):
                 received = None
-                if stage:
-                    sender = rank_of(stage - 1)
-                    received = local.pop((stage - 1, number)) if sender == here else wire.receive(sender)
-                at = line.begin(stage, received, seen[number])
-                out = line.run(at, partial(forward.through, args, kwargs))
+                if stage and rank_of(stage - 1) == here:
+                    received = local_outputs.pop((stage - 1, number))
+                elif stage:
+                    received = torch.empty_like(learnt[number].inputs[stage], device=line.device, requires_grad=False)
+                    dist.recv(received, ranks[rank_of(stage - 1)], group=group)
+                at = line.begin(stage, received, learnt[number].seen)
+                output = line.run(at, partial(forward.through, args, kwargs))
                 if at.final:
-                    outputs.append(out)
+                    outputs.append(output)
                 elif rank_of(stage + 1) == here:
-                    local[stage, number] = out
+                    local_outputs[stage, number] = output
                 else:
-                    wire.send(out, rank_of(stage + 1))
-        wire.settle()
+                    sent = output.detach().contiguous()
+                    sends.append((dist.isend(sent, ranks[rank_of(stage + 1)], group=group), sent))
+        for handle, _ in sends:
+            handle.wait()
         return outputs
 
     # -- state ----------------------------------------------------------------------------------------------------

@@ -1,69 +1,17 @@
-"""Transfer of hidden states and results between the ranks of a pipeline, outside of a schedule."""
+"""Broadcast of hidden states and results to the ranks of a pipeline, outside of a schedule."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hasten import trees
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import StepError
-
-_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER: Final = 12
-_FAILED: Final = -1
-
-
-class StageWire:
-    """Point-to-point transfer of tensors whose shape the receiver does not know, between positions of a group."""
-
-    def __init__(self, comm: ProcessGroupComm) -> None:
-        self._comm = comm
-        self._flying: list[tuple[Any, Tensor]] = []  # Any: torch's work handles
-
-    def send(self, hidden: Tensor | None, to: int) -> None:
-        """Send a tensor, or None for a failed stage, without waiting."""
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        if hidden is None:
-            header[0] = _FAILED
-        else:
-            if hidden.dtype not in _DTYPES or hidden.ndim > _HEADER - 2:
-                raise StepError(
-                    f"a block returned a tensor of dtype {hidden.dtype} with {hidden.ndim} dimensions, which cannot be sent between "
-                    "pipeline stages. Hidden states must be floating point tensors."
-                )
-            header[0], header[1] = _DTYPES.index(hidden.dtype), hidden.ndim
-            header[2 : 2 + hidden.ndim] = torch.tensor(hidden.shape)
-        self._put(header.to(self._comm.device), to)
-        if hidden is not None:
-            self._put(hidden.detach().contiguous(), to)
-
-    def _put(self, tensor: Tensor, to: int) -> None:
-        work = dist.isend(tensor, self._comm.ranks[to], group=self._comm.group)
-        self._flying.append((work, tensor))
-
-    def receive(self, sender: int) -> Tensor | None:
-        """Return the received tensor; None if the sending stage failed."""
-        source = self._comm.ranks[sender]
-        header = torch.zeros(_HEADER, dtype=torch.int64, device=self._comm.device)
-        dist.recv(header, source, group=self._comm.group)
-        kind, ndim, *shape = header.tolist()
-        if kind == _FAILED:
-            return None
-        hidden = torch.empty(shape[:ndim], dtype=_DTYPES[kind], device=self._comm.device)
-        dist.recv(hidden, source, group=self._comm.group)
-        return hidden
-
-    def settle(self) -> None:
-        """Wait for all sends."""
-        for work, _ in self._flying:
-            work.wait()
-        self._flying.clear()
 
 
 def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:  # Any: the model's output
