@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import (
@@ -83,6 +84,10 @@ def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
         merged = load_file(tmp_path / str(number) / "model.safetensors")
         assert merged.keys() == expected.keys()
         assert all(torch.equal(merged[name], value) for name, value in expected.items())
+    weights = {name: torch.zeros_like(value) for name, value in expected.items()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):  # torch alone reads what was saved by hand
+        dcp.load({"model": weights}, checkpoint_id=loop / "sharded" / "pytorch_model_fsdp_0", no_dist=True)
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
     state = torch.load(loop / "full" / "state" / "pytorch_model_fsdp.bin", weights_only=True)
     assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in expected.items())
     assert (loop / "full" / "state" / "optimizer.bin").is_file()

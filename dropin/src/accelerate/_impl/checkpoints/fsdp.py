@@ -1,17 +1,19 @@
-"""Sharded models saved and loaded by hand: whole as torch's files, or as shards in hasten's safetensors, read in torch's too."""
+"""Sharded models saved and loaded by hand, in files of torch: whole, shards of torch.distributed.checkpoint, or one of each rank."""
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
@@ -20,12 +22,21 @@ from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
+from hasten.comm.agreement import agreeing
+from hasten.comm.base import Comm
+from hasten.errors import CheckpointError, IncompleteCheckpointError
 from hasten.modules.names import plain_name
+from hasten.optional import need
 
 # Any in this file: plugins, accelerators, models and optimizers of either package's making.
-object_files = Deferred("accelerate._impl.checkpoints.object_files")
-export = Deferred("hasten.checkpoint.export")
+checkpoint = Deferred("torch.distributed.checkpoint")
 dcp = Deferred("torch.distributed.checkpoint.state_dict")
+export = Deferred("hasten.checkpoint.export")
+formats = Deferred("hasten.checkpoint.format.formats")
+reader = Deferred("hasten.checkpoint.reader")
+reshard = Deferred("hasten.checkpoint.reshard")
+state_dicts = Deferred("hasten.checkpoint.state_dicts")
+torch_folder = Deferred("hasten.checkpoint.format.torch_folder")
 _POLICY = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 
 
@@ -122,6 +133,82 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(**kwargs)
 
 
+def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
+    """Return a model's weights, or its adapter's alone: shards under the names that peft saves. Ranks: every rank."""
+    if not adapter_only or not is_peft_model(model):
+        weights: dict[str, Any] = dcp.get_model_state_dict(model, options=sd_options)
+        return weights
+    if sd_options is not None and sd_options.full_state_dict:
+        return dcp.get_model_state_dict(model, options=replace(sd_options, ignore_frozen_params=True))
+    adapter: dict[str, Any] = need("peft").get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    return adapter
+
+
+def _set_model_state_dict(
+    model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
+) -> Any:
+    """Fill a model, or its adapter alone, with what `_get_model_state_dict` returned. Ranks: every rank."""
+    if not adapter_only or not is_peft_model(model):
+        return dcp.set_model_state_dict(model, state_dict, options=sd_options)
+    if sd_options is not None and sd_options.full_state_dict:
+        return dcp.set_model_state_dict(model, state_dict, options=replace(sd_options, strict=False))
+    return need("peft").set_peft_model_state_dict(model, state_dict, adapter_name=model.active_adapter)
+
+
+def _prepare_sd_options(fsdp_plugin: Any) -> Any:
+    """Return torch's options of state dictionaries: whole ones are gathered on rank 0, and sent from there."""
+    whole = fsdp_plugin.whole_checkpoints
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return dcp.StateDictOptions(
+        full_state_dict=whole, cpu_offload=whole and several, broadcast_from_rank0=whole and several
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Places of one model or optimizer in a folder: torch's shards, a file of whole tensors, a file of each rank."""
+
+    kind: Literal["model", "optimizer"]
+    shards: Path
+    whole: Path
+    of_rank: Path
+
+    @classmethod
+    def of(cls, kind: Literal["model", "optimizer"], folder: Any, index: int, rank: int) -> Self:
+        """Return the places below a folder; the folder of shards itself is known by its name."""
+        place, stem = Path(folder), {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
+        is_shards = place.name.startswith(stem) and place.is_dir()
+        shards = place if is_shards else place / f"{stem}_{index}"
+        whole = place / (f"{stem}_{index}.bin" if index else f"{stem}.bin")
+        return cls(kind, shards, whole, place / f"{stem}_{index}_rank{rank}.bin")
+
+    @property
+    def exists(self) -> bool:
+        return torch_folder.is_torch_folder(self.shards) or self.whole.is_file()
+
+    def write(self, state: dict[str, Any], world: Comm, whole: bool, use_dcp: bool) -> None:
+        """Write a state dictionary. Ranks: every rank."""
+        self.whole.parent.mkdir(parents=True, exist_ok=True)
+        with agreeing(world, f"writing {self.kind} files to {self.whole.parent}"):
+            if whole and world.rank == 0:
+                torch.save(state, self.whole)
+            elif not whole and not use_dcp:
+                torch.save(state, self.of_rank)
+        if not whole and use_dcp:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
+                storage = checkpoint.FileSystemWriter(self.shards)
+                checkpoint.save({self.kind: state}, storage_writer=storage, no_dist=not dist.is_initialized())
+
+    def check(self, use_dcp: bool) -> None:
+        """Raise: IncompleteCheckpointError where none of the files is there."""
+        if not (self.exists if use_dcp else self.of_rank.is_file()):
+            raise IncompleteCheckpointError(
+                f"{self.whole.parent} has neither {self.shards.name} nor {self.whole.name}, so there is no {self.kind} to load. "
+                f"Give the folder that the {self.kind} was saved to, and `use_dcp` as it was then."
+            )
+
+
 def save_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -132,9 +219,10 @@ def save_fsdp_model(
     use_dcp: bool = True,
 ) -> None:
     """Write a sharded model's weights, as the plugin's state_dict_type says. Ranks: every rank."""
-    module, world = accelerator.unwrap_model(model), accelerator.ctx.world
-    files = _files("model", output_dir, model_index)
-    object_files.save_model(module, files, world, fsdp_plugin.whole_checkpoints, _adapter_names(module, adapter_only))
+    world, module = accelerator.ctx.world, accelerator.unwrap_model(model)
+    weights = _get_model_state_dict(module, adapter_only=adapter_only, sd_options=_prepare_sd_options(fsdp_plugin))
+    files = _Files.of("model", output_dir, model_index, world.rank)
+    files.write(weights, world, fsdp_plugin.whole_checkpoints, use_dcp)
 
 
 def load_fsdp_model(
@@ -145,11 +233,45 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> _IncompatibleKeys:
+) -> Any:
     """Fill a sharded model from what `save_fsdp_model` wrote. Ranks: every rank. Raises: CheckpointError naming what differs."""
-    module, files = accelerator.unwrap_model(model), _files("model", input_dir, model_index)
-    object_files.load_model(module, files, accelerator.ctx.world, _adapter_names(module, adapter_only))
-    return _IncompatibleKeys([], [])
+    module, files = accelerator.unwrap_model(model), _Files.of("model", input_dir, model_index, accelerator.ctx.rank)
+    weights, options = _read_weights(module, files, adapter_only, use_dcp)
+    return _set_model_state_dict(module, weights, adapter_only=adapter_only, sd_options=options)
+
+
+def _read_weights(module: nn.Module, files: _Files, adapter_only: bool, use_dcp: bool) -> tuple[dict[str, Any], Any]:
+    """Return the weights that files hold, in the form that a model is filled with, and torch's options for it."""
+    files.check(use_dcp)
+    is_whole = use_dcp and not torch_folder.is_torch_folder(files.shards)
+    options = _prepare_sd_options(SimpleNamespace(whole_checkpoints=is_whole))
+    if not use_dcp:
+        return torch.load(files.of_rank, weights_only=True), options
+    state = _get_model_state_dict(module, adapter_only=adapter_only, sd_options=options)
+    if not is_whole:
+        _fill_weights(state, files.shards)
+    elif not options.broadcast_from_rank0 or dist.get_rank() == 0:
+        weights = torch.load(files.whole, weights_only=True, mmap=True)
+        _check_names(files.whole, set(state), set(weights))
+        return weights, options
+    return state, options
+
+
+def _fill_weights(state: dict[str, Any], folder: Path) -> None:
+    """Read weights that torch.distributed.checkpoint wrote, at the top level or under the key `model`."""
+    stored = torch_folder.names_in(folder)
+    prefix = "" if set(state) & stored else "model."
+    _check_names(folder, set(state), {name.removeprefix(prefix) for name in stored})
+    torch_folder.fill({prefix + name: value for name, value in state.items()}, folder)
+
+
+def _check_names(place: Path, names: set[str], stored: set[str]) -> None:
+    if names != stored:
+        missing, unexpected = sorted(names - stored), sorted(stored - names)
+        raise CheckpointError(
+            f"{place}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was loaded. "
+            "Build the model (with its adapter) as it was when it was saved."
+        )
 
 
 def save_fsdp_optimizer(
@@ -162,9 +284,11 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Write a sharded optimizer's state by parameter name, as the plugin's state_dict_type says. Ranks: every rank."""
-    module, world = accelerator.unwrap_model(model), accelerator.ctx.world
-    files = _files("optimizer", output_dir, optimizer_index)
-    object_files.save_optimizer(optimizer, module, files, world, fsdp_plugin.whole_checkpoints)
+    world, module = accelerator.ctx.world, accelerator.unwrap_model(model)
+    options, plain_optimizer = _prepare_sd_options(fsdp_plugin), getattr(optimizer, "optimizer", optimizer)
+    state = dcp.get_optimizer_state_dict(module, plain_optimizer, options=options)
+    files = _Files.of("optimizer", output_dir, optimizer_index, world.rank)
+    files.write(state, world, fsdp_plugin.whole_checkpoints, use_dcp)
 
 
 def load_fsdp_optimizer(
@@ -178,8 +302,33 @@ def load_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Fill a sharded optimizer from what `save_fsdp_optimizer` wrote. Ranks: every rank. Raises: CheckpointError if they differ."""
-    files = _files("optimizer", input_dir, optimizer_index)
-    object_files.load_optimizer(optimizer, accelerator.unwrap_model(model), files, accelerator.ctx.world)
+    module, world = accelerator.unwrap_model(model), accelerator.ctx.world
+    files = _Files.of("optimizer", input_dir, optimizer_index, world.rank)
+    files.check(use_dcp)
+    if use_dcp and not torch_folder.is_torch_folder(files.shards):
+        _load_whole_optimizer(optimizer, module, files.whole, world)
+    else:
+        _load_optimizer_shards(getattr(optimizer, "optimizer", optimizer), module, files, use_dcp)
+
+
+def _load_optimizer_shards(optimizer: torch.optim.Optimizer, module: nn.Module, files: _Files, use_dcp: bool) -> None:
+    if use_dcp:
+        state = {"optimizer": dcp.get_optimizer_state_dict(module, optimizer)}
+        torch_folder.fill(state, files.shards)
+    else:
+        state = {"optimizer": torch.load(files.of_rank, weights_only=True)}
+    dcp.set_optimizer_state_dict(module, optimizer, state["optimizer"])
+
+
+def _load_whole_optimizer(optimizer: Any, module: nn.Module, file: Path, world: Comm) -> None:
+    """Fill an optimizer from a file by the names or the numbers of parameters. Ranks: every rank."""
+    content = formats.read_tensors(file)
+    pieces = {key: [piece] for key, piece in content.pieces.items()}
+    found = reader.FoundComponent(file.name, "optimizer", pieces, dict(content.aliases), content.data)
+    with agreeing(world, f"checking {file} against the optimizer"):
+        plan = state_dicts.plan_optimizer(optimizer, state_dicts.parameter_names([module]), found)
+    reshard.run_copies(plan.copies)
+    plan.finish()
 
 
 def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Module]) -> None:
@@ -188,7 +337,7 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
     for index, model in enumerate(done.models):
         if not any(accelerator.unwrap_model(model) is one for one in wanted):
             continue
-        if _files("model", folder, index).exists:
+        if _Files.of("model", folder, index, 0).exists:
             load_fsdp_model(plugin, accelerator, model, folder, index)
         else:
             numbered = folder / f"model_{index}.safetensors"
@@ -197,19 +346,3 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         owner = next((m for m in done.models if any(id(p) in held for p in m.parameters())), done.models[0])
         load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)
-
-
-def _files(kind: Literal["model", "optimizer"], folder: Any, index: int) -> Any:
-    """Return the places of a model or an optimizer: the folder of its shards, given or below the given one, and a file of whole tensors."""
-    place, stem = Path(folder), {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
-    given = place.name.startswith(stem) and place.is_dir()
-    shards = place if given else place / f"{stem}_{index}"
-    return object_files.ObjectFiles(kind, shards, place / (f"{stem}_{index}.bin" if index else f"{stem}.bin"))
-
-
-def _adapter_names(module: nn.Module, adapter_only: bool) -> set[str] | None:
-    """Return the names that belong to peft's adapters, where only those are wanted: peft puts the adapter's name into them."""
-    if not adapter_only or not is_peft_model(module):
-        return None
-    adapters: Any = module.peft_config
-    return {name for key in module.state_dict() if set((name := plain_name(key)).split(".")) & set(adapters)}
