@@ -307,15 +307,20 @@ def _watch(
         if noting is not None and (found := noting()) is not None:
             found.stalled(seconds, over)
 
-    stall = import_module("hasten.trust.stall.watchdog")  # a single process that was not launched needs none of it
-    settings = stall.WatchSettings(
+    from hasten.trust.stall import watchdog  # a single process that was not launched needs none of it
+    from hasten.trust.stall.observe import Observer
+    from hasten.trust.stall.status_server import StatusServer
+
+    settings = watchdog.WatchSettings(
         after_s=config.trust.stall_after_s,
         then=config.trust.stall,
         timeout_s=_group(config).timeout_s,
         folder=reports_in(config, "stalls"),
         noted=noted,
     )
-    return partial(stall.watch, dog=stall.watchdog_of(ctx, step, rates, settings, env.runtime_folder(variables)))
+    observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
+    status_server = StatusServer(observer, ctx.topology, ctx.device, env.runtime_folder(variables), rates)
+    return partial(watchdog.watch, watchdog=watchdog.watchdog_of(ctx, step, settings), status_server=status_server)
 
 
 def trainjob_status(ctx: ProcessContext, clock: StepClock, loops: Callable[[], EpochLoops]) -> TrainJobStatus | None:

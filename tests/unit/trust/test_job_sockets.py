@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,21 +33,10 @@ def served(folder: Path) -> Iterator[Path]:
     status_server = StatusServer(
         Observer(3, CollectiveRecord(), lambda: 7), Topology(rank=3, world_size=8), torch.device("cpu"), folder
     )
-    status_server.open()
-    over = threading.Event()
-
-    def serve() -> None:
-        while not over.is_set():
-            status_server.wait(5.0)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
+    status_server.start()
     try:
         yield folder / Address(os.getppid(), 3, os.getpid()).name
     finally:
-        over.set()
-        status_server.wake()
-        thread.join()
         status_server.close()
 
 

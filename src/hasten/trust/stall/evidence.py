@@ -1,6 +1,6 @@
 """Evidence of a stall: current states, observed twice. An earlier post of a rank proves nothing about its present wait.
 
-A rank posts repeatedly while it waits, and numbers its posts. A rank that stops posting is in native code without releasing the
+A rank posts repeatedly, and numbers its posts. A rank that stops posting is in native code without releasing the
 interpreter, is stopped or lost; its last state is dropped. A diagnosis is confirmed when every rank involved has posted two more states,
 and the waiting ranks are still in the same call with no collective started meanwhile: then all of them waited at the first observation.
 """
@@ -16,6 +16,8 @@ from hasten.trust.stall.diagnose import Diagnosis
 
 _SLACK: Final = 5.0
 """Number of ticks by which a post may be late: watchdogs are delayed on a busy machine, too."""
+HEARTBEAT_TICKS: Final = 5
+"""Number of ticks between two posts of a rank that makes progress."""
 _POSTS: Final = 2
 """Number of further posts required: the next one may stem from before the first observation, the second cannot."""
 
@@ -44,25 +46,23 @@ class Evidence:
         self._key: tuple[object, ...] = ()
         self._marks: dict[int, _FirstObservation] = {}
 
-    @property
-    def suspects(self) -> bool:
-        """True if a diagnosis awaits confirmation."""
-        return bool(self._key)
-
     def forget(self) -> None:
         """Drop the first observation."""
         self._key, self._marks = (), {}
 
     def fresh(self, states: Mapping[int, State], now: float) -> dict[int, State]:
         """Return the states of ranks that still post."""
-        found: dict[int, State] = {}
+        current: dict[int, State] = {}
         for rank, state in states.items():
             if self._posts.get(rank, (-1, 0.0))[0] != state.turn:
                 self._posts[rank] = (state.turn, now)
             age = now - self._posts[rank][1]
-            if rank == self._rank or age <= 2 * pause_s(self._tick_s, state.quiet_s + age) + _SLACK * self._tick_s:
-                found[rank] = state
-        return found
+            limit_s = 2 * HEARTBEAT_TICKS * self._tick_s
+            if not state.moves:
+                limit_s = 2 * pause_s(self._tick_s, state.quiet_s + age) + _SLACK * self._tick_s
+            if rank == self._rank or age <= limit_s:
+                current[rank] = state
+        return current
 
     def confirms(self, found: Diagnosis, world: Sequence[SeenState]) -> bool:
         """Return whether the states in `world` confirm the previous diagnosis; the next call compares with them."""

@@ -16,9 +16,6 @@ import msgspec
 from hasten.errors import CommError
 
 ANSWER_S: Final = 5.0
-_REQUEST_S: Final = 0.2
-POST: Final = "post"
-"""Key of a request to post the rank's state to the store."""
 _LARGEST: Final = 1 << 22
 _SUFFIX: Final = ".sock"
 
@@ -94,17 +91,6 @@ def ask(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:  # Any: J
             return msgspec.json.decode(receive_line(connection), type=dict[str, Any])
         except (OSError, msgspec.DecodeError):  # the rank has ended meanwhile, or is stopped
             return None
-
-
-def request_post(path: Path) -> None:
-    """Ask the rank to post its state, without waiting for an answer."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_REQUEST_S)
-        try:
-            connection.connect(str(path))
-            connection.sendall(msgspec.json.encode({POST: True}) + b"\n")
-        except OSError:  # the rank has ended or does not accept: it then posts nothing, which the caller detects
-            return
 
 
 def receive_line(connection: socket.socket) -> bytes:

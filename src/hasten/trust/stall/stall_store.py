@@ -19,7 +19,6 @@ class StallStore:
         self._store = store
         self._own: Store | None = None
         self._rank = rank
-        self._posted = False
         self._turn = 0
 
     def register(self, note: Note) -> None:
@@ -35,16 +34,9 @@ class StallStore:
 
     def post(self, state: State) -> None:
         """Post the state of this rank."""
-        self._posted = True
         self._turn += 1
         text = _text(msgspec.structs.replace(state, turn=self._turn))
         self._connected().set(f"{self._prefix}/state/{self._rank}", text)
-
-    def withdraw(self) -> None:
-        """Delete the posted state: this rank makes progress again."""
-        if self._posted:
-            self._posted = False
-            self._connected().delete_key(f"{self._prefix}/state/{self._rank}")
 
     def notes(self, ranks: Sequence[int]) -> dict[int, Note]:
         """Return the hosts, processes and ends of ranks."""

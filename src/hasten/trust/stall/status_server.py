@@ -1,4 +1,4 @@
-"""Status server of a rank: answers processes of the same user on a local socket, in the watchdog's thread."""
+"""Status server of a rank: a thread that answers processes of the same user on a local socket."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from multiprocessing.connection import wait as wait_for
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,15 +19,7 @@ import torch
 from hasten.errors import CommError
 from hasten.runtime.topology import Topology
 from hasten.trust.memory import process_memory
-from hasten.trust.stall.job_sockets import (
-    POST,
-    Address,
-    listening,
-    peer_is_owner,
-    private_folder,
-    receive_line,
-    request_post,
-)
+from hasten.trust.stall.job_sockets import Address, peer_is_owner, private_folder, receive_line
 from hasten.trust.stall.observe import Observer
 
 _KEPT: Final = 20
@@ -74,12 +64,13 @@ class RecentLog:
 log = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 0.5
+_TICK_S: Final = 1.0
 _SPAN: Final = 30
-"""Number of watchdog ticks over which a rate is computed: about as many seconds."""
+"""Number of ticks over which a rate is computed: about as many seconds."""
 
 
 class StatusServer:
-    """Status socket of one rank. All methods but `open` and `close` run in the thread that calls `wait`."""
+    """Status socket of one rank. `start` and `close` are called by the training thread."""
 
     def __init__(
         self,
@@ -90,86 +81,66 @@ class StatusServer:
         rates: Callable[[], Mapping[str, float | str]] = dict,
     ) -> None:
         self._rates = rates
-        self._observer = replace(observer)  # separate measurements: status requests must not affect the watchdog's
+        self._observer = observer
         self._topology = topology
         self._device = device
         self._folder = folder
         self._recent = RecentLog()
         self._began_s = time.time()
         self._steps: deque[tuple[float, int]] = deque(maxlen=_SPAN)
-        self._socket: socket.socket | None = None
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._path: Path | None = None
-        self._wake_receiver: socket.socket | None = None
-        self._wake_sender: socket.socket | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hasten-status", daemon=True)
 
-    def open(self) -> None:
-        """Start listening. Without a private folder no status is available, which is logged; the job still runs."""
+    def start(self) -> None:
+        """Start answering requests. Without a private folder no status is available, which is logged; the job still runs."""
         self._recent.start()
-        self._wake_receiver, self._wake_sender = socket.socketpair()
         try:
             folder = private_folder(self._folder)
-            for number in range(1 << 10):
-                path = folder / Address(os.getppid(), self._topology.rank, os.getpid(), number).name
-                if not path.exists():
-                    break
-            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket, self._path = made, path
-            made.bind(str(path))
+            names = (Address(os.getppid(), self._topology.rank, os.getpid(), number).name for number in range(1 << 10))
+            path = next(folder / name for name in names if not (folder / name).exists())
+            self._socket.bind(str(path))
+            self._path = path
             path.chmod(0o600)
-            made.listen(4)
+            self._socket.listen(4)
         except (OSError, CommError) as error:
             log.info("`hasten top` cannot connect to this rank: %s", error)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the given seconds or for `wake`, answering requests; return whether a post was requested."""
-        now = time.monotonic()
-        end = now + seconds
-        self._steps.append((now, self._observer.step()))
-        sources = [one for one in (self._wake_receiver, self._socket) if one is not None]
-        while now < end:
-            ready = wait_for(sources, end - now)  # not select(), which takes no descriptor above 1023
-            if self._wake_receiver in ready:
-                return False
-            if ready and self._answer():
-                return True
-            now = time.monotonic()
-        return False
-
-    def ask_to_post(self, pids: Collection[int]) -> None:
-        """Ask ranks of this machine to post their states."""
-        for address, path in listening(self._folder):
-            if address.pid in pids:
-                request_post(path)
-
-    def wake(self) -> None:
-        """End a `wait` in another thread."""
-        if self._wake_sender is not None:
-            self._wake_sender.send(b"!")
+            return
+        self._socket.settimeout(_TICK_S)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and remove the socket."""
+        """Stop answering and remove the socket."""
+        if self._over.is_set():
+            return
+        self._over.set()
         self._recent.stop()
-        for one in (self._socket, self._wake_receiver, self._wake_sender):
-            if one is not None:
-                one.close()
+        if self._thread.is_alive():
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a request
+            self._thread.join(2 * _TICK_S)
+        self._socket.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _answer(self) -> bool:
-        """Answer one request; return whether it asks the watchdog to post."""
-        assert self._socket is not None, "a client has connected"
-        try:
-            connection, _ = self._socket.accept()
-            with connection:
-                connection.settimeout(_PATIENCE_S)  # the watchdog continues even if the client sends nothing
-                if peer_is_owner(connection):
-                    request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
-                    if request.get(POST):
-                        return True
-                    connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
-        except (OSError, msgspec.DecodeError) as error:  # the client has disconnected, or sent an invalid request
-            log.debug("the request was not answered: %s", error)
-        return False
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._steps.append((time.monotonic(), self._observer.step()))
+            try:
+                connection, _ = self._socket.accept()
+                with connection:
+                    self._answer(connection)
+            except TimeoutError:
+                continue
+            except (OSError, msgspec.DecodeError) as error:  # the client has disconnected, or sent an invalid request
+                log.debug("the request was not answered: %s", error)
+                self._over.wait(_PATIENCE_S)  # without free file descriptors, accept() fails at once
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_PATIENCE_S)  # the next client is answered even if this one sends nothing
+        if peer_is_owner(connection):
+            request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
+            connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
 
     def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
         state = self._observer.look(0.0, {})
@@ -197,34 +168,3 @@ class StatusServer:
             return None
         since, before = self._steps[0]
         return round((step - before) / max(time.monotonic() - since, 1e-3), 3)
-
-
-_TICK_S: Final = 1.0
-
-
-class StatusThread:
-    """Status server thread of a process without watchdog. `start` and `close` are called by the training thread."""
-
-    def __init__(self, status_server: StatusServer) -> None:
-        self._status_server = status_server
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hasten-status", daemon=True)
-
-    def start(self) -> None:
-        """Start answering requests."""
-        self._status_server.open()
-        self._thread.start()
-
-    def close(self, ended: str = "", failed: bool = False) -> None:
-        """Stop answering requests; `ended` and `failed` are ignored, as there are no other ranks."""
-        if self._over.is_set():
-            return
-        self._over.set()
-        self._status_server.wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(2 * _TICK_S)
-        self._status_server.close()
-
-    def _run(self) -> None:
-        while not self._over.is_set():
-            self._status_server.wait(_TICK_S)

@@ -1,9 +1,8 @@
 """Watchdog thread that detects a wait of the training thread, collects the states of all ranks and reports the cause.
 
-While collectives follow each other it wakes once a second, compares a few counters and sleeps again, without using the store or the
-group. When this rank has started no collective for some seconds it posts its state. The lowest waiting rank reads the states of
-all ranks. For ranks that post nothing it asks the kernel, and requests a post through their sockets: a rank that still makes
-progress then posts, too.
+It wakes once a second, compares a few counters and sleeps again. Every few seconds it posts the state of its rank to the job's store. When
+ranks have started no collective for some seconds, the lowest of them reads the states of all ranks, and asks the kernel about those of its
+machine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,10 +33,10 @@ from hasten.trust.stall import observe as ending
 from hasten.trust.stall import observe as processes
 from hasten.trust.stall import wording as words
 from hasten.trust.stall.diagnose import Diagnosis, diagnose
-from hasten.trust.stall.evidence import Evidence, pause_s
+from hasten.trust.stall.evidence import HEARTBEAT_TICKS, Evidence, pause_s
 from hasten.trust.stall.observe import Observer, error_words
 from hasten.trust.stall.stall_store import StallStore
-from hasten.trust.stall.status_server import StatusServer, StatusThread
+from hasten.trust.stall.status_server import StatusServer
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ _LONGER: Final = 3.0
 _FAR: Final = 8
 _SILENCE: Final = 4.0
 _LEAVING_S: Final = 15.0  # while a process ends, torch detects it as well, and reports more
-_ANSWERED_S: Final = 12.5  # the asking rank reads the answer within ten seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,7 @@ class Watchdog:
         stall_store: StallStore,
         topology: Topology,
         settings: WatchSettings,
-        status_server: StatusServer | None = None,
     ) -> None:
-        self._status_server = status_server
         self._observer = observer
         self._stall_store = stall_store
         self._ranks = range(topology.world_size)
@@ -90,8 +86,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="hasten-watchdog", daemon=True)
         self._counts: dict[str, int] = {}
         self._quiet_since = 0.0
-        self._look_at = 0.0
-        self._asked_at = float("-inf")
+        self._post_at = 0.0
         self._longest_s = 0.0
         self._tick = min(_TICK_S, (settings.after_s or LEAST_S) / 8)
         self._speaks = False
@@ -104,8 +99,6 @@ class Watchdog:
     def start(self) -> None:
         """Post this rank's host and process, and start watching."""
         self._stall_store.register(self._observer.note())
-        if self._status_server is not None:
-            self._status_server.open()
         self._thread.start()
 
     def close(self, ended: str = "", failed: bool = False) -> None:
@@ -113,12 +106,8 @@ class Watchdog:
         if self._over.is_set():
             return
         self._over.set()
-        if self._status_server is not None:
-            self._status_server.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S)
-        if self._status_server is not None:
-            self._status_server.close()
         if ended:
             try:
                 self._stall_store.post_end(self._observer.note(ended, failed))
@@ -144,97 +133,68 @@ class Watchdog:
         return max(_PATIENCE * self.after_s, self._settings.timeout_s)
 
     def _run(self) -> None:
-        tick = self._tick
         before = self._quiet_since = time.monotonic()
-        while not self._over.is_set():
-            asked = self._sleep(tick)
-            if self._over.is_set():
-                return
+        while not self._over.wait(self._tick):
             now = time.monotonic()
             counts = self._observer.counts()
-            if counts != self._counts or now - before > 10 * tick + 2.0:  # made progress, or was stopped itself
+            if counts != self._counts or now - before > 10 * self._tick + 2.0:  # made progress, or was stopped itself
                 self._moved(counts, now)
-            elif now - self._quiet_since >= self._look_s and (asked or now >= self._look_at):
-                self._look_at = now + self._pause(now)
-                self._wait(now)
-            if asked and now - self._quiet_since < self._look_s:
-                self._log_progress(now)
+            if now >= self._post_at:
+                self._post_at = now + self._pause(now)
+                try:
+                    self._post(now)
+                except LOST as error:  # the training thread loses the store, too, and reports it
+                    log.debug(
+                        "the watchdog of rank %d lost the connection to the store: %s", self._observer.rank, error
+                    )
             before = now
 
-    def _sleep(self, seconds: float) -> bool:
-        """Sleep while answering requests; return whether this rank was asked to post."""
-        if self._status_server is not None:
-            return self._status_server.wait(seconds)
-        self._over.wait(seconds)
-        return False
-
     def _moved(self, counts: dict[str, int], now: float) -> None:
-        """Withdraw the posted state after progress of this rank."""
+        """Begin anew after progress of this rank; a state that says that it waits is replaced at once."""
         self._counts = counts
-        waited, self._quiet_since, self._look_at = now - self._quiet_since, now, 0.0
+        waited, self._quiet_since = now - self._quiet_since, now
+        if waited >= self._look_s:
+            self._post_at = now
         self._longest_s = max(self._longest_s, waited)
         if self._reported:
             log.warning("the ranks make progress again after %.0f s", waited)
             self._settings.noted(waited, True)
         self._reported = ()
         self._evidence.forget()
-        try:
-            if now - self._asked_at > _ANSWERED_S:
-                self._stall_store.withdraw()
+        self._observer.start_looking()
+
+    def _post(self, now: float) -> None:
+        """Post the state of this rank; diagnose on the reporting rank if it has started no collective for a while."""
+        quiet_s = now - self._quiet_since
+        if quiet_s < self._look_s:
             if self._speaks:
                 self._speaks = False
                 self._stall_store.stop_reporting()
-        except LOST:  # the training thread loses the store, too, and reports it
+            state = self._observer.look(quiet_s, self._counts)
+            self._stall_store.post(msgspec.structs.replace(state, moves=True, stack=()))
             return
-        self._observer.start_looking()
-
-    def _wait(self, now: float) -> None:
-        """Post the state of this rank, which has started no collective for a while; diagnose on the reporting rank."""
-        try:
-            if verdict := self._stall_store.verdict():
-                self._end(verdict, 2.5)  # after the reporting rank, whose error the launcher prints
-            self._post_failure()
-            nearby = filter(self._is_neighbour, self._stall_store.notes(self._local).values())
-            lost_nearby = processes.lost_neighbours(nearby)
-            self._stall_store.post(self._observer.look(now - self._quiet_since, self._counts, lost_nearby))
-            if self._becomes_reporter(now):
-                notes, states = self._stall_store.notes(self._ranks), self._stall_store.states(self._ranks)
-                states = self._evidence.fresh(states, now)
-                variables = env.snapshot()
-                lost, ended = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
-                states = {rank: state for rank, state in states.items() if state.host not in lost}
-                self._judge(_world(self._ranks, notes, states, ended), lost)
-                self._ask(notes, states)
-        except LOST as error:
-            log.debug("the watchdog of rank %d lost the connection to the store: %s", self._observer.rank, error)
-
-    def _log_progress(self, now: float) -> None:
-        """Post that this rank makes progress, because a waiting rank asked."""
-        try:
-            state = self._observer.look(now - self._quiet_since, self._counts)
-            self._stall_store.post(msgspec.structs.replace(state, moves=True))
-            self._asked_at = now
-        except LOST as error:
-            log.debug("rank %d could not post its state: %s", self._observer.rank, error)
+        if verdict := self._stall_store.verdict():
+            self._end(verdict, 2.5)  # after the reporting rank, whose error the launcher prints
+        self._post_failure()
+        neighbours = [
+            note
+            for rank, note in self._stall_store.notes(self._local).items()
+            if rank != self._observer.rank and not note.ended and _is_local(note)
+        ]
+        self._stall_store.post(self._observer.look(quiet_s, self._counts, processes.lost_neighbours(neighbours)))
+        if self._becomes_reporter(now):
+            notes, states = self._stall_store.notes(self._ranks), self._stall_store.states(self._ranks)
+            states = self._evidence.fresh(states, now)
+            variables = env.snapshot()
+            lost, ended = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
+            states = {rank: state for rank, state in states.items() if state.host not in lost}
+            self._judge(_world(self._ranks, notes, states, ended), lost)
 
     def _post_failure(self) -> None:
         """Post the exception that ended the main thread, if another thread keeps the process alive."""
         if not self._failure and (found := self._observer.failure()):
             self._failure = found
             self._stall_store.post_end(self._observer.note(found, failed=True))
-
-    def _ask(self, notes: dict[int, Note], states: dict[int, State]) -> None:
-        """Ask ranks of this machine to post: those without a state, or all while a diagnosis awaits confirmation."""
-        if self._status_server is not None:
-            asked = [
-                note
-                for rank, note in notes.items()
-                if self._evidence.suspects or rank not in states or states[rank].moves
-            ]
-            self._status_server.ask_to_post({note.pid for note in asked if self._is_neighbour(note)})
-
-    def _is_neighbour(self, note: Note) -> bool:
-        return note.rank != self._observer.rank and not note.ended and _is_local(note)
 
     def _becomes_reporter(self, now: float) -> bool:
         """Return whether this rank reports: rank 0, or the next waiting rank if those before it are silent."""
@@ -253,8 +213,11 @@ class Watchdog:
         return self._speaks
 
     def _pause(self, now: float) -> float:
-        """Return the seconds between two observations."""
-        return pause_s(self._tick, now - self._quiet_since)
+        """Return the seconds until the next post."""
+        quiet_s = now - self._quiet_since
+        if quiet_s < self._look_s:
+            return min(HEARTBEAT_TICKS * self._tick, self._look_s - quiet_s)
+        return pause_s(self._tick, quiet_s)
 
     def _judge(self, world: list[SeenState], lost: frozenset[str]) -> None:
         found = diagnose(world, io_patience_s=self.after_s, lost_hosts=lost)
@@ -308,42 +271,44 @@ class Watchdog:
             ending.end_process(summary, others)
 
 
-def watchdog_of(
-    ctx: ProcessContext,
-    step: Callable[[], int],
-    rates: Callable[[], Mapping[str, float | str]],
-    settings: WatchSettings,
-    sockets: Path,
-) -> Watchdog | StatusThread:
-    """Return the watchdog of this rank, or for a single process the thread of its status server.
-
-    `step` returns the number of updates, `rates` the throughput, and the replicas of a run that may lose some; `sockets` is the folder of the status server's socket.
-    """
-    observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
-    status_server = StatusServer(observer, ctx.topology, ctx.device, sockets, rates)
+def watchdog_of(ctx: ProcessContext, step: Callable[[], int], settings: WatchSettings) -> Watchdog | None:
+    """Return the watchdog of this rank; None for a single process. `step` returns the number of updates."""
     if not isinstance(ctx.world, ProcessGroupComm):
-        return StatusThread(status_server)
-    return Watchdog(observer, StallStore(ctx.world.store, ctx.rank), ctx.topology, settings, status_server)
+        return None
+    observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
+    return Watchdog(observer, StallStore(ctx.world.store, ctx.rank), ctx.topology, settings)
 
 
-def watch(owner: object, dog: Watchdog | StatusThread | None) -> None:
-    """Start the watchdog or status server, if any; it is closed with `owner`, or at exit, when it posts the end."""
-    if dog is None:
-        return
-    dog.start()
-    at_exit = partial(_post_end_of_process, weakref.ref(dog), os.getpid())
+def watch(owner: object, watchdog: Watchdog | None, status_server: StatusServer) -> None:
+    """Start the threads of a rank; they are closed with `owner`, or at exit, when the watchdog posts the end."""
+    status_server.start()
+    if watchdog is not None:
+        watchdog.start()
+    at_exit = partial(
+        _post_end_of_process,
+        weakref.ref(status_server),
+        None if watchdog is None else weakref.ref(watchdog),
+        os.getpid(),
+    )
     atexit.register(at_exit)  # runs before the group is destroyed: handlers run in reverse order
-    weakref.finalize(owner, _forget, dog, at_exit).atexit = False
+    weakref.finalize(owner, _forget, status_server, watchdog, at_exit).atexit = False
 
 
-def _forget(dog: Watchdog | StatusThread, at_exit: Callable[[], None]) -> None:
+def _forget(status_server: StatusServer, watchdog: Watchdog | None, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
-    dog.close()
+    status_server.close()
+    if watchdog is not None:
+        watchdog.close()
 
 
-def _post_end_of_process(ref: weakref.ref[Watchdog | StatusThread], pid: int) -> None:
-    dog = ref()
-    if dog is None or os.getpid() != pid:  # in a fork of the rank
+def _post_end_of_process(
+    status_server: weakref.ref[StatusServer], watchdog: weakref.ref[Watchdog] | None, pid: int
+) -> None:
+    if os.getpid() != pid:  # in a fork of the rank
+        return
+    if (server := status_server()) is not None:
+        server.close()
+    if watchdog is None or (dog := watchdog()) is None:
         return
     error = getattr(sys, "last_value", None)
     at = f"at {time.strftime('%H:%M:%S')}"
