@@ -37,14 +37,14 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from hasten import Accelerator
+from hasten.extensions.planning.plan import hardware
+from hasten.extensions.planning.plan.gpu_rules import gpu_rules
+from hasten.extensions.planning.plan.memory import need
+from hasten.extensions.planning.plan.speed import predict
+from hasten.extensions.planning.plan.trace import trace
+from hasten.extensions.planning.plan.traced import Candidate, ModelTrace, PrecisionName
+from hasten.extensions.planning.plan.watch import StepWatch
 from hasten.runtime.mesh_plan import MeshSpec
-from hasten.tools.plan import hardware
-from hasten.tools.plan.gpu_rules import gpu_rules
-from hasten.tools.plan.memory import need
-from hasten.tools.plan.speed import predict
-from hasten.tools.plan.trace import trace
-from hasten.tools.plan.traced import Candidate, ModelTrace, PrecisionName
-from hasten.tools.tune.watch import StepWatch
 
 WARM_UP = 3
 STEPS = 10

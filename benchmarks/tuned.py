@@ -149,8 +149,8 @@ def hasten_plain(bench: Bench) -> Step:
 def hasten_tuned(bench: Bench) -> Step:
     """The values that tune chose, set as a trial of it sets them."""
     from hasten import Accelerator
+    from hasten.extensions.planning.tune.trial import ScriptTrial, Spec
     from hasten.prepare_args import PreparedObjects
-    from hasten.tools.tune.trial import ScriptTrial, Spec
 
     trial = ScriptTrial(Spec(values=bench.chosen, result="", warmup=0, updates=0))
     given = {"mixed_precision": bench.precision, "cpu": bench.device.type == "cpu"}

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from hasten.tools.migrate.migrating import migrate
+from hasten.extensions.migrate.migrating import migrate
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "golden" / "parity_1.json").read_text())

@@ -14,6 +14,7 @@ FOLDERS: Final = (
     "bigmodel",
     "cli",
     "data",
+    "extensions",
     "launch",
     "modules",
     "progress",

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 import hasten
 from hasten import Accelerator
 from hasten.accelerator import planning_hooks
-from hasten.tools.plan.trace import trace
-from hasten.tools.tune import trial
-from hasten.tools.tune.tuning import TrialOutcome
+from hasten.extensions.planning.plan.trace import trace
+from hasten.extensions.planning.tune import trial
+from hasten.extensions.planning.tune.tuning import TrialOutcome
 
-FOLDERS: Final = [Path(hasten.__file__).parent / "tools" / name for name in ("plan", "tune")]
+FOLDERS: Final = [Path(hasten.__file__).parent / "extensions" / "planning" / name for name in ("plan", "tune")]
 Picture = Mapping[tuple[str, str], int]
 
 

@@ -60,14 +60,6 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
             "--survive was given without --replicas, so there are no replicas of which some could be lost. Add --replicas N, or --replicas "
             "LEAST..N for a run that waits while fewer than LEAST are there."
         )
-    if given.auto and job.launch_target is not None and job.launch_target.runs_in_image:
-        raise ConfigError(
-            "--auto plans for the devices of this machine, which say nothing about those of the image. Run it without --submit on a machine "
-            "with the same devices, and give the strategy that it prints."
-        )
-    if given.auto:
-        settings = [*given.settings, *_planned(job, words)]
-        job = job_module.prepare(words, settings=settings, config_file=given.config_file, typed=typed)
     if not job.request.config.launch.quiet:
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
@@ -103,21 +95,6 @@ def replicas_of(settings: Sequence[SettingEntry]) -> list[SettingEntry]:
     return found
 
 
-def _planned(job: Any, words: list[str]) -> Sequence[SettingEntry]:  # Any: from a module imported above
-    """Return the strategy planned for the script on this launch's processes, and print the reasons on stderr."""
-    meeting, each = job.plan.meeting, sum(proc.count for proc in job.plan.procs)
-    machines = 1 if meeting is None else meeting.max_machines
-    machine = import_module("hasten.tools.machine").examine()  # queries the driver, which only --auto needs
-    planning = import_module("hasten.tools.plan.auto")  # imports torch
-    on_cpu = job.request.config.cpu or machine.device == "cpu"
-    name = "" if on_cpu else machine.device_name
-    chosen = planning.choose(words, job.request.config, each * machines, each, name, machine.host_memory_bytes)
-    for reason in chosen.reasons:
-        sys.stderr.write(f"[hasten] auto: {reason}\n")
-    entries: Sequence[SettingEntry] = chosen.entries
-    return entries
-
-
 def make_parser(program: str = "hasten") -> SettingsParser:
     """Return the parser of the command line, with every setting and the options of launching."""
     parser = SettingsParser(
@@ -132,11 +109,6 @@ def make_parser(program: str = "hasten") -> SettingsParser:
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
     parser.add_argument(
         "-o", "--output", choices=("yaml",), help="with --submit kubernetes --dry_run: print the manifest alone"
-    )
-    parser.add_argument(
-        "--auto",
-        action="store_true",
-        help="trace one step of the script, choose strategy, recompute and offload, and print the reasons",
     )
     parser.add_argument(
         "--survive",

@@ -22,27 +22,13 @@ COMMANDS: Final = MappingProxyType(
         "test": ("hasten.cli.test_cmd:main", "check that training works under the current settings"),
         "ckpt": ("hasten.cli.ckpt_cmd:main", "list, verify, compare and convert checkpoints"),
         "data": ("hasten.cli.data_cmd:main", "show the samples of a batch of a saved run"),
-        "predict": ("hasten.cli.predict_cmd:main", "run a model over all rows of a file, on all processes"),
-        "report": (
-            "hasten.cli.report_cmd:main",
-            "write a report of one or several runs: curves, times, events, settings",
-        ),
         "top": ("hasten.cli.top_cmd:main", "show a live table of a running job: ranks, steps, waits, memory, stacks"),
         "attach": ("hasten.cli.top_cmd:main", "alias of top"),
         "estimate-memory": ("hasten.cli.estimate_cmd:main", "estimate the memory a model needs, before it is loaded"),
-        "migrate": (
-            "hasten.cli.migrate_cmd:main",
-            "print the diff that converts scripts from accelerate to hasten, and the differences in behaviour",
-        ),
-        "plan": (
-            "hasten.cli.plan_cmd:main",
-            "find the fastest settings that fit a model on given GPUs, before the job starts",
-        ),
         "completion": (
             "hasten.cli.completion_cmd:main",
             "print the completion of commands and flags for bash, zsh or fish",
         ),
-        "tune": ("hasten.cli.tune_cmd:main", "find faster settings for a script on this machine by short real runs"),
     }
 )
 """Subcommands of the core: the function `(argv) -> exit code` of each, as "module:function", and one line of help."""

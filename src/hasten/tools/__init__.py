@@ -1,5 +1,5 @@
-"""Implementation of the subcommands of `hasten`, one folder or file each; imported only by `cli`.
+"""Implementation of subcommands of `hasten`; imported only by `cli`.
 
-Start with the command's file in `cli/`, which names the module here. `wizard.py` asks the questions of `hasten config`; `machine.py`
-describes the current machine for it, for `hasten env` and for `hasten launch --auto`.
+`wizard.py` asks the questions of `hasten config`; `machine.py` describes the current machine for it and for `hasten env`; `matrix.py` runs the
+self-check under several settings.
 """

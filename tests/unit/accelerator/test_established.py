@@ -9,9 +9,9 @@ import pytest
 
 from hasten import Accelerator, DistributedType
 from hasten.accelerator.established import INSTEAD, VALUES, distributed_type
+from hasten.extensions.migrate.migrating import migrate
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.tools.migrate.migrating import migrate
 
 NAMES: Final = [
     "accumulate",

@@ -8,7 +8,7 @@ import pytest
 
 from hasten.cli.main import main
 from hasten.errors import ConfigError, DataError
-from hasten.tools.predict.rows import RowParts
+from hasten.extensions.predict.rows import RowParts
 
 PLAN = ["plan", "train.py", "--gpu", "h200", "--global-batch", "8"]
 

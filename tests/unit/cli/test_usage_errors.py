@@ -10,7 +10,7 @@ import pytest
 
 from hasten.cli.main import commands, main
 from hasten.errors import DataError
-from hasten.tools.predict.predict import one_batch
+from hasten.extensions.predict.program import one_batch
 
 
 @pytest.mark.parametrize("words", [["test", "train.py"], ["predict"], ["config", "show", "extra"], ["launch", "--tee"]])

@@ -335,11 +335,6 @@ def test_contradictions_are_refused(flags: list[str], message: str) -> None:
         resolve(flags=make_parser().parse_args(flags).settings)
 
 
-def test_planning_for_other_machines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--auto plans for the devices of this machine"):
-        main([*BASE, "--cpu", "--auto", "train.py"])
-
-
 def test_the_example_is_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (REPOSITORY / "docs" / "kubernetes.md").read_text()
     command = page.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")

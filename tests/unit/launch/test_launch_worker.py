@@ -119,7 +119,7 @@ def test_what_a_program_of_ours_refuses_is_told_without_frames(tmp_path: Path) -
     (tmp_path / "own.py").write_text("def boom(rows):\n    return rows[0]['missing']\n")
     for name, rows in (("ok.jsonl", '{"n": 1}\n'), ("bad.jsonl", '{"n": 1}\n{bad\n')):
         (tmp_path / name).write_text(rows)
-        words = ["-m", "hasten.tools.predict.predict", "own:boom", name, "out.jsonl", "2"]
+        words = ["-m", "hasten.extensions.predict.program", "own:boom", name, "out.jsonl", "2"]
         start(tmp_path, words, **{ERROR_FILE: str(tmp_path / f"{name}.error")})
     refused, raised = (
         json.loads((tmp_path / f"{name}.error").read_text())["hasten"]["traceback"]

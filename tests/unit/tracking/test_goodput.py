@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
+from hasten.extensions.report.report_data import causes
 from hasten.testing.toys import Blobs, Classifier, seeded
-from hasten.tools.report.report_data import causes
 from hasten.tracking.goodput import CAUSES, Goodput, LiveGoodput, account, of_run
 from hasten.tracking.run_log import LoggedRank, RunLog, read_run_log, step_dtype
 

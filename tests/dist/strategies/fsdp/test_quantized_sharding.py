@@ -15,14 +15,9 @@ from hasten import Accelerator
 from hasten.bigmodel import dequantize_weights, quantize_weights
 from hasten.bigmodel.meta import init_on_device
 from hasten.errors import PrepareError
-from hasten.modules.names import is_dtensor
-from hasten.modules.quantized import is_four_bit, shapes_only, state_tensors
-from hasten.runtime.context import ProcessContext
-from hasten.runtime.mesh_plan import MeshSpec
-from hasten.testing.pool import ranks
-from hasten.tools.plan.memory import held, need
-from hasten.tools.plan.trace import Findings
-from hasten.tools.plan.traced import (
+from hasten.extensions.planning.plan.memory import held, need
+from hasten.extensions.planning.plan.trace import Findings
+from hasten.extensions.planning.plan.traced import (
     Candidate,
     LinearCost,
     ModelTrace,
@@ -31,6 +26,11 @@ from hasten.tools.plan.traced import (
     ParameterKind,
     Variant,
 )
+from hasten.modules.names import is_dtensor
+from hasten.modules.quantized import is_four_bit, shapes_only, state_tensors
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import MeshSpec
+from hasten.testing.pool import ranks
 
 WIDTH, DEPTH, STEPS = 256, 3, 3
 pytestmark = (

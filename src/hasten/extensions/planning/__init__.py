@@ -1,0 +1,1 @@
+"""Settings before a job starts: `plan/` predicts them from one traced step, `tune/` measures them in short runs."""

@@ -1,0 +1,165 @@
+"""`hasten plan`: search for the fastest settings for a model on given GPUs, before the job starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hasten.cli.flags import CommandParser, split_at_dashes, whole
+from hasten.config import files
+from hasten.errors import ConfigError
+from hasten.extensions.planning.plan import hardware, report
+from hasten.extensions.planning.plan.search import LayoutPlan, PlanRequest, search
+from hasten.launch import links
+from hasten.runtime.bytes_plan import size
+
+_ABOUT = """target:
+  script.py [its arguments]    a training script with an Accelerator; it runs up to its first batch, and its step is traced
+  module:function              a function that returns the model, or the model and the inputs of one sample
+  a folder                     with a config.json of transformers
+
+No GPU and no weights are needed. Unknown arguments, and everything after `--`, are passed to the script.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten plan …`; return 0 if a layout fits."""
+    words, own = split_at_dashes(argv)
+    given, unknown = _parser().parse_known_args(words)
+    if unknown and not given.target.endswith(".py"):
+        raise ConfigError(f"{unknown[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them.")
+    known = hardware.read(given.hardware) if given.hardware else hardware.KNOWN
+    accelerator = hardware.find(given.gpu, known)
+    if given.gpus_per_node:
+        accelerator = replace(accelerator, per_node=given.gpus_per_node)
+    if given.links:
+        accelerator = hardware.linked(accelerator, links.read(given.links))
+    request = PlanRequest(
+        gpus=given.gpus,
+        accelerator=accelerator,
+        global_batch=given.global_batch,
+        precisions=tuple(given.precision),
+        micro_batch=given.micro_batch,
+        offload=not given.no_offload,
+        tf32=given.tf32,
+    )
+    targets = import_module(
+        "hasten.extensions.planning.plan.targets"
+    )  # imports torch, which --help and invalid requests do not need
+    tracing = import_module("hasten.extensions.planning.plan.trace")  # imports torch as well
+    loop, name = targets.loop_of(given.target, [*unknown, *own], given.seq, given.optimizer)
+    sys.stderr.write(f"[hasten] tracing one training step of {name}\n")
+    plan = search(tracing.trace(loop, name, request.precisions), request)
+    if given.output:
+        files.write(report.config_of(plan, plan.best), given.output)
+    if given.json:
+        sys.stdout.write(json.dumps(report.summary(plan), indent=2) + "\n")
+    else:
+        show(plan, given.rows, Console())
+        if given.output:
+            sys.stdout.write(
+                f"\nwritten: {given.output}; start it with `hasten launch --config_file {shlex.quote(given.output)} …`\n"
+            )
+    return 0
+
+
+def show(plan: LayoutPlan, most: int, console: Console) -> None:
+    """Print the ranked table, and the reasons for the best option."""
+    request, trace = plan.request, plan.trace
+    console.print(table(plan, most))
+    console.print(
+        f"{trace.num_parameters:,} parameters, {trace.optimizer.name}, "
+        f"{f'{trace.sequence} tokens a sample, ' if trace.sequence > 1 else ''}"
+        f"{size(request.accelerator.memory_bytes)} usable on each {request.accelerator.name}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for title, lines in (
+        ("reasons for the first", report.why(plan)),
+        ("to use it", report.notes(plan, plan.best)),
+    ):
+        console.print(f"[bold]{title}[/]")
+        for line in lines:
+            console.print(f"  {line}", highlight=False, soft_wrap=True)
+
+
+def table(plan: LayoutPlan, most: int) -> Table:
+    """Return a table of the first options, one per row."""
+    shown = Table(title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}")
+    for title in ("layout", "batch\nx steps", "memory\nof a rank", "step", "MFU", "why"):
+        in_words = title in ("layout", "why")  # these columns share the remaining width of a narrow terminal
+        shown.add_column(
+            title,
+            justify="left" if in_words else "right",
+            no_wrap=not in_words,
+            ratio=1 if in_words else None,
+            overflow="fold",
+        )
+    for row in report.rows(plan, most):
+        shown.add_row(*_cells(row), row["why"], style=None if row["fits"] else "dim")
+    return shown
+
+
+def _cells(row: dict[str, Any]) -> list[str]:  # Any: JSON values
+    extras = [name for name in ("recompute", "offload") if row[name]]
+    words = [row["layout"].replace(" (", "\n").rstrip(")"), " + ".join([row["precision"], *extras])]
+    return [
+        "\n".join(words),
+        f"{row['micro_batch']} x {row['micro_steps']}",
+        size(row["memory_bytes"]["total"]) if row["fits"] else f"({size(row['memory_bytes']['total'])})",
+        report.seconds(row["step_s"]),
+        f"{row['mfu']:.0%}",
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="hasten plan",
+        usage="hasten plan target --gpus N --gpu NAME --global-batch B [options] [arguments of a script]",
+        allow_abbrev=False,
+        description="Choose strategy, mesh, precision, recompute, offload and micro-batch for a model and GPUs.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpus", type=whole(1, 1_000_000), required=True, help="number of GPUs")
+    parser.add_argument(
+        "--gpu", required=True, help=f"model of the GPUs: {', '.join(hardware.KNOWN)}, or one of --hardware"
+    )
+    parser.add_argument(
+        "--global-batch", "--global_batch", type=whole(1), required=True, help="samples per update, over all GPUs"
+    )
+    parser.add_argument("--seq", type=whole(1), help="tokens per sample, for a folder or a model without inputs")
+    parser.add_argument(
+        "--precision", nargs="+", default=["bf16"], choices=["no", "bf16", "fp16"], help="precisions to choose from"
+    )
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adam or sgd, for targets other than scripts")
+    parser.add_argument(
+        "--micro-batch", "--micro_batch", type=whole(1), help="samples per forward pass, instead of a search"
+    )
+    parser.add_argument(
+        "--gpus-per-node", "--gpus_per_node", type=whole(1), help="GPUs in one machine (default: by the model of GPU)"
+    )
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="a YAML file that describes further GPUs")
+    parser.add_argument(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="speeds of links measured by `hasten test --links FILE`, in place of the table's",
+    )
+    parser.add_argument("--tf32", action="store_true", help="assume TF32 for fp32 matrix products")
+    parser.add_argument("--no-offload", "--no_offload", action="store_true", help="do not offload to host memory")
+    parser.add_argument("--rows", type=whole(1), default=10, help="number of rows in the table")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the best settings to a file")
+    parser.add_argument("target", help="script.py, module:function or a folder")
+    return parser

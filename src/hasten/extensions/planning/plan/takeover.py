@@ -1,0 +1,344 @@
+"""Tracing of a training loop: runs it up to its first batch, then traces one step per variant in forked processes.
+
+The loop is the user's. Its Accelerators consult the `ScriptPlanner`, an `AcceleratorHooks`: they are built for the CPU, and `prepare()` makes the
+models fake and returns loaders that yield one batch. A fork returns from there into the loop and ends at the first update. The
+parent process never gets that far, so that nothing is trained, logged or saved. Patches of torch are in `gpu_rules`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
+from typing import IO, Any, Final
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hasten.accelerator.components import components
+from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehearsing
+from hasten.bigmodel.meta import init_on_device
+from hasten.errors import ConfigError
+from hasten.extensions.planning.plan.gpu_rules import gpu_rules
+from hasten.extensions.planning.plan.traced import OWN, OptimizerFacts, PrecisionName
+from hasten.extensions.planning.plan.watch import ModuleRoles, Saved, SavedNotes, StepWatch, Watched, fake_copy
+from hasten.extensions.planning.tune.tuning import happened
+from hasten.modules.quantized import shapes_only
+from hasten.optim.clock import StepClock
+from hasten.optim.optimizer import PreparedOptimizer
+from hasten.precision.base import Precision
+from hasten.prepare_args import PreparedObjects
+from hasten.trees import batch_size, concat, map_tensors, slice_rows
+
+Inspect = Callable[[list[nn.Module]], ModuleRoles]
+"""Callback that inspects the models before they are made fake."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRun:
+    """Configuration of one forked step."""
+
+    precision: PrecisionName
+    recompute: tuple[str, ...]
+    samples: int
+
+
+@dataclass(slots=True)
+class TracedStep:
+    """Result of one forked step."""
+
+    run: ScriptRun
+    watched: Watched = field(default_factory=Watched)
+    optimizer: OptimizerFacts | None = None
+    saved: Saved | None = None
+    batch_size: int = 0
+    error: str = ""
+
+
+class _EndOfPlanning(BaseException):
+    """Raised to leave the user's loop; not an Exception, so that no handler of the loop catches it."""
+
+
+class ScriptPlanner(AcceleratorHooks):
+    """The planner inside a running script."""
+
+    def __init__(self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int) -> None:
+        self._precisions = precisions
+        self._inspect = inspect
+        self._workers = max(1, workers)
+        self.steps: list[TracedStep] = []
+        self.own: dict[str, str | int] = {}
+        """Settings of `OWN` that the script passes to its Accelerator."""
+        self._run: ScriptRun | None = None
+        self._to_parent: IO[bytes] | None = None
+        self._accelerators: list[Accelerator] = []
+        self._anatomy = ModuleRoles()
+        self._swapped: dict[int, nn.Parameter] = {}
+        self._mode: Any = None  # Any: torch leaves FakeTensorMode untyped
+        self._models: list[nn.Module] = []
+        self._watch: StepWatch | None = None
+        self._notes: SavedNotes | None = None
+        self._inside = ExitStack()
+        self._building = ExitStack()
+        """While open, models are built without memory."""
+        self._rows = 0
+
+    def run(self, loop: Callable[[], object]) -> list[TracedStep]:
+        """Run `loop` until its first `prepare()` with a model, and trace its step there.
+
+        Raises: ConfigError when the loop ends or fails before, or when the step cannot be traced.
+        """
+        try:
+            with rehearsing(self), redirect_stdout(sys.stderr), self._building:
+                self._building.enter_context(
+                    shapes_only()
+                )  # first: it quantizes weights that are not on the meta device
+                self._building.enter_context(init_on_device("meta"))
+                loop()
+        except _EndOfPlanning:
+            return self.steps
+        except SystemExit as error:
+            said = f", saying {error.code!r}" if isinstance(error.code, str) else f" with exit code {error.code or 0}"
+            self._fail(f"it ended{said}")
+        except Exception as error:  # any kind: the loop is the user's, and the message includes the error
+            if self._run is None and isinstance(error, ConfigError):  # already has a full message
+                raise
+            self._fail(happened(error).rstrip("."))
+        if self._run is not None:
+            self._fail("it ended before its first update")
+        raise ConfigError(
+            "the script never called Accelerator.prepare() with a model, so there is no training step to plan; give a script "
+            "that trains with hasten, or module:function."
+        )
+
+    def _fail(self, what: str) -> None:
+        """End a forked step, or the planning, with an error message."""
+        if self._run is not None:
+            self._answer(TracedStep(self._run, error=what))
+        raise ConfigError(
+            f"the script stopped before its first batch, so there is no step to plan: {what}. Run it directly to see the cause, or give "
+            "module:function, which needs no data."
+        )
+
+    # -- in the parent process --------------------------------------------------------------------------------------
+    def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
+        """Fork once per variant where the first model is prepared, and continue only in the forks."""
+        if self._run is not None:
+            return self._prepare_fake(objects, go_on)
+        models = [value for value in objects if isinstance(value, nn.Module)]
+        if not models:  # loaders may be prepared before
+            return go_on(objects)
+        owner = next(one for one in self._accelerators if components(one).prepared is done)
+        self._anatomy = self._inspect(models)
+        blocks = self._anatomy.block_classes
+        self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])
+        prepared = Accelerator.prepare(owner, *objects)  # `owner` was rebuilt for this variant
+        return prepared if len(objects) > 1 else (prepared,)
+
+    def _fork_all(self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]) -> None:
+        waiting = [ScriptRun(precision, names, samples) for precision, names in variants for samples in (2, 1)]
+        running: list[tuple[ScriptRun, int, IO[bytes]]] = []
+        while waiting or running:
+            while waiting and len(running) < self._workers:
+                run = waiting.pop(0)
+                source, target = os.pipe()
+                pid = self._fork()
+                if pid == 0:
+                    os.close(source)
+                    self._become(run, target)
+                    return
+                os.close(target)
+                running.append((run, pid, os.fdopen(source, "rb")))
+            run, pid, pipe = running.pop(0)
+            with pipe:
+                content = pipe.read()
+            os.waitpid(pid, 0)
+            self.steps.append(_decode(content, run))
+        raise _EndOfPlanning
+
+    def _fork(self) -> int:
+        try:
+            return os.fork()
+        except OSError as error:
+            raise ConfigError(
+                f"the process that runs the script cannot be copied ({error.strerror}): the script has loaded too much data before its "
+                "first prepare(). Load less data, or give module:function, which needs none."
+            ) from error
+
+    # -- in a fork --------------------------------------------------------------------------------------------------
+    def _become(self, run: ScriptRun, target: int) -> None:
+        self._run = run
+        self._to_parent = os.fdopen(target, "wb")
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._building.close()
+        for accelerator in self._accelerators:
+            Accelerator.__init__(accelerator)  # the script already holds a reference, so it is rebuilt in place
+
+    def built(self, accelerator: Accelerator) -> None:
+        """Register an Accelerator of the script."""
+        if not any(accelerator is known for known in self._accelerators):
+            self._accelerators.append(accelerator)
+
+    def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
+        """Return the arguments of an Accelerator in place of the script's."""
+        if self._run is None:
+            self.own |= {name: given[name] for name in OWN if given.get(name) is not None}
+        own: dict[str, Any] = {"cpu": True, "trust": "off", "strategy": "none"}
+        own["device_placement"] = False  # everything is on the CPU, and torch cannot move fake tensors
+        own["mixed_precision"] = "no" if self._run is None else self._run.precision
+        if self._run is not None and self._run.recompute:
+            own["recompute"] = self._run.recompute
+        return own
+
+    def _prepare_fake(self, objects: Objects, go_on: Callable[[Objects], Objects]) -> Objects:
+        for model in (value for value in objects if isinstance(value, nn.Module)):
+            with self._mode:
+                self._swapped |= fake_copy(model)
+            self._models.append(model)
+        for optimizer in (value for value in objects if isinstance(value, Optimizer)):
+            for group in optimizer.param_groups:
+                group["params"] = [self._swapped.get(id(parameter), parameter) for parameter in group["params"]]
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True  # torch's default on a GPU
+        with self._mode:
+            return go_on(objects)
+
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
+        """Return a loader that yields one batch."""
+        return OneBatch(loader, self)
+
+    def optimizer(self, optimizer: Optimizer, clock: StepClock, precision: Precision) -> PreparedOptimizer:
+        """Return an optimizer whose first step ends the trace."""
+        return LastStep(optimizer, clock, precision, self)
+
+    def batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's batches
+        """Return the first batch of a loader as fake tensors, with the number of samples of this run."""
+        assert self._run is not None, "loaders of the process that forks are not replaced"
+        first = next(iter(loader))
+        rows = batch_size(first) or 1
+        self._rows = self._rows or rows
+        wanted = self._run.samples
+        few = slice_rows(first, slice(0, min(rows, wanted)), rows) if rows > 1 else first
+        if rows < wanted:
+            few = concat([few] * wanted)
+        self._begin()
+        return map_tensors(self._fake, few)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def _begin(self) -> None:
+        if self._watch is not None:
+            return
+        self._watch = watch = StepWatch(self._models)
+        self._notes = notes = SavedNotes(watch, self._anatomy)
+        self._inside.enter_context(self._mode)
+        self._inside.enter_context(watch.hooks())
+        handle = register_module_forward_pre_hook(notes.entered)
+        self._inside.callback(handle.remove)
+        self._inside.enter_context(gpu_rules(notes.attention))
+        if self._run is not None and not self._run.recompute:
+            self._inside.enter_context(saved_tensors_hooks(notes.save, lambda tensor: tensor))
+        self._inside.enter_context(watch)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Measure the update in place of performing it, and end the traced step."""
+        if self._run is None or self._watch is None or self._notes is None:
+            return
+        step = TracedStep(self._run, batch_size=self._rows)
+        watch = self._watch
+        step.watched = Watched(
+            watch.seen.alive[:], dict(watch.seen.flops), watch.seen.moved, watch.seen.operations, watch.seen.peak_module
+        )
+        step.saved = self._notes.saved
+        before = len(watch.seen.alive)
+        optimizer.step()
+        step.optimizer = _facts(
+            optimizer, watch.seen.alive[before:], watch.seen.alive[before - 1] if before else (0, 0, 0)
+        )
+        step.watched.alive = _thinned(step.watched.alive)
+        self._answer(step)
+
+    def _answer(self, step: TracedStep) -> None:
+        assert self._to_parent is not None, "only forks answer"
+        self._inside.pop_all()  # closing it would run the user's exit handlers; the process ends anyway
+        self._to_parent.write(msgspec.json.encode(step))
+        self._to_parent.close()
+        os._exit(0)
+
+
+_MOMENTS: Final = 256
+
+
+class LastStep(PreparedOptimizer):
+    """A prepared optimizer of a traced loop; its `step` ends the trace, even inside an accumulation window."""
+
+    def __init__(self, inner: Optimizer, clock: StepClock, precision: Precision, takeover: ScriptPlanner) -> None:
+        super().__init__(inner, clock, precision)
+        self._takeover = takeover
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as in the base class
+        """End the traced step."""
+        self._takeover.step(self.optimizer)
+
+
+class OneBatch:
+    """A loader that yields one batch; all other attributes are those of the original loader."""
+
+    def __init__(self, loader: DataLoader[Any], takeover: ScriptPlanner) -> None:
+        self._loader = loader
+        self._takeover = takeover
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._takeover.batch(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:  # Any: attributes of the user's loader
+        return getattr(self._loader, name)
+
+
+def _decode(content: bytes, run: ScriptRun) -> TracedStep:
+    try:
+        return msgspec.json.decode(content, type=TracedStep)
+    except msgspec.DecodeError:
+        return TracedStep(run, error="the process that traced it died")
+
+
+def _thinned(alive: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return the highest moment of each of a few hundred equal intervals."""
+    span = max(1, -(-len(alive) // _MOMENTS))
+    return [max(alive[start : start + span], key=sum) for start in range(0, len(alive), span)]
+
+
+def _facts(optimizer: Optimizer, alive: list[tuple[int, int, int]], before: tuple[int, int, int]) -> OptimizerFacts:
+    """Return an optimizer's memory: its state after the first update, and temporary allocations during the update."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    states: tuple[int, ...] = ()
+    counters = 0
+    for parameter in parameters[:1]:
+        values = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+        states = tuple(value.element_size() for value in values if value.shape == parameter.shape)
+        counters = sum(value.numel() * value.element_size() for value in values if value.shape != parameter.shape)
+    total = sum(p.numel() * p.element_size() for p in parameters) or 1
+    kept = sum(p.numel() for p in parameters) * sum(states)
+    highest = max((activations for activations, _, _ in alive), default=0) - before[0]
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        states=states,
+        counter_bytes=counters,
+        passing=max(0.0, (highest - kept) / total),
+    )

@@ -1,0 +1,233 @@
+"""Program of one trial of `hasten tune`: a script's first updates under given values, timed. Run with -m.
+
+The script's Accelerator consults the `ScriptTrial` run, an `AcceleratorHooks`, which changes its arguments and the objects that it prepares (see
+`docs/planning.md`), and ends the script after enough updates, so that nothing is evaluated or saved.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten.accelerator.components import components
+from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehearsing
+from hasten.config.base import given
+from hasten.config.sections.trust import TrustSettings
+from hasten.extensions.planning.plan.targets import run_script
+from hasten.extensions.planning.tune.tuning import WAYS, TrialOutcome, happened
+from hasten.prepare_args import PreparedObjects
+from hasten.runtime.mesh_plan import BATCH
+
+_OFTEN: Final = 10
+"""Number of updates between two checks whether a trial is hopeless."""
+
+
+class Spec(msgspec.Struct):
+    """Parameters of a trial."""
+
+    values: dict[str, Any]  # Any: numbers, names and flags
+    result: str
+    warmup: int
+    updates: int
+    hopeless_s: float | None = None
+
+
+class _TrialDone(BaseException):
+    """Raised to leave the script; not an Exception, so that no handler of the script catches it."""
+
+
+class ScriptTrial(AcceleratorHooks):
+    """The trial inside a running script."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.losses: list[Tensor] = []
+        self.marks: list[float] = []
+        self.rows = 0
+        self.convolutions = False
+        self.precision = "no"
+        self.captures_step = False
+        self.computes_loss = False
+        self.gave_up = False
+        self._accelerator: Accelerator | None = None
+        self._overwritten = False
+        """True if the compiled model writes its outputs, including the loss, to the same memory in each step."""
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:  # Any: arguments of an Accelerator
+        """Return the script's arguments of its Accelerator, overridden by this trial's values."""
+        values, own = self.spec.values, dict(given)
+        own |= {"log_with": None, "project_dir": None}
+        own["trust"] = _recording(own.get("trust"))
+        if "mixed_precision" in values:
+            own["mixed_precision"] = values["mixed_precision"]
+        if values.get("step_graph"):
+            own["performance"] = {"mode": "auto", "compile": False}
+        if values.get("compile") in WAYS:
+            own |= {f"dynamo.{name}": value for name, value in WAYS[values["compile"]].items()}
+        if "prefetch" in values:
+            own["dataloader.prefetch"] = values["prefetch"]
+        if "bucket_cap_mb" in values:
+            own["ddp.bucket_cap_mb"] = values["bucket_cap_mb"]
+        return own
+
+    def _changed(self, value: Any) -> Any:  # Any: an object that the script prepares
+        """Return one of the script's objects, modified for this trial."""
+        values = self.spec.values
+        if isinstance(value, nn.Module):
+            self.convolutions = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in value.modules())
+            head = getattr(value, "get_output_embeddings", lambda: None)()
+            self.computes_loss = type(head) is nn.Linear
+            return value.to(memory_format=torch.channels_last) if values.get("channels_last") else value  # type: ignore[call-overload]
+        if isinstance(value, Optimizer) and values.get("fused"):
+            for group in value.param_groups:
+                if "fused" in group:
+                    group["fused"], group["foreach"] = True, False
+        return value
+
+    def built(self, accelerator: Accelerator) -> None:
+        """Count the updates of an Accelerator, after its existing callback."""
+        self._accelerator = accelerator
+        self.precision = components(accelerator).precision.spec
+        self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
+        if accelerator._numbers is not None:
+            accelerator._numbers.on_loss = self.loss
+        listener = components(accelerator).clock.listening()
+        before = listener.after_update
+
+        def updated() -> None:
+            if before is not None:
+                before()
+            self.updated()
+
+        listener.after_update = updated
+
+    def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
+        """Prepare the script's objects, modified for this trial."""
+        return go_on(tuple(self._changed(value) for value in objects))
+
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
+        """Prepare a loader, modified for this trial; the first loader is the training loader."""
+        if "num_workers" in self.spec.values:
+            loader.num_workers = self.spec.values["num_workers"]
+            loader.prefetch_factor = 2
+        prepared = go_on(loader)
+        self.rows = self.rows or prepared.batch_size or 0
+        return prepared
+
+    def capturing(self) -> None:
+        """Record that the script captures its whole step."""
+        self.captures_step = True
+
+    def loss(self, loss: Tensor) -> None:
+        """Record a loss before its backward; during CUDA graph capture nothing runs, and the first replay counts."""
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self.losses.append(loss.detach().clone() if self._overwritten else loss.detach())
+
+    def updated(self) -> None:
+        """Record an update; the script ends at the last one."""
+        done = len(self.marks)
+        if done in (self.spec.warmup, self.spec.warmup + self.spec.updates) and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.marks.append(time.perf_counter())
+        limit = self.spec.hopeless_s
+        measured = self.marks[self.spec.warmup :]
+        if limit is not None and measured and len(measured) % _OFTEN == 0:
+            self.gave_up = median(b - a for a, b in pairwise(measured)) > limit
+        if done >= self.spec.warmup + self.spec.updates or self.gave_up:
+            raise _TrialDone
+
+    @property
+    def _samples(self) -> int:
+        """Samples in one update, over all ranks and micro-steps."""
+        if self._accelerator is None:
+            return self.rows
+        return self.rows * components(self._accelerator).clock.every * self._accelerator.ctx.mesh.size(*BATCH)
+
+    def outcome(self, error: str = "") -> TrialOutcome:
+        """Return the measurements."""
+        measured = self.marks[self.spec.warmup :]
+        step = (measured[-1] - measured[0]) / (len(measured) - 1) if len(measured) > 1 else 0.0
+        if not error and not step:
+            error = (
+                f"it ended after {len(self.marks)} updates, and {self.spec.warmup + self.spec.updates} are needed; train for longer, or "
+                "give fewer --warmup and --updates"
+                if self.marks
+                else "it made no update with an Accelerator of hasten's"
+            )
+        losses: list[float] = []
+        try:
+            losses += [float(loss) for loss in self.losses]
+        except RuntimeError as wrong:  # a kernel of the script failed, which surfaces when its result is read
+            error = error or happened(wrong)
+        cuda = torch.cuda.is_available()
+        return TrialOutcome(
+            step_s=step,
+            samples_per_s=self._samples / step if step else 0.0,
+            peak_bytes=torch.cuda.max_memory_allocated() if cuda else _resident(),
+            losses=tuple(losses),
+            batch_size=self.rows,
+            convolutions=self.convolutions,
+            precision=self.precision,
+            captures_step=self.captures_step,
+            computes_loss=self.computes_loss,
+            error=error,
+            gave_up=self.gave_up,
+        )
+
+
+def _resident() -> int:
+    """Return the peak resident memory of this process."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerator
+    """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
+    if trust == "off":
+        return {"stall": "off", "divergence": "off", "numbers": "report"}
+    fields = {name: getattr(trust, name) for name in given(trust)} if isinstance(trust, TrustSettings) else trust
+    if isinstance(fields, Mapping) and fields.get("numbers") == "off":
+        return {**fields, "numbers": "report"}
+    return trust
+
+
+def main(argv: list[str]) -> int:
+    """Run `spec.json script.py [arguments]` and write the measurements."""
+    spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
+    timed = ScriptTrial(spec)
+    if spec.values.get("tf32"):
+        torch.set_float32_matmul_precision("high")
+    error = ""
+    try:
+        with rehearsing(timed):
+            run_script(Path(argv[1]), argv[2:])
+    except _TrialDone:
+        pass
+    except SystemExit as ended:
+        error = f"it ended with exit code {ended.code}" if ended.code else ""
+    except Exception as wrong:  # any kind: the script is the user's, and the table shows what it raised
+        error = happened(wrong)
+    if facade_rank() == 0:
+        Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))
+    return 0
+
+
+def facade_rank() -> int:
+    """Return this process's rank."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

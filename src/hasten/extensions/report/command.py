@@ -1,0 +1,56 @@
+"""`hasten report`: a self-contained page about one or several runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hasten.cli.flags import CommandParser
+from hasten.errors import ConfigError
+from hasten.extensions.report.report_page import page
+from hasten.tracking.run_folder import RunFolder, read_run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten report …`."""
+    parser = CommandParser(
+        prog="hasten report",
+        description="Write an HTML report of a training run: curves, throughput, step times by phase and rank, memory, events, "
+        "settings and environment. Several runs are overlaid, with a table of differences.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="project_dir (or output_dir of a Trainer) of a training"
+    )
+    parser.add_argument(
+        *("-o", "--output"),
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="the page (default: report.html)",
+    )
+    given = parser.parse_args(argv)
+    if given.output.suffix != ".html":
+        raise ConfigError(f"--output={given.output} does not end in .html, but a report is a page of HTML; rename it.")
+    write(given.runs, given.output)
+    sys.stdout.write(f"{given.output}\n")
+    return 0
+
+
+def write(folders: Sequence[str], output: Path) -> None:
+    """Write the report atomically, so that no browser reads an incomplete file."""
+    runs = named_apart([read_run(folder) for folder in folders], folders)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = output.with_name(f".{output.name}.draft")
+    draft.write_text(page(runs), encoding="utf-8")
+    draft.replace(output)
+
+
+def named_apart(runs: Sequence[RunFolder], folders: Sequence[str]) -> list[RunFolder]:
+    """Return the runs, renamed to their whole path where two folders have the same name."""
+    names = [run.name for run in runs]
+    return [
+        replace(run, name=folder) if names.count(run.name) > 1 else run
+        for run, folder in zip(runs, folders, strict=True)
+    ]

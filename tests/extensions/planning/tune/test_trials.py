@@ -1,0 +1,77 @@
+"""Every value that `hasten tune` may try runs in a real trial on a CPU, as far as a CPU has it, and trains to the same losses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hasten.extensions.planning.tune.tuning import HALF, SAME, TrialOutcome, difference
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(310)]
+
+SCRIPT = Path(__file__).with_name("trained.py")
+UPDATES, WARM_UP = 6, 3
+ALONE: tuple[tuple[dict[str, Any], float], ...] = (  # Any: numbers, names and flags
+    ({"num_workers": 2}, SAME),
+    ({"prefetch": 0}, SAME),
+    ({"prefetch": 4}, SAME),
+    ({"fused": True}, SAME),
+    ({"channels_last": True}, SAME),
+    ({"mixed_precision": "bf16"}, HALF),
+    ({"tf32": True}, HALF),
+    ({"step_graph": True}, SAME),
+    ({"compile": "regional"}, SAME),
+    ({"compile": "whole"}, SAME),
+    ({"fused": True, "compile": "regional", "num_workers": 1}, SAME),
+)
+
+
+def tried(values: dict[str, Any], folder: Path, processes: int = 1) -> TrialOutcome:
+    """What a trial with these values measures."""
+    told, result = folder / "spec.json", folder / "result.json"
+    spec = {"values": values, "result": str(result), "warmup": WARM_UP, "updates": UPDATES}
+    told.write_bytes(msgspec.json.encode(spec))
+    command = [sys.executable, "-m", "hasten.extensions.planning.tune.trial"]
+    if processes > 1:
+        launch = ["hasten.cli.main", "launch", "--cpu", "--num_processes", str(processes), "--module"]
+        command = [sys.executable, "-m", *launch, "hasten.extensions.planning.tune.trial"]
+    done = subprocess.run([*command, str(told), str(SCRIPT)], capture_output=True, text=True, timeout=300, cwd=folder)
+    assert result.is_file(), done.stderr
+    return msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TrialOutcome:
+    """The script as it is."""
+    return tried({}, tmp_path_factory.mktemp("base"))
+
+
+def test_the_script_as_it_is(base: TrialOutcome) -> None:
+    assert not base.error
+    assert len(base.losses) == WARM_UP + UPDATES + 1
+    assert (base.batch_size, base.convolutions, base.captures_step, base.precision) == (4, True, True, "no")
+    assert base.step_s > 0
+
+
+@pytest.mark.parametrize(("values", "tolerance"), ALONE, ids=lambda value: str(value))
+def test_a_value_trains_to_the_same_losses(
+    values: dict[str, Any], tolerance: float, base: TrialOutcome, tmp_path: Path
+) -> None:
+    found = tried(values, tmp_path)
+    assert not found.error
+    assert len(found.losses) == len(base.losses)
+    assert difference(base.losses, found.losses) <= tolerance
+    assert not (tmp_path / "must_not_be_there").exists()
+
+
+def test_bucket_sizes_on_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    plain, found = tried({}, tmp_path / "a", 2), tried({"bucket_cap_mb": 50}, tmp_path, 2)
+    assert not plain.error
+    assert not found.error
+    assert difference(plain.losses, found.losses) <= SAME
