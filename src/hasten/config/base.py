@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
@@ -12,10 +14,14 @@ from types import NoneType
 from typing import Any, ClassVar, Final, Literal, Self, TypeVar, cast, dataclass_transform, get_args, get_origin
 
 from hasten.config.decode import Mismatch, decode, describe, is_nothing
-from hasten.errors import ConfigError, SettingValueError, UnknownSettingError
+from hasten.errors import ConfigError, ExtensionError, HastenWarning, SettingValueError, UnknownSettingError
+from hasten.extension import offers
 
 _META: Final = "hasten"
 _LARGEST: Final = 2**63 - 1
+
+
+S = TypeVar("S", bound="Section")
 
 
 class _Signature:
@@ -31,6 +37,24 @@ class _Signature:
         return inspect.Signature(parameters)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionNames:
+    """Names of a section outside of settings files: in code, in flags, and in files of Accelerate."""
+
+    argument: str = ""
+    """Argument of the Accelerator that takes the section; empty if code cannot set it."""
+    is_handler: bool = False
+    """True if code passes the section in `kwargs_handlers`."""
+    strategy: str = ""
+    """Strategy that giving the section chooses."""
+    word_fields: tuple[str, ...] = ()
+    """Fields that receive the value of a section given as a single word."""
+    flag_prefix: str | None = None
+    """Prefix of the fields' flags; by default the name of the section."""
+    flag_group: str = ""
+    """Title of the flags in the help."""
+
+
 class Section:
     """Base class of settings: frozen, keyword-only, slotted, and aware of the fields that were passed explicitly.
 
@@ -38,6 +62,7 @@ class Section:
     """
 
     __slots__ = ("_given",)
+    section_names: ClassVar[SectionNames] = SectionNames()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     __signature__: ClassVar[Any] = _Signature()
     _given: frozenset[str]
@@ -63,6 +88,17 @@ class Section:
     def replace(self, **values: Any) -> Self:
         """Return a copy with other values of these fields, which counts them and the fields given before as given."""
         return type(self)(**{name: getattr(self, name) for name in given(self)} | values)
+
+    def section(self, cls: type[S]) -> S:
+        """Return the settings of this class among those below this section. Raises: LookupError if there are none."""
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, cls):
+                return value
+            if isinstance(value, Section):
+                with suppress(LookupError):
+                    return value.section(cls)
+        raise LookupError(f"no settings of {cls.__name__}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -107,9 +143,6 @@ class Meta:
     lines: bool = False  # a list whose items may contain commas: text has one item per line
 
 
-S = TypeVar("S", bound=Section)
-
-
 def setting(
     default: Any = MISSING,
     help: str = "",
@@ -122,6 +155,33 @@ def setting(
     if factory is not None:
         return field(default_factory=factory, metadata=info)
     return field(default=default, metadata=info)
+
+
+def with_extensions(prefix: str) -> Callable[[type[S]], type[S]]:
+    """Return a decorator, applied before `settings`, that adds the sections offered by extensions under names with this prefix."""
+
+    def add_sections(cls: type[S]) -> type[S]:
+        for path, offer in offers("settings").items():
+            name = path.removeprefix(prefix)
+            if not path.startswith(prefix) or "." in name:
+                continue
+            try:
+                section = offer.load()
+            except (
+                ExtensionError
+            ) as error:  # a package that cannot be imported must not stop a run that does not use it
+                warnings.warn(str(error), HastenWarning, stacklevel=2)
+                continue
+            if name in cls.__annotations__:
+                raise ConfigError(
+                    f"the extension {offer.extension!r} adds the setting {path!r}, which exists. Rename it."
+                )
+            names = section.section_names
+            cls.__annotations__[name] = section
+            setattr(cls, name, setting(factory=section, help=names.flag_group, prefix=names.flag_prefix))
+        return cls
+
+    return add_sections
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)

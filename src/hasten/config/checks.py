@@ -8,7 +8,7 @@ from typing import Final, get_args
 
 from hasten.config.layers import Problems, nearest
 from hasten.config.root import Config
-from hasten.config.schema import BY_PATH
+from hasten.config.schema import BY_PATH, SECTIONS
 from hasten.config.sections.loop import DynamoBackend
 from hasten.config.source import DEFAULT, Path, SettingEntry, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError
@@ -17,7 +17,9 @@ Winners = dict[Path, SettingEntry]
 Shadowed = dict[Path, tuple[SettingEntry, ...]]
 
 PLACES: Final[tuple[Path, ...]] = (("cpu",), ("launch", "multi_gpu"), ("launch", "tpu"))
-ENGINES: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
+ENGINES: Final = MappingProxyType(
+    {path[0]: section.section_names.strategy for path, section in SECTIONS.items() if section.section_names.strategy}
+)
 """Strategy of each section that belongs to a single one."""
 _EXCLUSIVE: Final = frozenset({"launch", *ENGINES})
 """Sections without which there is nothing to choose between."""

@@ -12,47 +12,26 @@ from typing import Any, Final
 from hasten.config.base import Section, fit, given, kind_of
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
-from hasten.config.schema import BY_PATH, BY_VARIABLE, FIELDS, VARIABLE_PREFIX, section_at
-from hasten.config.sections.launch import InitProcessGroupKwargs
+from hasten.config.schema import BY_PATH, BY_VARIABLE, FIELDS, SECTIONS, VARIABLE_PREFIX, section_at
 from hasten.config.sections.loop import (
     AORecipeKwargs,
-    AutocastKwargs,
-    FP8Config,
-    GradScalerKwargs,
-    ProfileKwargs,
     TERecipeKwargs,
 )
-from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.config.sections.trust import TrustSettings
 from hasten.config.source import Marked, Path, SettingEntry, SettingSource, dotted, shown
 from hasten.errors import ConfigError, ContradictionError, HastenWarning, SettingValueError, UnknownSettingError
 
 ARGUMENTS: Final = MappingProxyType[str, Path](
-    {
-        "dataloader_config": ("dataloader",),
-        "project_config": ("project",),
-        "gradient_accumulation_plugin": ("gradient_accumulation",),
+    {cls.section_names.argument: path for path, cls in SECTIONS.items() if cls.section_names.argument}
+    | {
         "gradient_accumulation_steps": ("gradient_accumulation", "num_steps"),
-        "fsdp_plugin": ("fsdp",),
-        "deepspeed_plugin": ("deepspeed",),
-        "megatron_lm_plugin": ("megatron",),
-        "dynamo_plugin": ("dynamo",),
         "dynamo_backend": ("dynamo", "backend"),
-        "parallelism_config": ("parallelism",),
         "project_dir": ("project", "project_dir"),
         "split_batches": ("dataloader", "split_batches"),
         "log_with": ("tracking", "log_with"),
     }
 )
-"""Arguments of the Accelerator whose names differ from the schema's."""
-
-SHORT: Final = MappingProxyType[Path, tuple[str, ...]](
-    {("performance",): ("mode",), ("trust",): ("stall", "divergence", "numbers")}
-)
-"""Fields that receive the value of a section given as a single word."""
-
-IN_CODE: Final = frozenset({"metrics", "performance", "survive", "tracking", "trust", "xla"})
-"""Sections whose arguments of the Accelerator have the schema's names."""
+"""Arguments of the Accelerator that take a section, or a setting inside one."""
 
 OTHER_VARIABLES: Final = frozenset(
     VARIABLE_PREFIX + name
@@ -64,27 +43,14 @@ OTHER_VARIABLES: Final = frozenset(
 """Variables of hasten that are not settings."""
 
 HANDLERS: Final = MappingProxyType[type[Section], Path](
-    {
-        AutocastKwargs: ("autocast",),
-        DistributedDataParallelKwargs: ("ddp",),
-        GradScalerKwargs: ("scaler",),
-        InitProcessGroupKwargs: ("process_group",),
-        ProfileKwargs: ("profile",),
-        AORecipeKwargs: ("fp8", "ao"),
-        TERecipeKwargs: ("fp8", "te"),
-        FP8Config: ("fp8",),
-    }
+    {cls: path for path, cls in SECTIONS.items() if cls.section_names.is_handler}
 )
 """Section of each settings class in `kwargs_handlers`."""
 
 MOVED: Final = frozenset(
     {*(name for name in Config.__dataclass_fields__ if section_at((name,))), *TrustSettings.__dataclass_fields__}
-).difference(IN_CODE, ARGUMENTS)
+).difference(ARGUMENTS)
 """Names that only files, flags and variables use; code has another spelling for them."""
-
-CHOSEN_BY: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
-"""Strategy chosen by a plugin that is passed in code."""
-
 
 _MOST_SHOWN: Final = 50
 
@@ -159,7 +125,7 @@ def unknown(place: str, path: Path) -> UnknownSettingError:
 
 def arguments() -> tuple[str, ...]:
     """Return the names of all settings that an Accelerator takes as arguments."""
-    single = (name for name in Config.__dataclass_fields__ if section_at((name,)) is None or name in IN_CODE)
+    single = (name for name in Config.__dataclass_fields__ if section_at((name,)) is None)
     return (*ARGUMENTS, *single, "kwargs_handlers")
 
 
@@ -178,7 +144,7 @@ def unknown_argument(name: str, value: Any) -> UnknownSettingError:
 def _takes(path: Path, value: Any) -> bool:
     """Return whether the setting or section at `path` accepts this value."""
     if cls := section_at(path):
-        return isinstance(value, (cls, Mapping)) or (path in SHORT and isinstance(value, str))
+        return isinstance(value, (cls, Mapping)) or (bool(cls.section_names.word_fields) and isinstance(value, str))
     if path not in BY_PATH:  # kwargs_handlers
         return isinstance(value, (list, tuple))
     try:
@@ -196,9 +162,10 @@ def from_tree(tree: Marked, file: str, problems: Problems) -> list[SettingEntry]
 def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterator[SettingEntry]:
     for key, item in tree.value.items():
         here, place = (*path, key), f"{file}:{item.line}"
-        if section_at(here):
-            if here in SHORT and isinstance(item.value, str):
-                for name in SHORT[here]:
+        if section := section_at(here):
+            words = section.section_names.word_fields
+            if words and isinstance(item.value, str | bool):
+                for name in words:
                     yield SettingEntry((*here, name), item.plain(), SettingSource("file", place))
             elif isinstance(item.value, Mapping):
                 yield from _flatten(item, file, here, problems)
@@ -285,9 +252,9 @@ def spelled_in_code(path: Path, inside: str = "...") -> str:
     if path[0] in TrustSettings.__dataclass_fields__:
         return spelled_in_code(("trust",), f"{path[0]}={inside}")
     cls = getattr(section_at(path), "__name__", "")
-    if path in ARGUMENTS.values() or path[0] in IN_CODE:
-        name = next((name for name, found in ARGUMENTS.items() if found == path), path[0])
-        return f"{name}={cls}({inside})"
+    for argument, argument_path in ARGUMENTS.items():
+        if argument_path == path:
+            return f"{argument}={cls}({inside})"
     if path in HANDLERS.values():
         return f"kwargs_handlers=[{cls}({inside})]"
     return "it in a settings file, or as a flag of `hasten launch`"
@@ -303,11 +270,11 @@ def _moved(name: str, value: Any) -> UnknownSettingError:
 def _from_value(path: Path, value: Any, source: SettingSource) -> list[SettingEntry]:
     if path in BY_PATH:
         return [SettingEntry(path, value, source)]
-    if path in SHORT and isinstance(value, str):
-        return [SettingEntry((*path, name), value, source) for name in SHORT[path]]
     cls = section_at(path)
     if cls is None:
         raise unknown(str(source), path)
+    if cls.section_names.word_fields and isinstance(value, str):
+        return [SettingEntry((*path, name), value, source) for name in cls.section_names.word_fields]
     inside = {name: SettingSource(source.kind, f"{source.detail}.{name}") for name in cls.__dataclass_fields__}
     if isinstance(value, Mapping):
         return [
@@ -322,8 +289,8 @@ def _from_value(path: Path, value: Any, source: SettingSource) -> list[SettingEn
         for name in sorted(given(value))
         for entry in _from_value((*path, name), getattr(value, name), inside[name])
     ]
-    if len(path) == 1 and path[0] in CHOSEN_BY:
-        entries.append(SettingEntry(("strategy",), CHOSEN_BY[path[0]], source, weak=True))
+    if cls.section_names.strategy:
+        entries.append(SettingEntry(("strategy",), cls.section_names.strategy, source, weak=True))
     return entries
 
 

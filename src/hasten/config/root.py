@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from hasten.config.base import Section, setting, settings
+from hasten.config.base import Section, setting, settings, with_extensions
 from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
 from hasten.config.sections.launch import InitProcessGroupKwargs, LaunchConfig, SurviveSettings
 from hasten.config.sections.loop import (
@@ -37,6 +37,7 @@ else:
 
 
 @settings
+@with_extensions("")
 class Config(Section):
     """All settings of a run."""
 

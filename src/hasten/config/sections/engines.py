@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from hasten.config.base import Section, setting, settings
+from hasten.config.base import Section, SectionNames, setting, settings
 
 Offload = Literal["none", "cpu", "nvme"]
 
@@ -11,6 +11,8 @@ Offload = Literal["none", "cpu", "nvme"]
 @settings
 class DeepSpeedPlugin(Section):
     """Options of DeepSpeed; `hf_ds_config` (a file or a mapping) overrides the single options, "auto" is filled in."""
+
+    section_names = SectionNames(argument="deepspeed_plugin", strategy="deepspeed")
 
     hf_ds_config: str | Mapping[str, Any] | None = setting(
         None, "DeepSpeed's own configuration: path or mapping", flags=("deepspeed_config_file",)
@@ -55,6 +57,8 @@ class DeepSpeedPlugin(Section):
 @settings
 class MegatronLMPlugin(Section):
     """Options of Megatron-LM."""
+
+    section_names = SectionNames(argument="megatron_lm_plugin", strategy="megatron")
 
     tp_degree: int = setting(1, "tensor parallel size", minimum=1)
     pp_degree: int = setting(1, "pipeline parallel size", minimum=1)
@@ -130,6 +134,8 @@ class MegatronLMPlugin(Section):
 @settings
 class XLAConfig(Section):
     """Options of TPUs through torch_xla."""
+
+    section_names = SectionNames(argument="xla")
 
     fsdp_v2: bool = setting(False, "shard parameters and optimizer state over the devices (FSDPv2)", flag="xla_fsdp_v2")
     downcast_bf16: bool = setting(False, "floats are bf16 and doubles fp32 on the TPU")

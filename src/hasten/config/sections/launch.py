@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final, Literal
 
-from hasten.config.base import Section, setting, settings
+from hasten.config.base import Section, SectionNames, setting, settings, with_extensions
 from hasten.config.sections.kubernetes import KubernetesSettings
 
 Rendezvous = Literal["static", "c10d"]
@@ -15,6 +15,8 @@ OWN_LAUNCHERS: Final = ("auto", "single", "torchrun", "slurm", "xla")
 @settings
 class InitProcessGroupKwargs(Section):
     """Options of torch.distributed.init_process_group."""
+
+    section_names = SectionNames(is_handler=True)
 
     backend: str | None = setting(None, "communication backend (default: by device, nccl or gloo)")
     init_method: str | None = setting(None, "URL of the rendezvous (default: environment)")
@@ -28,6 +30,8 @@ class SurviveSettings(Section):
 
     `hasten launch --replicas N` sets everything. Without that launcher, give `lighthouse`, `replica` and `replicas` on each replica.
     """
+
+    section_names = SectionNames(argument="survive")
 
     replicas: int = setting(
         0,
@@ -55,6 +59,7 @@ class SurviveSettings(Section):
 
 
 @settings
+@with_extensions("launch.")
 class LaunchConfig(Section):
     """Machines, processes and their rendezvous."""
 

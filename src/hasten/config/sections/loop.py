@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
-from hasten.config.base import Section, setting, settings
+from hasten.config.base import Section, SectionNames, setting, settings
 
 
 @settings
 class ProjectConfiguration(Section):
     """Folders of logs and checkpoints, and the checkpoints to keep."""
+
+    section_names = SectionNames(argument="project_config")
 
     project_dir: str | None = setting(None, "folder (or URL) of the run", path=True)
     logging_dir: str | None = setting(None, "folder of tracker logs (default: project_dir)", path=True)
@@ -37,6 +39,8 @@ OrderOf = Literal["seed", "torch"]
 @settings
 class DataLoaderConfiguration(Section):
     """Options of splitting, shuffling, moving and resuming loaders."""
+
+    section_names = SectionNames(argument="dataloader_config")
 
     split_batches: bool = setting(
         False, "the loader's batch size is the global one, split over processes", flags=("split_batches",)
@@ -87,6 +91,8 @@ MAX_MICRO_STEPS: Final = 1_000_000
 class GradientAccumulationPlugin(Section):
     """Options of gradient accumulation over micro-steps."""
 
+    section_names = SectionNames(argument="gradient_accumulation_plugin")
+
     num_steps: int = setting(
         1, "micro-steps per optimizer update", minimum=1, maximum=MAX_MICRO_STEPS, flag="gradient_accumulation_steps"
     )
@@ -98,6 +104,8 @@ class GradientAccumulationPlugin(Section):
 @settings
 class PerformanceSettings(Section):
     """Optimizations that change results by rounding at most; each is logged with its reason and can be turned off."""
+
+    section_names = SectionNames(argument="performance", word_fields=("mode",))
 
     mode: Literal["auto", "off"] | None = setting(
         None,
@@ -118,6 +126,8 @@ MasterWeights = Literal["fp32", "keep"]
 class AutocastKwargs(Section):
     """Options of autocast."""
 
+    section_names = SectionNames(is_handler=True)
+
     enabled: bool = setting(True, "cast inside the model's forward and autocast()")
     cache_enabled: bool | None = setting(None, "keep cast weights within one forward (default: torch's choice)")
     output_dtype: Literal["fp32", "keep"] = setting("fp32", "dtype of a prepared model's float outputs")
@@ -126,6 +136,8 @@ class AutocastKwargs(Section):
 @settings
 class GradScalerKwargs(Section):
     """Options of dynamic loss scaling under fp16."""
+
+    section_names = SectionNames(is_handler=True)
 
     init_scale: float = setting(65536.0, "first scale of the loss", minimum=0)
     growth_factor: float = setting(2.0, "factor after growth_interval steps without overflow", minimum=1)
@@ -141,6 +153,8 @@ class GradScalerKwargs(Section):
 class AORecipeKwargs(Section):
     """Options of fp8 through torchao."""
 
+    section_names = SectionNames(is_handler=True)
+
     config: Any = setting(None, "a torchao Float8LinearConfig", code_only=True)
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = setting(None, "a named torchao recipe")
     module_filter_func: Callable[..., bool] | None = setting(None, "which linear layers are converted", code_only=True)
@@ -152,6 +166,8 @@ class AORecipeKwargs(Section):
 @settings
 class TERecipeKwargs(Section):
     """Options of fp8 through NVIDIA Transformer Engine."""
+
+    section_names = SectionNames(is_handler=True)
 
     use_autocast_during_eval: bool = setting(False, "fp8 in evaluation too")
     margin: int = setting(0, "margin of the scaling factor")
@@ -168,6 +184,8 @@ class TERecipeKwargs(Section):
 @settings
 class FP8Config(Section):
     """Implementation of fp8 and its recipe."""
+
+    section_names = SectionNames(is_handler=True)
 
     backend: Literal["auto", "ao", "te"] = setting("auto", "torchao or Transformer Engine (auto: the installed one)")
     ao: AORecipeKwargs = setting(factory=AORecipeKwargs, help="recipe of torchao", prefix="fp8_")
@@ -199,6 +217,8 @@ DynamoBackend = Literal[
 class TorchDynamoPlugin(Section):
     """Options of torch.compile; backend "no" does not compile the model."""
 
+    section_names = SectionNames(argument="dynamo_plugin")
+
     backend: DynamoBackend | str | Callable[..., Any] = setting(
         "no", "compiler backend (inductor, aot_eager, cudagraphs, …; no = off)"
     )
@@ -228,6 +248,8 @@ class TorchDynamoPlugin(Section):
 class ProfileKwargs(Section):
     """Options of torch.profiler."""
 
+    section_names = SectionNames(is_handler=True)
+
     activities: tuple[Literal["cpu", "cuda", "xpu", "mtia", "hpu"], ...] | None = setting(
         None, "what is recorded (default: all present)"
     )
@@ -245,6 +267,8 @@ class ProfileKwargs(Section):
 class TrackingConfig(Section):
     """Options of experiment trackers."""
 
+    section_names = SectionNames(argument="tracking")
+
     log_with: tuple[str, ...] = setting((), "trackers: jsonl, tensorboard, wandb, mlflow, …, or all")
     missing_tracker: Literal["error", "warn"] = setting(
         "error", "what to do if the package of a named tracker is not installed; warn continues without it"
@@ -254,6 +278,8 @@ class TrackingConfig(Section):
 @settings
 class MetricsSettings(Section):
     """Metrics for operations: a port for Prometheus. Off unless it is set."""
+
+    section_names = SectionNames(argument="metrics")
 
     port: int | None = setting(
         None,

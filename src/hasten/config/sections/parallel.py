@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from hasten.config.base import Section, setting, settings
+from hasten.config.base import Section, SectionNames, setting, settings
 
 TensorStyle = Literal[
     "colwise",
@@ -88,6 +88,8 @@ class ParallelismConfig(Section):
     A data-parallel size that is not given (None) is set by the strategy: replicas for DDP, shards for FSDP.
     """
 
+    section_names = SectionNames(argument="parallelism_config")
+
     dp_replicate_size: int | None = setting(
         None,
         "copies of the model (DDP, or the outer axis of HSDP)",
@@ -147,6 +149,8 @@ class ParallelismConfig(Section):
 class DistributedDataParallelKwargs(Section):
     """Options of torch's DistributedDataParallel."""
 
+    section_names = SectionNames(is_handler=True)
+
     dim: int = setting(0, "batch dimension of inputs scattered over devices", minimum=0)
     broadcast_buffers: bool = setting(True, "copy buffers from rank 0 before each forward")
     init_sync: bool = setting(True, "copy parameters and buffers from rank 0 at the start")
@@ -180,6 +184,8 @@ class FSDPMixedPrecision(Section):
 @settings
 class FullyShardedDataParallelPlugin(Section):
     """Options of FSDP2 (`torch.distributed.fsdp.fully_shard`)."""
+
+    section_names = SectionNames(argument="fsdp_plugin", strategy="fsdp")
 
     reshard_after_forward: bool | int = setting(
         True, "free gathered parameters after forward (an integer reshards to that many ranks)"

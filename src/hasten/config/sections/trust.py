@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from hasten.config.base import Section, setting, settings
+from hasten.config.base import Section, SectionNames, setting, settings
 
 
 @settings
@@ -11,6 +11,8 @@ class TrustSettings(Section):
 
     A word in place of this class sets `stall`, `divergence` and `numbers` alike: `Accelerator(trust="off")` or `trust="report"`.
     """
+
+    section_names = SectionNames(argument="trust", word_fields=("stall", "divergence", "numbers"))
 
     stall: Literal["abort", "report", "off"] = setting(
         "abort",
