@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hasten import modules as modules
     from hasten import ray as ray
     from hasten import testing as testing
-    from hasten import trainer as trainer
     from hasten.accelerator.established import DistributedType as DistributedType
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.inference import map_dataset as map_dataset
@@ -72,10 +71,6 @@ if TYPE_CHECKING:
     from hasten.runtime.seeding import synchronize_rng_states as synchronize_rng_states
     from hasten.state.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
-    from hasten.trainer.arguments import TrainingArguments as TrainingArguments
-    from hasten.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
-    from hasten.trainer.callbacks import TrainerCallback as TrainerCallback
-    from hasten.trainer.trainer import Trainer as Trainer
 
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
@@ -128,14 +123,10 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "synchronize_rng_states": "hasten.runtime.seeding",
         "PREEMPTED_EXIT_CODE": "hasten.state.preemption",
         "read_metrics": "hasten.tracking.backends.jsonl",
-        "TrainingArguments": "hasten.trainer.arguments",
-        "EarlyStoppingCallback": "hasten.trainer.callbacks",
-        "TrainerCallback": "hasten.trainer.callbacks",
-        "Trainer": "hasten.trainer.trainer",
     }
 )
 
-_MODULES: Final = ("bigmodel", "data", "errors", "extending", "modules", "ray", "testing", "trainer")
+_MODULES: Final = ("bigmodel", "data", "errors", "extending", "modules", "ray", "testing")
 """Public modules, imported on first use as well."""
 
 __all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]

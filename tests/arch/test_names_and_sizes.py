@@ -42,7 +42,7 @@ SMALL: Final = MappingProxyType(
         "progress/tqdm_bar.py": "a public name of its own",
         "survive/report.py": "read by the facade and the metrics, without the replica's torch",
         "progress/waiting.py": "strategies import it, and its neighbour with the other displays loads rich",
-        "trainer/trainer.py": "one optional package of the Trainer",
+        "trainer.py": "the module name that users write for the extension of the Trainer",
         "runtime/context.py": "ProcessContext, imported by forty modules",
         "survive/lighthouse.py": "the program of a separate process",
         "strategies/blocks.py": "imported by eight modules of strategies",
@@ -51,8 +51,8 @@ SMALL: Final = MappingProxyType(
         "testing/plugin.py": "the entry point of the pytest plugin",
         "testing/processors.py": "shared by the pool and by the test suite",
         "extensions/planning/plan/traffic.py": "formulas, compared with counted bytes by a test",
-        "trainer/state.py": "two public classes without torch",
-        "trainer/step_plan.py": "arithmetic without torch",
+        "extensions/trainer/state.py": "two public classes without torch",
+        "extensions/trainer/step_plan.py": "arithmetic without torch",
         "version.py": "read by the build",
     }
 )

@@ -27,8 +27,8 @@ PURE_FILES: Final = MappingProxyType(
         "tools.machine": "the machine, described for the commands that need no torch",
         "tools.matrix": "starts and compares runs; each run imports torch in its own process",
         "tools.wizard": "questions of `hasten config`, which needs no torch",
-        "trainer.arguments": "a Trainer's settings",
-        "trainer.state": "a Trainer's counters and requests",
+        "extensions.trainer.arguments": "a Trainer's settings",
+        "extensions.trainer.state": "a Trainer's counters and requests",
     }
 )
 NEEDS_TORCH: Final = MappingProxyType(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hasten
+import hasten.extensions.trainer
 from hasten import Accelerator, optional
 from hasten.cli.flags import SettingsParser
 from hasten.cli.main import commands, function_of
@@ -71,7 +72,7 @@ def exists(name: str) -> bool:
         hasten,
         hasten.bigmodel,
         hasten.data,
-        hasten.trainer,
+        hasten.extensions.trainer,
         hasten.Trainer,
         EMA,
         muon,

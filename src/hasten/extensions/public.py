@@ -5,3 +5,7 @@ An import whose folder was deleted is ignored: `# type: ignore[import-not-found,
 
 from hasten.extensions.deepspeed.placeholders import DummyOptim as DummyOptim  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.placeholders import DummyScheduler as DummyScheduler  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.trainer.arguments import TrainingArguments as TrainingArguments  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.trainer.callbacks import TrainerCallback as TrainerCallback  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.trainer.trainer import Trainer as Trainer  # type: ignore[import-not-found, unused-ignore]

@@ -18,8 +18,8 @@ from hasten.checkpoint.inspect import find, verify
 from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.cli.main import main
 from hasten.errors import ArgumentError, CheckpointError
-from hasten.trainer.arguments import TrainingArguments
-from hasten.trainer.trainer import Trainer
+from hasten.extensions.trainer.arguments import TrainingArguments
+from hasten.extensions.trainer.trainer import Trainer
 
 
 class Counter:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hasten.cli.main import main
-from hasten.trainer.arguments import TrainingArguments
-from hasten.trainer.checkpoints import save_model
-from hasten.trainer.trainer import Trainer
+from hasten.extensions.trainer.arguments import TrainingArguments
+from hasten.extensions.trainer.checkpoints import save_model
+from hasten.extensions.trainer.trainer import Trainer
 
 SECRETS = (
     "hunter2one",

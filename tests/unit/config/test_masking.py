@@ -15,8 +15,8 @@ import pytest
 
 from hasten.config.masking import NOT_SHOWN, masked, masked_tree, masked_value, secrecy_of
 from hasten.config.schema import SETTABLE
+from hasten.extensions.trainer.arguments import TrainingArguments
 from hasten.tracking.values import plain_config
-from hasten.trainer.arguments import TrainingArguments
 
 SECRET_NAMES = re.findall(
     r"\S+",

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import hasten
-from hasten import bigmodel, data, extending, modules, trainer
+from hasten import bigmodel, data, extending, modules
 from hasten.accelerator.established import INSTEAD, VALUES
 from hasten.config.layers import nearest
 
@@ -22,7 +22,7 @@ _MAIN: Final = "Accelerator"
 HOMES: Final = MappingProxyType(
     {
         name: module
-        for module in (data, modules, extending, trainer, bigmodel, hasten)  # the last one wins
+        for module in (data, modules, extending, bigmodel, hasten)  # the last one wins
         for name in module.__all__
     }
 )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hasten.errors import ConfigError
-from hasten.trainer.arguments import TrainingArguments
+from hasten.extensions.trainer.arguments import TrainingArguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.config.sections.loop import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, SettingValueError
+from hasten.extensions.trainer.arguments import TrainingArguments
 from hasten.strategies.blocks import repeated_blocks
-from hasten.trainer.arguments import TrainingArguments
 
 _FSDP_WORDS: Final = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from hasten.errors import ArgumentError, ConfigError
+from hasten.extensions.trainer.arguments import TrainingArguments
+from hasten.extensions.trainer.interface import TrainerInterface
+from hasten.extensions.trainer.state import TrainerControl, TrainerState
 from hasten.progress.text import value_text
-from hasten.trainer.arguments import TrainingArguments
-from hasten.trainer.interface import TrainerInterface
-from hasten.trainer.state import TrainerControl, TrainerState
 
 _TIMES: Final = ("_runtime", "_per_second")
 EVENTS: Final = (

@@ -18,9 +18,9 @@ from hasten.checkpoint.store.occupied import check_no_weights
 from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError, HastenWarning, HubError
+from hasten.extensions.trainer.arguments import TrainingArguments
+from hasten.extensions.trainer.interface import TrainerInterface
 from hasten.state.publishing import FolderPush
-from hasten.trainer.arguments import TrainingArguments
-from hasten.trainer.interface import TrainerInterface
 
 
 def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:

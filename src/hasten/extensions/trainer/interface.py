@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from hasten.accelerator.facade import Accelerator
-from hasten.trainer.arguments import TrainingArguments
-from hasten.trainer.state import TrainerControl, TrainerState
+from hasten.extensions.trainer.arguments import TrainingArguments
+from hasten.extensions.trainer.state import TrainerControl, TrainerState
 
 
 class TrainerEvents(Protocol):

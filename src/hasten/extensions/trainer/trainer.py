@@ -17,16 +17,10 @@ from hasten.accelerator.facade import Accelerator
 from hasten.data.loader import Loader
 from hasten.data.packing import PackedBatchSampler
 from hasten.errors import ArgumentError, ConfigError
-from hasten.modules.lazy_logits import use_chunked_loss
-from hasten.optim.batch_size import find_executable_batch_size
-from hasten.optim.ema import EMA
-from hasten.optional import need
-from hasten.runtime.seeding import set_seed
-from hasten.trainer import checkpoints
-from hasten.trainer import checkpoints as publish
-from hasten.trainer.arguments import TrainingArguments, check_given_optimizers
-from hasten.trainer.callbacks import CallbackList, ProgressCallback, TrainerCallback
-from hasten.trainer.collate import (
+from hasten.extensions.trainer import checkpoints
+from hasten.extensions.trainer.arguments import TrainingArguments, check_given_optimizers
+from hasten.extensions.trainer.callbacks import CallbackList, ProgressCallback, TrainerCallback
+from hasten.extensions.trainer.collate import (
     LABELS,
     CollateUsed,
     DataCollatorWithPadding,
@@ -38,9 +32,9 @@ from hasten.trainer.collate import (
     taken_by,
     without_unused,
 )
-from hasten.trainer.evaluation import ComputeMetrics, PredictionOutput, run_evaluation
-from hasten.trainer.loop import TrainingLoop, TrainOutput
-from hasten.trainer.loss import (
+from hasten.extensions.trainer.evaluation import ComputeMetrics, PredictionOutput, run_evaluation
+from hasten.extensions.trainer.loop import TrainingLoop, TrainOutput
+from hasten.extensions.trainer.loss import (
     labels_in,
     labels_to_smooth,
     logits_in,
@@ -51,7 +45,7 @@ from hasten.trainer.loss import (
     shifts_labels,
     smoothed_loss,
 )
-from hasten.trainer.schedules import (
+from hasten.extensions.trainer.schedules import (
     OptimizerList,
     SchedulerList,
     get_scheduler,
@@ -60,9 +54,14 @@ from hasten.trainer.schedules import (
     members_of,
     num_warmup_steps,
 )
-from hasten.trainer.settings import accelerator_settings
-from hasten.trainer.state import TrainerControl, TrainerState
-from hasten.trainer.step_plan import TrainingPlan, plan_training
+from hasten.extensions.trainer.settings import accelerator_settings
+from hasten.extensions.trainer.state import TrainerControl, TrainerState
+from hasten.extensions.trainer.step_plan import TrainingPlan, plan_training
+from hasten.modules.lazy_logits import use_chunked_loss
+from hasten.optim.batch_size import find_executable_batch_size
+from hasten.optim.ema import EMA
+from hasten.optional import need
+from hasten.runtime.seeding import set_seed
 
 log = logging.getLogger(__name__)
 
@@ -446,7 +445,7 @@ class Trainer:
 
     def save_model(self, output_dir: str | None = None) -> str:
         """Write the model, its tokenizer and the arguments to a folder and return its path. Ranks: every rank."""
-        return publish.save_model(self, output_dir or self.args.output_dir)
+        return checkpoints.save_model(self, output_dir or self.args.output_dir)
 
     def push_to_hub(
         self, commit_message: str = "End of training", blocking: bool = True, **options: Any
@@ -456,7 +455,7 @@ class Trainer:
         With `blocking=False` a copy of the model is uploaded in the background; if that fails, the next push warns, and the upload at
         the end of `train()` raises. Raises: HubError.
         """
-        return publish.push_to_hub(self, commit_message, blocking, **options)
+        return checkpoints.push_to_hub(self, commit_message, blocking, **options)
 
     @property
     def device(self) -> torch.device:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hasten.accelerator.components import components
 from hasten.errors import ConfigError
+from hasten.extensions.trainer.checkpoints import finish_upload
+from hasten.extensions.trainer.evaluation import slowest
+from hasten.extensions.trainer.interface import TrainerInterface
+from hasten.extensions.trainer.step_plan import TrainingPlan
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
-from hasten.trainer.checkpoints import finish_upload
-from hasten.trainer.evaluation import slowest
-from hasten.trainer.interface import TrainerInterface
-from hasten.trainer.step_plan import TrainingPlan
 
 _SUMMED_AT_ONCE: Final = 64
 

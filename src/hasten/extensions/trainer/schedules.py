@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from hasten.errors import SettingValueError
+from hasten.extensions.trainer.arguments import TrainingArguments
 from hasten.optim.optimizers import optimizers as split_optimizers
-from hasten.trainer.arguments import TrainingArguments
 
 Factor = Callable[..., float]
 

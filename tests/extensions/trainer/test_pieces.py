@@ -11,10 +11,10 @@ from torch import nn
 
 from hasten import TrainingArguments
 from hasten.errors import ArgumentError, DataError, SettingValueError
+from hasten.extensions.trainer.collate import CollateUsed, LengthGroupedSampler, lengths_of, taken_by, without_unused
+from hasten.extensions.trainer.loss import loss_in, num_items, outputs_besides_loss, smoothed_loss
+from hasten.extensions.trainer.schedules import make_optimizer, num_warmup_steps
 from hasten.trainer import DataCollatorWithPadding, default_data_collator, get_scheduler
-from hasten.trainer.collate import CollateUsed, LengthGroupedSampler, lengths_of, taken_by, without_unused
-from hasten.trainer.loss import loss_in, num_items, outputs_besides_loss, smoothed_loss
-from hasten.trainer.schedules import make_optimizer, num_warmup_steps
 from tests.support.toys import Scored, Tagged
 
 transformers_schedules = pytest.importorskip("transformers.optimization")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.errors import ArgumentError
-from hasten.trainer.collate import IGNORED
+from hasten.extensions.trainer.collate import IGNORED
 
 # Any in this file: batches and outputs of any type.
 

@@ -16,10 +16,10 @@ from torch.utils.data import IterableDataset
 
 from hasten import PREEMPTED_EXIT_CODE, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, read_metrics
 from hasten.errors import ArgumentError, ConfigError, ContradictionError
+from hasten.extensions.trainer.callbacks import EVENTS
+from hasten.extensions.trainer.settings import accelerator_settings
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 from hasten.trainer import default_data_collator
-from hasten.trainer.callbacks import EVENTS
-from hasten.trainer.settings import accelerator_settings
 from tests.support.toys import Rows, Scored
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from hasten import trees
 from hasten.accelerator.facade import Accelerator
 from hasten.data.loader import Loader
+from hasten.extensions.trainer.collate import IGNORED
+from hasten.extensions.trainer.interface import TrainerInterface
+from hasten.extensions.trainer.loss import labels_in, loss_or_none, num_items, outputs_besides_loss, run_model
 from hasten.runtime.mesh_plan import BATCH
-from hasten.trainer.collate import IGNORED
-from hasten.trainer.interface import TrainerInterface
-from hasten.trainer.loss import labels_in, loss_or_none, num_items, outputs_besides_loss, run_model
 
 # Any in this file: batches, outputs and arrays in any nesting.
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, DataLoaderConfiguration, Trainer, TrainingArguments, optimizers, set_seed
 from hasten.data import packed_attention_mask
 from hasten.errors import ConfigError
+from hasten.extensions.trainer.schedules import OptimizerList, make_optimizer
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.trainer import default_data_collator, get_scheduler
-from hasten.trainer.schedules import OptimizerList, make_optimizer
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError, ContradictionError, MissingPackageError
+from hasten.extensions.trainer.trainer import apply_liger
 from hasten.optional import available
 from hasten.trainer import Trainer, TrainingArguments
-from hasten.trainer.trainer import apply_liger
 
 TABLE = """
 MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}

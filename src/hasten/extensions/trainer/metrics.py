@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hasten.errors import DataError
-from hasten.trainer.collate import IGNORED
-from hasten.trainer.evaluation import EvalPrediction
+from hasten.extensions.trainer.collate import IGNORED
+from hasten.extensions.trainer.evaluation import EvalPrediction
 
 Array = NDArray[Any]  # Any: numbers of any dtype
 

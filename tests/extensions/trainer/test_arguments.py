@@ -14,13 +14,13 @@ from torch import nn
 import hasten
 from hasten import TrainingArguments
 from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
+from hasten.extensions.trainer.arguments import _REFUSED
+from hasten.extensions.trainer.settings import accelerator_settings
+from hasten.extensions.trainer.step_plan import plan_training
 from hasten.testing.toys import TinyLM
-from hasten.trainer.arguments import _REFUSED
-from hasten.trainer.settings import accelerator_settings
-from hasten.trainer.step_plan import plan_training
 from tests.support.toys import Scored
 
-ROOM = Path(hasten.__file__).parent / "trainer"
+ROOM = Path(hasten.__file__).parent / "extensions/trainer"
 
 
 def read_names() -> set[str]:
