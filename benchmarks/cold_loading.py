@@ -3,8 +3,6 @@
     python benchmarks/cold_loading.py --device cuda      # one GPU: 6.5 GB, at most 85 seconds
     python benchmarks/cold_loading.py --device cpu       # 1 GB into host memory
     python benchmarks/cold_loading.py --starts           # the same files in three fresh processes, one after the other, by every contender
-    python benchmarks/cold_loading.py --reads            # hasten with several sizes of read-ahead, instead of the peers
-    python benchmarks/cold_loading.py --ways             # the disk alone: plain and direct reads by threads and block size
 
 Every contender of every round loads files of its own, which are written, synced and dropped from the page cache before, since a disk (or
 the host of a virtual one) may answer a second read from a cache of its own. The share that the page cache still holds is measured before
@@ -36,7 +34,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -47,17 +44,10 @@ from torch import nn
 
 from hasten.bigmodel.load import load_checkpoint_in_model
 from hasten.checkpoint.export import save_model
-from hasten.checkpoint.store import disk
 
 GB = 1e9
 MIB = 2**20
 Load = Callable[[nn.Module, Path], object]
-WAYS = (
-    *(("plain", threads, block) for threads, block in ((1, 16), (2, 16), (4, 16), (8, 16), (16, 16))),
-    *(("plain, told ahead", threads, block) for threads, block in ((2, 16), (8, 16), (16, 16))),
-    *(("direct", threads, block) for threads, block in ((1, 16), (2, 16), (4, 4), (4, 16), (8, 16), (16, 4), (16, 16))),
-)
-"""Kind of read, threads, MiB of a block."""
 
 
 # -- the page cache ---------------------------------------------------------------------------------------------------
@@ -159,21 +149,6 @@ def contenders(device: torch.device) -> dict[str, Load]:
 
     known["safetensors"] = bare
     return known
-
-
-def forced(device: torch.device) -> dict[str, Load]:
-    """hasten as it is, and with other numbers of bytes that are requested from the disk in one call."""
-    load = contenders(device)["hasten"]
-
-    def reading_ahead(num_bytes: int) -> Load:
-        def loaded(model: nn.Module, folder: Path) -> object:
-            with mock.patch.object(disk, "READ_AHEAD_BYTES", num_bytes):
-                return load(model, folder)
-
-        return loaded
-
-    variants = {f"hasten, {kib} KiB a call": reading_ahead(kib * 1024) for kib in (128, 2048, 16384)}
-    return {"hasten": load, **variants, "hasten, no read-ahead": reading_ahead(1 << 60)}
 
 
 def timed(size: Sizes, load: Load, folder: Path, depth: int | None = None) -> tuple[float, float, nn.Module]:
@@ -286,68 +261,6 @@ def load_once(size: Sizes, name: str, files: Path) -> dict[str, Any]:
     return {"seconds": round(seconds, 3), "processor_s": round(processor, 3)}
 
 
-# -- the disk alone ---------------------------------------------------------------------------------------------------
-def read_file(path: Path, kind: str, threads: int, block: int) -> float:
-    """Seconds to read a file with several threads into page-aligned memory of their own."""
-    size = path.stat().st_size
-    flags = os.O_RDONLY | (os.O_DIRECT if kind == "direct" else 0)
-    fd = os.open(path, flags)
-    rooms = [mmap.mmap(-1, block) for _ in range(threads)]
-    for room in rooms:
-        room.write(b"\1" * block)
-
-    def told(at: int) -> None:
-        for start in range(at, min(at + block, size), MIB):
-            os.posix_fadvise(fd, start, MIB, os.POSIX_FADV_WILLNEED)
-
-    def read(number: int) -> None:
-        starts = list(range(number * block, size, threads * block))
-        if kind == "plain, told ahead" and starts:
-            told(starts[0])
-        for this, at in enumerate(starts):
-            if kind == "plain, told ahead" and this + 1 < len(starts):
-                told(starts[this + 1])
-            os.preadv(fd, [rooms[number]], at)
-
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, range(threads)))
-    seconds = time.perf_counter() - begun
-    os.close(fd)
-    return seconds
-
-
-def ways(folder: Path, gigabytes: float, turns: int) -> list[dict[str, Any]]:
-    """GB/s of every way to read, cold; a file for each."""
-    content = np.random.default_rng(0).bytes(64 * MIB)
-    count = max(1, round(gigabytes * GB / len(content)))
-    paths = [folder / f"{number}.bin" for number in range(len(WAYS))]
-    for path in paths:
-        with path.open("wb", buffering=0) as file:
-            for _ in range(count):
-                file.write(content)
-    size = count * len(content)
-    times: dict[tuple[str, int, int], list[float]] = {way: [] for way in WAYS}
-    left = 0.0
-    for turn in range(turns):
-        left = max(left, drop(paths))
-        pairs = list(zip(WAYS, paths, strict=True))
-        for way, path in pairs[:: -1 if turn % 2 else 1]:
-            kind, threads, block = way
-            try:
-                times[way].append(read_file(path, kind, threads, block * MIB))
-            except OSError as error:  # direct reads are not supported everywhere
-                print(f"  {way}: {error}", file=sys.stderr)
-    rows = []
-    for (kind, threads, block), seconds in times.items():
-        speeds = [round(size / GB / one, 2) for one in seconds]
-        row = {"reads": kind, "threads": threads, "block MiB": block, "GB/s": max(speeds, default=None), "all": speeds}
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    print(f"  cached before: {left:.3f}")
-    return rows
-
-
 # -- the report -------------------------------------------------------------------------------------------------------
 def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median seconds of each contender, cold and warm, and how often each is as fast as Accelerate."""
@@ -391,26 +304,19 @@ def page(found: dict[str, Any], known: dict[str, str]) -> str:
         for name in dict.fromkeys(row["contender"] for row in found["starts"]):
             seconds = [f"{row['seconds']:.2f}" for row in found["starts"] if row["contender"] == name]
             lines.append(f"| {name} | {' | '.join(seconds)} |")
-    if found.get("ways"):
-        lines += ["", "| reads of the disk alone, cold | threads | block (MiB) | GB/s |", "|---|---|---|---|"]
-        lines += [f"| {row['reads']} | {row['threads']} | {row['block MiB']} | {row['all']} |" for row in found["ways"]]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--gigabytes", type=float, help="size of the model (6.5, on the CPU 1), or of each file of --ways (1)"
-    )
+    parser.add_argument("--gigabytes", type=float, help="size of the model (6.5, on the CPU 1)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=70, help="no new round that would end later")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure, instead of the temporary one")
     parser.add_argument("--starts", action="store_true", help="three fresh processes for each contender")
     parser.add_argument("--once", help="load with this contender in this process, and print the seconds")
     parser.add_argument("--files", type=Path, help="the files that --once loads")
-    parser.add_argument("--reads", action="store_true", help="hasten alone, by the size of its read-ahead")
-    parser.add_argument("--ways", action="store_true", help="only the disk, without a model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -422,23 +328,20 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="hasten-loads-", dir=args.folder))
     found: dict[str, Any] = {"device": device.type}
     try:
-        if args.ways:
-            found["ways"] = ways(folder, args.gigabytes or 1.0, min(args.rounds, 2))
-        elif args.starts:
+        if args.starts:
             found["gigabytes"] = size.depth * 24 * size.width**2 / GB
             arguments = ["--device", args.device, *(["--gigabytes", str(args.gigabytes)] if args.gigabytes else [])]
             found["starts"] = starts(size, arguments, folder)
         else:
             found["gigabytes"] = size.depth * 24 * size.width**2 / GB
-            loads = forced(device) if args.reads else contenders(device)
-            found["rows"] = rounds(size, loads, folder, args.seconds, args.rounds)
+            found["rows"] = rounds(size, contenders(device), folder, args.seconds, args.rounds)
             found["rounds"] = found["rows"][-1]["round"] + 1
             found["medians"] = medians(found["rows"])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     known = versions(device.type)
     print(page(found, known))
-    setting = ", ".join([*(name for name in ("ways", "reads", "starts") if getattr(args, name)), device.type])
+    setting = f"starts, {device.type}" if args.starts else device.type
     record("cold_loading", setting, found, page(found, known), known, args.out)
 
 

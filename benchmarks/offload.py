@@ -17,8 +17,6 @@ import argparse
 import gc
 import json
 import logging
-import os
-import resource
 import shutil
 import statistics
 import sys
@@ -68,12 +66,9 @@ class Aim:
 AIMS = (
     Aim("forward from host memory, of bytes / bandwidth of the link", "cpu forward", "of_limit", at_most=1.15),
     Aim("its device memory over the activations, in blocks", "cpu forward", "peak_over_activations_blocks", at_most=3),
-    Aim("half of the blocks resident, of that time", "half resident", "of_all_streamed", at_most=0.6),
     Aim("forward from files in the page cache, times Accelerate", "disk forward", "times_faster", at_least=3),
     Aim("loading to the device, times Accelerate", "loading", "times_faster", at_least=2.5),
     Aim("forward, times diffusers' group offloading with streams", "beside diffusers", "times_faster", at_least=1),
-    Aim("device memory after 50 more forwards, bytes", "growth", "device_bytes", at_most=0),
-    Aim("host memory after 50 more forwards, MB", "growth", "host_MB", at_most=16),
 )
 
 
@@ -251,31 +246,6 @@ def cpu_forward(bench: Bench) -> None:
     detach(ours)
 
 
-def half_resident(bench: Bench) -> None:
-    """A forward with half of the blocks in host memory, beside one with all of them there."""
-    source = build(bench, bench.depth)
-    x = torch.randn(1, bench.tokens, bench.width, device=bench.device, dtype=torch.bfloat16)
-    wanted, weights = source(x), num_bytes(source)
-    ours = on_host(bench, source, lambda: meta(bench, bench.depth))
-    del source
-    free(bench)
-    cpu_offload(ours, bench.device)
-    streamed = bench.turns({"hasten": lambda: ours(x)})["hasten"]
-    detach(ours)
-    cpu_offload(ours, bench.device, resident=weights // 2)
-    equal = bool(torch.equal(ours(x), wanted)) and bool(torch.equal(ours(x), wanted))
-    half = bench.turns({"hasten": lambda: ours(x)})["hasten"]
-    bench.add(
-        part="half resident",
-        what="hasten",
-        seconds=half,
-        of_all_streamed=round(half / streamed, 3),
-        of_limit=round(half / (weights / bench.bandwidth), 3),
-        bit_equal=equal,
-    )
-    detach(ours)
-
-
 def meta(bench: Bench, depth: int) -> Stack:
     with torch.device("meta"):
         return Stack(bench.width, depth).to(torch.bfloat16)
@@ -285,38 +255,6 @@ def free(bench: Bench) -> None:
     gc.collect()
     if not bench.tiny:
         torch.cuda.empty_cache()
-
-
-def growth(bench: Bench) -> None:
-    """Fifty forwards leave device and host memory as they were."""
-    source = build(bench, bench.small_depth)
-    model = on_host(bench, source, lambda: meta(bench, bench.small_depth))
-    x = torch.randn(1, 16, bench.width, device=bench.device, dtype=torch.bfloat16)
-    wanted = source(x)
-    del source
-    free(bench)
-    cpu_offload(model, bench.device)
-    for _ in range(5):
-        model(x)
-    bench.sync()
-    device, host = bench.allocated(), rss()
-    equal = all(bool(torch.equal(model(x), wanted)) for _ in range(50))
-    bench.sync()
-    bench.add(
-        part="growth",
-        what="hasten, 50 forwards",
-        device_bytes=bench.allocated() - device,
-        host_MB=round((rss() - host) / 1e6, 1),
-        bit_equal=equal,
-    )
-    detach(model)
-
-
-def rss() -> int:
-    status = Path("/proc/self/statm")
-    if status.is_file():
-        return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def beside_diffusers(bench: Bench) -> None:
@@ -417,44 +355,6 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
     detach(ours)
 
 
-def pinning(bench: Bench) -> None:
-    """Ways to take page-locked memory, per GB."""
-    if bench.tiny:
-        return
-    import numpy as np
-
-    size, count = 1024**3, 6
-
-    def locked() -> None:
-        with ThreadPoolExecutor(count) as pool:
-            list(pool.map(lambda _: torch.empty(size - 4096, dtype=torch.uint8, pin_memory=True), range(count)))
-
-    def registered() -> None:
-        def take(_: int) -> Tensor:
-            memory = np.empty(size, np.uint8)
-            memory[::4096] = 0
-            found = torch.from_numpy(memory)
-            torch.cuda.cudart().cudaHostRegister(found.data_ptr(), size, 0)
-            return found
-
-        with ThreadPoolExecutor(count) as pool:
-            held = list(pool.map(take, range(count)))
-        seconds.append(time.perf_counter() - begun)
-        for one in held:
-            torch.cuda.cudart().cudaHostUnregister(one.data_ptr())
-
-    seconds: list[float] = []
-    first = bench.timed(locked)
-    begun = time.perf_counter()
-    registered()
-    bench.add(
-        part="page-locking",
-        what=f"{count} GiB on {count} threads",
-        allocated_s=first,
-        touched_and_registered_s=seconds[0],
-    )
-
-
 def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
     """Every aim with what was found, and whether all compared outputs were equal."""
     judged: list[Row] = []
@@ -528,7 +428,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="*", default=["cpu", "half", "disk", "growth", "diffusers"])
+    parser.add_argument("--parts", nargs="*", default=["cpu", "disk", "diffusers"])
     parser.add_argument("--depth", type=int, help="blocks of the model (32 of 0.63 GB)")
     chosen = parser.parse_args()
     device = torch.device(chosen.device, 0) if chosen.device != "cpu" else torch.device("cpu")
@@ -538,11 +438,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="hasten-offload-"))
     parts: dict[str, Callable[[Bench], None]] = {
         "cpu": cpu_forward,
-        "half": half_resident,
         "disk": lambda b: disk_and_loading(b, folder),
-        "growth": growth,
         "diffusers": beside_diffusers,
-        "pin": pinning,
     }
     try:
         failed = measure(bench, {name: parts[name] for name in chosen.parts})

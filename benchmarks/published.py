@@ -142,18 +142,6 @@ def cold_loads(runs: list[Run]) -> list[str]:
     )
 
 
-def tokens(runs: list[Run]) -> list[str]:
-    row = next(row for row in runs[-1]["found"]["rows"] if row["part"] == "generation")
-    return rows(
-        ["", "hasten", "Accelerate"],
-        [
-            f"a token of `generate()`, {row['what']}, weights in host memory",
-            f"{row['hasten_s_a_token']:.3f} s",
-            f"{row['Accelerate_s_a_token']:.2f} s",
-        ],
-    )
-
-
 def sharding(runs: list[Run]) -> list[str]:
     found = runs[-1]["found"]
     table = {row["row"]: row for row in found["table"]}
@@ -230,13 +218,12 @@ TABLES = (
         headline,
         also=(("checkpoint", "cuda"), ("offload", "cuda")),
     ),
-    Table("loop", "docs/performance.md", "full_loop", "cuda", LOOP_CODE, loop, 2),
-    Table("loop cpu", "docs/performance.md", "full_loop", "cpu", LOOP_CODE, loop_cpu, 2),
+    Table("loop", "docs/performance.md", "full_loop", "cuda", LOOP_CODE, loop),
+    Table("loop cpu", "docs/performance.md", "full_loop", "cpu", LOOP_CODE, loop_cpu),
     Table("input bound", "docs/performance.md", "full_loop", "cuda", ("data",), input_bound),
     Table("checkpoints", "docs/performance.md", "checkpoint", "cuda", ("checkpoint", "accelerator"), checkpoints),
     Table("big models", "docs/performance.md", "offload", "cuda", ("bigmodel",), big_models),
     Table("cold loads", "docs/performance.md", "cold_loading", "cuda", ("bigmodel", "checkpoint"), cold_loads),
-    Table("tokens", "docs/performance.md", "offload_tokens", "cuda", ("bigmodel",), tokens),
     Table("sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding),
     Table("offload training", "docs/performance.md", "offload_training", "cuda", ("strategies",), offload_training),
     Table("faults", "docs/survive.md", "survive_kills", "faults in every phase", ("survive",), faults),

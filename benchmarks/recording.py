@@ -52,11 +52,25 @@ def record(
         "commit": commit(),
         "hardware": known.pop("hardware", f"CPU, {os.cpu_count()} cores"),
         "versions": known,
-        "found": found,
+        "found": without_rounds(found),
         "page": page.rstrip().splitlines(),
     }
     runs = [one for one in runs if (one["started"], one["setting"]) != (STARTED, setting)] + [run]
     write(benchmark, runs, folder)
+
+
+def without_rounds(numbers: Any) -> Any:  # Any: JSON
+    """Leave out lists of single rounds: medians and quartiles are what is kept."""
+    if isinstance(numbers, dict):
+        return {name: without_rounds(value) for name, value in numbers.items() if not is_rounds(value)}
+    if isinstance(numbers, list):
+        return [without_rounds(value) for value in numbers]
+    return numbers
+
+
+def is_rounds(value: Any) -> bool:  # Any: JSON
+    """Return whether a value is a list of more than four numbers."""
+    return isinstance(value, list) and len(value) > 4 and all(isinstance(number, int | float) for number in value)
 
 
 def read(benchmark: str, folder: Path | None = None) -> list[dict[str, Any]]:

@@ -1,12 +1,11 @@
-"""Replicas under random faults in every phase: the longest pause, updates lost, and the account of all samples, beside restarts and torchft.
+"""Replicas under random faults in every phase: the longest pause, updates lost, and the account of all samples.
 
     sudo python benchmarks/survive_kills.py [--faults 200] [--seed 0] [--folder build/survive_kills]     # or: make bench-survive
 
 Needs torchft, and root for its network namespaces. Runs of 2, 3 and 4 replicas take turns, each replica on a simulated host. Processes are killed and
 stopped (for 0.3 to 5 s, or for good) and links cut (for 0.3 to 15 s, or for good; one in five between two replicas alone), in forward, backward,
 exchange, step, save, evaluation and between epochs; some faults hit a second replica while the first is away. Each run is checked: each sample of each
-epoch is used by exactly one applied update, weights and evaluations are bit by bit those of one process in plain torch. Between them, the same program
-is killed under restarts from memory and from the disk, and in torchft's own pattern (Manager and DistributedDataParallel; survive_peers.py).
+epoch is used by exactly one applied update, weights and evaluations are bit by bit those of one process in plain torch.
 
 The faults follow from the seed. Finished runs are kept in the folder: a second call continues after the last one.
 """
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from recording import commit, record
-from survive_peers import WRAPPERS, name_of, restarts, torchft_kills
 
 from tests.survive.checking import check_run
 from tests.survive.fault_program import PHASES
@@ -50,8 +48,6 @@ from tests.survive.reading import results, rows
 SETTING = "faults in every phase"
 EACH = 7
 """Faults in a run."""
-ROUNDS, KILLS = 5, 2
-"""Rounds of the others, and kills of each of them in a round."""
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -149,9 +145,9 @@ def table(header: list[str], lines: list[list[object]]) -> list[str]:
     return [f"| {' | '.join(map(str, cells))} |" for cells in (header, ["---"] * len(header), *lines)]
 
 
-def page_of(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> str:
+def page_of(runs: list[dict[str, Any]]) -> str:
     """Return the tables of all runs."""
-    lines = [*by_phase(runs), "", *by_replicas(runs), "", *beside(runs, peers), "", machine(runs), ""]
+    lines = [*by_phase(runs), "", *by_replicas(runs), "", machine(runs), ""]
     lines += [
         f"- Seed {run['seed']}, run {run['run']} with {run['replicas']} replicas: {run['violation']}"
         for run in runs
@@ -197,34 +193,6 @@ def by_replicas(runs: list[dict[str, Any]]) -> list[str]:
     return table(header, found)
 
 
-def beside(runs: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]:
-    """Return the pauses of single kills, beside those of restarts and of torchft."""
-    rows = [row | {"who": "hasten launch --replicas"} for row in single_kills(runs)] + peers
-    found: list[list[object]] = []
-    for who in dict.fromkeys(row["who"] for row in rows):
-        some = [row for row in rows if row["who"] == who and "stalled" not in row]
-        stalled = sum(row["who"] == who and "stalled" in row for row in rows)
-        pauses, lost = [row["pause (s)"] for row in some], [row["updates lost"] for row in some]
-        ended = sum(row["others that ended"] > 0 for row in some)
-        pause = [f"{statistics.median(pauses):.1f} s", f"{max(pauses):.1f} s"] if some else ["–", "–"]
-        found.append([who, len(some), *pause, max(lost, default=0), ended, stalled])
-    header = ["one process is killed", "kills", "pause, median", "longest", "most updates lost"]
-    return table([*header, "kills that ended others", "jobs not complete again in 180 s"], found)
-
-
-def single_kills(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the kills whose pause was over before the next fault, and that followed no other fault closely."""
-    found = []
-    for run in runs:
-        if run["violation"]:
-            continue
-        following = [fault["at"] for fault in run["faults"][1:]] + [float("inf")]
-        for fault, pause, then in zip(run["faults"], run["pauses (s)"], following, strict=True):
-            if fault["kind"] == "kill" and fault["follows_s"] is None and fault["at"] + pause < then:
-                found.append({"pause (s)": pause, "updates lost": run["updates lost"], "others that ended": 0})
-    return found
-
-
 def machine(runs: list[dict[str, Any]]) -> str:
     """Return a sentence about the machine during the runs."""
     busy, stolen = (statistics.mean(run[key] for run in runs) for key in ("processors busy", "processors stolen"))
@@ -248,22 +216,6 @@ def keep(path: Path, rows_: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows_)
 
 
-def peers_round(number: int, replicas: int, network: FaultyNetwork, args: argparse.Namespace) -> None:
-    """Kill processes under restarts and in torchft's pattern; a job whose processes do not all return is a row as well."""
-    for who in ("memory", "disk", *WRAPPERS):
-        rng = random.Random(f"{args.seed}-{number}-{who}")
-        kill = torchft_kills if who in WRAPPERS else restarts
-        found: list[dict[str, Any]] = []
-        before = processor_times()
-        try:
-            found.extend(kill(who, replicas, KILLS, network, rng))
-        except TimeoutError as error:
-            found.append({"replicas": replicas, "who": name_of(who), "stalled": str(error)[-500:]})
-        load = load_since(before)
-        keep(args.folder / f"peers-{args.seed}.jsonl", [row | load for row in found])
-        print(f"peers: {found}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
@@ -277,16 +229,16 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.faults:  # 0 makes the page of the runs that are kept
         inject_all(args)
-    runs, peers = kept_rows(args.folder, "runs-*.jsonl"), kept_rows(args.folder, "peers-*.jsonl")
-    page = page_of(runs, peers)
+    runs = kept_rows(args.folder, "runs-*.jsonl")
+    page = page_of(runs)
     versions = {"torch": version("torch"), "torchft": version("torchft")}
-    record("survive_kills", SETTING, {"runs": [compact(run) for run in runs], "peers": peers}, page, versions)
+    record("survive_kills", SETTING, {"runs": [compact(run) for run in runs]}, page, versions)
     sys.stdout.write(page)
     sys.exit(any(run["violation"] for run in runs))
 
 
 def inject_all(args: argparse.Namespace) -> None:
-    """Make the runs that are missing, and a round of the others after every third one."""
+    """Make the runs that are missing."""
     kept = args.folder / f"runs-{args.seed}.jsonl"
     runs = kept_rows(args.folder, kept.name)
     dealt = decks(random.Random(args.seed), EACH)
@@ -301,8 +253,6 @@ def inject_all(args: argparse.Namespace) -> None:
             runs.append(one_run(index, replicas, deck, network, args))
             keep(kept, runs[-1:])
             told(runs)
-            if index % 3 == 0 and index < 3 * ROUNDS:
-                peers_round(index // 3, 2 + index // 3 % 3, network, args)
 
 
 def compact(run: dict[str, Any]) -> dict[str, Any]:

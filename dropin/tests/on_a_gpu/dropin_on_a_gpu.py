@@ -1,9 +1,9 @@
 """The drop-in beside the original package on one GPU: some hundred small observations, compared one by one.
 
-    PYTHONPATH=src python benchmarks/dropin_on_a_gpu.py                     # on a GPU; the original is installed here
-    PYTHONPATH=src python benchmarks/dropin_on_a_gpu.py --original FOLDER   # or unpacked: pip install --target FOLDER
-    python benchmarks/dropin_on_a_gpu.py --device cpu --only precision      # one group, without a GPU
-    python benchmarks/dropin_on_a_gpu.py --again FOLDER                     # compare notes that --keep FOLDER has left
+    PYTHONPATH=src python dropin/tests/on_a_gpu/dropin_on_a_gpu.py                     # on a GPU; the original is installed here
+    PYTHONPATH=src python dropin/tests/on_a_gpu/dropin_on_a_gpu.py --original FOLDER   # or unpacked: pip install --target FOLDER
+    python dropin/tests/on_a_gpu/dropin_on_a_gpu.py --device cpu --only precision      # one group, without a GPU
+    python dropin/tests/on_a_gpu/dropin_on_a_gpu.py --again FOLDER                     # compare notes that --keep FOLDER has left
 
 The functions are in `observed_*.py` and marked by group. Each package has an environment of its own (either_package.py),
 in which processes run the groups side by side; a function that hangs or ends its process is noted as such, and another
@@ -34,6 +34,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from either_package import PACKAGES, ROOT, _holds_either, environment
 
 PARTS = ("observed_accelerator", "observed_training", "observed_big_models", "observed_commands")

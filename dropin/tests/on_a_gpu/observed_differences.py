@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "dropin" / "DIFFERENCES.md"
+PAGE = Path(__file__).parents[2] / "DIFFERENCES.md"
 
 
 @dataclass(frozen=True)
