@@ -7,7 +7,7 @@
 Every part prints its rows as soon as it has them; all go to benchmarks/results (or --out) as JSON and Markdown, with the aims
 and what was found. A part that fails is named and the others go on. The limit of an offloaded forward is the bytes of its
 weights divided by the speed at which this machine copies page-locked memory to the device, measured in the same run. Outputs
-are compared with those of the resident model bit for bit. Generation is measured by offload_tokens.py. diffusers, if it is
+are compared with those of the resident model bit for bit.. diffusers, if it is
 not installed, may lie unpacked on PYTHONPATH; a peer that is missing is left out and named.
 """
 
