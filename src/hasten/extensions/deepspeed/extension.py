@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="deepspeed",
     summary="DeepSpeed: ZeRO 0 to 3 with offload to host memory and drives",
     strategies={"deepspeed": "hasten.extensions.deepspeed.strategy:STRATEGY"},

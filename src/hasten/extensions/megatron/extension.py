@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="megatron",
     summary="Megatron-LM: language models on megatron-core's layers and schedules",
     strategies={"megatron": "hasten.extensions.megatron.strategy:STRATEGY"},

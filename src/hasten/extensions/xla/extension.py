@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="xla",
     summary="torch_xla: TPUs",
     strategies={"xla": "hasten.extensions.xla.strategy:STRATEGY"},
