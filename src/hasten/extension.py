@@ -66,6 +66,8 @@ class Extension:
     """One line of help for each command."""
     run_part_settings: Mapping[str, str] = field(default_factory=dict)
     """The dotted setting that turns a part of a run on; a part without one belongs to every run."""
+    strategy_packages: Mapping[str, str] = field(default_factory=dict)
+    """The package that each strategy imports, which a launch needs on this machine."""
     strategy_variables: Mapping[str, str] = field(default_factory=dict)
     """The environment variable ("NAME=value") by which strategy="auto" selects a strategy, and its devices, on this host."""
 
@@ -123,6 +125,12 @@ def strategy_by_environment(environment: Mapping[str, str]) -> str | None:
             if environment.get(variable) == value:
                 return strategy
     return None
+
+
+def package_of(strategy: str) -> str | None:
+    """Return the package that a strategy of an extension imports; None for torch's."""
+    packages = [extension.strategy_packages.get(strategy) for extension in installed()]
+    return next((package for package in packages if package is not None), None)
 
 
 def load(kind: Kind, name: str) -> Any:  # Any: a class or function of any kind

@@ -19,6 +19,7 @@ from hasten.config.masking import masked, masked_value
 from hasten.config.root import Config
 from hasten.config.source import SettingEntry
 from hasten.runtime import env as environment
+from hasten.runtime.topology import Topology
 from hasten.runtime.tpu_hosts import TpuSlice
 
 MeetingKind = Literal["fixed", "c10d"]
@@ -124,7 +125,7 @@ class LaunchPlan:
     """The exact commands of this machine, with notes that give the reasons for them."""
 
     launcher: str
-    """Name of the launch target, or of hasten's own way to start processes: single, torchrun, task or xla."""
+    """Name of the launch target, or of hasten's own way to start processes: single, torchrun or task."""
     procs: tuple[Proc, ...]
     notes: tuple[str, ...] = ()
     meeting: Meeting | None = None
@@ -174,6 +175,39 @@ def _meeting_words(meeting: Meeting) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """This command's position among the identical commands that the cluster started."""
+
+    source: str = ""
+    num_machines: int = 1
+    min_machines: int = 1
+    machine_rank: int | None = None
+    address: str | None = None
+    port: int | None = None
+    per_machine: int | None = None
+    """Number of processes that the cluster wants on each machine, if specified."""
+    rank: Topology | None = None
+    """Set if the cluster started one command per rank: no further processes are started, this command is the rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobShape:
+    """The size of the job, and this machine's processes and rank."""
+
+    num_processes: int
+    """Processes on this machine."""
+    min_machines: int = 1
+    max_machines: int = 1
+    machine_rank: int | None = None
+    expected_world_size: int | None = None
+    use_cpu: bool = True
+    env: tuple[tuple[str, str], ...] = ()
+    """Environment variables of every process on this machine."""
+    notes: tuple[str, ...] = ()
+    allocation: Allocation = field(default_factory=Allocation)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchTarget:
     """A launcher or a batch system that starts the processes of a job in place of hasten.
@@ -190,7 +224,9 @@ class LaunchTarget:
     run: Callable[[LaunchPlan, Config, Host], int] | None = None
     """Run the plan and return the exit code; by default its one command is run, after its files were written."""
     runs_in_image: bool = False
-    """True if the program runs in a container image, so that this machine has neither its script nor its packages."""
+    """True if the program runs in a container image or on other machines, so that this one needs neither its script nor its packages."""
+    plan_machine: Callable[[LaunchRequest, Host, JobShape], LaunchPlan | None] | None = None
+    """Plan the processes of this machine, of a job that no target was chosen for; None leaves that to hasten."""
 
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "tpu", "mps"]

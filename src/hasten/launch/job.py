@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final, Literal, assert_never, cast
+from typing import Literal, assert_never, cast
 
 from hasten.config import absent, handoff
 from hasten.config.files import effective
@@ -16,19 +15,17 @@ from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, MissingPackageError
+from hasten.extension import package_of
 from hasten.launch import torchrun
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Target, look
-from hasten.launch.cluster import slurm, xla
+from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Target, look
+from hasten.launch.cluster import slurm
 from hasten.launch.run import complete, execute
-from hasten.launch.shape import JobShape, decide
-from hasten.launch.targets import choose_target
+from hasten.launch.shape import decide
+from hasten.launch.targets import all_targets, choose_target
 from hasten.optional import check_installed
 from hasten.runtime.mesh_plan import Axis, mesh_of, mesh_table, mesh_title
 
-OwnLauncher = Literal["single", "torchrun", "task", "xla"]
-
-_ENGINES: Final = MappingProxyType({"deepspeed": "deepspeed", "megatron": "megatron", "xla": "torch_xla"})
-"""Packages required by strategies, by strategy name."""
+OwnLauncher = Literal["single", "torchrun", "task"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +100,18 @@ def prepare(
         if not launch.no_python:
             _check_engine(resolved.config)
         _check_script(target)
-    survey = xla.find_slice if launch_target is None else launch_target.survey
-    if survey is not None:
-        host = survey(request, host)
+    for surveying_target in _machine_targets() if launch_target is None else [launch_target]:
+        if surveying_target.survey is not None:
+            host = surveying_target.survey(request, host)
     plan = make_plan(request, host) if launch_target is None else launch_target.plan(request, host)
     return Job(request, resolved, host, complete(plan, host.env), launch_target)
 
 
 def _check_engine(config: Config) -> None:
-    strategy, elsewhere = config.strategy, config.launch.tpu and config.xla.tpu_use_cluster
+    package = package_of(config.strategy)
     try:
-        if strategy in _ENGINES and not elsewhere:
-            check_installed(_ENGINES[strategy], why=f"strategy={strategy!r}")
+        if package is not None:
+            check_installed(package, why=f"strategy={config.strategy!r}")
     except MissingPackageError as error:
         raise ConfigError(str(error)) from error
 
@@ -161,7 +158,13 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     if target is not None:
         return target.plan(request, host)
     shape = decide(request, host)
-    name = _launcher(request, host, shape)
+    name = _launcher(request, shape)
+    if name != "task":
+        for machine_target in _machine_targets():
+            assert machine_target.plan_machine is not None, "it is one of these targets"
+            plan = machine_target.plan_machine(request, host, shape)
+            if plan is not None:
+                return plan
     match name:
         case "single":
             return torchrun.plan_single(request, host, shape)
@@ -169,14 +172,17 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
             return torchrun.plan(request, host, shape)
         case "task":
             return slurm.plan_task(request, host, shape)
-        case "xla":
-            return xla.plan(request, host, shape)
         case other:
             assert_never(other)
 
 
-def _launcher(request: LaunchRequest, host: Host, shape: JobShape) -> OwnLauncher:
-    config, launch = request.config, request.config.launch
+def _machine_targets() -> list[LaunchTarget]:
+    """Return the targets that may plan the processes of this machine."""
+    return [target for target in all_targets() if target.plan_machine is not None]
+
+
+def _launcher(request: LaunchRequest, shape: JobShape) -> OwnLauncher:
+    launch = request.config.launch
     if launch.launcher == "slurm" and shape.allocation.rank is None:
         if not shape.allocation.source:
             raise ConfigError(
@@ -191,14 +197,8 @@ def _launcher(request: LaunchRequest, host: Host, shape: JobShape) -> OwnLaunche
         )
     if shape.allocation.rank is not None:
         return "task"
-    if launch.launcher in ("single", "torchrun", "xla"):
+    if launch.launcher in ("single", "torchrun"):
         return cast(OwnLauncher, launch.launcher)
-    if (
-        launch.tpu
-        or config.strategy == "xla"
-        or (host.device == "tpu" and not config.cpu and config.strategy == "auto")
-    ):
-        return "xla"
     alone = shape.num_processes == 1 and shape.max_machines == 1
     return "torchrun" if _needs_agent(launch) or not alone else "single"
 

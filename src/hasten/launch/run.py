@@ -110,7 +110,7 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
     match plan.launcher:
         case "torchrun":
             return _run_agent(plan, config, host)
-        case "single" | "xla":
+        case "single":
             return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
             return _become(plan.procs[0])

@@ -6,51 +6,17 @@ The machines and ranks that a cluster has allocated are read from the variables 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 from hasten.config.base import given
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError, TopologyError
-from hasten.launch.base import Host, LaunchRequest, Target
+from hasten.launch.base import Allocation, Host, JobShape, LaunchRequest, Target
 from hasten.runtime.env import CONFIG
 from hasten.runtime.topology import DEFAULT_PORT, Topology, jobset_host
 
 _LEAST_PROCESS_BYTES: Final = 64 * 1024**2
 """Lower bound for the memory of a process: a Python process that has imported torch uses more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """This command's position among the identical commands that the cluster started."""
-
-    source: str = ""
-    num_machines: int = 1
-    min_machines: int = 1
-    machine_rank: int | None = None
-    address: str | None = None
-    port: int | None = None
-    per_machine: int | None = None
-    """Number of processes that the cluster wants on each machine, if specified."""
-    rank: Topology | None = None
-    """Set if the cluster started one command per rank: no further processes are started, this command is the rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobShape:
-    """The size of the job, and this machine's processes and rank."""
-
-    num_processes: int
-    """Processes on this machine."""
-    min_machines: int = 1
-    max_machines: int = 1
-    machine_rank: int | None = None
-    expected_world_size: int | None = None
-    use_cpu: bool = True
-    env: tuple[tuple[str, str], ...] = ()
-    """Environment variables of every process on this machine."""
-    notes: tuple[str, ...] = ()
-    allocation: Allocation = field(default_factory=Allocation)
 
 
 def decide(request: LaunchRequest, host: Host) -> JobShape:

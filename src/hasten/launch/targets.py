@@ -10,16 +10,20 @@ from hasten.config.sections.launch import OWN_LAUNCHERS
 from hasten.errors import ConfigError
 from hasten.launch import replicas
 from hasten.launch.base import LaunchRequest, LaunchTarget
-from hasten.launch.cluster import kubernetes, mpi, ray, slurm, xla
+from hasten.launch.cluster import kubernetes, mpi, ray, slurm
 
 CORE_TARGETS: Final = (
     replicas.TARGET,
     ray.TARGET,
     slurm.TARGET,
     kubernetes.TARGET,
-    xla.POD_TARGET,
     mpi.TARGET,
 )
+
+
+def all_targets() -> list[LaunchTarget]:
+    """Return the launch targets of the core and of extensions."""
+    return [*CORE_TARGETS, *(offer.load() for offer in extension.offers("launch_targets").values())]
 
 
 def choose_target(request: LaunchRequest) -> LaunchTarget | None:
@@ -27,10 +31,7 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
 
     Raises: ConfigError for a name that is no launch target, or settings of a target that is not used.
     """
-    targets: list[LaunchTarget] = [
-        *CORE_TARGETS,
-        *(offer.load() for offer in extension.offers("launch_targets").values()),
-    ]
+    targets = all_targets()
     chosen_targets = [target for target in targets if target.is_chosen(request)]  # all, since each may refuse settings
     if chosen_targets:
         return chosen_targets[0]
@@ -38,7 +39,8 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
     names = [target.name for target in targets]
     if launch.submit is not None:
         raise _unknown_name("submit", launch.submit, names)
-    if launch.launcher not in OWN_LAUNCHERS:
+    machine_launchers = [*OWN_LAUNCHERS, *(target.name for target in targets if target.plan_machine is not None)]
+    if launch.launcher not in machine_launchers:
         raise _unknown_name("launcher", launch.launcher, [*OWN_LAUNCHERS, *names])
     return None
 

@@ -7,8 +7,8 @@ from typing import Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Meeting, MeetingKind, Proc, Supervision
-from hasten.launch.shape import JobShape, worker_argv
+from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, Meeting, MeetingKind, Proc, Supervision
+from hasten.launch.shape import worker_argv
 from hasten.runtime.topology import DEFAULT_PORT
 
 _JOIN_TIMEOUT_S: Final = 120.0

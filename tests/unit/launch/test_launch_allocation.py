@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hasten.errors import ConfigError, TopologyError
-from hasten.launch.shape import Allocation, read_allocation, split_range
+from hasten.launch.base import Allocation
+from hasten.launch.shape import read_allocation, split_range
 
 
 def slurm(node: int, nodes: int, tasks_per_node: int = 1, local: int = 0) -> dict[str, str]:

@@ -10,9 +10,9 @@ import pytest
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchRequest, Target
+from hasten.launch.base import Host, JobShape, LaunchRequest, Target
 from hasten.launch.cluster import mpi
-from hasten.launch.shape import JobShape, decide, worker_argv
+from hasten.launch.shape import decide, worker_argv
 
 
 def shape(

@@ -8,7 +8,7 @@ from hasten.config.base import Section, SectionNames, setting, settings, with_ex
 from hasten.config.sections.kubernetes import KubernetesSettings
 
 Rendezvous = Literal["static", "c10d"]
-OWN_LAUNCHERS: Final = ("auto", "single", "torchrun", "slurm", "xla")
+OWN_LAUNCHERS: Final = ("auto", "single", "torchrun", "slurm")
 """The values of `launcher` with which hasten starts the processes itself; others name a launch target."""
 
 
@@ -95,9 +95,7 @@ class LaunchConfig(Section):
     module: bool = setting(False, "the script is a module name, as in python -m", short="m")
     no_python: bool = setting(False, "the script is a program, not run by Python")
     quiet: bool = setting(False, "print less", short="q")
-    launcher: str = setting(
-        "auto", "what starts the processes: auto, single, torchrun, slurm, mpi, deepspeed, xla, or a launch target"
-    )
+    launcher: str = setting("auto", "what starts the processes: auto, single, torchrun, slurm, or a launch target")
     check_in: Literal["error", "warn", "off"] = setting(
         "error", "what to do if machines differ in settings, code or package versions"
     )

@@ -10,6 +10,7 @@ extension: Final = Extension(
     name="deepspeed",
     summary="DeepSpeed: ZeRO 0 to 3 with offload to host memory and drives",
     strategies={"deepspeed": "hasten.extensions.deepspeed.strategy:STRATEGY"},
+    strategy_packages={"deepspeed": "deepspeed"},
     public_names={
         "DummyOptim": "hasten.extensions.deepspeed.placeholders:DummyOptim",
         "DummyScheduler": "hasten.extensions.deepspeed.placeholders:DummyScheduler",

@@ -10,4 +10,5 @@ extension: Final = Extension(
     name="megatron",
     summary="Megatron-LM: language models on megatron-core's layers and schedules",
     strategies={"megatron": "hasten.extensions.megatron.strategy:STRATEGY"},
+    strategy_packages={"megatron": "megatron"},
 )

@@ -1,4 +1,4 @@
-"""What the extension offers: a strategy, which TPUs select."""
+"""What the extension offers: a strategy, which TPUs select, and launches on TPU VMs."""
 
 from __future__ import annotations
 
@@ -10,5 +10,7 @@ extension: Final = Extension(
     name="xla",
     summary="torch_xla: TPUs",
     strategies={"xla": "hasten.extensions.xla.strategy:STRATEGY"},
+    launch_targets={"xla": "hasten.extensions.xla.launch_target:TARGET"},
+    strategy_packages={"xla": "torch_xla"},
     strategy_variables={"xla": "PJRT_DEVICE=TPU"},
 )

@@ -9,10 +9,9 @@ from typing import Any, Final, assert_never
 import yaml
 
 from hasten.config.sections.kubernetes import KubernetesSettings
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
+from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
 from hasten.launch.cluster.pods import TOKEN_KEY, PodPlan, plan_pods, tag_text
 from hasten.launch.failure import PREEMPTED, STALLED
-from hasten.launch.shape import JobShape
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
 

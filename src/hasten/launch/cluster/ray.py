@@ -19,9 +19,9 @@ from hasten.config.base import given
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
 from hasten.launch import failure
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Proc
+from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Proc
 from hasten.launch.run import say
-from hasten.launch.shape import JobShape, split_range
+from hasten.launch.shape import split_range
 from hasten.launch.torchrun import supervision
 from hasten.optional import check_installed, need
 from hasten.runtime import env as environment

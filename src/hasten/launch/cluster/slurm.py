@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
+from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
 from hasten.launch.failure import PREEMPTED
-from hasten.launch.shape import JobShape, worker_argv
+from hasten.launch.shape import worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
 

@@ -76,9 +76,9 @@ def test_this_machine_of_a_slice_is_refused_before_training(script: str) -> None
     with pytest.raises(ConfigError, match="this TPU slice has 2 hosts"):
         job("", script, Host(device="tpu", num_devices=4, env=env))
     alone = Host(device="tpu", num_devices=4, env={**env, "TPU_PROCESS_BOUNDS": "1,1,1"})
-    assert job("", script, alone).plan.launcher == "xla"
+    assert job("", script, alone).plan.launcher == "single"
     on_cpu = Host(device="tpu", num_devices=4, env={**env, "PJRT_DEVICE": "CPU"})
-    assert job("", script, on_cpu).plan.launcher == "xla"
+    assert job("", script, on_cpu).plan.launcher == "single"
 
 
 def test_the_hosts_of_a_slice_take_their_own_numbers(script: str) -> None:

@@ -14,9 +14,9 @@ from typing import Final
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import torchrun
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Proc
+from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Proc
 from hasten.launch.cluster.slurm import without_submit
-from hasten.launch.shape import JobShape, worker_argv
+from hasten.launch.shape import worker_argv
 from hasten.runtime import tpu_hosts
 from hasten.runtime.tpu_hosts import TpuSlice
 
@@ -25,12 +25,14 @@ _PAIR: Final = re.compile(r"[A-Za-z_]\w*=")
 _POD_FLAGS: Final = ("--tpu_cluster", "--tpu-cluster", "--tpu_use_cluster", "--tpu-use-cluster")
 
 
-def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
-    """Return a plan with one process that drives all devices of this VM, and a rendezvous for several machines.
+def plan_machine(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan | None:
+    """Return a plan with one process that drives all devices of this VM, and a rendezvous for several machines; None for other devices.
 
     Raises: ConfigError when more processes were requested, the machine has no TPU and PJRT_DEVICE names no other device, or the TPU has
     several hosts and the job one machine.
     """
+    if not _is_for_tpus(request, host):
+        return None
     launch, machines, tpu = request.config.launch, shape.max_machines, host.tpu
     asked = launch.processes_per_machine or (launch.num_processes or machines) // machines
     if asked > 1:
@@ -59,12 +61,20 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
         rank = _rank(shape, tpu)
         return torchrun.plan(request, host, replace(shape, num_processes=1, machine_rank=rank, env=own, notes=(note,)))
     return LaunchPlan(
-        launcher="xla",
+        launcher="single",
         procs=(Proc(worker_argv(request.target, host), env),),
         notes=(f"one process controls {drives}, and each batch is split over them",),
         supervision=torchrun.supervision(request, shape),
         target=request.target,
     )
+
+
+def _is_for_tpus(request: LaunchRequest, host: Host) -> bool:
+    config, launch = request.config, request.config.launch
+    if launch.launcher != "auto":
+        return launch.launcher == "xla"
+    on_tpu = host.device == "tpu" and not config.cpu and config.strategy == "auto"
+    return launch.tpu or config.strategy == "xla" or on_tpu
 
 
 def _rank(shape: JobShape, tpu: TpuSlice | None) -> int | None:
@@ -223,4 +233,6 @@ def _ask_gcloud(name: str, zone: str | None) -> TpuSlice | None:
         return None
 
 
-POD_TARGET: Final = LaunchTarget(name="tpu-pod", is_chosen=is_pod, plan=plan_pod, survey=find_slice)
+TARGET: Final = LaunchTarget(
+    name="xla", is_chosen=is_pod, plan=plan_pod, survey=find_slice, runs_in_image=True, plan_machine=plan_machine
+)
