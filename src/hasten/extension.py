@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -70,6 +70,11 @@ class Extension:
     """The package that each strategy imports, which a launch needs on this machine."""
     strategy_variables: Mapping[str, str] = field(default_factory=dict)
     """The environment variable ("NAME=value") by which strategy="auto" selects a strategy, and its devices, on this host."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            if isinstance(table := getattr(self, spec.name), Mapping):
+                object.__setattr__(self, spec.name, MappingProxyType(dict(table)))
 
     def offers(self, kind: Kind) -> Table:
         """Return the names of a kind."""

@@ -308,8 +308,8 @@ def _watch(
             found.stalled(seconds, over)
 
     from hasten.trust.stall import watchdog  # a single process that was not launched needs none of it
-    from hasten.trust.stall.observe import Observer
-    from hasten.trust.stall.status_server import StatusServer
+    from hasten.trust.stall.observe import Observer  # as above
+    from hasten.trust.stall.status_server import StatusServer  # as above
 
     settings = watchdog.WatchSettings(
         after_s=config.trust.stall_after_s,

@@ -75,4 +75,4 @@ def test_both_ranks_and_the_restart_are_in_the_report(ctx: ProcessContext, tmp_p
     (parts,) = (chart for chart in report_data.charts([run]) if chart["title"] == "time of a step by part (ms)")
     assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
     assert main([str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
-    assert (tmp_path / "report.html").stat().st_size > 1_000_000
+    assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -20,8 +20,9 @@ import pytest
 
 from hasten.config.sections.loop import MetricsSettings
 from hasten.errors import ConfigError
-from hasten.metrics import scrape, server
+from hasten.metrics import server
 from hasten.metrics.server import MetricsServer, access_of
+from tests.support import scrape
 
 TEXT = "hasten_step 1\n"
 
@@ -113,15 +114,14 @@ def test_mutual_tls(tmp_path: Path) -> None:
         host="127.0.0.1", tls_cert_file=at("server.pem"), tls_key_file=at("server.key"), tls_client_ca=at("ca.pem")
     )
     with serving(settings) as port:
-        target = scrape.ScrapeTarget("127.0.0.1", port)
-        known = scrape.credentials(None, at("ca.pem"), at("client.pem"), at("client.key"))
-        (sample,) = scrape.scrape(target, known).samples
+        place = "127.0.0.1", port
+        (sample,) = scrape.samples(*place, None, at("ca.pem"), at("client.pem"), at("client.key"))
         assert (sample.name, sample.value) == ("hasten_step", 1.0)
         for cert in (None, "stranger"):
             pair = (None, None) if cert is None else (at(f"{cert}.pem"), at(f"{cert}.key"))
-            assert scrape.scrape(target, scrape.credentials(None, at("ca.pem"), *pair)).error
-        assert scrape.scrape(target, scrape.credentials(None, at("other.pem"), None, None)).error, "another server"
-        assert scrape.scrape(target, scrape.ScrapeCredentials()).error, "without TLS"
+            assert scrape.error(*place, None, at("ca.pem"), *pair)
+        assert scrape.error(*place, None, at("other.pem"), None, None), "another server"
+        assert scrape.error(*place, None, None, None, None), "without TLS"
     access_of(MetricsSettings(host="0.0.0.0", tls_cert_file=at("server.pem"), tls_key_file=at("server.key"), tls_client_ca=at("ca.pem")))  # fmt: skip
     with pytest.raises(ConfigError, match=r"Set metrics\.token_file"):  # TLS alone does not authenticate clients
         access_of(MetricsSettings(host="0.0.0.0", tls_cert_file=at("server.pem"), tls_key_file=at("server.key")))
@@ -143,7 +143,7 @@ def own_address() -> str:
 
 
 def test_an_address_of_the_network_is_served_to_those_who_prove_themselves(tmp_path: Path) -> None:
-    """A token, client certificates, or both: as `hasten top --from` asks for metrics on another machine."""
+    """A token, client certificates, or both, from another machine."""
     host = own_address()
     make_certificates(tmp_path, host)
     (tmp_path / "token").write_text("right\n")
@@ -152,7 +152,7 @@ def test_an_address_of_the_network_is_served_to_those_who_prove_themselves(tmp_p
         return str(tmp_path / name)
 
     def error_of(port: int, *given: str | None) -> str:
-        return scrape.scrape(scrape.ScrapeTarget(host, port), scrape.credentials(*given)).error
+        return scrape.error(host, port, *given)
 
     certificates = (at("ca.pem"), at("client.pem"), at("client.key"))
     tls = MetricsSettings(
@@ -281,31 +281,3 @@ def test_closing_at_once_and_twice() -> None:
         made.close()
         made.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "hasten-metrics"]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a:1", ["a:1"]),
-        ("a:1,b:2", ["a:1", "b:2"]),
-        ("a:9400-9402,a:9401", ["a:9400", "a:9401", "a:9402"]),
-        ("[::1]:5", ["::1:5"]),
-    ],
-)
-def test_targets(text: str, expected: list[str]) -> None:
-    assert [str(target) for target in scrape.targets_of(text)] == expected
-
-
-def test_targets_in_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "targets.json"
-    path.write_text('[{"targets": ["a:1", "b:2-3"], "labels": {"x": "y"}}, {"targets": ["c:4"]}]')
-    assert [str(target) for target in scrape.targets_of(str(path))] == ["a:1", "b:2", "b:3", "c:4"]
-    path.write_text('{"targets": 5}')
-    with pytest.raises(ConfigError, match="Prometheus's format"):
-        scrape.targets_of(str(path))
-
-
-@pytest.mark.parametrize("text", ["", "a", "a:", "a:0", "a:70000", "a:5-4", "http://a:1", "u@a:1", "missing.json"])
-def test_wrong_targets_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        scrape.targets_of(text)

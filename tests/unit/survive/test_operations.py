@@ -1,18 +1,14 @@
-"""Lost and joined replicas in the metrics, in `hasten top` and in the run's events."""
+"""Lost and joined replicas in the metrics and in the run's events."""
 
 from __future__ import annotations
 
-import io
 import time
 from dataclasses import replace
-
-from rich.console import Console
 
 from hasten.accelerator.operations import number_of
 from hasten.config.resolve import resolve
 from hasten.metrics.catalogue import RankReading, metrics_text
 from hasten.survive.report import SurvivalReport
-from hasten.tools.cluster_top import RankRow, page
 
 PLAIN = RankReading(uptime_s=0.0, step=0, updates=0, samples=0, step_age_s=0.0)
 
@@ -39,23 +35,6 @@ def test_the_metrics_hold_present_lost_and_joined_replicas_and_returned_samples(
 
 def test_runs_that_cannot_lose_replicas_have_no_such_samples() -> None:
     assert "hasten_replicas" not in metrics_text(PLAIN, {})
-
-
-def _page(**values: float) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(page(console, [RankRow("job", 0, "here", dict(values))], []))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def test_top_shows_lost_replicas_and_a_wait_below_the_minimum() -> None:
-    values = {"replicas": 3.0, "replicas_lost_total": 2.0, "replicas_joined_total": 1.0, "samples_returned_total": 24.0}
-    words = "3 replicas, 2 lost, 1 joined, 24 samples given out again"
-    quiet = _page(**values, replicas_waiting_seconds=0.01)
-    assert words in quiet
-    assert "wait" not in quiet
-    assert "all wait for replicas since 40 s" in _page(**values, replicas_waiting_seconds=40.0)
-    assert "replicas" not in _page(step=1.0)
 
 
 def test_a_wait_for_others_is_measured_while_it_lasts() -> None:

@@ -25,7 +25,7 @@ class DummyOptim(Placeholder):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
         """Raise StepError: the placeholder updates nothing."""
         raise StepError(
-            "DummyOptim stands for an optimizer that DeepSpeed makes, so a step of its own updates nothing. Prepare it together "
+            "DummyOptim stands for an optimizer that DeepSpeed makes, so its step updates nothing. Prepare it together "
             "with its model under strategy='deepspeed'."
         )
 
@@ -51,6 +51,6 @@ class DummyScheduler:
     def step(self) -> None:
         """Raise StepError: the placeholder has no schedule."""
         raise StepError(
-            "DummyScheduler stands for a scheduler that DeepSpeed makes, so a step of its own changes nothing. Prepare it together "
+            "DummyScheduler stands for a scheduler that DeepSpeed makes, so its step changes nothing. Prepare it together "
             "with its optimizer under strategy='deepspeed'."
         )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from typing import Final
 
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="predict",
     summary="batch inference on files",
-    commands=MappingProxyType(
-        {
-            "predict": "hasten.extensions.predict.command:main",
-        }
-    ),
-    command_help=MappingProxyType(
-        {
-            "predict": "run a model over all rows of a file, on all processes",
-        }
-    ),
+    commands={
+        "predict": "hasten.extensions.predict.command:main",
+    },
+    command_help={
+        "predict": "run a model over all rows of a file, on all processes",
+    },
 )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from typing import Final
 
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="report",
     summary="reports of runs",
-    commands=MappingProxyType(
-        {
-            "report": "hasten.extensions.report.command:main",
-        }
-    ),
-    command_help=MappingProxyType(
-        {
-            "report": "write a report of one or several runs: curves, times, events, settings",
-        }
-    ),
+    commands={
+        "report": "hasten.extensions.report.command:main",
+    },
+    command_help={
+        "report": "write a report of one or several runs: curves, times, events, settings",
+    },
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="trainer",
     summary="the Trainer: training without writing a loop",
     public_names={

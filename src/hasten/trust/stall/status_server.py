@@ -153,7 +153,7 @@ class StatusServer:
             "seconds": round(time.time() - self._began_s, 1),
             "step": state.step,
             "steps_per_s": self._rate(state.step),
-            **self._rates(),
+            "values": dict(self._rates()),
             "waits": state.waits and self._topology.world_size > 1,
             "doing": state.kind,
             "at": state.spot.words(),

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +52,14 @@ def main(argv: Sequence[str]) -> int:
         offload=not given.no_offload,
         tf32=given.tf32,
     )
-    targets = import_module(
-        "hasten.extensions.planning.plan.targets"
-    )  # imports torch, which --help and invalid requests do not need
-    tracing = import_module("hasten.extensions.planning.plan.trace")  # imports torch as well
+    from hasten.extensions.planning.plan import (  # import torch, which --help and invalid requests do not need
+        targets,
+        trace,
+    )
+
     loop, name = targets.loop_of(given.target, [*unknown, *own], given.seq, given.optimizer)
     sys.stderr.write(f"[hasten] tracing one training step of {name}\n")
-    plan = search(tracing.trace(loop, name, request.precisions), request)
+    plan = search(trace.trace(loop, name, request.precisions), request)
     if given.output:
         files.write(report.config_of(plan, plan.best), given.output)
     if given.json:

@@ -1,4 +1,4 @@
-"""`hasten top`: a live table of a job on this machine, or with `--from` of a job on any machines, in another terminal."""
+"""`hasten top`: a live table of a job on this machine, in another terminal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ from rich.text import Text
 
 from hasten.cli.flags import CommandParser, seconds
 from hasten.errors import ConfigError
-from hasten.metrics.scrape import credentials, targets_of
-from hasten.metrics.server import read_token
 from hasten.runtime import env
-from hasten.tools import cluster_top
 from hasten.trust.stall.job_sockets import Address, ask, listening
 
 _LOOKS: Final = 10
 """Number of samples that `--once` takes of the ranks."""
-_RATES: Final = MappingProxyType({"tokens_per_second": ("tok/s", "{:,.0f}"), "mfu": ("mfu", "{:.1%}")})
-"""Columns for ranks whose throughput is tracked."""
+_FORMATS: Final = MappingProxyType({"tokens_per_second": "{:,.0f}", "mfu": "{:.1%}"})
+"""Formats of values that parts of the run add to the status; others are shown as they are."""
 Status = dict[str, Any]  # Any: JSON values in a rank's answer
 
 
@@ -38,8 +35,7 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten top",
         description="Show the ranks of a job on this machine: step, rate, share of the time spent waiting for other ranks, "
         "memory, current line of code, and the last lines of its log. Only jobs of the same user are shown. Ranks respond from a "
-        "background thread; jobs with trust.stall=off, and single processes that were not started by `hasten launch`, are not shown. "
-        "With --from, the ranks of a job on any machines are shown, from the metrics that they serve (metrics.port).",
+        "background thread; jobs with trust.stall=off, and single processes that were not started by `hasten launch`, are not shown. ",
     )
     parser.add_argument(
         "job",
@@ -54,10 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--interval", type=seconds, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
     )
-    _add_cluster_flags(parser)
     given = parser.parse_args(argv)
-    if given.targets is not None:
-        return _cluster(given)
     folder = env.runtime_folder(env.snapshot())
     sockets = chosen(folder, given.job)
     if sockets is None:
@@ -72,41 +65,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     _follow(console, folder, sockets, given)
     return 0
-
-
-def _add_cluster_flags(parser: CommandParser) -> None:
-    group = parser.add_argument_group("a job on several machines")
-    group.add_argument(
-        "--from",
-        dest="targets",
-        metavar="TARGETS",
-        help="addresses of the ranks' metrics, host:port,host:port or host:9400-9407, or a JSON file of Prometheus's file_sd_configs",
-    )
-    group.add_argument("--token_file", metavar="FILE", help="file with the bearer token of the metrics servers")
-    group.add_argument("--ca", metavar="PEM", help="certificates that verify the servers; requests use TLS")
-    group.add_argument("--cert", metavar="PEM", help="certificate of this client, for servers that require one")
-    group.add_argument("--key", metavar="PEM", help="key of --cert")
-
-
-def _cluster(given: argparse.Namespace) -> int:
-    """Show the ranks behind `--from`; returns 1 if none has answered."""
-    if given.job is not None or given.stacks:
-        raise ConfigError(
-            "JOB and --stacks belong to jobs on this machine, and metrics have neither job numbers nor stacks; leave them out, or leave out --from."
-        )
-    targets = targets_of(given.targets)
-    token = None if given.token_file is None else read_token(given.token_file, "--token_file")
-    proof = credentials(token, given.ca, given.cert, given.key)
-    console = Console(highlight=False)
-    if not (given.json or given.once):
-        cluster_top.follow(console, targets, proof, given.interval)
-        return 0
-    rows, silent = cluster_top.once(targets, proof, min(given.interval, 1.0))
-    if given.json:
-        sys.stdout.write(json.dumps(cluster_top.as_json(rows, silent), indent=2) + "\n")
-    else:
-        console.print(cluster_top.page(console, rows, silent))
-    return 0 if rows else 1
 
 
 def chosen(folder: Path, job: int | None) -> list[Path] | None:
@@ -153,13 +111,9 @@ def list_jobs(folder: Path) -> None:
 
 def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
     answers = [ask(path, {"stacks": stacks}) for path in sockets]
-    return sorted((answer for answer in answers if answer is not None), key=_place)
-
-
-def _place(status: Status) -> tuple[int, str, int]:
-    """Return the order of a rank in the table: by the replica, if the job has any, then by rank."""
-    replica = str(status.get("replica", ""))
-    return len(replica), replica, int(status["rank"])
+    return sorted(
+        (answer for answer in answers if answer is not None), key=lambda status: (status["rank"], status["pid"])
+    )
 
 
 def _sampled(sockets: Sequence[Path], seconds: float, stacks: bool) -> tuple[list[Status], dict[int, list[bool]]]:
@@ -199,19 +153,16 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
     if not answers:
         return Text("no rank responded: the job has ended, or is stopped")
     first = answers[0]
-    replicas = "replica" in first
-    longest = max(answers, key=lambda status: float(status["seconds"]))  # of replicas, some may have been started again
-    count = f"{len(answers)} ranks here" if replicas else f"{len(answers)} of {first['world_size']} ranks"
-    head = f"{first['script']} on {first['host']}: {count}, for {_duration(longest['seconds'])}"
+    longest_s = max(float(status["seconds"]) for status in answers)  # some may have been started again
+    head = f"{first['script']} on {first['host']}: {len(answers)} of {first['world_size']} ranks, for {_duration(longest_s)}"
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
-    rates = [name for name in _RATES if any(name in status for status in answers)]
+    added = dict.fromkeys(name for status in answers for name in status["values"])
     headings = (
-        *(["replica"] if replicas else []),
         "rank",
         "pid",
         "step",
         "steps/s",
-        *(_RATES[name][0] for name in rates),
+        *added,
         "waiting",
         *first["memory"],
         "at",
@@ -222,26 +173,22 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
         seen = waits.get(status["pid"]) or [status["waits"]]
         rate = status["steps_per_s"]
         grid.add_row(
-            *([str(status.get("replica", ""))] if replicas else []),
             str(status["rank"]),
             str(status["pid"]),
             str(status["step"]),
             "" if rate is None else f"{rate:.2f}",
-            *(_RATES[name][1].format(status[name]) if name in status else "" for name in rates),
+            *(_FORMATS.get(name, "{}").format(status["values"].get(name, "")) for name in added),
             f"{sum(seen) / len(seen):.0%}",
             *(_size(size) for size in status["memory"].values()),
             status["at"],
         )
     parts: list[RenderableType] = [grid]
-    if replicas:
-        parts.append(Text("; ".join(cluster_top.replica_words([status for status in answers if "replica" in status]))))
     for status in answers:
-        where = f"rank {status['rank']}" + (f" of replica {status['replica']}" if "replica" in status else "")
         if status["log"]:
-            parts.append(Text(f"log of {where}", style="bold"))
+            parts.append(Text(f"log of rank {status['rank']}", style="bold"))
             parts += [Text(f"  {line}") for line in status["log"][-5:]]
         if "stack" in status:
-            parts.append(Text(f"stack of {where}", style="bold"))
+            parts.append(Text(f"stack of rank {status['rank']}", style="bold"))
             parts += [Text(f"  {line}") for line in status["stack"]]
     return Group(*parts)
 

@@ -22,7 +22,7 @@ def answer(listener: socket.socket, pattern: list[bool]) -> None:
             connection.recv(4096)
             status = {
                 "rank": 0, "world_size": 2, "host": "here", "pid": os.getpid(), "script": "train.py", "seconds": 3.0, "step": 7,
-                "steps_per_s": 1.5, "waits": waits, "at": "train.py:3", "memory": {"resident": 2**30}, "log": [],
+                "steps_per_s": 1.5, "values": {}, "waits": waits, "at": "train.py:3", "memory": {"resident": 2**30}, "log": [],
             }  # fmt: skip
             connection.sendall(json.dumps(status).encode() + b"\n")
 
