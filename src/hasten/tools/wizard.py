@@ -14,6 +14,7 @@ from hasten.config.files import dump, read, write
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ConfigError
+from hasten.extension import installed
 from hasten.tools.machine import MachineFacts, offers_fp8, recommended_precision
 
 Answers = Mapping[str, Any]
@@ -45,14 +46,9 @@ def questions(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
         backends = (("auto", "whichever is installed"), ("ao", "torchao"), ("te", "Transformer Engine"))
         yield Question("fp8.backend", "Which fp8 implementation?", "choice", "auto", backends)
     if answers["?place"] != "tpu" and num_processes(machine, answers) > 1:
-        yield _strategy(machine, answers)
-        match answers["strategy"]:
-            case "fsdp":
-                yield from _fsdp(answers)
-            case "deepspeed":
-                yield from _deepspeed(answers)
-            case "megatron":
-                yield from _megatron(machine, answers)
+        yield _strategy()
+        if answers["strategy"] == "fsdp":
+            yield from _fsdp(answers)
     compilers = (
         ("no", "no"),
         ("regional", "the repeated block (short compile time)"),
@@ -127,14 +123,15 @@ def _precision(machine: MachineFacts, answers: Answers) -> Question:
     return Question("mixed_precision", "Mixed precision?", "choice", best, choices)
 
 
-def _strategy(machine: MachineFacts, answers: Answers) -> Question:
+def _strategy() -> Question:
     choices = [
         ("ddp", "DDP: every process holds the whole model (recommended while it fits)"),
         ("fsdp", "FSDP2: parameters, gradients and optimizer state are sharded"),
-        ("deepspeed", "DeepSpeed: ZeRO and offload by its engine"),
     ]
-    if answers["?place"] == "accelerator":
-        choices.append(("megatron", "Megatron-LM: tensor and pipeline parallel by its engine"))
+    for extension in installed():
+        # A strategy with a variable is selected by the kind of device.
+        names = [name for name in extension.strategies if name not in extension.strategy_variables]
+        choices += [(name, f"{extension.summary}; edit its settings in the file") for name in names]
     return Question("strategy", "How is the model distributed over processes?", "choice", "ddp", tuple(choices))
 
 
@@ -163,43 +160,6 @@ def _fsdp(answers: Answers) -> Iterator[Question]:
     yield Question("fsdp.activation_checkpointing", prompt, "yesno", False)
 
 
-def _deepspeed(answers: Answers) -> Iterator[Question]:
-    yield Question("?own file", "Do you have a DeepSpeed configuration file?", "yesno", False)
-    if answers["?own file"]:
-        prompt = "Path of the DeepSpeed configuration?"
-        yield Question("deepspeed.hf_ds_config", prompt, "text", "", check=lambda text: "" if text else "needed")
-        return
-    stages = (
-        (2, "2: optimizer state and gradients"),
-        (3, "3: parameters too"),
-        (1, "1: optimizer state"),
-        (0, "0: nothing"),
-    )
-    yield Question("deepspeed.zero_stage", "What does ZeRO shard?", "choice", 2, stages)
-    stage = answers["deepspeed.zero_stage"]
-    places = (("none", "on the device"), ("cpu", "in host memory"), ("nvme", "on NVMe"))
-    for part, lowest, words in (("optimizer", 1, "the optimizer state"), ("param", 3, "parameters")):
-        if stage >= lowest:
-            key = f"deepspeed.offload_{part}_device"
-            yield Question(key, f"Where is {words} stored?", "choice", "none", places)
-            if answers[key] == "nvme":
-                prompt, key = f"Folder on NVMe for {words}?", f"deepspeed.offload_{part}_nvme_path"
-                yield Question(key, prompt, "text", "", check=lambda text: "" if text else "needed")
-    if stage == 3:
-        yield Question("deepspeed.zero3_init_flag", "Shard while the model is built?", "yesno", True)
-        yield Question("deepspeed.zero3_save_16bit_model", "Gather 16-bit weights when saving?", "yesno", True)
-
-
-def _megatron(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
-    yield Question("megatron.tp_degree", "Tensor parallel size?", "number", 1, minimum=1)
-    if answers["megatron.tp_degree"] > 1:
-        yield Question("megatron.sequence_parallelism", "Sequence parallelism too?", "yesno", True)
-    yield Question("megatron.pp_degree", "Pipeline stages?", "number", 1, minimum=1)
-    if answers["megatron.pp_degree"] > 1:
-        yield Question("megatron.num_micro_batches", "Micro-batches per step?", "number", 4, minimum=1)
-    yield Question("megatron.recompute_activations", "Recompute attention in backward?", "yesno", True)
-
-
 def remembered(question: Question, before: Config) -> Question:
     """Return the question with the previous setting as its default, if that is one of its answers."""
     value = _said_before(question.key, before)
@@ -216,8 +176,6 @@ def _said_before(key: str, before: Config) -> Any:
             return "tpu" if before.launch.tpu else "cpu" if before.cpu else "accelerator"
         case "?meeting":
             return "by hand" if before.launch.main_process_ip else "cluster"
-        case "?own file":
-            return before.deepspeed.hf_ds_config is not None
         case "?compile":
             regional = "regional" if before.dynamo.use_regional_compilation else "whole"
             return "no" if before.dynamo.backend == "no" else regional

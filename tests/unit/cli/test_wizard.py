@@ -66,8 +66,7 @@ DEEP: Final = {
     "machines": frozenset({"?place", "launch.", "?meeting", "mixed_precision", "fp8"}),
     "fsdp": frozenset({"strategy", "launch.num_p", "fsdp"}),
     "compile": frozenset({"?place", "?compile", "gradient"}),
-    "deepspeed": frozenset({"strategy", "launch.num_p", "deepspeed", "?own"}),
-    "megatron": frozenset({"?place", "strategy", "launch.num_p", "megatron"}),
+    "engines": frozenset({"?place", "strategy", "launch.num_p"}),
 }
 
 
