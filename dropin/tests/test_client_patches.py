@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -174,3 +176,49 @@ def test_replaced_collectives_act(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate.utils.operations, "_gpu_broadcast", lambda data, src=0: ("broadcast", src))
     assert accelerate.utils.operations.gather(torch.ones(1)) == "gathered"
     assert accelerate.utils.operations.broadcast(torch.ones(1), from_process=1) == ("broadcast", 1)
+
+
+def test_a_context_of_a_client_that_divides_sequences_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextmanager
+    def divide(**arguments: Any) -> Iterator[None]:
+        entered.append(arguments)
+        yield
+
+    def prepare_cp(self: Any, *args: Any) -> tuple[Any, ...]:
+        self._cp_context = divide
+        return args
+
+    monkeypatch.setattr(Accelerator, "_prepare_cp", prepare_cp)
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(type(accelerator.ctx.mesh), "size", lambda self, axis: 2)
+    getattr(accelerator, "_prepare_all")((), None)  # noqa: B009  a method of its own
+    batch = torch.ones(2, 4)
+    with accelerator.maybe_context_parallel(buffers=[batch], buffer_seq_dims=[1]):
+        pass
+    assert entered == [{"buffers": [batch], "buffer_seq_dims": [1], "no_restore_buffers": None}]
+
+
+def test_the_number_of_experts_is_left_to_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_EP_SIZE", "2")
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
+    assert accelerator.ctx.mesh.ep == 1
+    sizes = ParallelismConfig()
+    getattr(sizes, "_sizes")["ep"] = 1  # noqa: B009  as clients write it
+    getattr(sizes, "_set_size")("ep", 2)  # noqa: B009
+    assert getattr(sizes, "ep_size") == 2  # noqa: B009
+
+
+def test_a_replaced_prepare_data_loader_sees_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped, meshes = accelerate.data_loader.prepare_data_loader, []
+
+    def replaced(*args: Any, torch_device_mesh: Any = None, **kwargs: Any) -> Any:
+        meshes.append(torch_device_mesh)
+        return shipped(*args, **kwargs)
+
+    monkeypatch.setattr(accelerate.accelerator, "prepare_data_loader", replaced)
+    monkeypatch.setattr(ParallelismConfig, "get_device_mesh", lambda self, device_type=None: "the mesh")
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
+    accelerator.prepare(objects()[2])
+    assert meshes == ["the mesh"]

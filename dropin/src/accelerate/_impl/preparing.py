@@ -146,6 +146,7 @@ class EstablishedPreparer(Preparer):
             put_on_device=place,
             rng_types=list(self._accelerator.rng_types),
             slice_fn_for_dispatch=slice_fn,
+            torch_device_mesh=self._accelerator.torch_device_mesh,
             **{one.name: getattr(config, one.name) for one in fields(DataLoaderConfiguration)},
         )
         prepared.clock = self._clock

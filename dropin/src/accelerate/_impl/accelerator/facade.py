@@ -58,6 +58,7 @@ class Accelerator(SavingFace):
     _preparer: EstablishedPreparer
     profile_handler: ProfileKwargs | None
     _divides_sequences = False
+    _cp_context: Any
     _placement: Any = ()
     autocast_handler: AutocastKwargs | None
     trackers: Any = ()  # set below: those that run on this process, users' own classes among them
@@ -464,6 +465,10 @@ class Accelerator(SavingFace):
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[Any]:
         """Return a block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
+        if "_cp_context" in vars(self):  # of a client's _prepare_cp
+            return self._cp_context(
+                buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
+            )
         if self.ctx.mesh.size(Axis.CP) == 1 or not self._divides_sequences:
             logger.warning_once(message("no_context_parallelism"))
             return nullcontext()

@@ -135,13 +135,14 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
 
 def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
     """Return a model's weights, or its adapter's alone: shards under the names that peft saves. Ranks: every rank."""
+    weights: dict[str, Any]
     if not adapter_only or not is_peft_model(model):
-        weights: dict[str, Any] = dcp.get_model_state_dict(model, options=sd_options)
-        return weights
-    if sd_options is not None and sd_options.full_state_dict:
-        return dcp.get_model_state_dict(model, options=replace(sd_options, ignore_frozen_params=True))
-    adapter: dict[str, Any] = need("peft").get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-    return adapter
+        weights = dcp.get_model_state_dict(model, options=sd_options)
+    elif sd_options is not None and sd_options.full_state_dict:
+        weights = dcp.get_model_state_dict(model, options=replace(sd_options, ignore_frozen_params=True))
+    else:
+        weights = need("peft").get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    return weights
 
 
 def _set_model_state_dict(

@@ -79,7 +79,7 @@ class ParallelismConfig:
         return prod(int(getattr(self, f"{axis}_size")) for axis in axes)
 
     def _set_size(self, parallelism: str, size: int) -> None:
-        assert parallelism in _AXES, f"Parallelism must be one of {self._sizes.keys()}"
+        assert parallelism in self._sizes, f"Parallelism must be one of {self._sizes.keys()}"
         self._sizes[parallelism] = size
         setattr(self, f"{parallelism}_size", size)
 
@@ -152,6 +152,6 @@ class ParallelismConfig:
             raise ValueError(message("sizes_of_another_kind", accelerator.distributed_type))
 
     def to_hasten(self) -> hasten.ParallelismConfig:
-        """Return the same in hasten's terms; sizes of 1 are left to be filled."""
+        """Return the same in hasten's terms; sizes of 1 are left to be filled, and experts to a client's patch."""
         sizes: dict[str, Any] = {f"{axis}_size": self._size(axis) for axis in self._enabled(*_AXES)}
-        return hasten.ParallelismConfig(**sizes)
+        return hasten.ParallelismConfig(**sizes, ep_size=1)
