@@ -159,7 +159,8 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
         return COMPARED
     axes = set(COMPARED)
     if is_dtensor(tensor):
-        for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
+        mesh_axes = tensor.device_mesh.mesh_dim_names or [""] * len(tensor.placements)  # a mesh of the user's
+        for name, placement in zip(mesh_axes, tensor.placements, strict=True):
             if not isinstance(placement, placements().Replicate):
                 # An axis of a separate mesh divides experts among data-parallel ranks.
                 axes.difference_update({Axis(name)} if name in _AXES else BATCH)
