@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -11,19 +10,17 @@ import gc
 import logging
 import os
 import re
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, Store, TCPStore
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hasten.comm.base import Comm
@@ -39,7 +36,6 @@ from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh import Groups, stop
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.nodelist import ranks_in_words
-from hasten.runtime.store import join
 from hasten.runtime.topology import Topology
 
 log = get_logger(__name__)
@@ -58,142 +54,101 @@ def warn_of_old_kernel() -> None:
         )
 
 
-_FINE: Final = "fine"
+_SIZES_AGREE: Final = "the world sizes agree"
 _LONGEST_PAUSE_S: Final = 0.5
-_LOOK_S: Final = 1.0
+_LOOK_INTERVAL_S: Final = 1.0
+_FIRST_REPORT_S: Final = 5.0
 
-Ended = Callable[[], Mapping[int, int]]
+EndedRanks = Callable[[], Mapping[int, int]]
 """Exit codes of the ranks that have ended, as reported by the launcher."""
 
 
-def call_roll(store: Store, rank: int, size: int, within: timedelta, ended: Ended = dict) -> None:
-    """Wait until all ranks have registered in the store. Ranks: every rank.
+class RankRegistration:
+    """Registration of all ranks in the store, before the process group is formed."""
 
-    Raises: TopologyError on every registered rank when two ranks differ in the world size; PeerFailedError when a rank ended before
-    registering; RuntimeError on timeout.
-    """
-    deadline = time.monotonic() + within.total_seconds()
-    store.set(f"roll/{rank}", str(size))
-    if rank == 0:
-        store.set("roll", _answer(store, size, deadline, ended))
-    _wait(store, "roll", deadline, ended, range(size))
-    answer = store.get("roll").decode()
-    if answer != _FINE:
-        raise TopologyError(answer)
+    def __init__(
+        self, store: Store, rank: int, size: int, limit: timedelta, ended: EndedRanks = dict, address: str = ""
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._deadline = time.monotonic() + limit.total_seconds()
+        self._ended = ended
+        self._address = address
 
+    def wait(self) -> None:
+        """Wait until all ranks have registered. After five seconds, and again later, the lowest registered rank logs the missing ones.
 
-def _answer(store: Store, size: int, deadline: float, ended: Ended) -> str:
-    """Return rank 0's answer to all ranks: agreement on the world size, or the rank that differs."""
-    for other in range(1, size):
-        _wait(store, f"roll/{other}", deadline, ended, range(other, size))
-        told = int(store.get(f"roll/{other}"))
-        if told != size:
-            return (
-                f"rank {other} was started with WORLD_SIZE={told} and rank 0 with WORLD_SIZE={size}, so they would wait for ranks that "
-                "do not exist. Start all ranks of the job with the same number of processes and machines, and end what is left of "
-                "other jobs that meet at this address."
+        Ranks: every rank.
+        Raises: TopologyError on every registered rank when two ranks differ in the world size; PeerFailedError when a rank ended before
+        registering; RuntimeError on timeout.
+        """
+        self._store.set(f"roll/{self._rank}", str(self._size))
+        if self._rank == 0:
+            self._store.set("roll", self._compare_sizes())
+        self._wait_for("roll")
+        answer = self._store.get("roll").decode()
+        if answer != _SIZES_AGREE:
+            raise TopologyError(answer)
+
+    def _compare_sizes(self) -> str:
+        """Return rank 0's answer to all ranks: agreement on the world size, or the rank that differs."""
+        for other in range(1, self._size):
+            self._wait_for(f"roll/{other}")
+            other_size = int(self._store.get(f"roll/{other}"))
+            if other_size != self._size:
+                return (
+                    f"rank {other} was started with WORLD_SIZE={other_size} and rank 0 with WORLD_SIZE={self._size}, so they would wait for "
+                    "ranks that do not exist. Start all ranks of the job with the same number of processes and machines, and end what is left "
+                    "of other jobs that meet at this address."
+                )
+        return _SIZES_AGREE
+
+    def _wait_for(self, key: str) -> None:
+        started = last_look = time.monotonic()
+        next_report_s = _FIRST_REPORT_S
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now > self._deadline:
+                raise RuntimeError("not all ranks have come")
+            if now - last_look > _LOOK_INTERVAL_S:
+                last_look = now
+                self._refuse_ended(key)
+                if now - started > next_report_s:
+                    next_report_s *= 2
+                    self._report_missing(now - started)
+            time.sleep(min(0.002 + 0.05 * (now - started), _LONGEST_PAUSE_S))
+
+    def _is_registered(self, rank: int) -> bool:
+        registered: bool = self._store.check([f"roll/{rank}"])
+        return registered
+
+    def _refuse_ended(self, key: str) -> None:
+        codes = {rank: code for rank, code in self._ended().items() if not self._is_registered(rank)}
+        if not codes or self._store.check([key]):
+            return
+        shown_codes = ", ".join(sorted({f"exit code {code}" for code in codes.values()}))
+        raise PeerFailedError(
+            f"{ranks_in_words(sorted(codes))} ended ({shown_codes}) before making an Accelerator, so the other ranks would wait for it in vain. "
+            "Let every rank make the Accelerator before it may leave: look for a sys.exit or return that depends on the rank."
+        )
+
+    def _report_missing(self, waited_s: float) -> None:
+        if any(self._is_registered(lower_rank) for lower_rank in range(self._rank)):
+            return
+        missing_ranks = [rank for rank in range(self._size) if not self._is_registered(rank)]
+        if missing_ranks:
+            plain_log.warning(
+                "rank %d of %d waits for %s at %s (%.0f s)",
+                self._rank,
+                self._size,
+                ranks_in_words(missing_ranks),
+                self._address,
+                waited_s,
             )
-    return _FINE
 
 
-def _wait(store: Store, key: str, deadline: float, ended: Ended, ranks: Collection[int]) -> None:
-    """Wait for the key; raise if one of `ranks` has ended without registering."""
-    started = looked = time.monotonic()
-    while not store.check([key]):
-        now = time.monotonic()
-        if now > deadline:
-            raise RuntimeError("not all ranks have come")
-        if now - looked > _LOOK_S:
-            looked = now
-            gone = {rank: code for rank, code in ended().items() if rank in ranks}
-            absent = {rank: code for rank, code in gone.items() if not store.check([f"roll/{rank}"])}
-            if absent and not store.check([key]):
-                raise PeerFailedError(_ended_words(absent))
-        time.sleep(min(0.002 + 0.05 * (now - started), _LONGEST_PAUSE_S))
-
-
-def _ended_words(codes: Mapping[int, int]) -> str:
-    how = ", ".join(sorted({f"exit code {code}" for code in codes.values()}))
-    return (
-        f"{ranks_in_words(sorted(codes))} ended ({how}) before making an Accelerator, so the other ranks would wait for it in vain. Let "
-        "every rank make the Accelerator before it may leave: look for a sys.exit or return that depends on the rank."
-    )
-
-
-plain_log = logging.getLogger(__name__)
-
-_PRESENT_AFTER_S: Final = 1.0
-_FIRST_WORD_S: Final = 5.0
-_ANSWER: Final = timedelta(seconds=5)
-
-
-@contextlib.contextmanager
-def announced_waiting(url: str, topology: Topology, say: Callable[[str], None] = plain_log.warning) -> Iterator[None]:
-    """Context manager around a wait for other ranks, which logs the missing ranks after five seconds and again later.
-
-    A rank that has waited for a second registers in the store at `url`, over a separate connection: the main connection is blocked
-    until the group is formed. The lowest registered rank logs the missing ranks; if rank 0, which serves the store, is missing,
-    all other ranks do.
-    """
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(url, topology, say, over), name="hasten-waiting", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(2 * _ANSWER.total_seconds())
-
-
-def _watch(url: str, topology: Topology, say: Callable[[str], None], over: threading.Event) -> None:
-    start, next_word = time.monotonic(), _FIRST_WORD_S
-    if over.wait(_PRESENT_AFTER_S):
-        return
-    notes: TCPStore | None = None
-    while not over.wait(0.2):
-        try:
-            if notes is None and (notes := _connect(url)) is not None:
-                notes.set(_key(topology, topology.rank), "")
-            elapsed = time.monotonic() - start
-            if elapsed < next_word:
-                continue
-            next_word *= 2
-            words = _words(notes, topology)
-        except (DistError, OSError):  # rank 0 has exited: torch reports that in the main thread
-            notes = None
-            continue
-        if words and not over.is_set():
-            say(f"rank {topology.rank} of {topology.world_size} waits for {words} at {url} ({elapsed:.0f} s)")
-
-
-def _words(notes: TCPStore | None, topology: Topology) -> str:
-    """Return the missing ranks; empty if a lower rank reports them, or none is missing."""
-    if notes is None:
-        return "the others" if topology.is_main else "rank 0"
-    ranks = range(topology.world_size)
-    missing = [rank for rank in ranks if not notes.check([_key(topology, rank)])]
-    if any(rank not in missing for rank in range(topology.rank)):
-        return ""
-    return ranks_in_words(missing)
-
-
-def _key(topology: Topology, rank: int) -> str:
-    return f"hasten/{topology.restart_count}/waiting/{rank}"
-
-
-def _connect(url: str) -> TCPStore | None:
-    """Return a connection to the store at `url`; None if no store is served there yet."""
-    place = urlsplit(url)
-    if place.scheme != "tcp" or not place.hostname or not place.port:
-        return None
-    try:
-        with closing(socket.create_connection((place.hostname, place.port), timeout=1.0)):
-            pass
-    except OSError:
-        return None
-    return join(place.hostname, place.port, _ANSWER)
-
-
+plain_log = logging.getLogger(__name__)  # logs on every rank
 MeshOf = Callable[[int], MeshSpec]
 
 _LINGER: Final = timedelta(seconds=10)
@@ -230,8 +185,7 @@ def start(
     use_device(device)
     if not dist.is_initialized() and topology.world_size > 1:
         warn_of_old_kernel()
-        with announced_waiting(settings.init_method or _url(topology), topology):
-            _init(topology, device, settings)
+        _init(topology, device, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
         _freeze_garbage_of_forks()
         return _joined(_actual(topology), device, mesh_of, settings)
@@ -275,7 +229,8 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
     try:
         found, rank, size = _meet(url, topology, within)
         notes = dist.PrefixStore(f"hasten/{topology.restart_count}", found)
-        call_roll(notes, rank, size, within, lambda: launcher_files.ended_ranks(env.snapshot()))
+        ended = functools.partial(launcher_files.ended_ranks, env.snapshot())
+        RankRegistration(notes, rank, size, within, ended, url).wait()
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(_why_not_met(url, topology, settings, time.monotonic() - start, error)) from error
     found.set_timeout(within)
@@ -336,9 +291,8 @@ def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, 
             env.put_default("NCCL_SOCKET_IFNAME", name)
         serves = topology.is_main and not place.query and not _served_by_launcher()
         if serves and place.port:
-            size = topology.world_size
             try:
-                return store.serve(place.hostname, place.port, within, world_size=size), topology.rank, size
+                return store.serve(place.hostname, place.port, within), topology.rank, topology.world_size
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise

@@ -25,9 +25,8 @@ def serve(
     timeout: timedelta,
     *,
     alone: bool = False,
-    world_size: int | None = None,
 ) -> TCPStore:
-    """Serve a store at `address` and return it; port 0 selects a free port. `world_size` waits for that many clients.
+    """Serve a store at `address` and return it; port 0 selects a free port.
 
     `alone` means that every client is on this machine.
     Raises: OSError if the port is in use; DistError if the store cannot be reached at its address.
@@ -37,10 +36,9 @@ def serve(
         return TCPStore(
             address,
             found,
-            world_size,
             is_master=True,
             timeout=timeout,
-            wait_for_workers=world_size is not None,
+            wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
 

@@ -10,11 +10,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from hasten.errors import CommError
-from hasten.runtime import bootstrap as waiting
-from hasten.runtime.bootstrap import GroupSettings, announced_waiting, start
+from hasten.runtime import bootstrap
+from hasten.runtime.bootstrap import GroupSettings, RankRegistration, start
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.runtime.topology import Topology
 
@@ -27,39 +27,42 @@ def native_leftovers() -> None:
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_the_lowest_rank_that_is_there_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert waiting._FIRST_WORD_S == 5 * waiting._PRESENT_AFTER_S == 5.0, "after five seconds; here 2 / 5 of all times"
-    monkeypatch.setattr(waiting, "_PRESENT_AFTER_S", 0.4)
-    monkeypatch.setattr(waiting, "_FIRST_WORD_S", 2.0)
-    said = dict[int, list[str]]()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-    with closing(socket.socket()) as nobody:
-        nobody.bind(("127.0.0.1", 0))  # a port that nobody listens on
-        place, dead = (f"tcp://127.0.0.1:{port}" for port in (store.port, nobody.getsockname()[1]))
+def test_the_lowest_rank_that_is_there_says_who_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert bootstrap._FIRST_REPORT_S == 5 * bootstrap._LOOK_INTERVAL_S == 5.0, (
+        "after five seconds; here a tenth of all times"
+    )
+    monkeypatch.setattr(bootstrap, "_LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(bootstrap, "_FIRST_REPORT_S", 0.5)
+    limit = timedelta(seconds=0.9)
 
-        def wait(rank: int, url: str, world_size: int) -> None:
-            words = said.setdefault(rank, [])
-            with announced_waiting(url, Topology(rank=rank, world_size=world_size, local_world_size=1), words.append):
-                time.sleep(3.0)
+    def wait(store: HashStore, rank: int, size: int) -> None:
+        with pytest.raises(RuntimeError, match="not all ranks have come"):
+            RankRegistration(store, rank, size, limit, address="there").wait()
 
-        calls = [(0, place, 5), (3, place, 5), (1, dead, 2), (7, place, 8)]
-        threads = [threading.Thread(target=wait, args=call) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    (main,) = said[0]
-    assert main.startswith("rank 0 of 5 waits for ranks 1-2, 4 at tcp://127.0.0.1:")
-    (alone,) = said[1]
-    assert alone.startswith(f"rank 1 of 2 waits for rank 0 at {dead} (")
-    assert said[3] == said[7] == []
+    full, headless = HashStore(), HashStore()
+    calls = [(full, 0, 5), (full, 3, 5), (headless, 1, 2)]
+    threads = [threading.Thread(target=wait, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = sorted(message.rpartition(" (")[0] for message in caplog.messages)
+    assert said == ["rank 0 of 5 waits for ranks 1-2, 4 at there", "rank 1 of 2 waits for rank 0 at there"]
 
 
-def test_a_short_wait_says_nothing() -> None:
-    said: list[str] = []
-    with announced_waiting("tcp://127.0.0.1:9", Topology(rank=1, world_size=2), said.append):
+def test_a_short_wait_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    store = HashStore()
+    threads = [
+        threading.Thread(target=RankRegistration(store, rank, 2, timedelta(seconds=5)).wait) for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
         time.sleep(0.05)
-    assert not said
+    for thread in threads:
+        thread.join()
+    assert not caplog.messages
 
 
 @pytest.fixture
