@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.02
 _TELL_AFTER_S = 30.0
-_FIRST_LOOK_S = 1.0
-_NAMED_RANKS = 64
 
 
 class RollCall:
@@ -35,18 +33,20 @@ class RollCall:
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
         self._turn = 0
-        self._seen = ""  # the ranks' labels at the last check, in case the store is lost
 
     def wait(self, label: str, timeout_s: float | None = None) -> None:
         """Block until every rank has checked in with this label."""
         self._turn += 1
         limit = self._timeout_s if timeout_s is None else timeout_s
-        self._seen = ""
         started = time.monotonic()
         try:
             self._check_in(self._turn, label, limit, started)
         except DistNetworkError as error:
-            raise self._lost(label, time.monotonic() - started) from error
+            raise PeerFailedError(
+                f"rank {self._rank} lost the group's store after {time.monotonic() - started:.1f} s at {label!r}: the process that serves it "
+                f"(rank 0, or the launcher of machine 0) has ended, so ranks {list(self._ranks)} cannot meet any more. Look for the error that "
+                "ended it; this rank only noticed."
+            ) from error
 
     def _check_in(self, turn: int, label: str, limit: float, started: float) -> None:
         store = self._store
@@ -55,15 +55,13 @@ class RollCall:
             store.set(f"{turn}/open", "1")
             self._forget(turn - 1, label)
             return
-        pause, told, next_look_s = _FIRST_PAUSE_S, False, _FIRST_LOOK_S
+        pause, is_reported = _FIRST_PAUSE_S, False
         while not store.check([f"{turn}/open"]):
             waited = time.monotonic() - started
             if waited > limit:
                 raise self._missing(turn, label, limit)
-            if waited > next_look_s:
-                self._seen, next_look_s = self._glance(turn, label), 2 * waited
-            if waited > _TELL_AFTER_S and not told:
-                told = True
+            if waited > _TELL_AFTER_S and not is_reported:
+                is_reported = True
                 missing, text = self._whereabouts(turn, label)
                 if self._rank == next(
                     rank for rank in self._ranks if rank not in missing
@@ -71,12 +69,6 @@ class RollCall:
                     log.warning("rank %d has waited %.0f s at %r: %s", self._rank, waited, label, text)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
-
-    def _glance(self, turn: int, label: str) -> str:
-        """Return the label of each rank; in large worlds only the number of arrived ranks, because every waiting rank asks."""
-        if len(self._ranks) <= _NAMED_RANKS:
-            return self._whereabouts(turn, label)[1]
-        return f"{self._store.add(f'{turn}/count/{label}', 0)} of {len(self._ranks)} ranks had arrived"
 
     def _whereabouts(self, turn: int, label: str) -> tuple[tuple[int, ...], str]:
         absent, elsewhere = [], []
@@ -98,14 +90,6 @@ class RollCall:
             missing,
         )
 
-    def _lost(self, label: str, waited_s: float) -> PeerFailedError:
-        seen = f" When last seen: {self._seen}." if self._seen else ""
-        return PeerFailedError(
-            f"rank {self._rank} lost the group's store after {waited_s:.1f} s at {label!r}: the process that serves it (rank 0, or "
-            f"the launcher of machine 0) has ended, so ranks {list(self._ranks)} cannot meet any more.{seen} Look for the "
-            "error that ended it; this rank only noticed."
-        )
-
     def _forget(self, turn: int, label: str) -> None:
         # Every rank has passed the previous turn, so its keys can be deleted; a different label of that turn is not
         # known here, which leaves at most one small counter behind.
@@ -116,9 +100,6 @@ class RollCall:
 
 
 # Any in this file: the caller's objects.
-_FIRST_BYTES: Final = 512  # of the first message: a length, and the object itself if it fits
-_LENGTH_BYTES: Final = 8
-_ROOM: Final = _FIRST_BYTES - _LENGTH_BYTES
 _OBJECT, _ERROR = b"o", b"e"
 
 
@@ -136,30 +117,8 @@ def _object_of(message: bytes, codec: Codec) -> Any:
     return codec.decode(message[1:])
 
 
-def _split_message(message: bytes) -> Tensor:
-    """Return the first part of a message: its length, and as much of it as fits."""
-    first = len(message).to_bytes(_LENGTH_BYTES, "little") + message[:_ROOM]
-    return torch.frombuffer(bytearray(first.ljust(_FIRST_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _second_part(message: bytes, length: int) -> Tensor:
-    """Return the bytes that did not fit into the first part, padded to those of a message of `length` bytes."""
-    return torch.frombuffer(bytearray(message[_ROOM:].ljust(length - _ROOM, b"\0")), dtype=torch.uint8)
-
-
-def _length_of(first: Tensor) -> int:
-    length = int.from_bytes(first[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    if length >= 1 << 48:
-        raise CommError(
-            f"another rank announced an object of {length} bytes: the message is damaged, or not a rank's. Run again; if it "
-            f"happens once more, look for another program that uses this job's ports."
-        )
-    return length
-
-
-def _join_message(first: Tensor, second: Tensor | None, length: int) -> bytes:
-    start = first[_LENGTH_BYTES:].numpy().tobytes()
-    return (start if second is None else start + second.numpy().tobytes())[:length]
+def _padded(message: bytes, length: int) -> Tensor:
+    return torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 # torch<2.13 has only the older name of this function; 2.13 warns about it
@@ -256,25 +215,20 @@ class ProcessGroupComm:
 
     def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
         message, error = _message_of(obj, self.codec)
-        firsts = self.all_gather(_split_message(message))
-        lengths = [_length_of(first) for first in firsts]
-        seconds: Sequence[Tensor | None] = [None] * self.size
-        if max(lengths) > _ROOM:
-            seconds = list(self.all_gather(_second_part(message, max(lengths))))
+        lengths = self.all_gather(torch.tensor(len(message))).tolist()
+        rows = self.all_gather(_padded(message, max(lengths)))
         if error is not None:
             raise error
-        parts = zip(firsts, seconds, lengths, strict=True)
-        return [_object_of(_join_message(*part), self.codec) for part in parts]
+        messages = (row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True))
+        return [_object_of(message, self.codec) for message in messages]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
-        self._member(src)
         message, error = _message_of(obj, self.codec) if self.rank == src else (b"", None)
-        first = self.broadcast(_split_message(message), src)
-        length = _length_of(first)
-        second = self.broadcast(_second_part(message, length), src) if length > _ROOM else None
+        length = int(self.broadcast(torch.tensor(len(message)), src))
+        sent = self.broadcast(_padded(message, length), src)
         if error is not None:
             raise error
-        return _object_of(_join_message(first, second, length), self.codec)
+        return _object_of(sent.numpy().tobytes(), self.codec)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         self.collectives.note("exchange")
