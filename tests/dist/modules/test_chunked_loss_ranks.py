@@ -21,7 +21,8 @@ from hasten.modules.chunked_loss import ChunkedCrossEntropyLoss
 from hasten.modules.lazy_logits import LazyLogits, use_chunked_loss
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import TINY_LM_PLAN
 from tests.support.training import Batch, Task, hasten_losses, plain_losses
 
 VOCAB = 16

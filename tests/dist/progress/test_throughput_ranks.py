@@ -14,7 +14,8 @@ from hasten import Accelerator
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import TINY_LM_PLAN
 
 VOCAB, CONTEXT, ROWS = 16, 6, 8
 

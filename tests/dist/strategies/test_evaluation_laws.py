@@ -24,8 +24,8 @@ from hasten.extensions.deepspeed.engine import VERSIONS
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
-from tests.support.toys import TinyMixture
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import TINY_LM_PLAN, TinyMixture
 
 VOCAB: Final = 16
 LENGTH: Final = 8

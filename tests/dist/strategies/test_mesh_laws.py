@@ -17,8 +17,8 @@ from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig, Torch
 from hasten.config.sections.parallel import PipelineSchedule, TorchTensorParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
-from tests.support.toys import TinyMixture, TinyTranslator
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import TINY_LM_PLAN, TinyMixture, TinyTranslator
 from tests.support.training import (
     Batch,
     OnePass,

@@ -12,7 +12,8 @@ from hasten.config.sections.parallel import ParallelismConfig
 from hasten.modules.names import is_dtensor, whole_of
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, seeded
+from hasten.testing.toys import TinyLM, seeded
+from tests.support.toys import TINY_LM_PLAN
 
 
 class Kept(logging.Handler):

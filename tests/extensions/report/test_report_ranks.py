@@ -14,10 +14,10 @@ from hasten.extensions.report import report_data
 from hasten.extensions.report.command import main
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Blobs, Classifier, seeded
+from hasten.testing.toys import seeded
 from hasten.tracking.run_folder import read_run
 from hasten.tracking.run_log import PARTS
-from tests.support.toys import Rows, Scored
+from tests.support.toys import Blobs, Classifier, Rows, Scored
 
 
 class Stop(TrainerCallback):

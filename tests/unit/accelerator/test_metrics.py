@@ -29,7 +29,8 @@ from hasten.accelerator.operations import SampledScalars
 from hasten.cli.main import main
 from hasten.config.resolve import resolve
 from hasten.errors import ConfigError, MissingPackageError, SettingValueError
-from hasten.testing.toys import Blobs, Classifier, seeded
+from hasten.testing.toys import seeded
+from tests.support.toys import Blobs, Classifier
 
 
 def port_of(accelerator: Accelerator) -> int:

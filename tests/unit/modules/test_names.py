@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hasten.modules.names import canonical_name, named_buffers, named_parameters, tied_groups
-from hasten.testing.toys import Classifier, TinyLM
+from hasten.testing.toys import TinyLM
+from tests.support.toys import Classifier
 
 
 class HasModule(nn.Module):

@@ -8,18 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from hasten.testing.toys import (
-    Blobs,
-    Classifier,
-    Line,
-    LineData,
-    Numbers,
-    NumberStream,
-    Sequences,
-    TinyLM,
-    next_token_loss,
-    seeded,
-)
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import Blobs, Classifier, Line, LineData, Numbers, NumberStream, Sequences
 
 
 def equal(left: nn.Module, right: nn.Module) -> bool:

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.extensions.report.report_data import causes
-from hasten.testing.toys import Blobs, Classifier, seeded
+from hasten.testing.toys import seeded
 from hasten.tracking.goodput import CAUSES, Goodput, LiveGoodput, account, of_run
 from hasten.tracking.run_log import LoggedRank, RunLog, read_run_log, step_dtype
+from tests.support.toys import Blobs, Classifier
 
 
 def start(

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator, ProjectConfiguration
 from hasten.errors import ConfigError
-from hasten.testing.toys import Blobs, Classifier, seeded
+from hasten.testing.toys import seeded
 from hasten.tracking.run_folder import read_run
 from hasten.tracking.run_log import PARTS, RunLog, read_run_log
+from tests.support.toys import Blobs, Classifier
 
 
 def trained(folder: Path, every: int = 1, precision: str = "no", **settings: Any) -> Accelerator:

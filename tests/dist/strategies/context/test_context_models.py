@@ -14,7 +14,8 @@ from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import Numbers
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 

@@ -30,7 +30,8 @@ from hasten.errors import ConfigError
 from hasten.modules import forwarding
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
-from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import Numbers
 
 VOCAB = 16
 Form = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]

@@ -15,7 +15,8 @@ from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig
 from hasten.errors import ConfigError, PeerFailedError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Block, Classifier, Sequences, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import Block, TinyLM, next_token_loss, seeded
+from tests.support.toys import Classifier, Sequences
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 

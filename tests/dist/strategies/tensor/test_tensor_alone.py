@@ -16,7 +16,8 @@ from hasten.errors import PrepareError
 from hasten.modules.names import is_dtensor
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import TINY_LM_PLAN
 
 TOKENS = torch.randint(0, 16, (6, 6), generator=torch.Generator().manual_seed(1))
 

@@ -16,7 +16,8 @@ from hasten import Accelerator
 from hasten.config.sections.parallel import ParallelismConfig, TorchTensorParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import TINY_LM_PLAN
 from tests.support.training import Batch, Task, hasten_losses, plain_losses
 
 STEPS = [8, pytest.param(20, marks=pytest.mark.exhaustive)]

@@ -18,8 +18,9 @@ from hasten.config.sections.parallel import ParallelismConfig, TorchTensorParall
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
 from tests.support.hub_models import BERT_PLAN, T5_PLAN
+from tests.support.toys import Numbers
 
 PRELOAD: Final = ("transformers.modeling_utils",)
 

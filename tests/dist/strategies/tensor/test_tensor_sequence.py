@@ -17,7 +17,8 @@ from hasten.modules.lazy_logits import LazyLogits, LogitsSource
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor.ops import enter, gather
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from tests.support.toys import TINY_LM_PLAN
 
 STEPS = 20
 SEQUENCE = TorchTensorParallelConfig(sequence_parallel=True)
