@@ -22,7 +22,6 @@ COMMANDS: Final = MappingProxyType(
         "test": ("hasten.cli.test_cmd:main", "check that training works under the current settings"),
         "ckpt": ("hasten.cli.ckpt_cmd:main", "list, verify, compare and convert checkpoints"),
         "data": ("hasten.cli.data_cmd:main", "show the samples of a batch of a saved run"),
-        "estimate-memory": ("hasten.cli.estimate_cmd:main", "estimate the memory a model needs, before it is loaded"),
         "completion": (
             "hasten.cli.completion_cmd:main",
             "print the completion of commands and flags for bash, zsh or fish",

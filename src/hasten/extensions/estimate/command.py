@@ -6,13 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from hasten.bigmodel.placement_plan import readable
 from hasten.cli.flags import CommandParser, whole
+
+if TYPE_CHECKING:
+    from hasten.extensions.estimate.estimate import ModelShape
 
 _ABOUT = """target:
   a folder or file with weights     sizes come from the headers of its files
@@ -36,15 +40,16 @@ _COLUMNS = (
 def main(argv: Sequence[str]) -> int:
     """Run `hasten estimate-memory …`; return 0 if the model was found."""
     given = _parser().parse_args(argv)
-    room = import_module("hasten.bigmodel.estimate")  # imports torch, which --help does not need
-    sizes = import_module("hasten.checkpoint.export")  # imports torch as well
+    from hasten.checkpoint.export import parse_size  # these import torch, which --help does not need
+    from hasten.extensions.estimate.estimate import STRATEGIES, estimate, shape_of
+
     inputs = [tuple(int(size) for size in text.split("x")) for text in given.input]
-    shape = room.shape_of(given.target, inputs, given.trust_remote_code)
-    device = None if given.device_memory is None else sizes.parse_size(given.device_memory)
+    shape = shape_of(given.target, inputs, given.trust_remote_code)
+    device = None if given.device_memory is None else parse_size(given.device_memory)
     processes = given.num_processes
-    strategies = given.strategies or (room.STRATEGIES if processes > 1 else ("ddp",))
+    strategies = given.strategies or (STRATEGIES if processes > 1 else ("ddp",))
     rows = [
-        dict(room.as_row(room.estimate(shape, dtype, given.optimizer, given.batch, processes, device, strategy)))
+        asdict(estimate(shape, dtype, given.optimizer, given.batch, processes, device, strategy))
         for dtype in given.dtypes
         for strategy in strategies
     ]
@@ -52,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
         content = {"model": shape.name, "parameters": shape.num_parameters, "estimates": rows}
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
     else:
-        _show(shape, rows, import_module("hasten.bigmodel.placement_plan").readable)  # imported by `estimate` anyway
+        _show(shape, rows)
     return 0
 
 
-def _show(shape: Any, rows: Sequence[dict[str, Any]], readable: Any) -> None:  # Any: from a module imported above
+def _show(shape: ModelShape, rows: Sequence[dict[str, Any]]) -> None:  # Any: the values of an estimate
     table = Table(title=f"{shape.name}: {shape.num_parameters:,} parameters")
     alone = {row["strategy"] for row in rows} == {"ddp"}
     shown = [(key, title) for key, title in _COLUMNS if not (alone and key in ("strategy", "gathered"))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -206,8 +206,3 @@ def estimate(
         total=held + (sample or 0) * batch,
         largest_batch=max((device_bytes - held) // sample, 0) if device_bytes is not None and sample else None,
     )
-
-
-def as_row(found: Estimate) -> Mapping[str, object]:
-    """Return the estimate as a dict, for a table or JSON."""
-    return {name: getattr(found, name) for name in Estimate.__dataclass_fields__}
