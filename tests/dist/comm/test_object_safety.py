@@ -78,5 +78,5 @@ def test_a_pickle_from_another_rank_is_not_loaded(ctx: ProcessContext) -> None:
             comm.all_gather_object(None)
         return
     evil = b"o" + pickle.dumps(Evil())  # somebody took over the connection of rank 1
-    frame = (len(evil).to_bytes(8, "little") + evil).ljust(512, b"\0")
-    comm.all_gather(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
+    (length, _) = comm.all_gather(torch.tensor(len(evil))).tolist()
+    comm.all_gather(torch.frombuffer(bytearray(evil.ljust(length, b"\0")), dtype=torch.uint8))
