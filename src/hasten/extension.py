@@ -30,13 +30,16 @@ from hasten.errors import ExtensionError, HastenWarning
 ENTRY_POINT_GROUP: Final = "hasten.extensions"
 """Entry-point group of packages that extend hasten; each entry point is an `Extension`."""
 
-Kind = Literal["strategies", "launch_targets", "commands", "settings", "trackers", "run_parts", "public_names"]
+Kind = Literal[
+    "strategies", "offload_modes", "launch_targets", "commands", "settings", "trackers", "run_parts", "public_names"
+]
 Table = Mapping[str, str]
 """Names, each with the place of its object as "module:object"."""
 
 _NOUNS: Final = MappingProxyType(
     {
         "strategies": "strategy",
+        "offload_modes": "value of offload",
         "launch_targets": "launch target",
         "commands": "command",
         "settings": "settings class",
@@ -55,6 +58,8 @@ class Extension:
     summary: str
     """What the extension is for, in a few words."""
     strategies: Table = field(default_factory=dict)
+    offload_modes: Table = field(default_factory=dict)
+    """Values of the setting `offload`."""
     launch_targets: Table = field(default_factory=dict)
     commands: Table = field(default_factory=dict)
     settings: Table = field(default_factory=dict)

@@ -84,7 +84,16 @@ def run_python(arguments: Sequence[str], environment: dict[str, str], folder: Pa
 
 def names_of(extension: Extension) -> list[tuple[str, str]]:
     """Return everything that an extension offers, as kind and name."""
-    kinds = ("strategies", "launch_targets", "commands", "settings", "trackers", "run_parts", "public_names")
+    kinds = (
+        "strategies",
+        "offload_modes",
+        "launch_targets",
+        "commands",
+        "settings",
+        "trackers",
+        "run_parts",
+        "public_names",
+    )
     return [(kind, name) for kind in kinds for name in extension.offers(kind)]
 
 

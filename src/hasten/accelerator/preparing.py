@@ -33,7 +33,7 @@ from hasten.runtime.logs import StartUp, banner, get_logger
 from hasten.runtime.mesh_plan import BATCH, mesh_table, mesh_title
 from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
-from hasten.strategies.choose import chooses_speed, compiles
+from hasten.strategies.choose import chooses_speed, compiles, offload_of
 
 log = get_logger(__name__)
 
@@ -217,19 +217,15 @@ class Preparer:
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self.performance.optimizer(optimizer)
-        if self._config.offload is not None:
-            self._offload(optimizer)
+        offload = offload_of(self._config)
+        if offload is not None:
+            # hooks on compiled blocks would be compiled with them; less memory is then used for state on its way
+            models = [] if compiles(self._config) else [self._strategy.unwrap(model) for model in self.done.models]
+            offload.stream_updates(optimizer, self._config, self._ctx, lambda: self._clock.boundary, models)
         kind = PreparedOptimizer if self._rehearsal is None else self._rehearsal.optimizer
         prepared = kind(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
-
-    def _offload(self, optimizer: Optimizer) -> None:
-        """Let an optimizer stream its state from host memory, with pieces on the way in memory that no block needs."""
-        offload = import_module("hasten.strategies.offload.attach")  # only runs with offload need it
-        update = offload.stream_updates(optimizer, self._config, self._ctx, lambda: self._clock.boundary)
-        if not compiles(self._config):
-            offload.drain_in_forward(update, map(self._strategy.unwrap, self.done.models))
 
     def _note_unowned(self) -> None:
         """Register trained parameters that no optimizer holds with the clock, so that their gradients are handled too."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten.config.root import Config
 from hasten.data.loader import MakeMove
@@ -182,6 +183,18 @@ class OfferedStrategy:
     create: Callable[[Config, ProcessContext], Strategy]
     start_device: Callable[[Config, Topology], torch.device] | None = None
     """Starts the devices and returns the one of this process; None for the host's accelerator or the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedOffload:
+    """Training state in host memory, of an extension; its `offload_modes` table names such an object."""
+
+    refuse_combinations: Callable[[Config, ProcessContext, bool], None]
+    """Raises ConfigError for settings that cannot be combined with it; the last argument says whether models are compiled."""
+    stream_updates: Callable[[Optimizer, Config, ProcessContext, Callable[[], bool], Sequence[nn.Module]], None]
+    """Lets an optimizer update its parameters from host memory. The function says whether a window ends, and the models may be hooked."""
+    parameter_transforms: Callable[[], tuple[Transform, Transform]] | None = None
+    """Makes the transforms that place and stream the parameters of one process; None if parameters stay on the device."""
 
 
 def is_trainable(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.base import Caps, DistributionTransform, OfferedStrategy, Strategy, Transform
+from hasten.strategies.base import Caps, DistributionTransform, OfferedOffload, OfferedStrategy, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert, PlaceOnDevice
@@ -38,10 +38,9 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             f"{config.dynamo.backend!r} compiles it once; the compiled model would only attend within each rank's part of a sequence. "
             "Set dynamo_backend=no, or cp_size=1."
         )
-    if config.offload is not None:
-        from hasten.strategies.offload.attach import refuse_combinations  # only runs with offload need it
-
-        refuse_combinations(config, ctx, compiles(config))
+    offload = offload_of(config)
+    if offload is not None:
+        offload.refuse_combinations(config, ctx, compiles(config))
     if ctx.mesh.ep > 1:
         _refuse_with_experts(config, ctx)
     extension_strategy = _offered(config)
@@ -78,6 +77,19 @@ def _offered(config: Config) -> OfferedStrategy | None:
     return extension_strategy
 
 
+def offload_of(config: Config) -> OfferedOffload | None:
+    """Return what keeps training state in host memory; None if all of it is on the device."""
+    if config.offload is None:
+        return None
+    offload: OfferedOffload = load("offload_modes", config.offload)
+    return offload
+
+
+def _offloads_parameters(config: Config) -> bool:
+    offload = offload_of(config)
+    return offload is not None and offload.parameter_transforms is not None
+
+
 def chooses_speed(asked: PerformanceSettings) -> bool:
     """Return whether to make choices for speed: with mode "auto", or without a mode when any of them was set."""
     return asked.mode == "auto" or (asked.mode is None and bool(given(asked)))
@@ -102,10 +114,10 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             f"strategy={config.strategy!r} does not shard models, but dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} requests sharding; "
             "use strategy='fsdp', or set dp_shard_size=1."
         )
-    if config.offload in ("parameters", "all"):
-        from hasten.strategies.offload.weights import PlaceRest, StreamedWeights  # only runs with offload need it
-
-        streamed = [PlaceRest(), Convert(config.master_weights), *_common(config), StreamedWeights()]
+    offload = offload_of(config)
+    if offload is not None and offload.parameter_transforms is not None:
+        place_rest, stream_parameters = offload.parameter_transforms()
+        streamed = [place_rest, Convert(config.master_weights), *_common(config), stream_parameters]
         return NativeStrategy("single", Alone(), streamed, Caps(synchronises=False))
     transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
     chooses = chooses_speed(config.performance)
@@ -147,9 +159,8 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
         transforms += _compiled_shards(config, ctx)
     from hasten.strategies.fsdp.strategy import ShardModel  # loads torch.distributed.tensor: most of a second
 
-    in_host_memory = config.offload in ("parameters", "all")
     distribution = ShardModel(
-        config.fsdp.replace(cpu_offload=True) if in_host_memory else config.fsdp,
+        config.fsdp.replace(cpu_offload=True) if _offloads_parameters(config) else config.fsdp,
         mesh,
         keep_outputs=config.autocast.output_dtype == "keep",
     )
@@ -163,7 +174,7 @@ def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
         "tensor parallelism": ctx.mesh.size(Axis.TP) > 1,
         "context parallelism": ctx.mesh.size(Axis.CP) > 1,
         "expert parallelism": ctx.mesh.ep > 1,
-        "parameters in host memory": config.fsdp.cpu_offload or config.offload in ("parameters", "all"),
+        "parameters in host memory": config.fsdp.cpu_offload or _offloads_parameters(config),
     }
     if found := [name for name, here in untested.items() if here]:
         log.info("performance: models are not compiled: it has not been tested with shards and %s", found[0])

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from torch import nn
 from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
 
 from hasten.config.root import Config
 from hasten.errors import ConfigError, PrepareError
+from hasten.extensions.offload.memory_budget import memory_use
+from hasten.extensions.offload.pieces import weakly
+from hasten.extensions.offload.update import StreamedUpdate
+from hasten.extensions.offload.weights import PlaceRest, StreamedParameters, StreamedWeights, is_streamed
 from hasten.modules.names import is_dtensor
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.streams import lanes_for
+from hasten.strategies.base import OfferedOffload
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.offload.memory_budget import memory_use
-from hasten.strategies.offload.pieces import weakly
-from hasten.strategies.offload.update import StreamedUpdate
-from hasten.strategies.offload.weights import StreamedParameters, is_streamed
 from hasten.strategies.sharded_updates import ELEMENTWISE
 
 
@@ -106,12 +108,19 @@ def refuse_unsplittable(optimizer: Optimizer) -> None:
 
 
 def stream_updates(
-    optimizer: Optimizer, config: Config, ctx: ProcessContext, boundary: Callable[[], bool]
-) -> StreamedUpdate:
-    """Make an optimizer update its parameters in pieces, streamed from host memory."""
+    optimizer: Optimizer,
+    config: Config,
+    ctx: ProcessContext,
+    boundary: Callable[[], bool],
+    models: Sequence[nn.Module],
+) -> None:
+    """Make an optimizer update its parameters in pieces, streamed from host memory.
+
+    Blocks of the models ask for the memory of pieces that are still written back, before their activations need it.
+    """
     refuse_unsplittable(optimizer)
     streamed = any(is_streamed(p) for group in optimizer.param_groups for p in group["params"])
-    return StreamedUpdate(
+    update = StreamedUpdate(
         optimizer,
         lanes_for(ctx.device),
         memory_use(ctx.device),
@@ -119,15 +128,14 @@ def stream_updates(
         moves_state=config.offload != "parameters",
         parameters=StreamedParameters() if streamed else None,
     )
-
-
-def drain_in_forward(update: StreamedUpdate, models: Iterable[nn.Module]) -> None:
-    """Let blocks ask for the memory of pieces that are still written back, before their activations need it.
-
-    Not for compiled blocks, with which the hooks would be compiled; less memory is then used for pieces on the way.
-    """
     blocks = [block for model in models for _, block in repeated_blocks(model)]
     update.drains_in_forward = bool(blocks)
     call = weakly(update.before_block)
     for block in blocks:
         block.register_forward_pre_hook(lambda module, inputs: call())
+
+
+OPTIMIZER_STATE: Final = OfferedOffload(refuse_combinations, stream_updates)
+PARAMETERS: Final = OfferedOffload(
+    refuse_combinations, stream_updates, parameter_transforms=lambda: (PlaceRest(), StreamedWeights())
+)

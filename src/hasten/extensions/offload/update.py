@@ -19,11 +19,8 @@ from torch.optim import Optimizer
 
 from hasten.bigmodel.packs import HostPool
 from hasten.errors import StepError
-from hasten.modules.names import is_dtensor, like_parameter, local_tensor
-from hasten.optim.optimizer import SETTLE_STATE
-from hasten.runtime.streams import HostLanes, Mark
-from hasten.strategies.offload.memory_budget import MemoryBudget, MemoryUse
-from hasten.strategies.offload.pieces import (
+from hasten.extensions.offload.memory_budget import MemoryBudget, MemoryUse
+from hasten.extensions.offload.pieces import (
     Flight,
     HostParameters,
     Key,
@@ -37,6 +34,9 @@ from hasten.strategies.offload.pieces import (
     sort_like_groups,
     weakly,
 )
+from hasten.modules.names import is_dtensor, like_parameter, local_tensor
+from hasten.optim.optimizer import SETTLE_STATE
+from hasten.runtime.streams import HostLanes, Mark
 
 _AHEAD: Final = 2  # pieces fetched while one is updated
 _FLOOR_PIECES: Final = 2 + _AHEAD  # and one that is written back

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hasten.extensions.offload.memory_budget import MemoryBudget
+from hasten.extensions.offload.update import StreamedUpdate
 from hasten.runtime.streams import HostLanes, Pairs
-from hasten.strategies.offload.memory_budget import MemoryBudget
-from hasten.strategies.offload.update import StreamedUpdate
 
 
 class Mark:
