@@ -1,4 +1,4 @@
-"""Registry of trackers: the built-in ones, those of installed packages, and the values of `log_with`."""
+"""Registry of trackers: the built-in ones, those of extensions, and the values of `log_with`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
-from importlib.metadata import entry_points
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from hasten.errors import HastenWarning, MissingPackageError, TrackerError
+from hasten.extension import offers
 from hasten.optional import available, check_installed, need
 from hasten.tracking.base import Tracker
-
-GROUP = "hasten.trackers"  # entry point group of packages that provide a tracker
 
 Missing = Literal["error", "warn"]
 LogWith = str | Tracker | Enum | Iterable["str | Tracker | Enum"] | None
@@ -47,9 +45,8 @@ BUILTINS: Final = (
 
 
 def installed() -> list[str]:
-    """Return the names of all usable trackers: built-in and from other packages."""
-    own = [row.name for row in BUILTINS if row.needs is None or available(row.needs)]
-    return own + sorted({point.name for point in entry_points(group=GROUP)} - set(own))
+    """Return the names of all usable trackers: built-in and of extensions."""
+    return [row.name for row in BUILTINS if row.needs is None or available(row.needs)] + sorted(offers("trackers"))
 
 
 def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True) -> list[Tracker]:
@@ -103,21 +100,19 @@ def _create(name: str) -> Tracker:
     for row in BUILTINS:
         if row.name == name:
             module, _, attribute = row.where.partition(":")
-            return _checked(name, getattr(import_module(module), attribute)())  # only the requested backends
-    for point in entry_points(group=GROUP):
-        if point.name == name:
-            return _checked(name, point.load()())
-    known = [row.name for row in BUILTINS] + [point.name for point in entry_points(group=GROUP)]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else "Pass custom trackers as instances."
-    raise TrackerError(f"there is no tracker {name!r}; the trackers are {', '.join(known)} and 'all'. {hint}")
-
-
-def _checked(name: str, tracker: Any) -> Tracker:
+            builtin: Tracker = getattr(import_module(module), attribute)()  # only the requested backends
+            return builtin
+    offered = offers("trackers")
+    if name not in offered:
+        known = [*(row.name for row in BUILTINS), *offered]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Pass custom trackers as instances."
+        raise TrackerError(f"there is no tracker {name!r}; the trackers are {', '.join(known)} and 'all'. {hint}")
+    tracker = offered[name].load()()
     if not isinstance(tracker, Tracker):
         raise TrackerError(
-            f"the entry point {name!r} of group {GROUP!r} made a {type(tracker).__name__}, not a hasten.extending.Tracker; "
-            "it cannot be started. Let its class derive from hasten.extending.Tracker."
+            f"the extension {offered[name].extension!r} made a {type(tracker).__name__} as the tracker {name!r}, which cannot be "
+            "started. Let its class derive from hasten.extending.Tracker."
         )
     return tracker
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hasten import extension
 from hasten.errors import HastenWarning, MissingPackageError, TrackerError
 from hasten.tracking.backends.comet_ml import CometTracker
 from hasten.tracking.backends.jsonl import JsonlTracker
@@ -20,11 +22,15 @@ from hasten.tracking.base import Resume, Run, Tracker
 from hasten.tracking.registry import build, installed
 
 PLUGIN = """
+from hasten.extension import Extension
 from hasten.tracking.base import Entry, Tracker
 
 class Paper(Tracker):
     name = "paper"
     def log(self, entry: Entry) -> None: ...
+
+places = {"paper": "paper_tracker:Paper", "stone": "builtins:dict"}
+extension = Extension(name="paper", summary="lines on paper", trackers=places)
 """
 
 
@@ -47,16 +53,27 @@ def test_two_trackers_of_one_name_are_refused() -> None:
         build(["jsonl", JsonlTracker()])
 
 
-def test_an_entry_point_brings_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def paper_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package whose extension has two trackers."""
     (tmp_path / "paper_tracker.py").write_text(PLUGIN)
     info = tmp_path / "paper-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paper\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hasten.trackers]\npaper = paper_tracker:Paper\n")
+    (info / "entry_points.txt").write_text("[hasten.extensions]\npaper = paper_tracker:extension\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    extension.installed.cache_clear()
+    yield
+    extension.installed.cache_clear()
+    sys.modules.pop("paper_tracker", None)
+
+
+@pytest.mark.usefixtures("paper_package")
+def test_an_extension_brings_a_tracker() -> None:
     assert "paper" in installed()
     assert [tracker.name for tracker in build("paper")] == ["paper"]
-    del sys.modules["paper_tracker"]
+    with pytest.raises(TrackerError, match="extension 'paper' made a dict as the tracker 'stone'"):
+        build("stone")
 
 
 @pytest.fixture(name="broken")
