@@ -1,4 +1,4 @@
-"""Public types for extending hasten: strategies, transforms, trackers and module hooks, and the types they work with."""
+"""Public types for extending hasten: extensions, launch targets, strategies, transforms, trackers, module hooks, and what they work with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from hasten.checkpoint.state_dicts import LoadReport as LoadReport
     from hasten.config.root import Config as Config
     from hasten.config.sections.launch import LaunchConfig as LaunchConfig
+    from hasten.extension import Extension as Extension
+    from hasten.launch.base import Host as Host
+    from hasten.launch.base import LaunchPlan as LaunchPlan
+    from hasten.launch.base import LaunchRequest as LaunchRequest
+    from hasten.launch.base import LaunchTarget as LaunchTarget
+    from hasten.launch.base import PlannedFile as PlannedFile
+    from hasten.launch.base import Proc as Proc
+    from hasten.launch.base import Submitter as Submitter
     from hasten.modules.hooks import ModelHook as ModelHook
     from hasten.modules.hooks import SequentialHook as SequentialHook
     from hasten.modules.hooks import add_hook_to_module as add_hook_to_module
@@ -23,10 +31,12 @@ if TYPE_CHECKING:
     from hasten.runtime.context import ProcessContext as ProcessContext
     from hasten.runtime.mesh_plan import Axis as Axis
     from hasten.strategies.base import Caps as Caps
+    from hasten.strategies.base import OfferedStrategy as OfferedStrategy
     from hasten.strategies.base import PrepareRequest as PrepareRequest
     from hasten.strategies.base import Stage as Stage
     from hasten.strategies.base import Strategy as Strategy
     from hasten.strategies.base import Transform as Transform
+    from hasten.strategies.choose import choose_strategy as choose_strategy
     from hasten.strategies.pipeline.cut import balanced_split_points as balanced_split_points
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run
@@ -38,6 +48,14 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "LoadReport": "hasten.checkpoint.state_dicts",
         "Config": "hasten.config.root",
         "LaunchConfig": "hasten.config.sections.launch",
+        "Extension": "hasten.extension",
+        "Host": "hasten.launch.base",
+        "LaunchPlan": "hasten.launch.base",
+        "LaunchRequest": "hasten.launch.base",
+        "LaunchTarget": "hasten.launch.base",
+        "PlannedFile": "hasten.launch.base",
+        "Proc": "hasten.launch.base",
+        "Submitter": "hasten.launch.base",
         "ModelHook": "hasten.modules.hooks",
         "SequentialHook": "hasten.modules.hooks",
         "add_hook_to_module": "hasten.modules.hooks",
@@ -50,10 +68,12 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "ProcessContext": "hasten.runtime.context",
         "Axis": "hasten.runtime.mesh_plan",
         "Caps": "hasten.strategies.base",
+        "OfferedStrategy": "hasten.strategies.base",
         "PrepareRequest": "hasten.strategies.base",
         "Stage": "hasten.strategies.base",
         "Strategy": "hasten.strategies.base",
         "Transform": "hasten.strategies.base",
+        "choose_strategy": "hasten.strategies.choose",
         "balanced_split_points": "hasten.strategies.pipeline.cut",
         "Entry": "hasten.tracking.base",
         "Run": "hasten.tracking.base",

@@ -68,7 +68,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.mesh_plan import BATCH, Axis
 from hasten.strategies.base import Strategy
-from hasten.strategies.choose import choose
+from hasten.strategies.choose import choose_strategy
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
 from hasten.trust.numbers.numbers import NumbersWatch, Rollback
@@ -464,7 +464,7 @@ class Accelerator:
             )
         saving = self._saving
         self.config = self.config.replace(**sections)
-        self._strategy = choose(self.config, self.ctx)
+        self._strategy = choose_strategy(self.config, self.ctx)
         saving.reconfigure(self._strategy)
         self._preparer.reconfigure(self.config, self._strategy)
 

@@ -47,7 +47,7 @@ from hasten.runtime.logs import show_logs
 from hasten.runtime.mesh_plan import LOSS, Axis, check_mesh, mesh_of
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
-from hasten.strategies.choose import choose, device_for
+from hasten.strategies.choose import choose_strategy, device_for
 from hasten.tracking.base import Tracker
 from hasten.tracking.manager import TrackerManager
 from hasten.trust.numbers.numbers import NumbersSettings
@@ -197,7 +197,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     if context is not None and rehearsal is None:
         check_mesh(config, context.topology.local_world_size, context.mesh)
     ctx = _context_of(config, context)
-    strategy = choose(config, ctx)
+    strategy = choose_strategy(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
     clock = StepClock(accumulation.num_steps, LossWeights(loss), accumulation.sync_with_dataloader)

@@ -30,7 +30,7 @@ BACKEND: Final = "inductor"
 """Backend of the blocks that `performance="auto"` compiles."""
 
 
-def choose(config: Config, ctx: ProcessContext) -> Strategy:
+def choose_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     """Return the strategy the settings ask for. Raises: ConfigError for settings that cannot be combined."""
     if ctx.mesh.size(Axis.CP) > 1 and config.dynamo.backend != "no":
         raise ConfigError(

@@ -1,0 +1,1 @@
+"""An extension of hasten in an installed package; `extension.py` declares what it offers."""
