@@ -70,7 +70,8 @@ class Extension:
     command_help: Mapping[str, str] = field(default_factory=dict)
     """One line of help for each command."""
     run_part_settings: Mapping[str, str] = field(default_factory=dict)
-    """The dotted setting that turns a part of a run on; a part without one belongs to every run."""
+    """The dotted setting or section that turns a part of a run on if it is not the default, or a $VARIABLE that does if it is set; a part
+    without one belongs to every run."""
     strategy_packages: Mapping[str, str] = field(default_factory=dict)
     """The package that each strategy imports, which a launch needs on this machine."""
     strategy_variables: Mapping[str, str] = field(default_factory=dict)

@@ -38,7 +38,6 @@ SMALL: Final = MappingProxyType(
         "launch/targets.py": "the table of launch targets, to which a batch system adds one line",
         "extensions/public.py": "names for type checkers alone",
         "lazy.py": "imported by every module of public names",
-        "optim/fused.py": "one feature, used by preparing and by captured steps",
         "progress/tqdm_bar.py": "a public name of its own",
         "survive/report.py": "read by the facade and the metrics, without the replica's torch",
         "progress/waiting.py": "strategies import it, and its neighbour with the other displays loads rich",

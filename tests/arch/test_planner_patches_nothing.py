@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 import hasten
 from hasten import Accelerator
-from hasten.accelerator import planning_hooks
 from hasten.extensions.planning.plan.trace import trace
 from hasten.extensions.planning.tune import trial
 from hasten.extensions.planning.tune.tuning import TrialOutcome
+from hasten.optim.run_part import parts_of_every_run
 
 FOLDERS: Final = [Path(hasten.__file__).parent / "extensions" / "planning" / name for name in ("plan", "tune")]
 Picture = Mapping[tuple[str, str], int]
@@ -109,7 +109,7 @@ def test_a_traced_script_sees_hasten_as_it_is() -> None:
 
     trace(looking, "again", ("no",), workers=1)
     assert not seen
-    assert planning_hooks.current() is None, "a rehearsal ends with its block"
+    assert not parts_of_every_run(), "it ends with its block"
 
 
 def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
     found = msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
     assert (found.error, len(found.losses)) == ("", 5)
     assert not changed(before, looked.pop())
-    assert planning_hooks.current() is None
+    assert not parts_of_every_run()
 
 
 looked: list[Picture] = []

@@ -30,7 +30,7 @@ MUTABLE_MAKERS: Final = frozenset(
 )
 IMMUTABLE_MAKERS: Final = frozenset(
     """MappingProxyType frozenset tuple TypeVar ParamSpec TypeVarTuple NewType compile getLogger get_logger namedtuple
-    NamedTuple TypedDict exports Path PurePosixPath cast object Version int float str bool bytes Fraction""".split()  # noqa: SIM905
+    NamedTuple TypedDict exports Path PurePosixPath cast object Version int float str bool bytes Fraction Extension""".split()  # noqa: SIM905
 )
 MOST_LINES: Final = 500
 MOST_LINES_OF_A_BODY: Final = 50

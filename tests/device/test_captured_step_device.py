@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.operations import metrics_of
 from hasten.errors import HastenWarning
 
 pytestmark = pytest.mark.device
@@ -135,8 +136,9 @@ def test_what_a_graph_cannot_hold_runs_as_it_is(settings: dict[str, Any], why: s
 
 def test_replays_give_their_loss_and_norm_to_the_metrics() -> None:
     run = Run("auto", True, metrics={"port": 0}, trust="off")
-    metrics, log = run.accelerator._metrics, run.accelerator._run_log
+    metrics = metrics_of(run.accelerator)
     assert metrics is not None
+    log = metrics._run_log()
     assert log is not None
     log.every_second = None
     run.train(range(8))

@@ -90,7 +90,7 @@ def test_a_bar_shows_loss_memory_and_pace() -> None:
     bar = Progress(range(5), here=here, desc="train")
     for _ in bar:
         loss = slow_loss(matrix, 20)
-        pulse.reached()
+        pulse.backward()
         bar.show(loss=loss)
     assert "train 5/5 100% | loss 0.25" in file.getvalue().splitlines()[-1]
     assert re.search(r"mem \d", file.getvalue())

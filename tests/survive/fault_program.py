@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.accelerator.components import components
+from hasten.survive.build import replica_of
 from tests.support.machines import enter
 from tests.survive.replica_program import Numbered, evaluated, model_of
 
@@ -66,9 +67,7 @@ class Program:
         self.model, self.optimizer, self.loader, self.scheduler, self.checked = prepared
         self.log = (folder / f"replica-{tag}.jsonl").open("a", buffering=1)
         self.evaluations = (folder / f"evaluation-{tag}.jsonl").open("a", buffering=1)
-        replica = self.accelerator._replica
-        assert replica is not None
-        self.replica = replica
+        self.replica = replica_of(self.accelerator._clock.parts)
         self.first = ""
 
     def enter(self, phase: str) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from hasten import PREEMPTED_EXIT_CODE, Accelerator
 from hasten.accelerator.components import components
+from hasten.survive.build import replica_of
 from hasten.survive.ledger_plan import part
 from tests.survive.group_faults import Faults
 
@@ -93,8 +94,7 @@ def main() -> None:
     rank = accelerator.process_index
     own = name if options["ranks"] == 1 else f"{name}.{rank}"
     log = (folder / f"replica-{own}-{os.getpid()}.jsonl").open("a", buffering=1)
-    replica = accelerator._replica
-    assert replica is not None
+    replica = replica_of(accelerator._clock.parts)
     faults = Faults(folder, options["faults"], replica, rank, options["replicas"])
     if options["faults"]:
         faults.watch(model, optimizer.optimizer)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hasten.accelerator.components import components
+from hasten.survive.build import replica_of
 from hasten.trainer import Trainer, TrainerCallback, TrainingArguments
 from tests.survive.replica_program import Numbered, model_of
 
@@ -58,9 +59,7 @@ class Watched(Trainer):
         """Run forward and backward, slowly."""
         found = super().training_step(model, inputs)
         time.sleep(0.5 if Path(sys.argv[1], "slow").exists() else 0.01)  # until a lost replica is back
-        replica = self.accelerator._replica
-        assert replica is not None
-        ledger = replica.ledger
+        ledger = replica_of(self.accelerator._clock.parts).ledger
         name = os.environ["HASTEN_SURVIVE_REPLICA"]
         seen: list[int] = self.model.seen  # type: ignore[assignment]  # nn.Module declares all attributes as modules
         self.before, self.window = ledger.copied(), [seen if ledger.rounds[-1][name] else []]
@@ -89,7 +88,7 @@ class Writer(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Write the update that was made."""
-        before, replica = self.trainer.before, self.trainer.accelerator._replica
+        before, replica = self.trainer.before, replica_of(self.trainer.accelerator._clock.parts)
         after, state = replica.ledger, self.trainer.state
         self.first = self.first or before.members[0]
         row = {"step": after.step, "epoch": before.epoch, "window": self.trainer.window, "time": time.time()}
@@ -129,8 +128,7 @@ def main() -> None:
     )  # fmt: skip
     writer.trainer = trainer
     trainer.train()
-    state, replica = trainer.state, trainer.accelerator._replica
-    assert replica is not None
+    state, replica = trainer.state, replica_of(trainer.accelerator._clock.parts)
     result = {
         "weights": writer.weights,
         "ledger": replica.ledger.encoded(),

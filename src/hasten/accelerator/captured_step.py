@@ -8,26 +8,23 @@ passes of a step) after each replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten import trees
-from hasten.optim import fused
+from hasten.accelerator.preparing import fused_refusal, is_fused
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
+from hasten.optim.run_part import RunPart, RunParts
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.logs import get_logger
 from hasten.trees import Tree
-from hasten.trust.numbers.numbers import NumbersWatch
-
-if TYPE_CHECKING:
-    from hasten.accelerator.operations import SampledName, SampledScalars
 
 
 class StepGraph:
@@ -150,14 +147,11 @@ class CapturedStep(Generic[P, R]):
         function: Callable[P, R],
         prepared: PreparedObjects,
         clock: StepClock,
-        numbers: NumbersWatch | None,
         refusal: str,
-        sampled: SampledScalars | None = None,
     ) -> None:
         self._function = function
         self._prepared = prepared
         self._clock = clock
-        self._numbers, self._sampled = numbers, sampled
         self._graphs: dict[object, _Replayed] = {}
         self._seen: dict[object, int] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -238,8 +232,8 @@ class CapturedStep(Generic[P, R]):
             return "it is part of an accumulation window; windows are counted on the host"
         if self._clock.pending:
             return "backward(weight=) was used, whose total is agreed on the host"
-        if other := next((one for one in stepped if not fused.is_fused(one.optimizer)), None):
-            return f"{type(other.optimizer).__name__} is not fused ({fused.refusal(other.optimizer) or 'fused is off'})"
+        if other := next((one for one in stepped if not is_fused(one.optimizer)), None):
+            return f"{type(other.optimizer).__name__} is not fused ({fused_refusal(other.optimizer) or 'fused is off'})"
         if any(p.grad is not None for one in stepped for p in one.parameters):
             return "it leaves gradients behind, to which the next step would add; call optimizer.zero_grad() at its end"
         return ""
@@ -249,28 +243,23 @@ class CapturedStep(Generic[P, R]):
         put_back = self._holding()
         before = [one.num_attempts for one in self._prepared.optimizers]
         clock, passes = self._clock, self._clock.num_passes
-        listener, clock.listener = clock.listener, None
         assert self._stream is not None, "steps were run before"
-        numbers = self._numbers
-        apart: AbstractContextManager[list[Tensor]] = nullcontext([]) if numbers is None else numbers.apart()
-        sampled: AbstractContextManager[dict[SampledName, Tensor]] = (
-            nullcontext({}) if self._sampled is None else self._sampled.capturing()
-        )
+        captured = _CapturedScalars()
+        parts, clock.parts = clock.parts, RunParts(captured)
         try:
-            with apart as losses, sampled as metrics:
-                graph = StepGraph(
-                    lambda args, kwargs: self._function(*args, **kwargs),
-                    inputs,
-                    self._prepared.models,
-                    [one.optimizer for one in self._prepared.optimizers],
-                    self._stream,
-                )
+            graph = StepGraph(
+                lambda args, kwargs: self._function(*args, **kwargs),
+                inputs,
+                self._prepared.models,
+                [one.optimizer for one in self._prepared.optimizers],
+                self._stream,
+            )
         except RuntimeError as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._refuse(f"the capture failed ({first})")
             return self._again(put_back, inputs)
         finally:
-            clock.listener = listener
+            clock.parts = parts
         after = [one.num_attempts for one in self._prepared.optimizers]
         known = _Replayed(
             graph,
@@ -278,8 +267,7 @@ class CapturedStep(Generic[P, R]):
             stepped=[
                 one for one, a, b in zip(self._prepared.optimizers, before, after, strict=True) for _ in range(b - a)
             ],
-            losses=losses,
-            metrics=metrics,
+            scalars=captured,
         )
         put_back()
         self._graphs[key] = known
@@ -299,11 +287,13 @@ class CapturedStep(Generic[P, R]):
     def _replay(self, known: _Replayed, inputs: tuple[Any, Any]) -> R:
         result: R = known.graph.replay(inputs)
         self._clock.num_passes += known.num_passes
-        if self._numbers is not None:
-            for loss in known.losses:
-                self._numbers.seen(loss.clone(), None)
-        if self._sampled is not None:
-            self._sampled.replayed(known.metrics)
+        parts = self._clock.parts
+        for watch_loss in parts.loss:
+            for loss in known.scalars.losses:
+                watch_loss(loss.clone(), None)
+        for watch_norm in parts.clipped:
+            for norm in known.scalars.norms:
+                watch_norm(norm.clone())
         for optimizer in known.stepped:
             optimizer.replayed()
         return result
@@ -323,6 +313,20 @@ class CapturedStep(Generic[P, R]):
         return put_back
 
 
+class _CapturedScalars(RunPart):
+    """Losses and gradient norms of a captured step, which each replay overwrites."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+
+    def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        self.losses.append(loss.detach())
+
+    def clipped(self, norm: Tensor) -> None:
+        self.norms.append(norm.detach())
+
+
 @dataclass(frozen=True, slots=True)
 class _Replayed:
     """Captured graph with the counter increments of one replay."""
@@ -330,9 +334,7 @@ class _Replayed:
     graph: StepGraph
     num_passes: int
     stepped: list[PreparedOptimizer]
-    losses: list[Tensor]
-    metrics: dict[SampledName, Tensor]
-    """Loss and gradient norm of the last replay."""
+    scalars: _CapturedScalars
 
 
 def _detached(value: R) -> R:

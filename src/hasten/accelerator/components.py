@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator
-    from hasten.accelerator.planning_hooks import AcceleratorHooks
     from hasten.optim.clock import StepClock
     from hasten.precision.base import Precision
     from hasten.prepare_args import PreparedObjects
+    from hasten.state.epochs import EpochLoops
     from hasten.state.preemption import Preemption
     from hasten.state.publishing import Publishing
     from hasten.state.saving import Saving
     from hasten.strategies.base import Strategy
     from hasten.tracking.manager import TrackerManager
+    from hasten.tracking.run_log import RunLog
 
 
 class Components:
@@ -28,6 +29,11 @@ class Components:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The Accelerator itself."""
+        return self._accelerator
 
     @property
     def clock(self) -> StepClock:
@@ -75,9 +81,14 @@ class Components:
         return self._accelerator._tracking
 
     @property
-    def rehearsal(self) -> AcceleratorHooks | None:
-        """The plan or trial that runs the script; None in training."""
-        return self._accelerator._rehearsal
+    def run_log(self) -> RunLog | None:
+        """The run log of this rank; None without one."""
+        return self._accelerator._run_log
+
+    @property
+    def epochs(self) -> EpochLoops:
+        """The loops over epochs."""
+        return self._accelerator._epochs
 
     @property
     def rolling_back(self) -> bool:

@@ -6,10 +6,9 @@ This file is longer than others because it holds every public method once, with 
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -24,15 +23,15 @@ from torch.utils.hooks import RemovableHandle
 from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
 from hasten.accelerator import step as profile
+from hasten.accelerator.components import components
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.setup import (
     AcceleratorObjects,
-    EventRecorder,
+    RunLogPart,
     build,
-    serves_metrics,
-    trainjob_status,
+    parts_of_extensions,
 )
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
@@ -56,17 +55,20 @@ from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, Para
 from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader
 from hasten.data.skipping import skip_first_batches
-from hasten.errors import HastenWarning, PrepareError
+from hasten.errors import PrepareError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.optimizer import PreparedOptimizer, settle
+from hasten.optim.run_part import Objects, parts_of_every_run
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.optim.window import divided
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
+from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import BATCH, Axis
+from hasten.state.preemption import Preemption
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose_strategy
 from hasten.tracking.base import Tracker
@@ -76,19 +78,18 @@ from hasten.version import __version__
 
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
     from hasten.accelerator.captured_step import CapturedStep
-    from hasten.accelerator.operations import RankMetrics
     from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
     from hasten.progress.throughput import Throughput
     from hasten.state.epochs import EpochLoops
-    from hasten.state.preemption import Preemption
     from hasten.state.publishing import Publishing, PushOptions
     from hasten.state.run_state import LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
-    from hasten.survive.replica import Replica
     from hasten.survive.report import SurvivalReport
+
+log = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -198,35 +199,18 @@ class Accelerator:
         self._precision = parts.precision
         self._tracking = parts.tracking
         self._run_log = parts.run_log
-        self._phases = parts.run_log if parts.run_log is not None and parts.run_log.tells_phases else None
         self._progress: ProgressMaker | None = None
         self._throughput: Throughput | None = None
-        self._rehearsal = parts.rehearsal
-        self._preparer = Preparer(
-            parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock, parts.rehearsal
-        )
+        self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self._prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         owner = weakref.ref(self)  # the clock must not keep the Accelerator alive
-        parts.clock.loaders.first_window = lambda: self._preemption
         parts.clock.read_position = lambda: (
             None if (accelerator := owner()) is None else accelerator._saving.read_position()
         )
-        if parts.config.checkpoint_in_memory is not None:
-            self._saving.keep_in_memory(parts.config.checkpoint_in_memory)
         if parts.watch is not None:
             parts.watch(self)
-        self._watch_values(parts)
-        self._metrics: RankMetrics | None = None
-        if parts.run_log is not None and parts.rehearsal is None and serves_metrics(parts.config):
-            self._metrics = import_module("hasten.accelerator.operations").start(self, parts.run_log)  # if asked for
-        self._replica: Replica | None = None
-        if parts.config.survive.lighthouse is not None:
-            self._survive(parts)
-        own = context is None and parts.rehearsal is None
-        self._status = trainjob_status(self.ctx, self._clock, lambda: self._epochs) if own else None
-        if parts.rehearsal is not None:
-            parts.rehearsal.built(self)
+        self._add_parts(parts)
 
     # -- components that are created on first use -------------------------------------------------------------------
     @cached_property
@@ -250,7 +234,6 @@ class Accelerator:
             notes={"strategy": self._strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
-        made.on_saved = None if self._run_log is None else self._run_log.saved
         return made
 
     @cached_property
@@ -273,11 +256,6 @@ class Accelerator:
         }
 
     @cached_property
-    def _preemption(self) -> Preemption:
-        made: Preemption = import_module("hasten.state.preemption").Preemption(self.ctx.world)  # on first use
-        return made
-
-    @cached_property
     def _epochs(self) -> EpochLoops:
         made: EpochLoops = import_module("hasten.state.epochs").EpochLoops(self._prepared, self._clock)  # on first use
         return made
@@ -289,38 +267,26 @@ class Accelerator:
         made: ContextParallel = context.ContextParallel(sizes, self.ctx, self._clock, lambda: self._prepared.models)
         return made
 
-    def _survive(self, parts: AcceleratorObjects) -> None:
-        """Make this process a rank of a replica of a run that continues when others are lost."""
-        survive = import_module("hasten.survive.build")  # only a run with such replicas needs it
-        source = import_module("hasten.survive.source")  # the same
-        replica: Replica = survive.start(parts.config, self._prepared, self._strategy.unwrap, self._clock, self.ctx)
-        self._replica = replica
-        if self._run_log is not None:
-            replica.note = self._run_log.event
-        self.process.leads = lambda: replica.leads
-        replica.duties.received = lambda: self._preemption.received
-        self._preparer.wrap_source = partial(
-            source.LedgerSource, replica=replica, clock=self._clock, num_replicas=parts.config.survive.replicas
-        )
-        self._saving.register_for_checkpointing(replica)
-        replica.state.registered = lambda: [one for one in self._saving.registered if one is not replica]
-
     @property
     def survival(self) -> SurvivalReport | None:
         """Lost, returned and healed replicas of this run, as seen by this one; None without `survive`."""
-        return None if self._replica is None else self._replica.report
+        reports = (getattr(part, "survival", None) for part in self._clock.parts.members)
+        return next((report for report in reports if report is not None), None)
 
-    def _watch_values(self, parts: AcceleratorObjects) -> None:
-        """Install the hooks that check losses and gradients before updates and compare ranks after them, as configured."""
+    def _add_parts(self, parts: AcceleratorObjects) -> None:
+        """Add the parts of this run, in the order of their events."""
         if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self._strategy.unwrap(model))
-        self._numbers: NumbersWatch | None = None
+        run_parts = self._clock.parts
+        preemption = self._preemption = Preemption(self.ctx.world, self._clock)
+        run_parts.add(preemption)
         self._rollback: Rollback | None = None
         if parts.numbers is not None:
             if parts.numbers.then == "rollback":
                 newest, times = partial(self._saving.newest, wait=True), parts.numbers.rollbacks
-                self._rollback = Rollback(newest, self.load_state, self._clock.loaders, times)
-            self._numbers = NumbersWatch(
+                self._rollback = Rollback(newest, self.load_state, self._clock.loaders, times, self.is_main_process)
+                run_parts.add(self._rollback)
+            numbers = NumbersWatch(
                 self._prepared,
                 self.unwrap_model,
                 self.ctx,
@@ -329,12 +295,18 @@ class Accelerator:
                 self._rollback,
                 lambda: self._saving.newest(),
             )
-            if parts.numbers.then != "report":
-                self._preparer.on_model = self._numbers.follow
-                self._clock.listening().before_update = self._numbers.before_update
-        self._sentinel = None if parts.sentinel is None else parts.sentinel(self._prepared)
-        if self._sentinel is not None:
-            self._clock.listening().after_update = self._sentinel.updated
+            run_parts.add(numbers)
+        if parts.config.checkpoint_in_memory is not None:
+            self._saving.keep_in_memory(parts.config.checkpoint_in_memory)
+        if parts.sentinel is not None:
+            run_parts.add(parts.sentinel(self._prepared))
+        if parts.run_log is not None:
+            run_parts.add(RunLogPart(parts.run_log, self._clock))
+        for part in parts_of_every_run() or parts_of_extensions(parts.config):
+            run_parts.add(part)
+        for begin in run_parts.built:
+            begin(components(self))
+        log.debug("the parts of this run, with their events:\n%s", run_parts)
 
     if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
 
@@ -487,15 +459,20 @@ class Accelerator:
             raise PrepareError(
                 "prepare() got nothing but None, so nothing is prepared; give a model, optimizer or loader."
             )
-        prepared = self._preparer.prepare(objects, device_placement)
+        prepared = self._prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare(self, objects: Objects, placement: Sequence[bool] | None = None, train: bool = True) -> Objects:
+        for replace in self._clock.parts.preparing:
+            objects = replace(objects)
+        return self._preparer.prepare(objects, placement, train)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare one model; with `evaluation_mode` it is placed, cast and compiled, but not wrapped for training."""
         placement = None if device_placement is None else [device_placement]
-        prepared: nn.Module = self._preparer.prepare((model,), placement, train=not evaluation_mode)[0]
+        prepared: nn.Module = self._prepare((model,), placement, train=not evaluation_mode)[0]
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
@@ -505,12 +482,12 @@ class Accelerator:
                 "prepare_optimizer(device_placement=False) asks for optimizer state apart from its parameters, which torch does "
                 "not have; give device_placement=False to prepare_model, and the state follows."
             )
-        prepared: PreparedOptimizer = self._preparer.prepare((optimizer,))[0]
+        prepared: PreparedOptimizer = self._prepare((optimizer,))[0]
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
         """Prepare the scheduler of a prepared optimizer; it advances once per optimizer update."""
-        prepared: PreparedScheduler = self._preparer.prepare((scheduler,))[0]
+        prepared: PreparedScheduler = self._prepare((scheduler,))[0]
         return prepared
 
     def prepare_data_loader(
@@ -526,8 +503,11 @@ class Accelerator:
         `DataLoaderConfiguration`.
         """
         arguments.check_loader(data_loader, "prepare_data_loader(data_loader)")
+        loader: Any = data_loader
+        for replace in self._clock.parts.preparing:
+            (loader,) = replace((loader,))
         prepared: Loader = self._preparer.prepare_loader(
-            data_loader, device_placement, slice_fn_for_dispatch, already_sharded
+            loader, device_placement, slice_fn_for_dispatch, already_sharded
         )
         return prepared
 
@@ -606,6 +586,7 @@ class Accelerator:
             average_buffers=average_buffers,
         )
         self._preparer.done.averages.append(made.state)
+        self._clock.parts.add(made)
         return made
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -643,29 +624,26 @@ class Accelerator:
             arguments.check_loss(loss, self._clock.active and self._clock.active.given)
         clock = self._clock
         clock.num_passes += 1
-        if self._progress is not None:
-            self._progress.pulse.reached()
-        if self._phases is not None:
-            self._phases.backward_begins()
+        parts = clock.parts
+        for begin in parts.backward:
+            begin()
         if clock.every > 1 and clock.inside and clock.checks_models:
             clock.refuse_plain_optimizers()
-        weighed, parts = clock.weigh(loss, weight)
+        weighed, divisor = clock.weigh(loss, weight)
         if self._precision.scaler is not None:
-            weighed, parts = self._precision.scale(divided(weighed, parts)), 1
+            weighed, divisor = self._precision.scale(divided(weighed, divisor)), 1
         weights = clock.weights
         if weights.idle or weights.share is not None:
             weight = weights.effective(weight)
-        if self._numbers is not None:
-            self._numbers.seen(loss, weight)
-        if self._metrics is not None and self._metrics.sampled.loss_due:
-            self._metrics.sampled.see("loss", loss)
+        for watch in parts.loss:
+            watch(loss, weight)
         if weight is None:
-            self._strategy.backward(weighed, parts, **kwargs)
+            self._strategy.backward(weighed, divisor, **kwargs)
         else:
             with zero_if_weightless(loss, weight, weights.joined):
-                self._strategy.backward(weighed, parts, **kwargs)
-        if self._phases is not None:
-            self._phases.backward_done(exchanged=self._clock.boundary)
+                self._strategy.backward(weighed, divisor, **kwargs)
+        for end in parts.backward_done:
+            end()
 
     def forward_backward(
         self,
@@ -686,9 +664,9 @@ class Accelerator:
         if weight is not None:
             arguments.check_callable(weight, "forward_backward(weight)")
         self._clock.num_passes += 1
-        if self._progress is not None:
-            self._progress.pulse.reached()
-
+        parts = self._clock.parts
+        for begin in parts.backward:
+            begin()
         amounts: list[float | Tensor | None] = []
 
         def weigh(loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
@@ -696,10 +674,10 @@ class Accelerator:
             return self._precision.scale(divided(*self._clock.weigh(loss, weight)))
 
         loss = self._strategy.forward_backward(model, batch, loss_of, weigh, weight)
-        if self._numbers is not None:
-            self._numbers.seen(loss, amounts[-1])
-        if self._metrics is not None and self._metrics.sampled.loss_due:
-            self._metrics.sampled.see("loss", loss)
+        for watch in parts.loss:
+            watch(loss, amounts[-1])
+        for end in parts.backward_done:
+            end()
         return loss
 
     def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
@@ -710,14 +688,11 @@ class Accelerator:
         the function itself runs, and the reason is logged. Tensors are returned without gradients.
         """
         arguments.check_callable(fn, "capture_step(fn)")
-        if self._rehearsal is not None:
-            self._rehearsal.capturing()
+        for note in self._clock.parts.capturing:
+            note()
         captured = import_module("hasten.accelerator.captured_step")  # on first use
         why_not = self._preparer.performance.no_step_graph()
-        sampled = None if self._metrics is None else self._metrics.sampled
-        made: CapturedStep[P, R] = captured.CapturedStep(
-            fn, self._prepared, self._clock, self._numbers, why_not, sampled
-        )
+        made: CapturedStep[P, R] = captured.CapturedStep(fn, self._prepared, self._clock, why_not)
         return made
 
     def context_parallel(
@@ -763,8 +738,8 @@ class Accelerator:
         arguments.check_norm_type(norm_type)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
         norm = self._strategy.clip_norm(chosen, max_norm, norm_type)
-        if self._metrics is not None and self._metrics.sampled.norm_due:
-            self._metrics.sampled.see("grad_norm", norm)
+        for watch in self._clock.parts.clipped:
+            watch(norm)
         return norm
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -932,12 +907,12 @@ class Accelerator:
 
         `step` is by default the number of updates of the prepared optimizers; without one, calls are counted. After `track_throughput()`, `tokens_per_second` and `mfu` are added.
         """
-        if self._replica is not None and self._replica.duties.behind:
-            return  # this replica was healed, and its loop is in an epoch that the run has completed
-        if self._clock.rates is not None and isinstance(values, Mapping):
-            values = {**self._clock.rates(), **values}
-        if self._status is not None and isinstance(values, Mapping):
-            self._status.log(values)
+        if isinstance(values, Mapping):
+            for change in self._clock.parts.log:
+                changed = change(values)
+                if changed is None:
+                    return
+                values = changed
         self._tracking.log(values, self._updates if step is None else step, log_kwargs)
 
     @property
@@ -1018,27 +993,12 @@ class Accelerator:
                 raise first_error
 
     def _closing(self) -> Iterator[Callable[[], object]]:
-        """Yield what ends the parts of this run, but for the trackers, in order."""
-        if self._replica is not None:
-            yield self._replica.finish
-        if self._throughput is not None:
-            yield self._throughput.close
-        if self._numbers is not None:
-            yield self._numbers.finish
-        if self._sentinel is not None:
-            yield self._sentinel.finish
-        if "_preemption" in self.__dict__:
-            yield self._preemption.close
+        """Yield what ends this run, but for the trackers, in order."""
+        yield from self._clock.parts.end
         if "_saving" in self.__dict__:
             yield self._saving.close
         if "_publishing" in self.__dict__:
             yield self._publishing.wait
-        if self._status is not None:
-            yield self._status.close
-        if self._run_log is not None:
-            yield self._run_log.close
-        if self._metrics is not None:
-            yield self._metrics.close
 
     @overload
     def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...
@@ -1054,8 +1014,8 @@ class Accelerator:
             arguments.check_whole(options["total"], "progress(total)", least=0)
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
-            self._progress = build.ProgressMaker(self.ctx, self._status)
-        return self._progress(iterable, **{"rates": self._clock.rates, **options})
+            self._progress = build.ProgressMaker(self.ctx, self._clock.parts)
+        return self._progress(iterable, **options)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save_state(
@@ -1071,19 +1031,19 @@ class Accelerator:
         written in the background. `metrics` are used to rank checkpoints for `keep_best`. With `survive`, the first of the present
         replicas saves for all; the others get an empty text.
         """
-        if self._replica is not None and not self._replica.leads:
-            return ""  # all replicas hold the same state: the first one of those present saves it
-        if self._rollback is not None and (target := self._rollback.target) is not None:
-            if self.is_main_process:
-                warnings.warn(
-                    f"save_state() saved nothing: the run is about to go back to {target}, and what it holds now, "
-                    "after a bad batch, would become the newest checkpoint.",
-                    HastenWarning,
-                    stacklevel=2,
-                )
-            return target
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "saved", self._step):
-            return self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
+        parts = self._clock.parts
+        for begin in parts.before_save:
+            if (answer := begin()) is not None:
+                return answer
+        try:
+            path = self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
+        except BaseException as error:
+            for tell in parts.after_save:
+                tell(error)
+            raise
+        for tell in parts.after_save:
+            tell(None)
+        return path
 
     def load_state(
         self,
@@ -1103,14 +1063,18 @@ class Accelerator:
                 input_dir,
                 "must_exist=False is for the newest checkpoint. Leave out one of the two",
             )
-        with nullcontext() if self._run_log is None else EventRecorder(self._run_log, "loaded", self._step) as event:
+        parts = self._clock.parts
+        for begin in parts.before_load:
+            begin()
+        try:
             reports = self._saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
-            if event is not None:
-                event.nothing_done = not reports and not must_exist
+        except BaseException as error:
+            for tell in parts.after_load:
+                tell(error)
+            raise
+        for tell in parts.after_load if reports or must_exist else ():
+            tell(None)
         return reports
-
-    def _step(self) -> int:
-        return self._saving.step
 
     def roll_back(self) -> bool:
         """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
@@ -1148,9 +1112,6 @@ class Accelerator:
 
         With `survive`, a signal to the launcher ends all replicas after the same update; one to a single replica, that replica alone.
         """
-        if self._replica is not None:
-            self._preemption.listen()
-            return self._replica.leaves
         return self._preemption.agreed()
 
     def save_model(

@@ -10,21 +10,22 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from hasten.accelerator.components import Components, components
+from hasten.accelerator.setup import RunLogPart
 from hasten.comm.agreement import agree
 from hasten.config.root import Config
 from hasten.metrics.catalogue import RankReading, metrics_text
 from hasten.metrics.server import MetricsServer, access_of
-from hasten.optim.clock import StepClock
-from hasten.prepare_args import PreparedObjects
+from hasten.optim.run_part import RunPart
+from hasten.optional import check_installed
 from hasten.progress.meter import MemoryGauge
 from hasten.progress.scalars import LateScalars
 from hasten.runtime.context import ProcessContext
@@ -34,7 +35,7 @@ from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.version import __version__
 
 if TYPE_CHECKING:
-    from hasten.survive.report import SurvivalReport
+    from hasten.accelerator.facade import Accelerator
 
 SampledName = Literal["loss", "grad_norm"]
 
@@ -50,7 +51,6 @@ class SampledScalars:
         self.loss_due = self.norm_due = True
         """Whether the next loss or gradient norm is to be given to `see`; a plain attribute, because every step asks."""
         self._late = LateScalars()
-        self._captured: dict[SampledName, Tensor] | None = None
         self._lazy = kind_of(device).lazy
 
     def request(self) -> None:
@@ -59,10 +59,6 @@ class SampledScalars:
 
     def see(self, name: SampledName, value: object) -> None:
         """Store the value; the next one of this name is stored after a request."""
-        if self._captured is not None:
-            if isinstance(value, Tensor):
-                self._captured.setdefault(name, value.detach())
-            return
         if name == "loss":
             self.loss_due = False
         else:
@@ -78,48 +74,48 @@ class SampledScalars:
         found = self._late.read()
         self.known = {one: number for one, number in found.items() if isinstance(number, float)}
 
-    @contextmanager
-    def capturing(self) -> Iterator[dict[SampledName, Tensor]]:
-        """Context manager for the capture of a step as a graph: yields the tensors that each replay fills with its values."""
-        held = self.loss_due, self.norm_due
-        self._captured = captured = dict[SampledName, Tensor]()
-        self.request()
-        try:
-            yield captured
-        finally:
-            self._captured = None
-            self.loss_due, self.norm_due = held
 
-    def replayed(self, captured: Mapping[SampledName, Tensor]) -> None:
-        """Store the values of a replay that are due; they are copied on the current stream, before the next replay."""
-        for name, value in captured.items():
-            if self.loss_due if name == "loss" else self.norm_due:
-                self.see(name, value)
+class Metrics(RunPart):
+    """Metrics of one run, which stop with its Accelerator, at `end_training()`, or at exit."""
 
+    def __init__(self) -> None:
+        self.rank: RankMetrics | None = None
 
-class MetricsOwner(Protocol):
-    """The components of an Accelerator that metrics are read from."""
+    def built(self, run: Components) -> None:
+        """Start the thread that serves them. Ranks: every rank."""
+        accelerator = run.accelerator
+        check_installed("prometheus_client", why=f"metrics.port={accelerator.config.metrics.port}")
+        run_log = run.run_log
+        if run_log is None:  # counts times, and writes nothing
+            run_log = RunLog(None, accelerator.ctx.rank, dict, lambda: None)
+            run.clock.parts.add(RunLogPart(run_log, run.clock))
+        self.rank = rank = RankMetrics(accelerator, run_log)
+        run_log.every_second = rank.sampled.request
+        rank.start(accelerator.config, accelerator.ctx)
+        at_exit: Callable[[], None] = partial(_close, weakref.ref(rank))
+        atexit.register(at_exit)
+        weakref.finalize(accelerator, _forget, rank.close, at_exit).atexit = False
 
-    config: Config
-    ctx: ProcessContext
-    _clock: StepClock
-    _prepared: PreparedObjects
+    def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Store the loss once a second."""
+        if self.rank is not None and self.rank.sampled.loss_due:
+            self.rank.sampled.see("loss", loss)
 
-    @property
-    def strategy(self) -> str:
-        """The name of the strategy."""
-        ...
+    def clipped(self, norm: Tensor) -> None:
+        """Store the norm once a second."""
+        if self.rank is not None and self.rank.sampled.norm_due:
+            self.rank.sampled.see("grad_norm", norm)
 
-    @property
-    def survival(self) -> SurvivalReport | None:
-        """Lost and returned replicas; None for a run that cannot lose any."""
-        ...
+    def end(self) -> None:
+        """Stop the thread."""
+        if self.rank is not None:
+            self.rank.close()
 
 
 class RankMetrics:
     """Reader of an Accelerator's components, and the thread that serves the readings."""
 
-    def __init__(self, accelerator: MetricsOwner, run_log: RunLog) -> None:
+    def __init__(self, accelerator: Accelerator, run_log: RunLog) -> None:
         config, ctx = accelerator.config, accelerator.ctx
         self.sampled = SampledScalars(ctx.device)
         self._owner = weakref.ref(accelerator)  # the threads must not keep the Accelerator alive
@@ -165,11 +161,11 @@ class RankMetrics:
         accelerator, log = self._owner(), self._run_log()
         if accelerator is None or log is None:
             return None
-        clock, optimizers = accelerator._clock, list(accelerator._prepared.optimizers)
-        rates: Mapping[str, float] = {} if clock.rates is None else clock.rates()
+        known_parts = components(accelerator)
+        clock, optimizers = known_parts.clock, list(known_parts.prepared.optimizers)
+        status = clock.parts.read_numbers()
         goodput, save, now = self._goodput.read(log), log.last_save, time.time()
         sizes = {kind: gauge.used_bytes() for kind, gauge in self._gauges.items()}
-        replicas = accelerator.survival
         known = self.sampled.known
         self.sampled.request()  # a run whose optimizer is not prepared makes no updates that would
         return RankReading(
@@ -182,8 +178,8 @@ class RankMetrics:
             step_age_s=max(time.perf_counter() - log.updated_s, 0.0),
             loss=known.get("loss"),
             grad_norm=known.get("grad_norm"),
-            tokens_per_second=rates.get("tokens_per_second"),
-            mfu=rates.get("mfu"),
+            tokens_per_second=status.get("tokens_per_second"),
+            mfu=status.get("mfu"),
             memory_bytes={kind: size for kind, size in sizes.items() if size is not None},
             data_wait=_data_wait(log),
             stalls=log.num_stalls,
@@ -194,11 +190,11 @@ class RankMetrics:
             checkpoint_s=None if save is None else save[1],
             seconds=goodput.seconds,
             goodput=goodput.ratio,
-            replicas_present=None if replicas is None else replicas.num_present,
-            replicas_lost=None if replicas is None else len(replicas.lost),
-            replicas_joined=None if replicas is None else len(replicas.joined),
-            samples_returned=None if replicas is None else replicas.num_returned,
-            replicas_waiting_s=None if replicas is None else replicas.waiting_s,
+            replicas_present=status.get("replicas"),
+            replicas_lost=status.get("replicas_lost"),
+            replicas_joined=status.get("replicas_joined"),
+            samples_returned=status.get("samples_returned"),
+            replicas_waiting_s=status.get("replicas_waiting_s"),
         )
 
 
@@ -224,17 +220,6 @@ def number_of(config: Config, rank: int, num_ranks: int) -> int:
     return int(name) * num_ranks + rank if name is not None and name.isdecimal() else rank
 
 
-def start(accelerator: MetricsOwner, run_log: RunLog) -> RankMetrics:
-    """Start the metrics of an Accelerator; they stop with it, at `end_training()`, or at exit. Ranks: every rank."""
-    made = RankMetrics(accelerator, run_log)
-    run_log.every_second = made.sampled.request
-    made.start(accelerator.config, accelerator.ctx)
-    at_exit: Callable[[], None] = partial(_close, weakref.ref(made))
-    atexit.register(at_exit)
-    weakref.finalize(accelerator, _forget, made.close, at_exit).atexit = False
-    return made
-
-
 def _close(ref: weakref.ref[RankMetrics]) -> None:
     if (made := ref()) is not None:
         made.close()
@@ -243,3 +228,11 @@ def _close(ref: weakref.ref[RankMetrics]) -> None:
 def _forget(close: Callable[[], None], at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     close()
+
+
+def metrics_of(accelerator: Accelerator) -> RankMetrics | None:
+    """Return the metrics of a run, for programs that read them in its process; None if it serves none."""
+    for part in components(accelerator).clock.parts.members:
+        if isinstance(part, Metrics):
+            return part.rank
+    return None

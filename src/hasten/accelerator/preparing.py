@@ -9,22 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects
 from hasten.config.root import Config
 from hasten.data.loader import Loader
-from hasten.data.source import BatchSource
 from hasten.errors import HastenWarning, PrepareError, StepError
-from hasten.optim import fused
 from hasten.optim.clock import StepClock
 from hasten.optim.gradients import Unowned
 from hasten.optim.optimizer import PreparedOptimizer
+from hasten.optim.run_part import Objects, RunParts
 from hasten.optim.scheduler import LoopLength, PreparedScheduler, explain_wrong_length, total_of
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments, PreparedObjects
@@ -38,11 +36,48 @@ from hasten.strategies.choose import chooses_speed, compiles, offload_of
 log = get_logger(__name__)
 
 
+_FUSED_KINDS: Final = (Adam, AdamW, SGD)
+"""Optimizers whose fused form updates as the plain one does, except for rounding."""
+
+
+def fused_refusal(optimizer: Optimizer) -> str:
+    """Return the reason why an optimizer cannot be made fused; empty when it can, or is already."""
+    if type(optimizer) not in _FUSED_KINDS:
+        return f"torch has no fused {type(optimizer).__name__}"
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            continue
+        if group.get("fused") is False:
+            return "fused=False was given"
+        if group.get("foreach") or group.get("differentiable"):
+            return f"{'foreach' if group.get('foreach') else 'differentiable'}=True was given"
+        other = next((p for p in group["params"] if p.device.type != "cuda" or not p.is_floating_point()), None)
+        if other is not None:
+            return f"it updates parameters on {other.device.type} as {other.dtype}"
+    return ""
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return True if every group of an optimizer is updated by a fused kernel."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Make an optimizer fused; `fused_refusal` must have returned an empty string for it."""
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(step, torch.Tensor) and step.device != parameter.device:  # the kernel reads it on the device
+                optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)
+
+
 class Performance:
     """Performance options of one Accelerator; nothing is enabled unless the settings request it."""
 
-    def __init__(self, config: Config, ctx: ProcessContext, precision: Precision) -> None:
+    def __init__(self, config: Config, ctx: ProcessContext, precision: Precision, parts: RunParts) -> None:
         self._config = config
+        self._parts = parts
         self._asked = config.performance
         self._active = chooses_speed(config.performance)
         self._ctx = ctx
@@ -50,15 +85,15 @@ class Performance:
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """Switch an optimizer to its fused implementation where torch has one."""
-        if not self._active or not self._asked.fused or fused.is_fused(optimizer):
+        if not self._active or not self._asked.fused or is_fused(optimizer):
             return
         name = type(optimizer).__name__
         if self._ctx.device.type != "cuda":
             self._say("%s stays as it is: fused kernels gain on CUDA, this process trains on %s", name, self._place)
-        elif why := fused.refusal(optimizer):
+        elif why := fused_refusal(optimizer):
             self._say("%s stays as it is: %s", name, why)
         else:
-            fused.fuse(optimizer)
+            fuse(optimizer)
             self._say(
                 "%s is fused: one kernel instead of several for each parameter, equal except for rounding; "
                 "performance={'fused': False} turns it off",
@@ -84,8 +119,8 @@ class Performance:
             return (
                 f"offload={config.offload!r} copies training state between updates, in an order that the host decides"
             )
-        if config.survive.lighthouse is not None:
-            return "replicas that may be lost exchange gradients on the host (survive)"
+        if self._parts.gradients:
+            return f"{self._parts.names('gradients')} uses gradients on the host before each update"
         if config.gradient_accumulation.num_steps > 1:
             return "gradients are accumulated over micro-steps, which the host counts"
         if config.dynamo.makes_cuda_graphs:
@@ -116,32 +151,26 @@ class Preparer:
         strategy: Strategy,
         precision: Precision,
         clock: StepClock,
-        rehearsal: AcceleratorHooks | None = None,
     ) -> None:
         self._config = config
         self._ctx = ctx
         self._strategy = strategy
         self._precision = precision
         self._clock = clock
-        self._rehearsal = rehearsal
         self.done = PreparedObjects()
         self._before_loaders: list[Any] = []
         """Schedulers created before the first loader was prepared, and not yet compared with a loader."""
         self.right_lengths = set[int]()
         """Lengths of schedules that are right: results of `num_updates`, and the length of a Trainer's training."""
-        self.on_model: Callable[[nn.Module], None] | None = None
-        """Called with each model that is prepared."""
         self.on_call: Callable[[nn.Module], None] | None = None
         """Called with each prepared model, to add hooks to its calls."""
-        self.wrap_source: Callable[[BatchSource], BatchSource] | None = None
-        """Replaces the source of the first prepared loader, whose batches are then read when they are asked for."""
-        self.performance = Performance(config, ctx, precision)
+        self.performance = Performance(config, ctx, precision, clock.parts)
         self._rng_types = checked_rng_types(config.rng_types, ctx.device) if config.rng_types else frozenset[str]()
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Use other settings for later calls of `prepare()`."""
         self._config, self._strategy = config, strategy
-        self.performance = Performance(config, self._ctx, self._precision)
+        self.performance = Performance(config, self._ctx, self._precision, self._clock.parts)
 
     def prepare(self, objects: Objects, placement: Sequence[bool] | None = None, train: bool = True) -> Objects:
         """Return the prepared objects, in call order. Ranks: every rank, with the same kinds in the same order."""
@@ -150,9 +179,13 @@ class Preparer:
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."
             )
         places = list(placement or [self._config.device_placement] * len(objects))
-        if self._rehearsal is None:
-            return self._prepare(objects, places, train)
-        return self._rehearsal.prepare(objects, self.done, lambda some: self._prepare(some, places, train))
+        return self._replaced(self._prepare(objects, places, train))
+
+    def _replaced(self, objects: Objects) -> Objects:
+        """Return what the parts of the run put in place of prepared objects."""
+        for replace_objects in self._clock.parts.prepared:
+            objects = replace_objects(objects)
+        return objects
 
     def _prepare(self, objects: Objects, places: list[bool], train: bool) -> Objects:
         bundle = PrepareArguments.sort(objects, places)
@@ -167,9 +200,8 @@ class Preparer:
         models = [item.value for item in bundle.of("model")]
         self.done.models += models
         for model in models:
-            for follow in (self.on_model, self.on_call):
-                if follow is not None:
-                    follow(model)
+            if self.on_call is not None:
+                self.on_call(model)
         for item in bundle.of("optimizer"):
             item.value = self._optimizer(item.value)
         self._note_unowned()
@@ -222,8 +254,7 @@ class Preparer:
             # hooks on compiled blocks would be compiled with them; less memory is then used for state on its way
             models = [] if compiles(self._config) else [self._strategy.unwrap(model) for model in self.done.models]
             offload.stream_updates(optimizer, self._config, self._ctx, lambda: self._clock.boundary, models)
-        kind = PreparedOptimizer if self._rehearsal is None else self._rehearsal.optimizer
-        prepared = kind(optimizer, self._clock, self._precision)
+        prepared = PreparedOptimizer(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
 
@@ -282,7 +313,8 @@ class Preparer:
         if self.done.holds(loader):
             return loader
         place = self._config.device_placement if placement is None else placement
-        return self.loader(loader, place, self._seed(), slice_fn, already_sharded)
+        prepared = None if loader is None else self.loader(loader, place, self._seed(), slice_fn, already_sharded)
+        return self._replaced((prepared,))[0]
 
     def join(self, joinables: Sequence[Any], even_batches: bool | None) -> AbstractContextManager[None]:
         """Context manager in which ranks may run out of batches at different times."""
@@ -308,18 +340,13 @@ class Preparer:
         self, loader: Any, place: bool, seed: int, slice_fn: Any = None, already_sharded: bool | None = None
     ) -> Any:
         """Prepare a loader."""
-        if self._rehearsal is None:
-            return self._loader(loader, place, seed, slice_fn, already_sharded)
-        return self._rehearsal.loader(loader, lambda given: self._loader(given, place, seed, slice_fn, already_sharded))
-
-    def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any, already_sharded: bool | None) -> Loader:
         building = import_module("hasten.data.build")  # on first use
-        wrap = None if self.done.loaders else self.wrap_source
+        wraps = () if self.done.loaders else self._clock.parts.source
         config = self._config.dataloader
         prepared: Loader = building.prepare_loader(
             loader,
             ctx=self._ctx,
-            config=config if wrap is None else config.replace(prefetch=0),
+            config=config.replace(prefetch=0) if wraps else config,
             clock=self._clock,
             device=self._ctx.device if place else None,
             seed=seed,
@@ -328,7 +355,7 @@ class Preparer:
             transfer=self._strategy.caps.transfer,
             already_sharded=already_sharded,
         )
-        if wrap is not None and isinstance(prepared, Loader):
+        for wrap in wraps:
             prepared.parts = replace(prepared.parts, source=wrap(prepared.parts.source))
         self.done.loaders.append(prepared)
         self._compare_schedules(loader, prepared)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.accelerator.planning_hooks import AcceleratorHooks, current
+from hasten.accelerator.components import Components, components
 from hasten.comm.agreement import agree
 from hasten.comm.collective_log import CollectiveRecord
 from hasten.comm.process_group import ProcessGroupComm
@@ -32,9 +32,12 @@ from hasten.config.sections.loop import ProjectConfiguration
 from hasten.config.source import Path as SettingPath
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ArgumentError, ConfigError
+from hasten.extension import Offer, installed
 from hasten.optim.clock import StepClock
+from hasten.optim.loader_progress import LoaderCursor
 from hasten.optim.loss_weights import LossWeights
-from hasten.optional import check_installed
+from hasten.optim.run_part import RunPart, parts_of_every_run
+from hasten.optim.window import Holder
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
 from hasten.prepare_args import PreparedObjects
@@ -54,8 +57,6 @@ from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.version import __version__
 
 if TYPE_CHECKING:  # modules that a plain run on one process does not load
-    from hasten.progress.trainjob import TrainJobStatus
-    from hasten.state.epochs import EpochLoops
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
     from hasten.trust.divergence.divergence_check import DivergenceCheck
@@ -69,15 +70,10 @@ def open_run_log(
     entries: Mapping[SettingPath, SettingEntry],
     strategy: Strategy,
     wanted: bool,
-    counts: bool = False,
 ) -> RunLog | None:
-    """Return the log of this rank, or None if it is not wanted, without a local project folder or with `run_log` off.
-
-    With `counts`, as metrics need it, the log of such a run counts times and writes nothing.
-    """
+    """Return the log of this rank, or None if it is not wanted, without a local project folder or with `run_log` off."""
     folder = project.project_dir
-    writes = wanted and folder is not None and project.run_log and "://" not in folder
-    if not writes and not counts:
+    if not wanted or folder is None or not project.run_log or "://" in folder:
         return None
 
     def facts() -> dict[str, Any]:  # Any: JSON values
@@ -102,7 +98,7 @@ def open_run_log(
     run_log = import_module("hasten.tracking.run_log")  # only a run with a folder has one
     gauge = import_module("hasten.progress.meter").MemoryGauge(ctx.device)  # the same
     made: RunLog = run_log.RunLog(
-        Path(folder) / run_log.FOLDER if folder is not None and writes else None,
+        Path(folder) / run_log.FOLDER,
         ctx.rank,
         facts,
         gauge.used_bytes,
@@ -112,45 +108,104 @@ def open_run_log(
     return made
 
 
-class EventRecorder:
-    """Context manager that records the end of its block in the run log, with its duration or its error.
+class RunLogPart(RunPart):
+    """The run log at the events of a run. Its own errors never change the outcome of a save or load."""
 
-    Errors of the run log are logged, and never change the outcome of the block.
-    """
+    def __init__(self, run_log: RunLog, clock: StepClock) -> None:
+        self.run_log = run_log
+        self._clock = clock
+        self._read_step: Callable[[], int] = lambda: 0
+        self._began_s = 0.0
+        if not run_log.tells_phases:
+            self.unused_events = ("backward", "backward_done", "before_update")
 
-    def __init__(self, run_log: RunLog, kind: str, step: Callable[[], int] = lambda: 0) -> None:
-        """Create a recorder; `step` returns the number of updates of the state that was saved or loaded."""
-        self._run_log = run_log
-        self._kind = kind
-        self._step = step
-        self._began = 0.0
-        self.nothing_done = False
-        """Set in the block to record no event, unless the block raises."""
+    def built(self, run: Components) -> None:
+        """Find out how to read the number of updates, without keeping the Accelerator alive."""
+        accelerator = weakref.ref(run.accelerator)
+        self._read_step = lambda: 0 if (found := accelerator()) is None else components(found).saving.step
 
-    def __enter__(self) -> EventRecorder:
-        self._began = time.perf_counter()
+    def pass_begins(self, cursor: LoaderCursor) -> None:
+        self.run_log.asked()
+
+    def batch_ready(self, cursor: LoaderCursor) -> None:
+        self.run_log.got(cursor.num_samples or 0)
+
+    def batch(self, cursor: LoaderCursor) -> None:
+        self.run_log.asked(self._clock.num_passes == cursor.passes_at_batch)
+
+    def backward(self) -> None:
+        self.run_log.backward_begins()
+
+    def backward_done(self) -> None:
+        self.run_log.backward_done(exchanged=self._clock.boundary)
+
+    def before_update(self, optimizer: Holder) -> bool:
+        self.run_log.optimizer_begins()
+        return False
+
+    def after_update(self, optimizer: Holder, applied: bool) -> None:
+        self.run_log.optimizer_done()
+        if not applied:
+            self.run_log.skipped()
+
+    def before_save(self) -> None:
+        self._began_s = time.perf_counter()
+        self._note(self.run_log.checkpoint_begins)
+
+    def after_save(self, error: BaseException | None) -> None:
+        self._note(lambda: self._record("saved", error))
+
+    def saved(self, taken_s: float, seconds: float) -> None:
+        self.run_log.saved(taken_s, seconds)
+
+    def before_load(self) -> None:
+        self.before_save()
+
+    def after_load(self, error: BaseException | None) -> None:
+        self._note(lambda: self._record("loaded", error))
+
+    def stalled(self, seconds: float, over: bool) -> None:
+        self.run_log.stalled(seconds, over)
+
+    def end(self) -> None:
+        self.run_log.close()
+
+    def _record(self, kind: str, error: BaseException | None) -> None:
+        """Record the end of a save or load, with its duration or its error."""
+        self.run_log.checkpoint_done()
+        if error is None:
+            step = self._read_step()
+            self.run_log.event(kind, seconds=round(time.perf_counter() - self._began_s, 4), step=step)
+            self.run_log.reached(kind, step)
+        else:
+            self.run_log.event(f"{kind}: failed", error=masked(f"{type(error).__name__}: {error}"))
+        self.run_log.flush()
+
+    def _note(self, record: Callable[[], None]) -> None:
         try:
-            self._run_log.checkpoint_begins()
-        except Exception as wrong:  # of any kind: the other ranks are on their way to the save or load
-            log.warning("the run log could not note the start of %r: %s", self._kind, wrong)
-        return self
+            record()
+        except Exception as error:  # of any kind: the other ranks are on their way to the save or load, or have done it
+            log.warning("the run log could not note a save or load: %s", error)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._run_log.checkpoint_done()
-            if self.nothing_done and error is None:
-                return
-            if error is None:
-                step = self._step()
-                self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4), step=step)
-                self._run_log.reached(self._kind, step)
-            else:
-                self._run_log.event(f"{self._kind}: failed", error=masked(f"{type(error).__name__}: {error}"))
-            self._run_log.flush()
-        except Exception as wrong:  # of any kind: the save or load itself has succeeded on all ranks
-            log.warning("the run log could not note %r: %s", self._kind, wrong)
+
+def parts_of_extensions(config: Config) -> list[RunPart]:
+    """Return the parts of a run that extensions offer and the settings ask for."""
+    parts: list[RunPart] = []
+    for extension in installed():
+        for name, place in extension.run_parts.items():
+            if _is_asked_for(extension.run_part_settings.get(name), config):
+                parts.append(Offer("run_parts", name, place, extension.name).load()())
+    return parts
+
+
+def _is_asked_for(setting: str | None, config: Config) -> bool:
+    """Return whether a setting or section differs from its default, or a $VARIABLE is set."""
+    if setting is None:
+        return True
+    if setting.startswith("$"):
+        return bool(env.snapshot().get(setting[1:]))
+    value, default = attrgetter(setting)(config), attrgetter(setting)(Config())
+    return bool(value != default)
 
 
 def _setting(entry: SettingEntry) -> list[str]:
@@ -179,7 +234,6 @@ class AcceleratorObjects:
     sentinel: Callable[[PreparedObjects], DivergenceCheck] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
     run_log: RunLog | None
-    rehearsal: AcceleratorHooks | None
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> AcceleratorObjects:
@@ -189,14 +243,13 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
             f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or leave "
             "context out to read the launcher's variables."
         )
-    rehearsal = current()
-    if rehearsal is not None:
-        given = rehearsal.settings(given)
+    for part in parts_of_every_run():
+        given = part.settings(given)
     resolved = _settings(given)
     config = resolved.config
-    if context is not None and rehearsal is None:
+    if context is not None and not parts_of_every_run():
         check_mesh(config, context.topology.local_world_size, context.mesh)
-    ctx = _context_of(config, context)
+    ctx = context or _context(config)
     strategy = choose_strategy(config, ctx)
     accumulation = config.gradient_accumulation
     loss = ctx.groups(*LOSS)
@@ -216,40 +269,12 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Ac
     # the caller that passes a context watches it
     own = context is None or resolved.source("trust.stall").kind == "code"
     first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
-    run_log = open_run_log(config.project, ctx, resolved.entries, strategy, first, serves_metrics(config))
-    watch = _watch(config, ctx, clock, run_log) if own else None
+    run_log = open_run_log(config.project, ctx, resolved.entries, strategy, first)
+    watch = _watch(config, ctx, clock) if own else None
     asked = context is None or resolved.source("trust.divergence").kind == "code"
     sentinel = _sentinel(config, ctx, clock) if asked else None
     trackers = _trackers(given.get("log_with"), config, ctx)
-    if run_log is not None:
-        clock.listening().phases = run_log
-        if run_log.tells_phases:
-            clock.listening().update_begins = run_log.optimizer_begins
-    return AcceleratorObjects(
-        config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log, rehearsal
-    )
-
-
-def _context_of(config: Config, context: ProcessContext | None) -> ProcessContext:
-    if config.survive.lighthouse is not None:
-        return _replica_context(config, context)
-    if context is not None:
-        return context
-    if config.survive.replicas:
-        raise ConfigError(
-            f"survive.replicas={config.survive.replicas} without a lighthouse, so this process would train alone; start the script with "
-            f"`hasten launch --replicas {config.survive.replicas}`, or remove the setting."
-        )
-    return _context(config)
-
-
-def _replica_context(config: Config, context: ProcessContext | None) -> ProcessContext:
-    """Return the process context of a replica that may be lost; raise an error for settings and worlds it does not support."""
-    replicas = import_module("hasten.survive.build")  # only a run with such replicas needs it
-    replicas.check(config)
-    ctx = context or _context(config)
-    replicas.refuse_worlds(ctx, config.survive)
-    return ctx
+    return AcceleratorObjects(config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log)
 
 
 def _settings(given: Mapping[str, Any]) -> Resolved:
@@ -274,17 +299,7 @@ def _context(config: Config) -> ProcessContext:
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def serves_metrics(config: Config) -> bool:
-    """Return whether metrics are served. Raises: MissingPackageError without prometheus_client."""
-    if config.metrics.port is None:
-        return False
-    check_installed("prometheus_client", why=f"metrics.port={config.metrics.port}")
-    return True
-
-
-def _watch(
-    config: Config, ctx: ProcessContext, clock: StepClock, run_log: RunLog | None
-) -> Callable[[object], None] | None:
+def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[object], None] | None:
     """Return the start of this rank's watchdog, or for a single process under `hasten launch` of a status server for `hasten top`."""
     variables = env.snapshot()
     alone = ctx.world.size == 1
@@ -298,14 +313,12 @@ def _watch(
 
     def rates() -> Mapping[str, float | str]:
         found = steps()
-        known = () if found is None else (found.rates, found.members)
-        return {name: value for one in known if one is not None for name, value in one().items()}
-
-    noting = None if run_log is None else weakref.ref(run_log)
+        return {} if found is None else found.parts.read_status()
 
     def noted(seconds: float, over: bool) -> None:
-        if noting is not None and (found := noting()) is not None:
-            found.stalled(seconds, over)
+        if (found := steps()) is not None:
+            for tell in found.parts.stalled:
+                tell(seconds, over)
 
     from hasten.trust.stall import watchdog  # a single process that was not launched needs none of it
     from hasten.trust.stall.observe import Observer  # as above
@@ -321,28 +334,6 @@ def _watch(
     observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
     status_server = StatusServer(observer, ctx.topology, ctx.device, env.runtime_folder(variables), rates)
     return partial(watchdog.watch, watchdog=watchdog.watchdog_of(ctx, step, settings), status_server=status_server)
-
-
-def trainjob_status(ctx: ProcessContext, clock: StepClock, loops: Callable[[], EpochLoops]) -> TrainJobStatus | None:
-    """Return the reporter of this run's progress to its TrainJob; None outside of one, and away from the main process."""
-    if ctx.rank != 0 or not env.trainjob(variables := env.snapshot()):
-        return None
-    trainjob = import_module("hasten.progress.trainjob")  # only a TrainJob needs it
-    endpoint = trainjob.StatusEndpoint.from_env(variables)
-    if endpoint is None:
-        return None
-    steps, epochs = weakref.ref(clock), weakref.ref(loops())  # the thread must not keep the Accelerator alive
-
-    def step() -> int | None:
-        found = steps()
-        return None if found is None else found.num_updates
-
-    def share() -> float | None:
-        found = epochs()
-        return None if found is None else found.share()
-
-    made: TrainJobStatus = trainjob.TrainJobStatus(endpoint, share, step)
-    return made
 
 
 def reports_in(config: Config, kind: str) -> Path:

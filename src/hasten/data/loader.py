@@ -203,6 +203,8 @@ class Loader(DataLoader[Any]):
         if cursor.num_again:  # the resumed epoch had completed this pass
             cursor.num_again, cursor.num_ended = cursor.num_again - 1, cursor.num_ended + 1
             return
+        for tell in self.parts.clock.parts.pass_begins:
+            tell(cursor)
         items, here = self._begin(self.parts.skip, opened=bool(cursor.opened))
         active, until = self.parts.clock.loaders, here.epoch
         with self.parts.clock.watching(self.parts.cursor):
@@ -218,11 +220,7 @@ class Loader(DataLoader[Any]):
     def _pass(self, items: Iterator[Item], here: Position, num_rollbacks: int) -> Iterator[Any]:
         """Yield the batches of these items; stop early when the run was rolled back."""
         cursor, iteration, clock = self.parts.cursor, self.parts.iteration, self.parts.clock
-        active, listener, total = clock.loaders, clock.listener, self.parts.total_batch_size
-        phases = None if listener is None else listener.phases
-        passes = 0
-        if phases is not None:
-            phases.asked()
+        active, run_parts, total = clock.loaders, clock.parts, self.parts.total_batch_size
         for batch, padding, last, source_state in items:
             if iteration.start is here:  # not superseded by a later pass
                 iteration.steps += 1
@@ -237,18 +235,16 @@ class Loader(DataLoader[Any]):
             if last:
                 source, steps = self.parts.source, iteration.steps
                 cursor.num_samples = samples_of_last_batch(source, here, steps, cursor, total, self.batch_size)
-            if phases is not None:
-                phases.got(cursor.num_samples or 0)
-                passes = clock.num_passes
+            cursor.passes_at_batch = clock.num_passes
+            for tell in run_parts.batch_ready:
+                tell(cursor)
             yield batch
-            if active.roll_back is not None:
-                active.roll_back(cursor)
+            for tell in run_parts.batch:
+                tell(cursor)
             if active.num_rollbacks != num_rollbacks:
                 return
-            if clock.every > 1 or active.before_next is not None or active.signals is not None:
-                clock.before_batch(cursor)
-            if phases is not None:
-                phases.asked(clock.num_passes == passes)
+            if clock.every > 1:
+                clock.keep_position(cursor)
         if iteration.start is here:
             iteration.place(here.begin(here.epoch + 1))
 

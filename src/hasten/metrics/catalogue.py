@@ -40,11 +40,11 @@ class RankReading:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time of the run by cause."""
     goodput: float | None = None
-    replicas_present: int | None = None
+    replicas_present: float | None = None
     """Replicas of the latest update; None for a run that cannot lose any, as below."""
-    replicas_lost: int | None = None
-    replicas_joined: int | None = None
-    samples_returned: int | None = None
+    replicas_lost: float | None = None
+    replicas_joined: float | None = None
+    samples_returned: float | None = None
     """Samples of lost replicas that were given out again."""
     replicas_waiting_s: float | None = None
 

@@ -1,61 +1,27 @@
-"""The step clock: counts micro-steps and finds the one that ends the accumulation window; callbacks of a step."""
+"""The step clock: counts micro-steps and finds the one that ends the accumulation window; owns the parts of the run."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 
 from hasten.config.sections.loop import MAX_MICRO_STEPS
 from hasten.errors import ConfigError, StepError
 from hasten.optim.gradients import Unowned
-from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor, StepObserver
+from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor
 from hasten.optim.loss_weights import LossWeights
+from hasten.optim.run_part import RunParts
 from hasten.optim.window import Holder, Number, Window
 
 __all__ = ["LoaderCursor", "StepClock"]
 
 _RECENT: Final = 16
 """Number of updates without a call after which an optimizer counts as inactive."""
-
-
-class StepPhases(Protocol):
-    """Callbacks for timing the phases of a training step; each call closes the phase since the previous one."""
-
-    def asked(self, unused: bool = False) -> None:
-        """Record that the loop requests the next batch from its loader; `unused` means that no backward used the previous one."""
-        ...
-
-    def got(self, num_samples: int) -> None:
-        """Record that the loader returns a batch of `num_samples` samples over all ranks."""
-        ...
-
-    def optimizer_done(self) -> None:
-        """Record that an optimizer has attempted an update."""
-        ...
-
-    def skipped(self) -> None:
-        """Record that the update was skipped, because gradients overflowed."""
-        ...
-
-
-@dataclass(slots=True)
-class StepListener:
-    """Callbacks at the phases of a step; each may be None."""
-
-    phases: StepPhases | None = None
-    """Timing of the phases."""
-    update_begins: Callable[[], None] | None = None
-    """Called when an optimizer starts an update, if updates are timed separately."""
-    before_update: Callable[[Holder], bool] | None = None
-    """Called with the optimizer before it uses the gradients at a boundary; True skips the update, on every rank."""
-    after_update: Callable[[], None] | None = None
-    """Called after an optimizer has used the gradients at a boundary."""
-    rates: Callable[[], Mapping[str, float]] | None = None
-    """Returns tokens a second and MFU, while they are tracked."""
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -98,15 +64,10 @@ class StepClock:
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
     alone: bool = True
     """True if there is at most one optimizer."""
-    listener: StepListener | None = None
-    """Callbacks of a step; None if there are none."""
+    parts: RunParts = field(default_factory=RunParts)
+    """What acts at the events of this run."""
     apart: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
-    exchange: Callable[[Holder], bool] | None = None
-    """Called with an optimizer before its gradients are read or used at a boundary, possibly several times: averages them over replicas
-    that are separate worlds. True skips the update, because the optimizer has received the state after it."""
-    members: Callable[[], Mapping[str, float | str]] | None = None
-    """Returns the replicas of the run for the status of this rank; None for a run that cannot lose any."""
     unowned: Unowned | None = None
     """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
 
@@ -119,11 +80,6 @@ class StepClock:
     def active(self) -> LoaderCursor | None:
         """The innermost loader being iterated."""
         return self.loaders.innermost()
-
-    @property
-    def rates(self) -> Callable[[], Mapping[str, float]] | None:
-        """Function that returns tokens a second and MFU; None while they are not tracked."""
-        return None if self.listener is None else self.listener.rates
 
     @property
     def micro(self) -> int:
@@ -192,23 +148,21 @@ class StepClock:
                 "model, optimizer = accelerator.prepare(model, optimizer)."
             )
 
-    def watching(self, cursor: LoaderCursor) -> StepObserver:
-        """Return a context manager in which `cursor` is the active loader, until a loader inside it starts."""
-        return StepObserver(self.loaders, cursor, self)
-
-    def listening(self) -> StepListener:
-        """Return the callbacks of a step, to set one of them."""
-        if self.listener is None:
-            self.listener = StepListener()
-        return self.listener
-
-    def before_batch(self, cursor: LoaderCursor) -> None:
-        """Prepare for the next batch of the loader of `cursor`."""
-        if self.loaders.before_next is not None:
-            self.loaders.before_next(cursor)
-        if self.loaders.signals is not None and (self.num_updates > 0 or self.num_passes == 0):
-            self.loaders.end_first_window()
-        self.keep_position(cursor)
+    @contextmanager
+    def watching(self, cursor: LoaderCursor) -> Iterator[None]:
+        """Context manager in which `cursor` is the active loader, until a loader inside it starts; loaders may end out of order."""
+        loaders, is_exhausted = self.loaders, False
+        cursor.passes_before = self.num_passes
+        if not cursor.opened:
+            loaders.opening(cursor)
+        loaders.watched.append(cursor)
+        try:
+            yield
+            is_exhausted = True
+        finally:
+            loaders.closed(cursor, is_exhausted, trained=self.num_passes > cursor.passes_before)
+            for tell in self.parts.pass_ends:
+                tell(cursor)
 
     def keep_position(self, cursor: LoaderCursor) -> None:
         """Keep the loop's position before the loader of `cursor` moves, if the next micro-step opens a window of several."""
@@ -339,13 +293,8 @@ class StepClock:
         window.closed = True
         self.num_updates += 1
         self.position = None
-        listener = self.listener
-        if listener is not None and listener.phases is not None:
-            listener.phases.optimizer_done()
         if self.alone or not self._waiting():
             window.losses = window.before = 0
-        if listener is not None and listener.after_update is not None:
-            listener.after_update()
 
     def _waiting(self) -> bool:
         """Return True if an active optimizer has gradients it has not used."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from hasten.errors import ConfigError, StepError
 from hasten.modules.names import is_dtensor, local_tensor, plain_name
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
+from hasten.optim.run_part import RunPart
+from hasten.optim.window import Holder
 
 Decay = float | Callable[[int], float]
 _KEY = "average"
@@ -67,7 +68,7 @@ class AverageState(torch.optim.Optimizer):
         self.num_updates = dict.fromkeys(self.num_updates, 0)
 
 
-class EMA:
+class EMA(RunPart):
     """Exponential moving average of one prepared model, updated after every applied optimizer update.
 
     Made by `Accelerator.ema`. Averages are float32 and sharded as the parameters, so that their update needs no
@@ -104,19 +105,25 @@ class EMA:
         self.state = AverageState(averaged)
         for name, buffer in self._float_buffers():
             self.state.buffers[name] = buffer.detach().to(torch.float32, copy=True)
-        members = {id(p) for p in averaged}
-        first = True
+        averaged_ids = {id(p) for p in averaged}
+        self._averaged_by: list[tuple[PreparedOptimizer, str, list[Tensor]]] = []
+        """Optimizers that update averaged parameters, each with its key in the state and these parameters."""
         for index, optimizer in enumerate(optimizers):
-            mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in members]
-            if mine:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in averaged_ids]
+            if parameters:
                 self.state.num_updates[str(index)] = 0
-                optimizer.after_update.append(partial(self._update, str(index), mine, first))
-                first = False
+                self._averaged_by.append((optimizer, str(index), parameters))
 
     @property
     def num_updates(self) -> int:
         """Number of optimizer updates that the average has seen."""
         return max(self.state.num_updates.values())
+
+    def after_update(self, optimizer: Holder, applied: bool) -> None:
+        """Average the parameters of an optimizer after an applied update."""
+        for index, (owner, key, parameters) in enumerate(self._averaged_by):
+            if applied and owner is optimizer:
+                self._update(key, parameters, with_buffers=index == 0)
 
     @torch.no_grad()
     def _update(self, key: str, parameters: Sequence[Tensor], with_buffers: bool) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from hasten import trees
 from hasten.errors import DataError, StepError
@@ -42,6 +40,8 @@ class LoaderCursor:
     """Number of next passes that yield no batches, because the resumed epoch had completed them."""
     passes_before: int = 0
     """Number of backward passes of the run when its latest iteration began."""
+    passes_at_batch: int = 0
+    """Number of backward passes of the run when it returned its latest batch."""
     left: bool = False
     """True if the latest pass was left by `break` after training on its batches."""
     cut: bool = False
@@ -57,43 +57,6 @@ class LoaderCursor:
         return amount * self.num_samples // num_rows if num_rows else amount * num_ranks
 
 
-class CountsPasses(Protocol):
-    """The clock's counts of the run."""
-
-    num_passes: int
-    num_updates: int
-
-
-class SignalHold(Protocol):
-    """Holder of signals during the first window of a run."""
-
-    def hold(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-@dataclass(slots=True)
-class StepObserver:
-    """Context manager that marks a loader as being iterated, also when loaders end out of order."""
-
-    loaders: ActiveLoaders
-    cursor: LoaderCursor
-    clock: CountsPasses
-
-    def __enter__(self) -> LoaderCursor:
-        self.cursor.passes_before = self.clock.num_passes
-        if not self.cursor.opened:
-            self.loaders.opening(self.cursor)
-        self.loaders.watched.append(self.cursor)
-        return self.cursor
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        trained = self.clock.num_passes > self.cursor.passes_before
-        self.loaders.closed(self.cursor, exhausted=kind is None, trained=trained)
-
-
 @dataclass(slots=True)
 class ActiveLoaders:
     """The loaders being iterated.
@@ -106,14 +69,6 @@ class ActiveLoaders:
     watched: list[LoaderCursor] = field(default_factory=list)
     followed: LoaderCursor | None = None
     """The loader that the caller named for this step."""
-    roll_back: Callable[[LoaderCursor], None] | None = None
-    """Called with a loader before its next batch, while a rollback to a checkpoint is pending."""
-    before_next: Callable[[LoaderCursor], None] | None = None
-    """Called with a loader before its next batch, or its end."""
-    first_window: Callable[[], SignalHold] | None = None
-    """Returns what holds signals during the first window; None once the first iteration has started."""
-    signals: SignalHold | None = None
-    """What holds signals, during the first window."""
     num_rollbacks: int = 0
     """Number of rollbacks: an iteration started before a rollback continues from the loader's new position."""
     num_ended: int = 0
@@ -135,15 +90,6 @@ class ActiveLoaders:
         cursor.opened, cursor.moved, cursor.left, cursor.cut = self.now, 0, False, False
         cursor.partners.clear()
         self._exhausted = None
-        if self.first_window is not None:
-            self.signals, self.first_window = self.first_window(), None
-            self.signals.hold()
-
-    def end_first_window(self) -> None:
-        """Give signals that are held their default effect, unless the loop has asked for them."""
-        signals, self.signals = self.signals, None
-        if signals is not None:
-            signals.release()
 
     def moving(self, cursor: LoaderCursor) -> None:
         """Record that the loader returns its next batch."""
@@ -165,7 +111,6 @@ class ActiveLoaders:
                 del self.watched[index]
                 break
         cursor.opened, cursor.given = 0, None
-        self.end_first_window()
         if exhausted:
             self._exhausted, self.exhausted_at = cursor, self.now
             self.num_ended += trained

@@ -54,8 +54,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.called_at = clock.num_updates
         """The clock's number of updates when `step` or `zero_grad` was last called."""
         self._settled = 0
-        self.after_update: list[Callable[[], None]] = []
-        """Functions called after every update that was applied."""
         clock.join(self)
 
     # -- attributes of the inner optimizer ------------------------------------------------------------------------
@@ -148,20 +146,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if not clock.alone and clock.crowded:
                 self._seen_gradients = self._gradient_versions()
             return None
-        listener = clock.listener
-        if listener is not None and listener.update_begins is not None:
-            listener.update_begins()
         if closure is not None:
             value = self._step_with(closure)
         else:
             if clock.pending:
                 self.settle()
-            if clock.exchange is not None and clock.exchange(self):
-                self._close(SKIPPED)
-                return None
-            if listener is not None and listener.before_update is not None and listener.before_update(self):
-                self._close(SKIPPED)
-                return None
+            parts = clock.parts
+            for changes_or_skips in (*parts.gradients, *parts.before_update):
+                if changes_or_skips(self):
+                    self._close(SKIPPED)
+                    return None
             if self._scaled or self._engine is not None:
                 return self._step_reported()
             try:
@@ -183,21 +177,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if clock.unowned is not None:
             clock.unowned.close(result.applied)
         clock.used()
-        if result.applied:
-            for follow in self.after_update:
-                follow()
-        elif clock.listener is not None and clock.listener.phases is not None:
-            clock.listener.phases.skipped()
+        for tell in clock.parts.after_update:
+            tell(self, result.applied)
 
     def replayed(self) -> None:
         """Count an update that a CUDA graph has made, including clearing the gradients."""
         clock = self._clock
         self.called_at = clock.num_updates
-        if (listener := clock.listener) is not None:
-            if listener.update_begins is not None:
-                listener.update_begins()
-            if listener.before_update is not None:
-                listener.before_update(self)
+        for tell in clock.parts.before_update:
+            tell(self)
         self._close(APPLIED)
         self.spent = False
 
@@ -280,7 +268,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @property
     def due(self) -> bool:
         """True if the gradients may need unscaling or normalising: the loss is scaled, or a correction is pending."""
-        return self._scaled or self._clock.pending or self._clock.exchange is not None
+        return self._scaled or self._clock.pending or bool(self._clock.parts.gradients)
 
     def settle(self) -> None:
         """Unscale and normalise the gradients before they are read or used; a second call does nothing.
@@ -299,8 +287,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 multiply(self.optimizer.param_groups, factor)
             else:
                 self._engine.multiply_gradients(factor)
-        if clock.exchange is not None and clock.boundary:
-            clock.exchange(self)
+        if clock.boundary:
+            for change in clock.parts.gradients:
+                change(self)
 
     def _explain(self, error: Exception) -> None:
         """Raise a StepError in place of torch's error about an operation that sharded tensors do not support."""
@@ -346,10 +335,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 f"{name}.step(closure) cannot run under mixed_precision='fp16': the closure computes gradients inside "
                 "the step, where they can be neither unscaled nor skipped. Use 'bf16' or 'no'."
             )
-        if self._clock.exchange is not None:
+        if self._clock.parts.gradients:
             raise StepError(
-                f"{name}.step(closure) computes its gradients inside the step, where replicas that may be lost cannot exchange them (survive). Use an "
-                "optimizer without a closure, or run without survive."
+                f"{name}.step(closure) computes its gradients inside the step, where {self._clock.parts.names('gradients')} cannot change them. Use an "
+                "optimizer without a closure."
             )
         if self._clock.every > 1:
             raise StepError(

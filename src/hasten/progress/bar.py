@@ -5,23 +5,21 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import mul
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from torch import Tensor
 
 from hasten import trees
 from hasten.errors import ConfigError
 from hasten.optim.loader_progress import LoaderCursor
+from hasten.optim.run_part import RunParts
 from hasten.progress.display import Display, LineDisplay
 from hasten.progress.meter import MemoryGauge, Meter, MeterReading
 from hasten.progress.scalars import LateScalars
 from hasten.progress.straggler import BackwardTimer, StragglerWatch
-
-if TYPE_CHECKING:
-    from hasten.progress.trainjob import TrainJobStatus
 
 T = TypeVar("T")
 Counter = Callable[[Any], int]  # Any: a batch of any type
@@ -37,10 +35,8 @@ class BarContext:
     memory: MemoryGauge | None = None
     pulse: BackwardTimer | None = None
     watch: StragglerWatch | None = None
-    rates: Callable[[], Mapping[str, float]] | None = None
-    """Returns tokens a second and MFU, while they are tracked."""
-    status: TrainJobStatus | None = None
-    """Takes every displayed reading, in a TrainJob of Kubeflow."""
+    parts: RunParts = field(default_factory=RunParts)
+    """The parts of the run, which give tokens a second and MFU, and get every displayed reading."""
 
 
 class Progress(Generic[T]):
@@ -124,8 +120,8 @@ class Progress(Generic[T]):
             if self._here.is_main:
                 last = self._complete(self._meter.read_all(time.perf_counter(), self._desc), wait=True)
                 self._here.display.close(last)
-                if self._here.status is not None:
-                    self._here.status.bar(self, last, closed=True)
+                for show in self._here.parts.progress:
+                    show(self, last, True)
 
     def __enter__(self) -> Self:
         # a loop left by `break` may end with the process, when nothing can be displayed any more
@@ -158,16 +154,16 @@ class Progress(Generic[T]):
             display.next_draw_s = now + display.every_s
             reading = self._complete(self._meter.read(now, self._desc))
             display.draw(reading)
-            if here.status is not None:
-                here.status.bar(self, reading)
+            for show in here.parts.progress:
+                show(self, reading, False)
 
     def _complete(self, reading: MeterReading, wait: bool = False) -> MeterReading:
         memory, watch = self._here.memory, self._here.watch
-        rates = {} if self._here.rates is None else self._here.rates()
+        status = self._here.parts.read_numbers()
         return replace(
             reading,
-            tokens_per_s=rates.get("tokens_per_second", reading.tokens_per_s),
-            mfu=rates.get("mfu"),
+            tokens_per_s=status.get("tokens_per_second", reading.tokens_per_s),
+            mfu=status.get("mfu"),
             values=self._late.read(wait),
             memory_bytes=memory.used_bytes() if memory else None,
             memory_total_bytes=memory.total_bytes if memory else None,

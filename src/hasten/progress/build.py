@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from rich.console import Console
 
+from hasten.optim.run_part import RunParts
 from hasten.progress.bar import BarContext, Counter, Progress
 from hasten.progress.display import Display, DisplayMaker, error_console
 from hasten.progress.meter import MemoryGauge
@@ -14,20 +15,17 @@ from hasten.progress.straggler import BackwardTimer, StoreNotes, StragglerWatch
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import BATCH
 
-if TYPE_CHECKING:
-    from hasten.progress.trainjob import TrainJobStatus
-
 T = TypeVar("T")
 
 
 class ProgressMaker:
     """Factory of the progress bars of one Accelerator, which share a console, a timer of backward passes and a straggler watch."""
 
-    def __init__(self, ctx: ProcessContext, status: TrainJobStatus | None = None) -> None:
+    def __init__(self, ctx: ProcessContext, parts: RunParts) -> None:
         self._ctx = ctx
-        self._status = status
+        self._parts = parts
         self.pulse = BackwardTimer(ctx.device)
-        """Notified when a backward pass starts."""
+        parts.add(self.pulse)
         self._watch = straggler_watch(ctx)
         self._console = error_console()  # one for all bars: nested bars share the screen
         self._make_display = DisplayMaker(self._console, is_main=ctx.topology.rank == 0)
@@ -35,7 +33,7 @@ class ProgressMaker:
     def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:  # Any: options of `progress`
         if options.get("console") is None and options.get("every_s") is None:
             options["display"] = self._make_display()
-        options = {"console": self._console, "status": self._status, **options}
+        options = {"console": self._console, "parts": self._parts, **options}
         return progress(iterable, ctx=self._ctx, pulse=self.pulse, watch=self._watch, **options)
 
 
@@ -61,8 +59,7 @@ def progress(
     display: Display | None = None,
     pulse: BackwardTimer | None = None,
     watch: StragglerWatch | None = None,
-    rates: Callable[[], Mapping[str, float]] | None = None,
-    status: TrainJobStatus | None = None,
+    parts: RunParts | None = None,
 ) -> Progress[T]:
     """Return a progress bar over `iterable` for this process.
 
@@ -76,7 +73,6 @@ def progress(
         memory=MemoryGauge(ctx.device) if is_main else None,
         pulse=pulse,
         watch=watch,
-        rates=rates,
-        status=status,
+        parts=parts or RunParts(),
     )
     return Progress(iterable, here=here, total=total, initial=initial, desc=desc, samples=samples, tokens=tokens)

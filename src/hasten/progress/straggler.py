@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch.distributed import DistError, PrefixStore, Store
 
+from hasten.optim.run_part import RunPart
 from hasten.runtime.devices import kind_of
 
 
@@ -41,7 +42,7 @@ class StoreNotes:
         return self._store.get(name).decode() if self._store.check([name]) else None
 
 
-class BackwardTimer:
+class BackwardTimer(RunPart):
     """Timer of this rank from requesting a batch to its backward pass.
 
     On the CPU every step is measured. On an accelerator the host runs ahead of the device, so one step per `every_s`
@@ -67,7 +68,7 @@ class BackwardTimer:
             torch.accelerator.synchronize()
         self._asked_s = self._clock()
 
-    def reached(self) -> None:
+    def backward(self) -> None:
         """Stop the timer at the first backward pass of the step; later ones of the same step are ignored."""
         if self._asked_s is None:
             return

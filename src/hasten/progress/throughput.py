@@ -20,6 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from hasten.errors import ConfigError
 from hasten.optim.clock import LoaderCursor, StepClock
+from hasten.optim.run_part import RunPart
+from hasten.optim.window import Holder
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.hardware import AcceleratorEntry, find
 from hasten.runtime.mesh_plan import BATCH
@@ -87,7 +89,7 @@ def entry_of(device: torch.device) -> AcceleratorEntry | None:
         return None
 
 
-class Throughput:
+class Throughput(RunPart):
     """Tokens a second and MFU of one Accelerator's training, over its last updates; all ranks together.
 
     MFU is the time that the counted operations take at the devices' peak, each in its dtype, divided by the time they took.
@@ -125,7 +127,6 @@ class Throughput:
         self._updates = self._tokens = self._samples = 0
         self._first_counted = (0, 0, 0)  # updates, tokens and samples before the counted ones
         self._cycle = 1
-        self._before: tuple[Callable[[], None] | None, Callable[[LoaderCursor], None] | None] = (None, None)
         self._passes = clock.num_passes
         self._batch_counted = self._between = False
 
@@ -161,7 +162,11 @@ class Throughput:
             repetitions = updates / self._cycle
         return seconds * repetitions
 
-    def values(self) -> dict[str, float]:
+    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add tokens a second and MFU to logged values."""
+        return {**self.status(), **values}
+
+    def status(self) -> dict[str, float]:
         """Return the known values by the names that trackers get: `tokens_per_second` and `mfu`."""
         known = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
         return {name: value for name, value in known.items() if value is not None}
@@ -184,23 +189,8 @@ class Throughput:
 
     # -- the loop --------------------------------------------------------------------------------------------------
     def attach(self) -> None:
-        """Follow the loaders and the updates, after the callbacks that are there."""
-        clock, loaders = self._clock, self._clock.loaders
-        listener = clock.listening()
-        updated, asked = self._before = listener.after_update, loaders.before_next
-
-        def after_update() -> None:
-            if updated is not None:
-                updated()
-            self.updated()
-
-        def before_next(cursor: LoaderCursor) -> None:
-            self.asked(cursor)
-            if asked is not None:
-                asked(cursor)
-
-        listener.after_update, loaders.before_next = after_update, before_next
-        listener.rates = self.values
+        """Follow the loaders and the updates, behind the parts that are there."""
+        self._clock.parts.add(self)
         if self._entry is None and self._peak_tflops is None and self._ctx.is_main:
             log.info(
                 "mfu is not shown: the peak of %s is not in hasten's table; give track_throughput(peak_tflops=)",
@@ -208,13 +198,11 @@ class Throughput:
             )
 
     def detach(self) -> None:
-        """Restore the callbacks that were there before `attach`."""
-        self.close()
-        listener = self._clock.listening()
-        listener.after_update, self._clock.loaders.before_next = self._before
-        listener.rates = None
+        """End the measurement."""
+        self.end()
+        self._clock.parts.remove(self)
 
-    def asked(self, cursor: LoaderCursor) -> None:
+    def batch(self, cursor: LoaderCursor) -> None:
         """Count the batch that was used for training; drop what an evaluation computed and took."""
         trained = self._clock.num_passes != self._passes
         if trained:
@@ -228,7 +216,7 @@ class Throughput:
             self._begin()
         self._passes, self._batch_counted, self._between = self._clock.num_passes, False, False
 
-    def updated(self) -> None:
+    def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Record an update."""
         if (cursor := self._clock.active) is not None:
             self._count(cursor)
@@ -241,11 +229,11 @@ class Throughput:
             self._samples_counted = self._samples - self._first_counted[2]
             self._sum(mode)
         if mode is not None and not mode.open:
-            self.close()
+            self.end()
             self._marks.clear()  # counting has slowed these updates down
         self._marks.append((time.perf_counter(), self._updates, self._tokens, self._samples))
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Stop counting; rates stay readable."""
         if self._mode is not None and self._mode.leave():
             self._mode = None

@@ -10,6 +10,7 @@ import os
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,8 +24,10 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Pr
 
 from torch import Tensor
 
+from hasten.optim.run_part import RunPart
 from hasten.progress.meter import MeterReading
 from hasten.progress.scalars import LateScalars
+from hasten.runtime import env
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +58,16 @@ class StatusEndpoint:
     token: str | None = None
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> StatusEndpoint | None:
+    def from_env(cls, variables: Mapping[str, str]) -> StatusEndpoint | None:
         """Return the endpoint that the TrainJob's controller has injected; None outside of a TrainJob, or if it is not safe."""
-        url = env.get(URL, "")
+        url = variables.get(URL, "")
         if not url:
             return None
         parts = urlsplit(url)
         if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
             log.warning("%s=%s is not an https address, so the pod's token is not sent there", URL, url)
             return None
-        return cls(url, env.get(CA_CERT) or None, env.get(TOKEN) or None)
+        return cls(url, variables.get(CA_CERT) or None, variables.get(TOKEN) or None)
 
     def post(self, status: Mapping[str, Any], timeout_s: float) -> None:  # Any: JSON values
         """Post a status; certificate and token are read again each time, because both are rotated.
@@ -113,7 +116,7 @@ class TrainJobStatus:
         atexit.register(self.close)
 
     # -- called by the training thread -----------------------------------------------------------------------------
-    def log(self, values: Mapping[str, Any]) -> None:  # Any: of any type; other than numbers are left out
+    def take(self, values: Mapping[str, Any]) -> None:  # Any: of any type; other than numbers are left out
         """Take the newest metrics; tensors are read later, without waiting for their device."""
         self._late.give({str(name): value for name, value in values.items() if _is_number(value)})
         self._read()
@@ -126,7 +129,7 @@ class TrainJobStatus:
             self._bar_share = min(reading.step / reading.total, 1.0)
         if closed and self._leader is key:
             self._leader = None
-        self.log(reading.values)
+        self.take(reading.values)
 
     def _read(self) -> None:
         now = time.monotonic()
@@ -195,6 +198,41 @@ class TrainJobStatus:
         if share >= 1.0:
             return 0
         return round((now - then) * (1.0 - share) / (share - first)) if share > first else None
+
+
+class TrainJobPart(RunPart):
+    """Reports of a run to its TrainJob; none outside of one, and away from the main process."""
+
+    def __init__(self) -> None:
+        self.status_reporter: TrainJobStatus | None = None
+
+    def built(self, run: Any) -> None:  # Any: the components of the Accelerator, in an upper layer
+        """Start the thread, which holds the Accelerator weakly."""
+        endpoint = StatusEndpoint.from_env(env.snapshot()) if run.accelerator.ctx.rank == 0 else None
+        if endpoint is None:
+            return
+        clock, epochs = weakref.ref(run.clock), weakref.ref(run.epochs)
+        self.status_reporter = TrainJobStatus(
+            endpoint,
+            lambda: None if (loops := epochs()) is None else loops.share(),
+            lambda: None if (steps := clock()) is None else steps.num_updates,
+        )
+
+    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Report logged values."""
+        if self.status_reporter is not None:
+            self.status_reporter.take(values)
+        return values
+
+    def progress(self, bar: object, reading: MeterReading, closed: bool) -> None:
+        """Report a bar."""
+        if self.status_reporter is not None:
+            self.status_reporter.bar(bar, reading, closed=closed)
+
+    def end(self) -> None:
+        """Report the last state."""
+        if self.status_reporter is not None:
+            self.status_reporter.close()
 
 
 def _is_number(value: object) -> bool:

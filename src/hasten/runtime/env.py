@@ -59,11 +59,6 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
     return Path(given) / "hasten" if given else Path(gettempdir()) / f"hasten-{os.geteuid()}"
 
 
-def trainjob(env: Mapping[str, str]) -> bool:
-    """Return whether this process runs in a TrainJob of Kubeflow that takes reports of its progress."""
-    return bool(env.get("KUBEFLOW_TRAINER_SERVER_URL"))
-
-
 def log_level(env: Mapping[str, str]) -> str | None:
     """Return the level of hasten's loggers (HASTEN_LOG_LEVEL) in upper case, or None to inherit it from logging."""
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

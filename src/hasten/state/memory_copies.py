@@ -25,6 +25,7 @@ from hasten.checkpoint.store.retention import numbered
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.errors import ConfigError
 from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor
+from hasten.optim.run_part import RunPart
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
@@ -71,12 +72,20 @@ class CopyTransfer:
         return [file for file in self.manifest.files if file.size and file not in self.alike]
 
 
-class MemoryCopies:
+class MemoryCopies(RunPart):
     """In-memory copies of two steps: the newest that every machine has, and the one that is being copied."""
 
     def __init__(
-        self, ctx: ProcessContext, folder: Path, every: int, updates: Callable[[], int], write: Write, arrival_s: float
+        self,
+        ctx: ProcessContext,
+        folder: Path,
+        every: int,
+        updates: Callable[[], int],
+        write: Write,
+        arrival_s: float,
+        loaders: ActiveLoaders,
     ) -> None:
+        self._loaders = loaders
         self._ctx = ctx
         self._folder = MemoryFolder.of_this_process(folder)
         self._every = every
@@ -89,15 +98,12 @@ class MemoryCopies:
         self._space_checked = False
 
     # -- copying ----------------------------------------------------------------------------------------------------
-    def follow(self, loaders: ActiveLoaders) -> None:
+    def batch(self, cursor: LoaderCursor) -> None:
         """Copy when the training loop requests the next batch from its loader: no update is in progress then."""
-
-        def before_batch(cursor: LoaderCursor) -> None:
-            outermost = loaders.watched and loaders.watched[0] is cursor
-            if outermost and self._updates() - (self._newest or 0) >= self._every:
-                self.copy()
-
-        loaders.before_next = before_batch
+        watched = self._loaders.watched
+        is_outermost = bool(watched) and watched[0] is cursor
+        if is_outermost and self._updates() - (self._newest or 0) >= self._every:
+            self.copy()
 
     def copy(self) -> None:
         """Copy the current state, on this machine and to its neighbour. Ranks: every rank."""

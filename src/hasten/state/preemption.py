@@ -13,6 +13,9 @@ from typing import Any, Final
 import torch
 
 from hasten.comm.base import Comm
+from hasten.optim.clock import StepClock
+from hasten.optim.loader_progress import LoaderCursor
+from hasten.optim.run_part import RunPart
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +25,18 @@ PREEMPTED_EXIT_CODE: Final = 85
 _SIGNALS: Final = ("SIGTERM", "SIGUSR1")
 
 
-class Preemption:
+class Preemption(RunPart):
     """Listener for SIGTERM and SIGUSR1, installed at the first query; until then signals have their default effect.
 
     During the first window of the first loop they are held, because its query is still to come: a signal takes its default effect when
     the loop asks for the batch after that window, or ends, without a query.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, clock: StepClock | None = None) -> None:
         self._comm = comm
+        self._clock = clock
+        self.decide: Callable[[], bool] | None = None
+        """Returns whether to stop, in place of the ranks' agreement."""
         self._received: int | None = None
         self._agreed = False
         self._previous: dict[int, Any] = {}  # Any: any handler
@@ -68,6 +74,21 @@ class Preemption:
                 self._previous[int(number)] = signal.signal(number, self._receive)
         self._holds = True
 
+    def pass_begins(self, cursor: LoaderCursor) -> None:
+        """Hold signals during the first window of the run."""
+        self.hold()
+
+    def batch(self, cursor: LoaderCursor) -> None:
+        """End the first window, unless it is still open."""
+        if self._clock is None or self._clock.num_updates > 0 or self._clock.num_passes == 0:
+            self.pass_ends(cursor)
+
+    def pass_ends(self, cursor: LoaderCursor) -> None:
+        """End the first window with its loop."""
+        self.release()
+        if self._clock is not None:
+            self._clock.parts.forget(self, "pass_begins", "batch", "pass_ends")
+
     def release(self) -> None:
         """Give signals their default effect again, and to one that was held, unless there was a query."""
         if not self._holds:
@@ -104,6 +125,8 @@ class Preemption:
     def agreed(self) -> bool:
         """Return True if any rank was asked to stop; stays True afterwards. Ranks: every rank, once per step."""
         self.listen()
+        if self.decide is not None:
+            return self.decide()
         if self._agreed:
             return True
         # Signal and rank in one number, so that the main process can log both and the others need not.
@@ -121,6 +144,10 @@ class Preemption:
                 "%s; save and exit with code %d", stop_reason(number - 2, comm.ranks[position]), PREEMPTED_EXIT_CODE
             )
         return True
+
+    def end(self) -> None:
+        """Restore the previous handlers."""
+        self.close()
 
     def close(self) -> None:
         """Restore the previous handlers."""

@@ -102,8 +102,6 @@ class Saving:
         """The checkpoint that was saved or loaded last."""
         self.memory: MemoryCopies | None = None
         """Copies of the newest state in the memory of machines, if enabled."""
-        self.on_saved: Callable[[float, float], None] | None = None
-        """Called with the time of the state and the seconds of the save after each complete checkpoint, in any thread."""
         self._machine_owners = MachineOwners()
 
     @property
@@ -217,8 +215,11 @@ class Saving:
         """Copy the state into the memory of this machine and its neighbour, every `every` updates."""
         project, updates = self.project, partial(num_updates, self._parts)
         root = memory_root(self._ctx, every)
-        self.memory = MemoryCopies(self._ctx, root, every, updates, self._write_copy, project.checkpoint_arrival_s)
-        self.memory.follow(self._parts.clock.loaders)
+        clock = self._parts.clock
+        self.memory = MemoryCopies(
+            self._ctx, root, every, updates, self._write_copy, project.checkpoint_arrival_s, clock.loaders
+        )
+        clock.parts.add(self.memory)
 
     def _write_copy(
         self, store: LocalStore, name: str, machine: CopyHolder, together: Agreement, announce: Callable[[int], None]
@@ -274,8 +275,8 @@ class Saving:
                 retire_expired(save.store, self._retention(), self._is_own)
             except (OSError, CheckpointError) as error:  # the checkpoint is safe; the next save deletes again
                 log.warning("after saving %s, old checkpoints could not be deleted: %s", place, error)
-        if self.on_saved is not None:
-            self.on_saved(header.created_s, max(time.time() - header.created_s, 0.0))
+        for tell in self._parts.clock.parts.saved:
+            tell(header.created_s, max(time.time() - header.created_s, 0.0))
         if self._rank == 0:
             log.info("saved %s (%.1f MB)", place, manifest.num_bytes / 1e6)
 

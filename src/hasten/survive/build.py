@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-from torch import nn
+from collections.abc import Mapping
+from typing import Any
 
 from hasten.config.root import Config
 from hasten.config.sections.launch import SurviveSettings
+from hasten.data.source import BatchSource
 from hasten.errors import ConfigError
-from hasten.optim.clock import StepClock
+from hasten.optim.run_part import RunPart, RunParts
+from hasten.optim.window import Holder
 from hasten.optional import check_installed
-from hasten.prepare_args import PreparedObjects
 from hasten.runtime import env, secret
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import mesh_title
 from hasten.survive.coordination import VERSIONS, WHY
 from hasten.survive.replica import Replica
+from hasten.survive.report import SurvivalReport
 from hasten.survive.run_state import RunState
+from hasten.survive.source import LedgerSource
 
 
 def check(config: Config) -> None:
@@ -94,17 +95,66 @@ def refuse_worlds(ctx: ProcessContext, settings: SurviveSettings) -> None:
         )
 
 
-def start(
-    config: Config,
-    prepared: PreparedObjects,
-    unwrap: Callable[[nn.Module], nn.Module],
-    clock: StepClock,
-    ctx: ProcessContext,
-) -> Replica:
-    """Return the replica of this rank, known to the lighthouse, and let updates exchange gradients through it. Ranks: every rank."""
-    variables = env.snapshot()
-    token = secret.given_token(variables) or secret.user_secret(variables)
-    made = Replica(config.survive, prepared, RunState(prepared, unwrap), clock, ctx, token)
-    clock.exchange = made.exchange
-    clock.members = partial(made.report.status, made.name)
-    return made
+def replica_of(parts: RunParts) -> Replica:
+    """Return the replica among the parts of a run."""
+    return next(part.replica for part in parts.members if isinstance(part, Survive))
+
+
+class Survive(RunPart):
+    """The replica of this rank in a run that continues when others are lost."""
+
+    replica: Replica
+    """Set when the Accelerator is built."""
+
+    @property
+    def survival(self) -> SurvivalReport:
+        """Lost, returned and healed replicas, as seen by this one."""
+        return self.replica.report
+
+    def built(self, run: Any) -> None:  # Any: the components of the Accelerator, in an upper layer
+        """Make this replica known to the lighthouse. Ranks: every rank. Raises: ConfigError for settings and worlds without support."""
+        accelerator, config = run.accelerator, run.accelerator.config
+        if config.survive.lighthouse is None:
+            raise ConfigError(
+                f"survive.replicas={config.survive.replicas} without a lighthouse, so this process would train alone; start the script with "
+                f"`hasten launch --replicas {config.survive.replicas}`, or remove the setting."
+            )
+        check(config)
+        refuse_worlds(accelerator.ctx, config.survive)
+        variables = env.snapshot()
+        token = secret.given_token(variables) or secret.user_secret(variables)
+        state = RunState(run.prepared, run.strategy.unwrap)
+        self.replica = replica = Replica(config.survive, run.prepared, state, run.clock, accelerator.ctx, token)
+        self._clock, self._num_replicas = run.clock, config.survive.replicas
+        if run.run_log is not None:
+            replica.note = run.run_log.event
+        accelerator.process.leads = lambda: replica.leads
+        preemption, saving = run.preemption, run.saving
+        replica.duties.received = lambda: preemption.received
+        preemption.decide = lambda: replica.leaves
+        saving.register_for_checkpointing(replica)
+        state.registered = lambda: [stateful for stateful in saving.registered if stateful is not replica]
+
+    def source(self, source: BatchSource) -> BatchSource:
+        """Read the positions that the ledger gives to this replica."""
+        return LedgerSource(source, self.replica, self._clock, self._num_replicas)
+
+    def gradients(self, optimizer: Holder) -> bool:
+        """Average the gradients over the replicas; skip the update of a replica that was healed."""
+        return self.replica.exchange(optimizer)
+
+    def before_save(self) -> str | None:
+        """Let the first of the present replicas save: all hold the same state."""
+        return None if self.replica.leads else ""
+
+    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: numbers, strings and tensors
+        """Log nothing while this replica, which was healed, is in an epoch that the run has completed."""
+        return None if self.replica.duties.behind else values
+
+    def status(self) -> Mapping[str, float | str]:
+        """Return the replicas of the run."""
+        return self.replica.report.status(self.replica.name)
+
+    def end(self) -> None:
+        """Leave the run, which has ended."""
+        self.replica.finish()

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
+from hasten.accelerator.operations import metrics_of
 from hasten.config.sections.loop import MetricsSettings
 from hasten.metrics.catalogue import RankReading, metrics_text
 from hasten.metrics.server import MetricsServer, access_of
@@ -106,12 +107,13 @@ def test_a_stalled_job_is_alerted(ctx: ProcessContext, tmp_path: Path) -> None:
     accelerator = Accelerator(
         context=ctx, metrics={"port": 0, "job": "nightly", "token_file": str(tmp_path / "secret")}
     )
-    assert accelerator._metrics is not None
-    assert accelerator._metrics.server is not None
+    metrics = metrics_of(accelerator)
+    assert metrics is not None
+    assert metrics.server is not None
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    targets = accelerator.gather_object([f"127.0.0.1:{accelerator._metrics.server.port}"])
+    targets = accelerator.gather_object([f"127.0.0.1:{metrics.server.port}"])
 
     def step() -> None:
         accelerator.backward(model(torch.ones(2, 4)).square().mean())

@@ -31,7 +31,7 @@ def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None
     bar = progress(range(30), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
     for _ in bar:
         time.sleep(0.02 if ctx.world.rank == size - 1 else 0.002)
-        pulse.reached()
+        pulse.backward()
         ctx.world.all_reduce(torch.ones(1))  # the gradients' all-reduce, where the fast ranks wait
     if ctx.world.rank == 0:
         assert f"rank {size - 1} is slower than the others" in file.getvalue()
@@ -52,7 +52,7 @@ def test_the_slow_rank_is_named_once_in_lines_that_stay(ctx: ProcessContext) -> 
             bar = progress(range(10), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
             for _ in bar:
                 time.sleep(0.02 if ctx.world.rank == 1 else 0.002)
-                pulse.reached()
+                pulse.backward()
                 ctx.world.all_reduce(torch.ones(1))
     finally:
         logging.getLogger("hasten").removeHandler(handler)
@@ -66,7 +66,7 @@ def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> 
     if ctx.world.rank == 0:
         seen = []
         for number in progress(range(5), ctx=ctx, console=Console(file=io.StringIO()), pulse=pulse, watch=watch):
-            pulse.reached()
+            pulse.backward()
             seen.append(number)
         assert seen == [0, 1, 2, 3, 4]
         assert watch is not None

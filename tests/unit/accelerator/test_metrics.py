@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator
 from hasten.accelerator import captured_step
 from hasten.accelerator.captured_step import CapturedStep
-from hasten.accelerator.operations import SampledScalars
+from hasten.accelerator.operations import SampledScalars, metrics_of
 from hasten.cli.main import main
 from hasten.config.resolve import resolve
 from hasten.errors import ConfigError, MissingPackageError, SettingValueError
@@ -34,9 +34,10 @@ from tests.support.toys import Blobs, Classifier
 
 
 def port_of(accelerator: Accelerator) -> int:
-    assert accelerator._metrics is not None
-    assert accelerator._metrics.server is not None
-    port = accelerator._metrics.server.port
+    metrics = metrics_of(accelerator)
+    assert metrics is not None
+    assert metrics.server is not None
+    port = metrics.server.port
     assert port is not None
     return port
 
@@ -134,7 +135,7 @@ def test_top_shows_ranks_by_their_metrics(tmp_path: Path, capsys: pytest.Capture
 
 def test_nothing_listens_unless_it_is_asked_for() -> None:
     accelerator = Accelerator(cpu=True)
-    assert accelerator._metrics is None
+    assert metrics_of(accelerator) is None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("hasten-m", "hasten-o"))]
 
 
@@ -152,8 +153,9 @@ def test_two_accelerators_in_one_process(tmp_path: Path, caplog: pytest.LogCaptu
                 optimizer.step()
                 optimizer.zero_grad()
     assert [scraped(one)["hasten_step"] for one in (first, second)] == [1, 2]
-    assert third._metrics is not None
-    assert third._metrics.read() is not None
+    metrics = metrics_of(third)
+    assert metrics is not None
+    assert metrics.read() is not None
     for accelerator in (first, second, third):
         accelerator.end_training()
 
@@ -191,8 +193,9 @@ def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
     project_dir = str(tmp_path) if folder else None
     accelerator = Accelerator(cpu=True, trust="off", metrics={"port": 0}, project_dir=project_dir)
     model, optimizer, _ = prepared(accelerator)
-    metrics, log = accelerator._metrics, accelerator._run_log
+    metrics = metrics_of(accelerator)
     assert metrics is not None
+    log = metrics._run_log()
     assert log is not None
     known, due = [], []
     for number in range(1, 7):
@@ -245,7 +248,7 @@ def test_steps_that_run_as_a_graph_have_their_loss_and_norm_in_the_metrics(monke
     monkeypatch.setattr(captured_step, "StepGraph", HostGraph)
     accelerator = Accelerator(cpu=True, trust="off", metrics={"port": 0})
     model, optimizer, _ = prepared(accelerator)
-    metrics = accelerator._metrics
+    metrics = metrics_of(accelerator)
     assert metrics is not None
     sampled = metrics.sampled
 
@@ -257,7 +260,7 @@ def test_steps_that_run_as_a_graph_have_their_loss_and_norm_in_the_metrics(monke
         optimizer.zero_grad()
         return loss, norm
 
-    graph = CapturedStep(step, accelerator._prepared, accelerator._clock, None, "", sampled)
+    graph = CapturedStep(step, accelerator._prepared, accelerator._clock, "")
     graph._stream = object()  # type: ignore[assignment]  # no stream on the host
     x = torch.ones(2)
     graph._seen[graph._key(((x,), {}))] = 3  # the plain calls before a capture
@@ -285,8 +288,9 @@ def test_a_process_that_ends_or_fails_is_not_held(tmp_path: Path) -> None:
             """
             import sys
             from hasten import Accelerator
+            from hasten.accelerator.operations import metrics_of
             accelerator = Accelerator(cpu=True, metrics={"port": 0})
-            print(accelerator._metrics.server.port, flush=True)
+            print(metrics_of(accelerator).server.port, flush=True)
             if sys.argv[1] == "fail":
                 raise RuntimeError("on purpose")
             """

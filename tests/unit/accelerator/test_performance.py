@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hasten.accelerator import preparing
 from hasten.accelerator.facade import Accelerator
 from hasten.config.base import given
 from hasten.config.resolve import resolve
 from hasten.config.sections.loop import PerformanceSettings
 from hasten.errors import ArgumentError, ConfigError
-from hasten.optim import fused
 from hasten.strategies.choose import chooses_speed
 
 
@@ -101,6 +101,6 @@ def test_a_captured_step_keeps_its_name_and_returns_no_gradients() -> None:
 )
 def test_what_was_asked_of_an_optimizer_stays(options: dict[str, Any], why: str) -> None:
     net = nn.Linear(2, 2)
-    assert why in fused.refusal(torch.optim.AdamW(net.parameters(), **options))
-    assert "no fused Rprop" in fused.refusal(torch.optim.Rprop(net.parameters()))
-    assert not fused.refusal(torch.optim.AdamW(net.parameters(), fused=True))
+    assert why in preparing.fused_refusal(torch.optim.AdamW(net.parameters(), **options))
+    assert "no fused Rprop" in preparing.fused_refusal(torch.optim.Rprop(net.parameters()))
+    assert not preparing.fused_refusal(torch.optim.AdamW(net.parameters(), fused=True))

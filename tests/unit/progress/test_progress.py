@@ -242,9 +242,9 @@ def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
     for wait in (1.0, 3.0):
         pulse.asked()
         now[0] += wait
-        pulse.reached()
+        pulse.backward()
         now[0] += 100.0  # the backward pass, where the others are waited for
-        pulse.reached()
+        pulse.backward()
     assert pulse.take() == 2.0
     assert pulse.take() is None
 
@@ -269,7 +269,7 @@ def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
         pulse = BackwardTimer(torch.device("cpu"), clock=lambda now=now: now[0])  # type: ignore[misc]
         pulse.asked()
         now[0] = pace
-        pulse.reached()
+        pulse.backward()
         watch = StragglerWatch(board, rank, 3)
         changed = watch.tick(far, pulse)
     assert changed
@@ -346,7 +346,7 @@ def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
     notes.post("pace/1", "5.0")
     for _ in Progress(range(1), here=BarContext(display=outer, watch=watch)):
         for _ in Progress(range(2), here=BarContext(display=inner, pulse=pulse, watch=watch)):
-            pulse.reached()
+            pulse.backward()
     assert inner.readings[-1].hint.startswith("rank 1 is slower than the others")
     assert outer.readings[-1].hint == ""
 

@@ -118,12 +118,12 @@ def test_statuses_have_the_fields_of_the_controller_and_are_rate_limited(
 ) -> None:
     share = [0.0]
     status = TrainJobStatus(endpoint, lambda: share[0], lambda: round(share[0] * 40), every_s=0.2)
-    status.log({"loss": torch.tensor(0.15), "name": "x", "ok": True, "bad": float("nan")})
+    status.take({"loss": torch.tensor(0.15), "name": "x", "ok": True, "bad": float("nan")})
     server.wait(1)
     (tmp_path / "token").write_text("second")
     for percent in range(1, 100):
         share[0] = percent / 100
-        status.log({"loss": 1 / percent})
+        status.take({"loss": 1 / percent})
         time.sleep(0.01)
     status.close()
     assert not status._thread.is_alive()
@@ -180,7 +180,7 @@ def test_no_trouble_of_the_endpoint_reaches_the_training(
     status = TrainJobStatus(endpoint, lambda: None, lambda: count[0], every_s=0.05)
     start = time.monotonic()
     for count[0] in range(200):
-        status.log({"loss": 1.0})
+        status.take({"loss": 1.0})
         time.sleep(0.001)
     assert time.monotonic() - start < 5  # the calls never wait for the server
     server.pause.set()

@@ -14,7 +14,9 @@ from hasten import Accelerator
 from hasten.accelerator.components import components
 from hasten.data.position import Position
 from hasten.errors import ConfigError, StepError
+from hasten.optim import window
 from hasten.optim.clock import StepClock
+from hasten.optim.run_part import RunPart
 from hasten.survive.ledger_plan import Ledger, Range
 from hasten.survive.source import LedgerSource
 
@@ -86,11 +88,18 @@ def test_a_plain_loader_is_read_by_the_ledger() -> None:
     assert torch.cat([batch[0] for batch in found]).tolist() == list(range(12))
 
 
+class Exchange(RunPart):
+    def gradients(self, optimizer: window.Holder) -> bool:
+        return False
+
+
 def test_a_closure_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     prepared: Any  # Any: hasten's optimizer
     _, prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    components(accelerator).clock.exchange = lambda holder: False
-    with pytest.raises(StepError, match=r"step\(closure\) .*\(survive\)\. Use an optimizer without a closure"):
+    components(accelerator).clock.parts.add(Exchange())
+    with pytest.raises(
+        StepError, match=r"step\(closure\) .* Exchange cannot change them\. Use an optimizer without a closure"
+    ):
         prepared.step(lambda: torch.zeros(()))

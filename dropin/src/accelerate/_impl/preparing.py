@@ -39,7 +39,7 @@ class EstablishedPreparer(Preparer):
 
     def __init__(self, accelerator: Composed) -> None:
         its = components(accelerator)
-        super().__init__(accelerator.config, accelerator.ctx, its.strategy, its.precision, its.clock, its.rehearsal)
+        super().__init__(accelerator.config, accelerator.ctx, its.strategy, its.precision, its.clock)
         self.done = its.prepared
         self._accelerator: Composed = weakref.proxy(accelerator)  # which owns the preparer
         self._engine_schedules = False

@@ -24,6 +24,8 @@ from torch.distributed import Store
 
 from hasten.errors import DivergenceError, HastenWarning
 from hasten.optim.clock import StepClock
+from hasten.optim.run_part import RunPart
+from hasten.optim.window import Holder
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
@@ -75,7 +77,7 @@ class _Check:
     answer: _Answer | None = None
 
 
-class DivergenceCheck:
+class DivergenceCheck(RunPart):
     """One rank's side of the checks. Called by the training thread after each update."""
 
     def __init__(
@@ -90,7 +92,7 @@ class DivergenceCheck:
         self._taken = 0
         self._agreed_at: int | None = None
 
-    def updated(self) -> None:
+    def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Advance pending checks after an optimizer update, and start a new one when due. Ranks: every rank.
 
         Raises: DivergenceError on every rank when the check of an earlier update has found a difference.
@@ -104,7 +106,7 @@ class DivergenceCheck:
         if step % self._settings.every == 0 or self._taken == 0:
             self._take(step)
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Run a last check and wait for its result. Ranks: every rank, at the end of training."""
         if self._replicas.clock.apart or self._taken == 0:
             return

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +30,13 @@ class LastCalls:
     """The latest forward of each model that is followed."""
 
     _calls: dict[int, ModuleCall] = field(default_factory=dict)
+    _followed: WeakSet[nn.Module] = field(default_factory=WeakSet)
 
     def follow(self, model: nn.Module) -> None:
         """Record the forwards of this model from now on."""
-        model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        if model not in self._followed:
+            self._followed.add(model)
+            model.register_forward_pre_hook(self._remember, with_kwargs=True)
 
     def all(self) -> list[ModuleCall]:
         """Return the calls since `clear`, in order of their models' first calls."""

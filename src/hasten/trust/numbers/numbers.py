@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 from weakref import WeakKeyDictionary, ref
@@ -24,6 +23,7 @@ from hasten.errors import HastenWarning, NumbersError
 from hasten.modules.names import is_dtensor, named_parameters, stage_part
 from hasten.optim.clock import StepClock
 from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor
+from hasten.optim.run_part import Objects, RunPart
 from hasten.optim.window import Holder
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.context import ProcessContext
@@ -32,7 +32,7 @@ from hasten.trust.numbers.first_module import LastCalls, first_bad_module
 from hasten.trust.numbers.late_losses import LateLosses, Update, read
 
 
-class Rollback:
+class Rollback(RunPart):
     """Rollback of a run to its latest checkpoint, a limited number of times. Ranks: every rank does the same."""
 
     def __init__(
@@ -41,7 +41,9 @@ class Rollback:
         load: Callable[[str], object],
         active_loaders: ActiveLoaders,
         limit: int,
+        is_main: bool = True,
     ) -> None:
+        self._is_main = is_main
         self._newest = newest
         self._load = load
         self._active_loaders = active_loaders
@@ -79,19 +81,30 @@ class Rollback:
             led.append(loader.cursor)
         self._led = tuple(led)
         self.times += 1
-        self._active_loaders.roll_back = self._before_batch
         return self.target
 
-    def _before_batch(self, cursor: LoaderCursor) -> None:
-        if any(cursor is one for one in self._led):
+    def batch(self, cursor: LoaderCursor) -> None:
+        """Perform a pending rollback before the next batch of a loader whose batches are left out."""
+        if self.target is not None and any(cursor is one for one in self._led):
             self.now()
+
+    def before_save(self) -> str | None:
+        """Refuse a save while a rollback is pending; return the checkpoint that will be loaded."""
+        if self.target is not None and self._is_main:
+            warnings.warn(
+                f"save_state() saved nothing: the run is about to go back to {self.target}, and what it holds now, "
+                "after a bad batch, would become the newest checkpoint.",
+                HastenWarning,
+                stacklevel=4,
+            )
+        return self.target
 
     def now(self) -> bool:
         """Perform a pending rollback; return whether there was one. Ranks: every rank."""
         target, self.target = self.target, None
         if target is None:
             return False
-        self._active_loaders.roll_back, self._led = None, ()
+        self._led = ()
         self._load(target)
         for loader, batches in self._left_out.items():
             loader.leave_out(batches)  # the checkpoint only has the batches excluded before it was saved
@@ -143,7 +156,7 @@ class BadValue:
     lines: list[str] = field(default_factory=list)
 
 
-class NumbersWatch:
+class NumbersWatch(RunPart):
     """Watch over the losses and gradients of one rank. Called by the training thread."""
 
     def __init__(
@@ -163,26 +176,26 @@ class NumbersWatch:
         self._settings = settings
         self.rollback = rollback
         self._newest = newest
-        self.on_loss: Callable[[Tensor], None] | None = None
-        """Called with each loss before its backward."""
         self._calls = LastCalls()
         self._losses: LateLosses[Batches] = LateLosses(settings.overwritten, odd_only=settings.spike is None)
         self._cursor: LoaderCursor | None = None
         self._loader: Callable[[], Loader | None] = lambda: None
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._later = settings.then == "report"
+        if self._later:
+            self.unused_events = ("prepared", "before_update")
         # A scaler skips updates that overflow, and raises when it skips too many.
         self._quiet = self._later and settings.scaled
 
-    def follow(self, model: nn.Module) -> None:
-        """Record the calls of a prepared model, so that the last one can be repeated."""
-        if self._settings.then != "report":
-            self._calls.follow(model)
+    def prepared(self, objects: Objects) -> Objects:
+        """Record the calls of prepared models, so that the last one can be repeated."""
+        for model in objects:
+            if isinstance(model, nn.Module):
+                self._calls.follow(model)
+        return objects
 
-    def seen(self, loss: Tensor, weight: float | Tensor | None) -> None:
+    def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Check or collect a loss before its backward. A loss of weight zero may be NaN, and is ignored."""
-        if self.on_loss is not None:
-            self.on_loss(loss)
         if self._quiet:
             return
         if self._later and loss.is_cpu:  # reading it does not wait for a device
@@ -206,17 +219,6 @@ class NumbersWatch:
         update.values = read(update)
         self._report([update])
 
-    @contextmanager
-    def apart(self) -> Iterator[list[Tensor]]:
-        """Context manager whose losses are not checked, but appended to the yielded list at its end."""
-        held, self._losses.held = self._losses.held, []
-        losses: list[Tensor] = []
-        try:
-            yield losses
-        finally:
-            losses += [loss for loss, *_ in self._losses.held]
-            self._losses.held = held
-
     def _batches(self) -> Batches:
         """Return the batches that the active loaders yielded last."""
         found: Batches = []
@@ -237,7 +239,7 @@ class NumbersWatch:
             return not optimizer.scaled
         return self._look(self._losses.take(), self._clock.num_updates + 1, optimizer)
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Check the losses that have not been checked yet."""
         if self._settings.then == "report":
             self._report(self._losses.rest())

@@ -44,6 +44,7 @@ from hasten.optim import clip
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.runtime.mesh import device_mesh
 from hasten.runtime.mesh_plan import Axis
+from hasten.trust.numbers.numbers import NumbersWatch
 
 logger = get_logger("accelerate.accelerator")
 fsdp = Deferred("accelerate._impl.checkpoints.fsdp")
@@ -108,7 +109,9 @@ class Accelerator(SavingFace):
         self._precision.takes_half_weights = True  # for inference: an error when they are trained
         self.delayed_fp8_autocast, self.trackers = False, []
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
-            self._numbers = None  # quirk: NAN_IS_SILENT
+            for part in self._clock.parts.members:  # quirk: NAN_IS_SILENT
+                if isinstance(part, NumbersWatch):
+                    self._clock.parts.remove(part)
 
     def __copy__(self) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""

@@ -1,6 +1,6 @@
 """Tracing of a training loop: runs it up to its first batch, then traces one step per variant in forked processes.
 
-The loop is the user's. Its Accelerators consult the `ScriptPlanner`, an `AcceleratorHooks`: they are built for the CPU, and `prepare()` makes the
+The loop is the user's. Its Accelerators have the `ScriptPlanner` as a part of their runs: they are built for the CPU, and `prepare()` makes the
 models fake and returns loaders that yield one batch. A fork returns from there into the loop and ends at the first update. The
 parent process never gets that far, so that nothing is trained, logged or saved. Patches of torch are in `gpu_rules`.
 """
@@ -23,9 +23,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hasten.accelerator.components import components
+from hasten.accelerator.components import Components
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehearsing
 from hasten.bigmodel.meta import init_on_device
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan.gpu_rules import gpu_rules
@@ -33,10 +32,9 @@ from hasten.extensions.planning.plan.traced import OWN, OptimizerFacts, Precisio
 from hasten.extensions.planning.plan.watch import ModuleRoles, Saved, SavedNotes, StepWatch, Watched, fake_copy
 from hasten.extensions.planning.tune.tuning import happened
 from hasten.modules.quantized import shapes_only
-from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.precision.base import Precision
-from hasten.prepare_args import PreparedObjects
+from hasten.optim.run_part import Objects, RunPart, in_every_run
+from hasten.optim.window import Holder
 from hasten.trees import batch_size, concat, map_tensors, slice_rows
 
 Inspect = Callable[[list[nn.Module]], ModuleRoles]
@@ -68,7 +66,7 @@ class _EndOfPlanning(BaseException):
     """Raised to leave the user's loop; not an Exception, so that no handler of the loop catches it."""
 
 
-class ScriptPlanner(AcceleratorHooks):
+class ScriptPlanner(RunPart):
     """The planner inside a running script."""
 
     def __init__(self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int) -> None:
@@ -88,6 +86,9 @@ class ScriptPlanner(AcceleratorHooks):
         self._watch: StepWatch | None = None
         self._notes: SavedNotes | None = None
         self._inside = ExitStack()
+        self._preparing = ExitStack()
+        self._loaders: dict[int, DataLoader[Any]] = {}
+        """Loaders of the `prepare()` that runs, by position."""
         self._building = ExitStack()
         """While open, models are built without memory."""
         self._rows = 0
@@ -98,7 +99,7 @@ class ScriptPlanner(AcceleratorHooks):
         Raises: ConfigError when the loop ends or fails before, or when the step cannot be traced.
         """
         try:
-            with rehearsing(self), redirect_stdout(sys.stderr), self._building:
+            with in_every_run(self), redirect_stdout(sys.stderr), self._building:
                 self._building.enter_context(
                     shapes_only()
                 )  # first: it quantizes weights that are not on the meta device
@@ -130,19 +131,26 @@ class ScriptPlanner(AcceleratorHooks):
         )
 
     # -- in the parent process --------------------------------------------------------------------------------------
-    def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
-        """Fork once per variant where the first model is prepared, and continue only in the forks."""
-        if self._run is not None:
-            return self._prepare_fake(objects, go_on)
+    def preparing(self, objects: Objects) -> Objects:
+        """Fork once per variant where the first model is prepared, and continue only in the forks, with fake tensors."""
         models = [value for value in objects if isinstance(value, nn.Module)]
-        if not models:  # loaders may be prepared before
-            return go_on(objects)
-        owner = next(one for one in self._accelerators if components(one).prepared is done)
-        self._anatomy = self._inspect(models)
-        blocks = self._anatomy.block_classes
-        self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])
-        prepared = Accelerator.prepare(owner, *objects)  # `owner` was rebuilt for this variant
-        return prepared if len(objects) > 1 else (prepared,)
+        if self._run is None and models:  # the Accelerator is rebuilt for the variant, and continues
+            self._anatomy = self._inspect(models)
+            blocks = self._anatomy.block_classes
+            self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])
+        if self._run is not None:
+            self._make_fake(objects)
+            self._preparing.enter_context(self._mode)
+        self._loaders = {index: value for index, value in enumerate(objects) if isinstance(value, DataLoader)}
+        return tuple(None if index in self._loaders else value for index, value in enumerate(objects))
+
+    def prepared(self, objects: Objects) -> Objects:
+        """Return the prepared objects, and loaders that yield one batch."""
+        self._preparing.close()
+        loaders, self._loaders = self._loaders, {}
+        return tuple(
+            OneBatch(loaders[index], self) if index in loaders else value for index, value in enumerate(objects)
+        )
 
     def _fork_all(self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]) -> None:
         waiting = [ScriptRun(precision, names, samples) for precision, names in variants for samples in (2, 1)]
@@ -186,8 +194,9 @@ class ScriptPlanner(AcceleratorHooks):
         for accelerator in self._accelerators:
             Accelerator.__init__(accelerator)  # the script already holds a reference, so it is rebuilt in place
 
-    def built(self, accelerator: Accelerator) -> None:
+    def built(self, run: Components) -> None:
         """Register an Accelerator of the script."""
+        accelerator = run.accelerator
         if not any(accelerator is known for known in self._accelerators):
             self._accelerators.append(accelerator)
 
@@ -202,7 +211,7 @@ class ScriptPlanner(AcceleratorHooks):
             own["recompute"] = self._run.recompute
         return own
 
-    def _prepare_fake(self, objects: Objects, go_on: Callable[[Objects], Objects]) -> Objects:
+    def _make_fake(self, objects: Objects) -> None:
         for model in (value for value in objects if isinstance(value, nn.Module)):
             with self._mode:
                 self._swapped |= fake_copy(model)
@@ -212,18 +221,19 @@ class ScriptPlanner(AcceleratorHooks):
                 group["params"] = [self._swapped.get(id(parameter), parameter) for parameter in group["params"]]
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True  # torch's default on a GPU
-        with self._mode:
-            return go_on(objects)
 
-    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
-        """Return a loader that yields one batch."""
-        return OneBatch(loader, self)
+    def backward_done(self) -> None:
+        """Let the optimizer step after the first backward pass, even inside an accumulation window."""
+        for accelerator in self._accelerators:
+            accelerator.sync_gradients = True
 
-    def optimizer(self, optimizer: Optimizer, clock: StepClock, precision: Precision) -> PreparedOptimizer:
-        """Return an optimizer whose first step ends the trace."""
-        return LastStep(optimizer, clock, precision, self)
+    def before_update(self, optimizer: Holder) -> bool:
+        """End the traced step."""
+        assert isinstance(optimizer, PreparedOptimizer), "of an Accelerator"
+        self._end_step(optimizer.optimizer)
+        return False
 
-    def batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's batches
+    def first_batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's batches
         """Return the first batch of a loader as fake tensors, with the number of samples of this run."""
         assert self._run is not None, "loaders of the process that forks are not replaced"
         first = next(iter(loader))
@@ -253,7 +263,7 @@ class ScriptPlanner(AcceleratorHooks):
             self._inside.enter_context(saved_tensors_hooks(notes.save, lambda tensor: tensor))
         self._inside.enter_context(watch)
 
-    def step(self, optimizer: Optimizer) -> None:
+    def _end_step(self, optimizer: Optimizer) -> None:
         """Measure the update in place of performing it, and end the traced step."""
         if self._run is None or self._watch is None or self._notes is None:
             return
@@ -282,18 +292,6 @@ class ScriptPlanner(AcceleratorHooks):
 _MOMENTS: Final = 256
 
 
-class LastStep(PreparedOptimizer):
-    """A prepared optimizer of a traced loop; its `step` ends the trace, even inside an accumulation window."""
-
-    def __init__(self, inner: Optimizer, clock: StepClock, precision: Precision, takeover: ScriptPlanner) -> None:
-        super().__init__(inner, clock, precision)
-        self._takeover = takeover
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as in the base class
-        """End the traced step."""
-        self._takeover.step(self.optimizer)
-
-
 class OneBatch:
     """A loader that yields one batch; all other attributes are those of the original loader."""
 
@@ -302,7 +300,7 @@ class OneBatch:
         self._takeover = takeover
 
     def __iter__(self) -> Iterator[Any]:
-        yield self._takeover.batch(self._loader)
+        yield self._takeover.first_batch(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)

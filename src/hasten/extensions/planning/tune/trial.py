@@ -1,6 +1,6 @@
 """Program of one trial of `hasten tune`: a script's first updates under given values, timed. Run with -m.
 
-The script's Accelerator consults the `ScriptTrial` run, an `AcceleratorHooks`, which changes its arguments and the objects that it prepares (see
+The script's Accelerator has the `ScriptTrial` as a part of its run, which changes its arguments and the objects that it prepares (see
 `docs/planning.md`), and ends the script after enough updates, so that nothing is evaluated or saved.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,15 +19,17 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from hasten.accelerator.components import components
+from hasten.accelerator.components import Components, components
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.planning_hooks import AcceleratorHooks, Objects, rehearsing
 from hasten.config.base import given
 from hasten.config.sections.trust import TrustSettings
+from hasten.data.loader import Loader
 from hasten.extensions.planning.plan.targets import run_script
 from hasten.extensions.planning.tune.tuning import WAYS, TrialOutcome, happened
-from hasten.prepare_args import PreparedObjects
+from hasten.optim.run_part import Objects, RunPart, in_every_run
+from hasten.optim.window import Holder
 from hasten.runtime.mesh_plan import BATCH
 
 _OFTEN: Final = 10
@@ -48,7 +50,7 @@ class _TrialDone(BaseException):
     """Raised to leave the script; not an Exception, so that no handler of the script catches it."""
 
 
-class ScriptTrial(AcceleratorHooks):
+class ScriptTrial(RunPart):
     """The trial inside a running script."""
 
     def __init__(self, spec: Spec) -> None:
@@ -90,52 +92,41 @@ class ScriptTrial(AcceleratorHooks):
             head = getattr(value, "get_output_embeddings", lambda: None)()
             self.computes_loss = type(head) is nn.Linear
             return value.to(memory_format=torch.channels_last) if values.get("channels_last") else value  # type: ignore[call-overload]
+        if isinstance(value, DataLoader) and "num_workers" in values:
+            value.num_workers = values["num_workers"]
+            value.prefetch_factor = 2
         if isinstance(value, Optimizer) and values.get("fused"):
             for group in value.param_groups:
                 if "fused" in group:
                     group["fused"], group["foreach"] = True, False
         return value
 
-    def built(self, accelerator: Accelerator) -> None:
-        """Count the updates of an Accelerator, after its existing callback."""
-        self._accelerator = accelerator
-        self.precision = components(accelerator).precision.spec
-        self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
-        if accelerator._numbers is not None:
-            accelerator._numbers.on_loss = self.loss
-        listener = components(accelerator).clock.listening()
-        before = listener.after_update
+    def built(self, run: Components) -> None:
+        """Note the facts about the run of an Accelerator."""
+        self._accelerator = run.accelerator
+        self.precision = run.precision.spec
+        self._overwritten = run.accelerator.config.dynamo.makes_cuda_graphs
 
-        def updated() -> None:
-            if before is not None:
-                before()
-            self.updated()
+    def preparing(self, objects: Objects) -> Objects:
+        """Return the script's objects, modified for this trial."""
+        return tuple(self._changed(value) for value in objects)
 
-        listener.after_update = updated
-
-    def prepare(self, objects: Objects, done: PreparedObjects, go_on: Callable[[Objects], Objects]) -> Objects:
-        """Prepare the script's objects, modified for this trial."""
-        return go_on(tuple(self._changed(value) for value in objects))
-
-    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders with any element type
-        """Prepare a loader, modified for this trial; the first loader is the training loader."""
-        if "num_workers" in self.spec.values:
-            loader.num_workers = self.spec.values["num_workers"]
-            loader.prefetch_factor = 2
-        prepared = go_on(loader)
-        self.rows = self.rows or prepared.batch_size or 0
-        return prepared
+    def prepared(self, objects: Objects) -> Objects:
+        """Note the batch size of the first loader, the training loader."""
+        for loader in objects:
+            if isinstance(loader, Loader):
+                self.rows = self.rows or loader.batch_size or 0
+        return objects
 
     def capturing(self) -> None:
         """Record that the script captures its whole step."""
         self.captures_step = True
 
-    def loss(self, loss: Tensor) -> None:
-        """Record a loss before its backward; during CUDA graph capture nothing runs, and the first replay counts."""
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            self.losses.append(loss.detach().clone() if self._overwritten else loss.detach())
+    def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Record a loss before its backward."""
+        self.losses.append(loss.detach().clone() if self._overwritten else loss.detach())
 
-    def updated(self) -> None:
+    def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Record an update; the script ends at the last one."""
         done = len(self.marks)
         if done in (self.spec.warmup, self.spec.warmup + self.spec.updates) and torch.cuda.is_available():
@@ -211,7 +202,7 @@ def main(argv: list[str]) -> int:
         torch.set_float32_matmul_precision("high")
     error = ""
     try:
-        with rehearsing(timed):
+        with in_every_run(timed):
             run_script(Path(argv[1]), argv[2:])
     except _TrialDone:
         pass

@@ -1,0 +1,1 @@
+"""Extension: reports of progress to Kubeflow's TrainJob."""

@@ -1,0 +1,1 @@
+"""Extension: metrics for operations, served for Prometheus."""

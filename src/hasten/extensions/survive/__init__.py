@@ -1,0 +1,1 @@
+"""Extension: runs that continue when replicas are lost."""
