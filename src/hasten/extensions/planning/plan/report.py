@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,24 +11,16 @@ from hasten.config.sections.launch import LaunchConfig
 from hasten.config.sections.loop import GradientAccumulationPlugin
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.extensions.planning.plan.search import SIMPLER, LayoutPlan, Option
-from hasten.extensions.planning.plan.traced import Candidate
 from hasten.runtime.bytes_plan import shown, size
 from hasten.runtime.mesh_plan import BATCH
 
-Test = Callable[[Candidate], bool]
-
 
 def why(plan: LayoutPlan) -> list[str]:
-    """Return one sentence per choice of the best option, with the cost of the nearest option without that choice."""
+    """Return the reasons for the best option: its time, its memory, and why it is preferred to a faster one."""
     best = plan.best
     lines = [f"{best.candidate.words}: {best.time.words()}", f"memory of a rank: {best.need.words()}"]
     if plan.fastest is not best:
         lines.append(_simpler(plan))
-    for title, alike in _alternatives(best.candidate):
-        others = [option for option in plan.options if option is not best and alike(option.candidate)]
-        if others:
-            other = min(others, key=lambda option: (not option.fits, option.time.total))
-            lines.append(f"{title}: {_compared(other, plan)}")
     return lines
 
 
@@ -36,40 +28,6 @@ def _simpler(plan: LayoutPlan) -> str:
     """Return the reason why the best option is not the fastest."""
     gain = plan.best.time.total / plan.fastest.time.total - 1
     return f"simpler than {_words(plan.fastest)}, which is predicted {gain:.1%} faster: within {SIMPLER:.0%} the simpler one is chosen"
-
-
-def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
-    """Yield the choices that could be made differently, with a test for candidates that differ only in that choice."""
-
-    def same(candidate: Candidate, *apart: str) -> bool:
-        names = {"recompute", "offload", "precision", "sharded"} - set(apart)
-        return all(getattr(candidate, name) == getattr(chosen, name) for name in names)
-
-    word = "without" if chosen.recompute else "with"
-    yield (
-        f"{word} recompute",
-        lambda c: c.recompute != chosen.recompute and same(c, "recompute") and c.mesh == chosen.mesh,
-    )
-    if chosen.sharded:
-        yield "as replicas (ddp)", lambda c: not c.sharded and c.mesh.tp == 1 and c.precision == chosen.precision
-    elif chosen.mesh.world_size > 1:
-        yield "sharded (fsdp)", lambda c: c.sharded and not c.offload and same(c, "sharded") and c.mesh.tp == 1
-    if chosen.mesh.tp > 1:
-        yield "without split layers", lambda c: c.mesh.tp == 1 and same(c, "recompute")
-    elif chosen.sharded:
-        yield "with split layers", lambda c: c.mesh.tp > 1 and same(c, "recompute")
-    if chosen.offload:
-        yield "without host memory", lambda c: not c.offload and same(c, "offload", "recompute")
-    if chosen.precision != "no":
-        yield "in fp32", lambda c: c.precision == "no" and same(c, "precision", "recompute")
-
-
-def _compared(other: Option, plan: LayoutPlan) -> str:
-    has = plan.request.accelerator.memory_bytes
-    if not other.fits:
-        return f"does not fit, needs {size(other.need.total)} of {size(has)}"
-    slower = other.time.total / plan.best.time.total - 1
-    return f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'} ({seconds(other.time.total)} a step)"
 
 
 def _words(option: Option) -> str:
