@@ -17,8 +17,6 @@ _BUCKET: Final = 256 * 1024
 """Elements that are sent together: the first are on their way while the next are copied."""
 _SMALL: Final = 16 * 1024
 """Elements up to which all replicas send everything to all: fewer messages, more bytes."""
-_DIRECT: Final = 32 * 1024
-"""Elements from which two replicas send each other a gradient from its own memory, without a copy."""
 _HEADER: Final = 0
 """Tag of the messages with weights and facts; those of gradients have higher ones."""
 
@@ -30,7 +28,7 @@ class LostReplicaError(Exception):
 class Received(NamedTuple):
     """The gradients of all replicas, which have arrived and are not written to the parameters."""
 
-    buckets: Sequence[Sent]
+    buckets: Sequence[Bucket]
     factors: list[float]
     """Factor of each replica's gradients in the mean."""
     wanted: list[bool]
@@ -61,18 +59,16 @@ class ReplicaGroup:
             self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, timeout)
         except RuntimeError as error:
             raise LostReplicaError(f"the group of {size} replicas could not be formed: {_short(error)}") from error
-        self._buckets: list[Sent] = []
+        self._buckets: list[Bucket] = []
         self._parameters: list[Tensor] = []
 
-    def _bucketed(self, parameters: Sequence[Tensor]) -> list[Sent]:
+    def _bucketed(self, parameters: Sequence[Tensor]) -> list[Bucket]:
         """Return the buckets of these parameters."""
         same = len(parameters) == len(self._parameters) and all(map(lambda a, b: a is b, parameters, self._parameters))
         if not same:
             self._parameters = list(parameters)
-            self._buckets = []
-            for number, run in enumerate(_runs(parameters, direct=self.size == 2)):
-                made = Direct if self.size == 2 and _is_large(run[0]) else Bucket
-                self._buckets.append(made(run, self.rank, self.size, 2 * number + 1))
+            runs = enumerate(_runs(parameters))
+            self._buckets = [Bucket(run, self.rank, self.size, 2 * number + 1) for number, run in runs]
         return self._buckets
 
     def receive(
@@ -105,13 +101,13 @@ class ReplicaGroup:
         found: list[list[float]] = rows.tolist()
         return found
 
-    def _receive(self, buckets: Sequence[Sent], works: Sequence[Sequence[dist.Work]], factors: list[float]) -> None:
+    def _receive(self, buckets: Sequence[Bucket], works: Sequence[Sequence[dist.Work]], factors: list[float]) -> None:
         """Wait for all gradients, or for their sums in buckets of which each replica sums a slice."""
         sums: list[dist.Work] = []
         for bucket, messages in zip(buckets, works, strict=True):
             self._wait(messages)
-            if isinstance(bucket, Bucket) and not bucket.whole:
-                total = weighted_sum(list(bucket.rows), bucket.rest(factors), bucket.sent[self.rank])
+            if not bucket.whole:
+                total = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
                 sums += self._exchanged(bucket.tag + 1, [total] * self.size, list(bucket.sent))
         self._wait(sums)
 
@@ -155,8 +151,6 @@ class Bucket:
         self.tag = tag
         self._sizes = [shape.numel() for shape in self._shapes]
         self._number = sum(self._sizes)
-        self._scale = 1.0 / size if size & (size - 1) == 0 else 1.0
-        """Factor of the gradients in this memory. A power of two changes no digit, and with equal weights it is the factor of the mean."""
         self._rank = rank
         wide = torch.promote_types(parameters[0].dtype, torch.float32)
         self.whole = size == 2 or self._number <= _SMALL
@@ -180,23 +174,16 @@ class Bucket:
         for part, parameter in zip(self._own, self.parameters, strict=True):
             if parameter.grad is None:
                 part.zero_()
-            elif parameter.device.type == "cpu":
-                torch.mul(_dense(parameter.grad), self._scale, out=part)
             else:
-                part.copy_(_dense(parameter.grad)).mul_(self._scale)
+                part.copy_(_dense(parameter.grad))
         if self.whole:
             return [self.rows[self._rank]] * len(self.rows), list(self.rows)
         self.rows[self._rank].copy_(self.sent[self._rank])
         return list(self.sent), list(self.rows)
 
-    def rest(self, factors: Sequence[float]) -> list[float]:
-        """Return the factors that turn the gradients in this memory into those of the mean."""
-        return [factor / self._scale for factor in factors]
-
     @torch.no_grad()
     def write(self, factors: list[float], wanted: Sequence[bool]) -> None:
         """Set the gradients to the weighted sum of the received ones, where some replica has one."""
-        rest = self.rest(factors)
         for parameter, parts, has_one in zip(self.parameters, self._received, wanted, strict=True):
             if not has_one:
                 continue
@@ -206,47 +193,14 @@ class Bucket:
             if not self.whole:
                 grad.copy_(parts[0])
             elif grad.dtype == parts[0].dtype and grad.device == parts[0].device:
-                weighted_sum(parts, rest, grad)
+                weighted_sum(parts, factors, grad)
             else:
-                grad.copy_(weighted_sum(parts, rest, parts[0]))
+                grad.copy_(weighted_sum(parts, factors, parts[0]))
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to the parameters."""
         split = torch.split(flat[: self._number], self._sizes)
         return [part.view(shape) for part, shape in zip(split, self._shapes, strict=True)]
-
-
-class Direct:
-    """One large gradient that two replicas send each other from its own memory; it has the methods of a bucket."""
-
-    def __init__(self, parameters: Sequence[Tensor], rank: int, size: int, tag: int) -> None:
-        assert size == 2, "with more replicas, each sums a slice"
-        (self._parameter,) = self.parameters = list(parameters)
-        self.tag = tag
-        self._rank = rank
-        self._other = torch.empty_like(local_tensor(self._parameter.detach()), memory_format=torch.contiguous_format)
-
-    @torch.no_grad()
-    def filled(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what is sent to each replica, and where its own is received: the gradient, or zeros where it is missing."""
-        grad = self._parameter.grad
-        own = torch.zeros_like(self._other) if grad is None else _dense(grad).to(self._other.dtype).contiguous()
-        return [own] * 2, [self._other] * 2
-
-    @torch.no_grad()
-    def write(self, factors: list[float], wanted: Sequence[bool]) -> None:
-        """Set the gradient to the weighted sum of both, where some replica has one."""
-        if not wanted[0]:
-            return
-        if self._parameter.grad is None:
-            self._parameter.grad = torch.zeros_like(self._parameter)
-        own = local_tensor(self._parameter.grad)
-        parts = [own, self._other] if self._rank == 0 else [self._other, own]
-        weighted_sum(parts, factors, own)
-
-
-Sent = Bucket | Direct
-"""Gradients that are sent together."""
 
 
 def weighted_sum(parts: Sequence[Tensor], factors: Sequence[float], out: Tensor | None = None) -> Tensor:
@@ -290,20 +244,10 @@ def _dense(grad: Tensor) -> Tensor:
     return local_tensor(grad.detach())
 
 
-def _is_large(parameter: Tensor) -> bool:
-    """Return True for a parameter whose gradient is sent from its own memory."""
-    local = local_tensor(parameter.detach())
-    is_wide = torch.promote_types(local.dtype, torch.float32) == local.dtype
-    return local.numel() >= _DIRECT and local.device.type == "cpu" and is_wide
-
-
-def _runs(parameters: Sequence[Tensor], direct: bool) -> Iterator[list[Tensor]]:
-    """Yield runs of parameters of one dtype of at least `_BUCKET` elements, where there are as many; with `direct`, large ones alone."""
+def _runs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield runs of parameters of one dtype of at least `_BUCKET` elements, where there are as many."""
     run: list[Tensor] = []
     for parameter in parameters:
-        if direct and _is_large(parameter):
-            yield [parameter]
-            continue
         if run and run[0].dtype != parameter.dtype:
             yield run
             run = []
