@@ -28,7 +28,6 @@ from hasten.launch.failure import end_after_signal, end_words, read_failure, ren
 from hasten.launch.guard import SAVING, STOPPING, Interrupted, SignalGuard, kill_groups
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
-from hasten.runtime import secret
 from hasten.runtime.launcher_files import ERROR_FILE
 
 _MEMORY: Final = Path("/dev/shm")  # in-memory file system on Linux
@@ -114,11 +113,10 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
             return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
             return _become(plan.procs[0])
-        case _ if plan.submitter is not None:  # the token is made or read where the job runs
+        case _ if plan.submitter is not None:
             return _submit(plan, config)
         case _:
-            proc = plan.procs[0]
-            return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
+            return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
 
 
 def _check_submitter(plan: LaunchPlan, host: Host) -> None:
@@ -176,9 +174,6 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     report = make_report(plan, config, host, alone=plan.meeting.alone)
     (proc,) = plan.procs
     variables = dict(proc.env)
-    if plan.meeting.alone:
-        # Machines cannot exchange a secret before they have joined: the user provides one, or they share a home folder.
-        variables |= secret.job_token(host.env)
     with environment.restored(), memory_folder() as memory:
         if memory is not None:
             variables[environment.MEMORY_FOLDER] = str(memory)

@@ -30,7 +30,7 @@ from typing import Any, Final, Self, TypeVar
 
 from hasten.errors import ConfigError, RanksFailedError
 from hasten.optional import need
-from hasten.runtime import env, secret
+from hasten.runtime import env
 from hasten.testing.job import STACK_SIGNAL, PoolJob, PoolReport, RankOutcome, Status, pack
 from hasten.testing.processes import Worker, Zygote
 from hasten.testing.processors import Limit
@@ -240,7 +240,6 @@ def _variables(num_ranks: int) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return {
-        **secret.job_token(variables),
         **variables,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -29,7 +29,6 @@ from tests.support.preemptible import train
 pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(300)]
 
 ZYGOTE: Final = Path(__file__).parents[2] / "support" / "launch_zygote.py"
-TOKEN: Final = "the token in the Secret, not in the manifest"
 
 TRAIN: Final = Path(__file__).parents[2] / "support" / "preemptible.py"
 SAMPLES: Final = 240
@@ -84,9 +83,6 @@ def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
         source = item.get("valueFrom", {})
         if "fieldRef" in source:  # a label or an annotation of the pod
             env[item["name"]] = attempt[source["fieldRef"]["fieldPath"].rpartition("/")[2].removesuffix("']")]
-        elif "secretKeyRef" in source:
-            assert source["secretKeyRef"] == {"name": "train-token", "key": "token"}
-            env[item["name"]] = TOKEN
         else:
             env[item["name"]] = item["value"]
     numbers = {"PET_NNODES": "2", "PET_NODE_RANK": str(index), "PET_NPROC_PER_NODE": "1"}
@@ -218,7 +214,6 @@ def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(tmp_path: Path
                 "JOB_COMPLETION_INDEX": str(index),
                 "NNODES": "2",
                 "MASTER_ADDR": "127.0.0.1",
-                "HASTEN_TOKEN": TOKEN,
             }
         port = dict.fromkeys(("MASTER_PORT", "PET_MASTER_PORT"), free)
         variables = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HASTEN_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}

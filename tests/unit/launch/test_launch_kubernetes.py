@@ -148,16 +148,6 @@ def test_the_launcher_translates_its_exit_code(tmp_path: Path, monkeypatch: pyte
     assert codes == [143, 3, 0]
 
 
-def test_the_token_is_referenced_and_never_written() -> None:
-    made = plan("--cpu", "--num_machines=2")
-    env = pod_of(made)["containers"][0]["env"]
-    assert [item for item in env if item["name"] == "HASTEN_TOKEN"] == [
-        {"name": "HASTEN_TOKEN", "valueFrom": {"secretKeyRef": {"name": "train-lm-token", "key": "token"}}}
-    ]
-    assert any("kubectl create secret generic train-lm-token" in note for note in made.notes)
-    assert "HASTEN_TOKEN" not in plan("--cpu").files[0].text  # one pod: its launcher makes a token
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

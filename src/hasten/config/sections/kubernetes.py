@@ -44,9 +44,6 @@ class KubernetesSettings(Section):
     python: str = setting("python", "the image's Python")
     env: Mapping[str, Any] = setting(factory=dict, help="environment variables of the pods; not for credentials")
     env_from: tuple[str, ...] = setting((), "names of Secrets whose keys become environment variables of the pods")
-    token_name: str | None = setting(
-        None, "Secret whose key `token` is the job's HASTEN_TOKEN (default: the job's name with -token)"
-    )
     grace_s: int | None = setting(
         None,
         "seconds that a pod may take to save and exit after SIGTERM (default: stop_grace_s + 30)",

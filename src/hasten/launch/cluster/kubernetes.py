@@ -10,10 +10,9 @@ import yaml
 
 from hasten.config.sections.kubernetes import KubernetesSettings
 from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
-from hasten.launch.cluster.pods import TOKEN_KEY, PodPlan, plan_pods, tag_text
+from hasten.launch.cluster.pods import PodPlan, plan_pods, tag_text
 from hasten.launch.failure import PREEMPTED, STALLED
 from hasten.launch.torchrun import supervision
-from hasten.runtime.secret import TOKEN
 
 JsonObject = dict[str, Any]
 """An object of Kubernetes, or a part of one; Any: JSON values."""
@@ -38,7 +37,10 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     path = f"{pods.name}-{asked.kind}.yaml"
     documents = manifests(pods)
     text = "---\n".join(_yaml(document) for document in documents)
-    header = "".join(f"# {line}\n" for line in _header(pods, path))
+    header = (
+        "# Written by `hasten launch --submit kubernetes`; docs/kubernetes.md explains the fields.\n"
+        f"# Submit: kubectl apply -f {path}\n"
+    )
     return LaunchPlan(
         launcher="kubernetes",
         procs=(Proc(("kubectl", "apply", "-f", path)),) if asked.apply else (),
@@ -76,27 +78,10 @@ def _yaml(document: JsonObject) -> str:
     return yaml.safe_dump(unshared, sort_keys=False, width=120)
 
 
-def _header(pods: PodPlan, path: str) -> list[str]:
-    lines = ["Written by `hasten launch --submit kubernetes`; docs/kubernetes.md explains the fields."]
-    if pods.token_name is not None:
-        lines.append(f"Needs a Secret, created once: {_secret_command(pods)}")
-    return [*lines, f"Submit: kubectl apply -f {path}"]
-
-
-def _secret_command(pods: PodPlan) -> str:
-    space = f" --namespace {pods.settings.namespace}" if pods.settings.namespace else ""
-    return (
-        f'printf %s "$(openssl rand -hex 32)" | kubectl create secret generic {pods.token_name}{space} '
-        f"--from-file={TOKEN_KEY}=/dev/stdin"
-    )
-
-
 def _notes(pods: PodPlan, path: str) -> tuple[str, ...]:
     low, high = pods.min_pods, pods.max_pods
     count = f"{high} pod(s)" if low == high else f"{low} to {high} pods"
     notes = [f"{count} with {pods.processes} process(es) and {pods.gpus} GPU(s) each, as a {pods.settings.kind}"]
-    if pods.token_name is not None:
-        notes.append(f"the Secret {pods.token_name} must exist: {_secret_command(pods)}")
     if pods.settings.volume is None:
         notes.append("no volume: checkpoints must be saved outside the pods (an object store), or they end with them")
     if pods.scrape_port is None and pods.serves_metrics:
@@ -327,14 +312,7 @@ def _literal(text: str) -> str:
 
 
 def _env(pods: PodPlan) -> list[JsonObject]:
-    """Return the variables of every kind: the token, by reference, and those of the settings."""
-    variables: list[JsonObject] = []
-    if pods.token_name is not None:
-        key = {"name": pods.token_name, "key": TOKEN_KEY}
-        variables.append({"name": TOKEN, "valueFrom": {"secretKeyRef": key}})
-    for name, value in pods.settings.env.items():
-        variables.append({"name": name, "value": _literal(tag_text(value))})
-    return variables
+    return [{"name": name, "value": _literal(tag_text(value))} for name, value in pods.settings.env.items()]
 
 
 def _env_from(pods: PodPlan) -> JsonObject:

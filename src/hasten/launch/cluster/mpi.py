@@ -11,7 +11,6 @@ from hasten.errors import ConfigError
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, Mpi, Proc
 from hasten.launch.shape import check_memory, elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
-from hasten.runtime.secret import TOKEN
 from hasten.runtime.topology import DEFAULT_PORT
 
 
@@ -83,7 +82,6 @@ def _mpirun(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: d
     if mpi.kind == "openmpi":
         hosts = ["--hostfile", hostfile] if hostfile else []
         variables = [word for name, value in sorted(env.items()) for word in ("-x", f"{name}={value}")]
-        variables += ["-x", TOKEN]  # by name: other users can read a command line. MPICH forwards the whole environment
         return [
             "mpirun",
             *hosts,

@@ -23,10 +23,8 @@ from hasten.launch import network
 from hasten.launch.base import LaunchRequest
 from hasten.launch.failure import PREEMPTED, STALLED
 from hasten.launch.shape import split_range
-from hasten.runtime.secret import TOKEN
 from hasten.runtime.topology import DEFAULT_PORT
 
-TOKEN_KEY: Final = "token"
 RETRIED: Final = MappingProxyType({PREEMPTED: 143, STALLED: 134})
 """Exit codes of a PyTorchJob's pods that its operator retries: those above 127."""
 
@@ -47,7 +45,7 @@ _UNITS: Final = MappingProxyType(
     | {letter: 1000**power for power, letter in enumerate("kMGTP", 1)}
 )
 _OWNED: Final = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HASTEN_CONFIG", TOKEN}
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HASTEN_CONFIG"}
 )
 """Variables that the manifest, the operator or the launcher sets."""
 _DECIDED: Final = frozenset(
@@ -92,8 +90,6 @@ class PodPlan:
     """Restarts of all pods after a failure."""
     pod_restarts: int
     """Restarts of the processes inside the pods."""
-    token_name: str | None
-    """Secret with the job's token; None for a single pod, whose launcher makes one."""
     serves_metrics: bool = False
     scrape_port: int | None = None
     """Port at which Prometheus reaches the metrics of a pod's first process; None if it cannot."""
@@ -135,7 +131,6 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
         grace_s=_grace_s(launch, asked),
         max_restarts=_max_restarts(asked),
         pod_restarts=launch.max_restarts,
-        token_name=(asked.token_name or f"{name}-token") if high > 1 or asked.token_name else None,
         serves_metrics=config.metrics.port is not None,
         scrape_port=None if network.is_loopback(config.metrics.host) else config.metrics.port or None,
         scrape_scheme="https" if config.metrics.tls_cert_file else "http",
@@ -284,7 +279,7 @@ def _without_label_keys(value: Any) -> Any:  # Any: JSON values
 def _check_objects(asked: KubernetesSettings) -> None:
     """Raise unless the names of other objects are valid."""
     named: list[tuple[str, str | None]] = [
-        *((name, getattr(asked, name)) for name in ("service_account", "volume", "token_name")),
+        *((name, getattr(asked, name)) for name in ("service_account", "volume")),
         *(("env_from", name) for name in asked.env_from),
         *(("pull_from", name) for name in asked.pull_from),
     ]

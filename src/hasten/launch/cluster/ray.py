@@ -26,7 +26,6 @@ from hasten.launch.torchrun import supervision
 from hasten.optional import check_installed, need
 from hasten.runtime import env as environment
 from hasten.runtime.nodelist import ranks_in_words
-from hasten.runtime.secret import TOKEN
 
 VERSIONS: Final = ">=2.60,<3"
 """Versions of ray whose Train interface is used here."""
@@ -37,7 +36,7 @@ _SHARED: Final = (
     *("stop_grace_s", "monitor_interval", "check_in", "launcher"),
 )
 """Other settings of a launch that have a meaning, or do no harm, on Ray."""
-_PASSED: Final = (environment.CONFIG, TOKEN, "OMP_NUM_THREADS", environment.LOG_LEVEL, environment.DEBUG)
+_PASSED: Final = (environment.CONFIG, "OMP_NUM_THREADS", environment.LOG_LEVEL, environment.DEBUG)
 """Variables that the workers receive from this process, whatever machine they are on."""
 
 

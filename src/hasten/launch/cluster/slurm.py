@@ -15,7 +15,6 @@ from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, Launch
 from hasten.launch.failure import PREEMPTED
 from hasten.launch.shape import worker_argv
 from hasten.launch.torchrun import supervision
-from hasten.runtime.secret import TOKEN
 
 # Defaults of the batch script; an option of the same name in submit_options overrides a default, false removes it.
 _DEFAULTS: Final = MappingProxyType({"ntasks-per-node": 1, "output": "%x-%j.log", "open-mode": "append"})
@@ -120,8 +119,6 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
         "",
     ]
     lines += [
-        "# The token that ranks prove to each other (docs/security.md); srun passes it on with the environment.",
-        f"export {TOKEN}=\"${{{TOKEN}:-$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')}}\"",
         "# One command per machine; ranks, addresses and devices are read from SLURM and the machine.",
         *(_SRUN_REPLICAS if replicas else _SRUN),
         f"    {shlex.join(command)} \\",
