@@ -11,7 +11,7 @@ from typing import Final
 from hasten.errors import ConfigError
 from hasten.launch.base import look
 
-PROGRAM: Final = "hasten.testing.selfcheck"
+PROGRAM: Final = "hasten.extensions.selfcheck.selfcheck"
 _LIMIT_S: Final = 600.0
 _PRECISIONS: Final = MappingProxyType({"fp32": "no", "bf16": "bf16", "fp16": "fp16"})
 # strategy, processes, flags of `hasten launch`, precisions

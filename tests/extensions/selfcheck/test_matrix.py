@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hasten.cli.test_cmd import main
 from hasten.errors import ConfigError
-from hasten.tools.matrix import CELLS, chosen
+from hasten.extensions.selfcheck.command import main
+from hasten.extensions.selfcheck.matrix import CELLS, chosen
 
 
 def test_every_strategy_of_hasten_is_a_cell() -> None:

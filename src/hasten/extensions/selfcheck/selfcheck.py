@@ -1,6 +1,6 @@
 """Program of `hasten test`: collectives, updates compared with one process, all-reduce bandwidth.
 
-Run as `hasten launch -m hasten.testing.selfcheck`, in the same environment as a training script.
+Run as `hasten launch -m hasten.extensions.selfcheck.selfcheck`, in the same environment as a training script.
 """
 
 from __future__ import annotations

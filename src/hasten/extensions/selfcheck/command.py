@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         return _matrix(given)
     if given.only is not None:
         parser.error("--only is an option of --matrix; add --matrix, or remove it")
-    words = ["hasten.testing.selfcheck", *([] if given.links is None else [given.links])]
+    words = ["hasten.extensions.selfcheck.selfcheck", *([] if given.links is None else [given.links])]
     return run_module(words, "hasten test", given, argv)
 
 
@@ -51,7 +51,7 @@ def _matrix(given: argparse.Namespace) -> int:
             f"{others[0]} was given with --matrix, whose cells use fixed settings, so it would have no effect; remove it, or choose "
             "cells with --only. (--cpu is allowed.)"
         )
-    from hasten.tools import matrix  # inspects the machine
+    from hasten.extensions.selfcheck import matrix  # inspects the machine
 
     cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)
     return matrix.run(given.only, cpu)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hasten.cli.test_cmd import main
-from hasten.tools import matrix
+from hasten.extensions.selfcheck import matrix
+from hasten.extensions.selfcheck.command import main
 
 
 @pytest.mark.parametrize(
