@@ -31,7 +31,7 @@ BLOCK: Final = re.compile(
 )
 INCLUDED: Final = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 OWN_TESTS: Final = {
-    "engines.md": "test_engines_docs.py",
+    "deepspeed.md": "test_engines_docs.py",
     "parallel.md": "test_parallel_docs.py",
     "tracking.md": "test_tracking_docs.py",
     "trainer.md": "test_trainer_docs.py",

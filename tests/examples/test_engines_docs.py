@@ -1,4 +1,4 @@
-"""The code blocks of docs/engines.md run as they stand, in order, on two processes."""
+"""The code blocks of docs/deepspeed.md run as they stand, in order, on two processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "engines.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 
 
 @pytest.mark.skipif(not available("deepspeed", VERSIONS), reason=f"deepspeed{VERSIONS} is not installed")

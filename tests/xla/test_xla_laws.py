@@ -87,7 +87,7 @@ def test_bf16_follows_plain_torch(every: int) -> None:
 
 
 def test_batch_norm_keeps_the_biased_variance() -> None:
-    """torch_xla's own way, told in docs/engines.md: torch multiplies by n / (n - 1) what it remembers for evaluation."""
+    """torch_xla's own way, told in docs/tpu.md: torch multiplies by n / (n - 1) what it remembers for evaluation."""
     accelerator = Accelerator(strategy="xla")
     norm, reference = accelerator.prepare_model(nn.BatchNorm1d(3, momentum=1.0)), nn.BatchNorm1d(3, momentum=1.0)
     x = torch.randn(ROWS, 3)

@@ -58,7 +58,7 @@ def test_only_the_torch_of_its_number(version: str, fits: bool) -> None:
     if fits:
         xla.refuse_other_torch(version)
     else:
-        with pytest.raises(MissingPackageError, match=f"torch {version} .* needs torch 2.9.*docs/engines.md"):
+        with pytest.raises(MissingPackageError, match=f"torch {version} .* needs torch 2.9.*docs/tpu.md"):
             xla.refuse_other_torch(version)
 
 

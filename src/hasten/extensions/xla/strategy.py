@@ -263,7 +263,7 @@ def refuse_other_torch(version: str) -> None:
     if version.split(".")[:2] != ["2", "9"]:
         raise MissingPackageError(
             f"torch {version} is installed, but torch_xla{VERSIONS} needs torch 2.9. Create a separate environment for TPUs; "
-            "docs/engines.md has the commands."
+            "docs/tpu.md has the commands."
         )
 
 
