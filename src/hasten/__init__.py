@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from hasten.bigmodel.meta import init_empty_weights as init_empty_weights
     from hasten.cli.config_cmd import write_basic_config as write_basic_config
     from hasten.config.legacy import fsdp_from_fsdp1 as fsdp_from_fsdp1
-    from hasten.config.sections.engines import DeepSpeedPlugin as DeepSpeedPlugin
-    from hasten.config.sections.engines import MegatronLMPlugin as MegatronLMPlugin
-    from hasten.config.sections.engines import XLAConfig as XLAConfig
     from hasten.config.sections.launch import InitProcessGroupKwargs as InitProcessGroupKwargs
     from hasten.config.sections.loop import AORecipeKwargs as AORecipeKwargs
     from hasten.config.sections.loop import AutocastKwargs as AutocastKwargs
@@ -84,9 +81,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "init_empty_weights": "hasten.bigmodel.meta",
         "write_basic_config": "hasten.cli.config_cmd",
         "fsdp_from_fsdp1": "hasten.config.legacy",
-        "DeepSpeedPlugin": "hasten.config.sections.engines",
-        "MegatronLMPlugin": "hasten.config.sections.engines",
-        "XLAConfig": "hasten.config.sections.engines",
         "InitProcessGroupKwargs": "hasten.config.sections.launch",
         "AORecipeKwargs": "hasten.config.sections.loop",
         "AutocastKwargs": "hasten.config.sections.loop",

@@ -1,7 +1,7 @@
 """Every setting acts or is refused: each field of the schema has a reader in the library, or a rule that refuses it, proven by running.
 
 A read counts when the attribute is taken from something known to hold its section: a parameter or attribute annotated with the
-section's class, a name bound to `….section`, or the chain `….section.field` itself. Reading in `config` or `cli` does not count:
+section's class, a name bound to `….section` or `….section(Class)`, or the chain `….section.field` itself. Reading in `config` or `cli` does not count:
 there settings are only carried. A property of a section counts as a reader of what it reads if the library reads the property.
 """
 
@@ -86,6 +86,8 @@ class Module:
         """The section classes that an expression may hold."""
         if isinstance(node, ast.BoolOp):
             return set().union(*(self._classes_of(value) for value in node.values))
+        if isinstance(node, ast.Call) and _dotted(node.func)[-1:] == ("section",):
+            return _classes_in(node.args[0]) & self._sections
         names = _dotted(node)
         if not names:
             return set()
@@ -176,7 +178,7 @@ def test_every_row_of_the_table_refuses_something() -> None:
     for row in absent.ABSENT:
         below = [info for info in FIELDS if info.path[: len(row.path)] == row.path and info.path[-1] not in row.but]
         assert below, f"{row.name} is no setting"
-        assert any(row.refuses(info.path, value) for info in below for value in other_values(info)), row
+        assert any(absent.refuses(row, info.path, value) for info in below for value in other_values(info)), row
         for name in row.but:
             assert has_reader(BY_PATH[(*row.path, name)]), f"{row.name}.{name} is excepted but nobody reads it"
 

@@ -37,8 +37,8 @@ from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
+from hasten.config.base import Section
 from hasten.config.root import Config
-from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
 from hasten.config.sections.launch import SurviveSettings
 from hasten.config.sections.loop import (
     AutocastKwargs,
@@ -162,9 +162,9 @@ class Accelerator:
         log_with: Any = None,  # Any: a name, a tracker, or a list of them
         parallelism_config: ParallelismConfig | Fields | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | Fields | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | Fields | None = None,
-        megatron_lm_plugin: MegatronLMPlugin | Fields | None = None,
-        xla: XLAConfig | Fields | None = None,
+        deepspeed_plugin: Section | Fields | None = None,
+        megatron_lm_plugin: Section | Fields | None = None,
+        xla: Section | Fields | None = None,
         dataloader_config: DataLoaderConfiguration | Fields | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | Fields | None = None,
         dynamo_plugin: TorchDynamoPlugin | Fields | None = None,

@@ -5,113 +5,15 @@ or refused by a row here.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final
 
-from hasten.config.base import default_of
-from hasten.config.schema import BY_PATH, FIELDS
+from hasten.config.base import Absent, default_of
+from hasten.config.schema import BY_PATH, FIELDS, SECTIONS
 from hasten.config.source import Path, SettingEntry, shown
 from hasten.errors import ConfigError
 
-_FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
-_MEGATRON: Final = (
-    "tp_degree",
-    "pp_degree",
-    "num_micro_batches",
-    "sequence_parallelism",
-    "gradient_clipping",
-    "recompute_activations",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "attention_backend",
-    "attention_dropout",
-    "hidden_dropout",
-    "attention_softmax_in_fp32",
-    "seq_length",
-    "use_distributed_optimizer",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "use_rotary_position_embeddings",
-    "return_logits",
-)
-"""Options of Megatron-LM that have an effect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """A setting, or a whole section, that would have no effect."""
-
-    name: str
-    """Dotted name, such as parallelism.pp_size; a section includes everything below it."""
-    what: str
-    """The feature, as the subject of `… is not in this version`."""
-    instead: str
-    values: tuple[Any, ...] = ()  # Any: values of the setting
-    """Refused values; by default all but the setting's default."""
-    but: tuple[str, ...] = ()
-    """Settings of the section that do have an effect."""
-
-    @property
-    def path(self) -> Path:
-        """The name split at its dots."""
-        return tuple(self.name.split("."))
-
-    def refuses(self, path: Path, value: Any) -> bool:  # Any: a value of the setting
-        """Return whether this value of the setting at `path` is refused."""
-        if path[: len(self.path)] != self.path or path[-1] in self.but:
-            return False
-        info = BY_PATH[path]
-        return value in self.values if self.values else bool(value != default_of(info.owner, path[-1]))
-
-
-ABSENT: Final[tuple[Absent, ...]] = (
-    Absent("xla.downcast_bf16", "this switch of torch_xla, which is deprecated there,", "set mixed_precision: bf16"),
-    Absent(
-        "xla.main_training_function",
-        "starting a function of the script for each TPU core",
-        "one process runs the script and drives all of them; leave it out",
-    ),
-    *(
-        Absent(f"megatron.{name}", what, instead)
-        for what, instead, names in (
-            (
-                "an interleaved schedule of Megatron",
-                "leave it out for one stage per rank, or use pp_size with strategy: fsdp",
-                ("num_layers_per_virtual_pipeline_stage",),
-            ),
-            (
-                "a pipeline through encoder and decoder",
-                "only decoders have a pipeline; leave it out",
-                ("pipeline_model_parallel_split_rank",),
-            ),
-            (
-                "sharding parameters or offloading optimizer state with Megatron",
-                "use_distributed_optimizer shards masters and moments, and " + _FSDP,
-                (
-                    "use_custom_fsdp",
-                    "use_precision_aware_optimizer",
-                    "optimizer_cpu_offload",
-                    "overlap_cpu_optimizer_d2h_h2d",
-                ),
-            ),
-        )
-        for name in names
-    ),
-    Absent(
-        "megatron.attention_backend",
-        "attention by Transformer Engine",
-        "leave it out to use Megatron's own",
-        values=("flash", "fused"),
-    ),
-    Absent(
-        "megatron",
-        "running Megatron-LM's own training loop, data and schedules",
-        "the loop's optimizer, scheduler, loader and loss say it already; leave it out",
-        but=_MEGATRON,
-    ),
+_CORE: Final[tuple[Absent, ...]] = (
     Absent(
         "parallelism.tp_handler.enable_async_tp",
         "this option of tensor parallelism",
@@ -140,7 +42,14 @@ ABSENT: Final[tuple[Absent, ...]] = (
         "schedulers step once per update; leave it out",
     ),
 )
-
+ABSENT: Final[tuple[Absent, ...]] = (
+    *_CORE,
+    *(
+        replace(row, name=".".join((*path, row.name)).rstrip("."))
+        for path, section in SECTIONS.items()
+        for row in section.absent
+    ),
+)
 
 _PATHS: Final = frozenset(
     info.path for row in ABSENT for path in (row.path,) for info in FIELDS if info.path[: len(path)] == path
@@ -178,9 +87,17 @@ def _complaints(entries: Mapping[Path, SettingEntry]) -> Iterator[ConfigError]:
     order = {info.path: number for number, info in enumerate(FIELDS)}
     for path in sorted(entries, key=order.__getitem__):
         for row in ABSENT:
-            if row.refuses(path, entries[path].value):
+            if refuses(row, path, entries[path].value):
                 place = f"{entries[path].name}={shown(entries[path].value)} ({entries[path].source})"
                 yield ConfigError(
                     f"{place} cannot be honoured, because {row.what} is not in this version; {row.instead}."
                 )
                 break
+
+
+def refuses(row: Absent, path: Path, value: Any) -> bool:  # Any: a value of the setting
+    """Return whether a row refuses this value of the setting at `path`."""
+    if path[: len(row.path)] != row.path or path[-1] in row.but:
+        return False
+    info = BY_PATH[path]
+    return value in row.values if row.values else bool(value != default_of(info.owner, path[-1]))

@@ -53,6 +53,30 @@ class SectionNames:
     """Prefix of the fields' flags; by default the name of the section."""
     flag_group: str = ""
     """Title of the flags in the help."""
+    mesh_settings: tuple[str, ...] = ()
+    """Degrees in `parallelism` that the section's strategy supports; of an engine only, as torch's strategies support all."""
+    rules: str = ""
+    """Contradictions with other settings, as "module:object", a tuple of `checks.Rule`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A setting, or a whole section, that would have no effect."""
+
+    name: str
+    """Dotted name, such as parallelism.pp_size; a section includes everything below it."""
+    what: str
+    """The feature, as the subject of `… is not in this version`."""
+    instead: str
+    values: tuple[Any, ...] = ()  # Any: values of the setting
+    """Refused values; by default all but the setting's default."""
+    but: tuple[str, ...] = ()
+    """Settings of the section that do have an effect."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The name split at its dots."""
+        return tuple(self.name.split("."))
 
 
 class Section:
@@ -63,6 +87,8 @@ class Section:
 
     __slots__ = ("_given",)
     section_names: ClassVar[SectionNames] = SectionNames()
+    absent: ClassVar[tuple[Absent, ...]] = ()
+    """Settings below this section that would have no effect, by their names in it."""
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     __signature__: ClassVar[Any] = _Signature()
     _given: frozenset[str]
@@ -88,6 +114,10 @@ class Section:
     def replace(self, **values: Any) -> Self:
         """Return a copy with other values of these fields, which counts them and the fields given before as given."""
         return type(self)(**{name: getattr(self, name) for name in given(self)} | values)
+
+    def mesh_degrees(self) -> Mapping[str, int]:
+        """Return the sizes of mesh axes that an engine's settings determine; the others are those of `parallelism`."""
+        return {}
 
     def section(self, cls: type[S]) -> S:
         """Return the settings of this class among those below this section. Raises: LookupError if there are none."""

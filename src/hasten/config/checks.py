@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from math import prod
 from types import MappingProxyType
 from typing import Final, get_args
@@ -12,6 +13,7 @@ from hasten.config.schema import BY_PATH, SECTIONS
 from hasten.config.sections.loop import DynamoBackend
 from hasten.config.source import DEFAULT, Path, SettingEntry, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError
+from hasten.extension import offers
 
 Winners = dict[Path, SettingEntry]
 Shadowed = dict[Path, tuple[SettingEntry, ...]]
@@ -124,6 +126,11 @@ def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
     for section, rules in RULES.items():
         for rule in rules if section in given else ():
             found += rule(config, entries)
+    for (name, *_), section_class in SECTIONS.items():
+        if name in given and section_class.section_names.rules:
+            module_name, _, attribute = section_class.section_names.rules.partition(":")
+            for rule in getattr(import_module(module_name), attribute):  # the section's module cannot import this one
+                found += rule(config, entries)
     return found
 
 
@@ -246,16 +253,22 @@ def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]
     if sizes.cp_size > 1 and sizes.sp_size > 1:
         cp, sp = at(config, entries, "parallelism.cp_size"), at(config, entries, "parallelism.sp_size")
         yield contradiction(cp, sp, "both split the sequence", "keep one")
-    if sizes.sp_size > 1 and config.strategy not in ("deepspeed", "auto"):
+    engine_axes = _mesh_settings(config.strategy)
+    if sizes.sp_size > 1 and config.strategy != "auto" and "sp_size" not in engine_axes:
         sp = at(config, entries, "parallelism.sp_size")
         yield contradiction(strategy, sp, "sequence parallelism of this kind is DeepSpeed's", "set strategy: deepspeed")
-    if config.strategy in ("deepspeed", "megatron", "xla"):
-        names = ("tp_size", "pp_size", "ep_size") + (("cp_size",) if config.strategy != "deepspeed" else ())
-        for name in names:
-            if getattr(sizes, name) != 1:
+    if config.strategy in offers("strategies"):
+        for name in ("tp_size", "pp_size", "ep_size", "cp_size"):
+            if getattr(sizes, name) != 1 and name not in engine_axes:
                 axis = at(config, entries, f"parallelism.{name}")
                 why = f"{config.strategy} lays out its own processes"
                 yield contradiction(strategy, axis, why, "use the strategy's own options, or strategy: fsdp")
+
+
+def _mesh_settings(strategy: str) -> tuple[str, ...]:
+    """Return the degrees of `parallelism` that an engine supports."""
+    names = [section.section_names for section in SECTIONS.values() if section.section_names.strategy == strategy]
+    return names[0].mesh_settings if names else ()
 
 
 def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
@@ -273,60 +286,6 @@ def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
         offload = at(config, entries, "fsdp.activation_checkpointing_offload")
         recompute = at(config, entries, "fsdp.activation_checkpointing")
         yield contradiction(offload, recompute, "nothing is recomputed", "set activation_checkpointing: true")
-
-
-def deepspeed(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Check that offload fits the ZeRO stage, NVMe has its folder, and DeepSpeed's file is not combined with single options."""
-    ds = config.deepspeed
-    stage = at(config, entries, "deepspeed.zero_stage")
-    if ds.hf_ds_config is not None:
-        whole = at(config, entries, "deepspeed.hf_ds_config")
-        for name in ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping"):
-            single = entries.get(("deepspeed", name))
-            if single and single.source.level >= whole.source.level and single.source.kind != "environment":
-                yield contradiction(whole, single, "DeepSpeed's own configuration says it too", "say it in one place")
-        return
-    for part, lowest in (("param", 3), ("optimizer", 1)):
-        device, folder = getattr(ds, f"offload_{part}_device"), getattr(ds, f"offload_{part}_nvme_path")
-        entry = at(config, entries, f"deepspeed.offload_{part}_device")
-        if device != "none" and ds.zero_stage < lowest:
-            yield contradiction(entry, stage, f"this offload needs ZeRO stage {lowest}", f"set zero_stage: {lowest}")
-        if (device == "nvme") != (folder is not None):
-            other = at(config, entries, f"deepspeed.offload_{part}_nvme_path")
-            yield contradiction(entry, other, "NVMe offload needs both device and folder", "set both or neither")
-    if ds.zero3_init_flag and ds.zero_stage != 3:
-        flag = at(config, entries, "deepspeed.zero3_init_flag")
-        yield contradiction(flag, stage, "parameters are sharded by stage 3 only", "set zero_stage: 3")
-
-
-def megatron(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Check that Megatron's sizes divide the number of processes."""
-    sizes, total = config.megatron, config.launch.num_processes
-    if config.strategy != "megatron" or not total:
-        return
-    inside = sizes.expert_tensor_parallel_size or sizes.tp_degree
-    for parts in (
-        {
-            "tp_degree": sizes.tp_degree,
-            "pp_degree": sizes.pp_degree,
-            "context_parallel_size": sizes.context_parallel_size,
-        },
-        {
-            "expert_tensor_parallel_size": inside,
-            "pp_degree": sizes.pp_degree,
-            "expert_model_parallel_size": sizes.expert_model_parallel_size,
-        },
-    ):
-        product = prod(parts.values())
-        if total % product:
-            widest = max(parts, key=parts.__getitem__)
-            blamed = at(config, entries, f"megatron.{widest}")
-            count = at(config, entries, "launch.num_processes")
-            shown = " × ".join(f"{name} {size}" for name, size in parts.items())
-            yield contradiction(
-                blamed, count, f"{shown} = {product} does not fit", f"use a multiple of {product} processes"
-            )
-            return
 
 
 def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
@@ -382,8 +341,6 @@ RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
         "launch": (processes, devices, nnodes_range, submission),
         "parallelism": (mesh, strategy_and_mesh),
         "fsdp": (fsdp,),
-        "deepspeed": (deepspeed,),
-        "megatron": (megatron,),
         "dynamo": (compiling,),
         "project": (checkpoints,),
         "ddp": (hooks,),

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Literal
 
 from hasten.config.base import Section, setting, settings, with_extensions
-from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
 from hasten.config.sections.launch import InitProcessGroupKwargs, LaunchConfig, SurviveSettings
 from hasten.config.sections.loop import (
     AutocastKwargs,
@@ -77,9 +76,6 @@ class Config(Section):
     parallelism: ParallelismConfig = setting(factory=ParallelismConfig, help="the mesh", prefix="parallelism_config_")
     ddp: DistributedDataParallelKwargs = setting(factory=DistributedDataParallelKwargs, help="plain data parallel")
     fsdp: FullyShardedDataParallelPlugin = setting(factory=FullyShardedDataParallelPlugin, help="sharded data parallel")
-    deepspeed: DeepSpeedPlugin = setting(factory=DeepSpeedPlugin, help="DeepSpeed")
-    megatron: MegatronLMPlugin = setting(factory=MegatronLMPlugin, help="Megatron-LM", prefix="megatron_lm_")
-    xla: XLAConfig = setting(factory=XLAConfig, help="TPU", prefix="")
     gradient_accumulation: GradientAccumulationPlugin = setting(factory=GradientAccumulationPlugin, help="accumulation")
     autocast: AutocastKwargs = setting(factory=AutocastKwargs, help="autocast")
     scaler: GradScalerKwargs = setting(factory=GradScalerKwargs, help="loss scaling")

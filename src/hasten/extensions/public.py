@@ -5,7 +5,10 @@ An import whose folder was deleted is ignored: `# type: ignore[import-not-found,
 
 from hasten.extensions.deepspeed.placeholders import DummyOptim as DummyOptim  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.placeholders import DummyScheduler as DummyScheduler  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.deepspeed.settings import DeepSpeedPlugin as DeepSpeedPlugin  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.megatron.settings import MegatronLMPlugin as MegatronLMPlugin  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.arguments import TrainingArguments as TrainingArguments  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.callbacks import TrainerCallback as TrainerCallback  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.trainer import Trainer as Trainer  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.xla.settings import XLAConfig as XLAConfig  # type: ignore[import-not-found, unused-ignore]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 from types import MappingProxyType
 from typing import Final, Self
 
+from hasten.config.base import Section
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 
@@ -241,16 +243,25 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
             shard, replicate = local_world_size, -1
         else:
             shard = -1 if replicate != -1 else 1
-    engine = config.megatron if config.strategy == "megatron" else None  # its degrees set the same axes
+    degrees = _engine_degrees(config)
     return MeshSpec.build(
         world_size,
-        pp=sizes.pp_size if engine is None else engine.pp_degree,
+        pp=degrees.get("pp", sizes.pp_size),
         dp_replicate=replicate,
         dp_shard=1 if shard is None else shard,
-        cp=(sizes.sp_size if sizes.sp_size > 1 else sizes.cp_size) if engine is None else engine.context_parallel_size,
-        tp=sizes.tp_size if engine is None else engine.tp_degree,
+        cp=degrees.get("cp", max(sizes.sp_size, sizes.cp_size)),
+        tp=degrees.get("tp", sizes.tp_size),
         ep=sizes.ep_size,
     )
+
+
+def _engine_degrees(config: Config) -> Mapping[str, int]:
+    """Return the sizes of axes that the settings of the run's engine determine."""
+    for name in config.__dataclass_fields__:
+        section = getattr(config, name)
+        if isinstance(section, Section) and section.section_names.strategy == config.strategy:
+            return section.mesh_degrees()
+    return {}
 
 
 def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:

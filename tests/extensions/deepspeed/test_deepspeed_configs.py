@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import pytest
 
-from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
 from hasten.extensions.deepspeed.config import Facts, translate
+from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 
 FOLDER: Final = Path(__file__).with_name("golden_configs")
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import ConfigError, StepError
 from hasten.extensions.megatron.attention import CoreAttention, layout_of
 from hasten.extensions.megatron.call import Given, arguments, check_lengths, given_to, targets
 from hasten.extensions.megatron.families import Family, ModelFacts
+from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.strategies.context.attention import in_order
 
 FACTS: Final = ModelFacts(

@@ -10,6 +10,7 @@ import pytest
 
 from hasten.cli.launch_cmd import make_parser
 from hasten.errors import ConfigError
+from hasten.extensions.xla.settings import XLAConfig
 from hasten.launch.base import Host
 from hasten.launch.job import Job, prepare
 from hasten.runtime import tpu_hosts
@@ -114,10 +115,10 @@ def test_commands_for_the_vms_may_hold_commas(script: str, tmp_path: Path, way: 
         given = make_parser().parse_args([*shlex.split(CLUSTER), script])
         host = Host(programs=frozenset({"gcloud"}))
         made = prepare(given.script, settings=given.settings, config_file=str(file), host=host)
-    assert made.request.config.xla.commands == tuple(lines)
+    assert made.request.config.section(XLAConfig).commands == tuple(lines)
     assert made.plan.procs[0].argv[-1].startswith(f"{lines[0]}; {lines[1]}; hasten launch")
 
 
 def test_no_commands_for_the_vms(script: str, tmp_path: Path) -> None:
     gcloud(tmp_path, endpoints(1))
-    assert job(f"{CLUSTER} --tpu_commands none", script).request.config.xla.commands is None
+    assert job(f"{CLUSTER} --tpu_commands none", script).request.config.section(XLAConfig).commands is None

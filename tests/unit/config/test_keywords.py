@@ -33,9 +33,12 @@ def test_every_setting_has_one_keyword() -> None:
 
 
 def test_a_section_is_typed_as_its_class() -> None:
+    """A section of an extension is typed as any section, since the core does not import its class."""
     hints = typing.get_type_hints(Accelerator.__init__)
     for name in KEYWORDS:
         section = section_at(ARGUMENTS.get(name, (name,)))
+        if section is not None and section.__module__.startswith("hasten.extensions."):
+            section = Section
         classes = {
             kind for kind in typing.get_args(hints[name]) if isinstance(kind, type) and issubclass(kind, Section)
         }

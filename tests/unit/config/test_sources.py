@@ -18,7 +18,6 @@ from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, BY_VARIABLE
-from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.config.sections.loop import AORecipeKwargs, AutocastKwargs, GradientAccumulationPlugin, TERecipeKwargs
 from hasten.config.sections.parallel import (
     DistributedDataParallelKwargs,
@@ -34,6 +33,7 @@ from hasten.errors import (
     SettingValueError,
     UnknownSettingError,
 )
+from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 
 
 def from_file(text: str) -> Resolved:

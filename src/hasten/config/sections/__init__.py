@@ -1,5 +1,5 @@
 """Sections of the settings, each a frozen class: the loop, parallelism, engines, launching, checks of a run.
 
-Start with `loop.py`; `parallel.py` holds the mesh, DDP and FSDP, `engines.py` DeepSpeed, Megatron-LM and XLA,
+Start with `loop.py`; `parallel.py` holds the mesh, DDP and FSDP, sections of engines are in their extensions,
 `trust.py` the checks for stalls, diverging ranks and bad losses.
 """

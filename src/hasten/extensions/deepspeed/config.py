@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
+from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 
 # Any in this file: DeepSpeed's keys and values.
 

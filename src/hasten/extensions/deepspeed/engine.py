@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from hasten import trees
 from hasten.comm.agreement import agree
-from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.errors import PrepareError
 from hasten.extensions.deepspeed import nvme as deepspeed_nvme
 from hasten.extensions.deepspeed.config import EngineConfig
+from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.optim.engine import Placeholder
 from hasten.optional import available, need
 from hasten.runtime import env

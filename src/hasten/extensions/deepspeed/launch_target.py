@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from hasten.errors import ConfigError
+from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc
 from hasten.launch.shape import elsewhere
 from hasten.launch.torchrun import supervision
@@ -15,7 +16,7 @@ _ENV_FILE = ".hasten_deepspeed_env"
 
 def _is_chosen(request: LaunchRequest) -> bool:
     launch, config = request.config.launch, request.config
-    named = config.strategy == "deepspeed" and config.deepspeed.multinode_launcher != "standard"
+    named = config.strategy == "deepspeed" and config.section(DeepSpeedPlugin).multinode_launcher != "standard"
     return launch.launcher == "deepspeed" or (launch.launcher == "auto" and named)
 
 
@@ -24,7 +25,7 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
     """
-    launch, engine = request.config.launch, request.config.deepspeed
+    launch, engine = request.config.launch, request.config.section(DeepSpeedPlugin)
     if engine.hostfile is None:
         raise ConfigError(
             f"deepspeed.multinode_launcher={engine.multinode_launcher!r} needs a hostfile. Give --deepspeed_hostfile, or use the "

@@ -23,6 +23,7 @@ from hasten.extensions.deepspeed.engine import RegisteredConfig, building, is_pa
 from hasten.extensions.deepspeed.optimizer import DeepSpeedOptimizer
 from hasten.extensions.deepspeed.own_checkpoints import complete, show_rates
 from hasten.extensions.deepspeed.placeholders import DummyScheduler
+from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.extensions.deepspeed.shards import weight_slice
 from hasten.optim.engine import Placeholder
 from hasten.optim.gradients import drop_gradients
@@ -80,26 +81,27 @@ class DeepSpeedStrategy:
 
     def __init__(self, config: Config, ctx: ProcessContext) -> None:
         deepspeed_engine.package()
+        plugin = config.section(DeepSpeedPlugin)
         if config.gradient_accumulation.sync_each_batch:
             raise ConfigError(
                 "gradient_accumulation.sync_each_batch=True is not supported under DeepSpeed, where the ZeRO stage determines when "
                 "gradients are exchanged; remove it."
             )
-        self._config = config
+        self._config, self._plugin = config, plugin
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
         self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
         self.engines: list[Engine] = []
         """Engines in the order in which they were prepared."""
         self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by id of the script's optimizer
         self._told: RegisteredConfig | None = None
-        if config.deepspeed.zero3_init_flag:
-            self._told = RegisteredConfig(partitioning(config.deepspeed, config.mixed_precision))
+        if plugin.zero3_init_flag:
+            self._told = RegisteredConfig(partitioning(plugin, config.mixed_precision))
             deepspeed_engine.join(ctx)  # transformers starts to partition models right away
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
-        if stage_of(self._config.deepspeed) != 3:
+        if stage_of(self._plugin) != 3:
             return nullcontext()
-        return building(partitioning(self._config.deepspeed, self._config.mixed_precision), ctx)
+        return building(partitioning(self._plugin, self._config.mixed_precision), ctx)
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
@@ -123,12 +125,12 @@ class DeepSpeedStrategy:
         model: nn.Module = item.value
         given: Optimizer = optimizer.value
         carried = _carried(given)
-        made = translate(self._config.deepspeed, self._facts(model, given, bundle, ctx))
+        made = translate(self._plugin, self._facts(model, given, bundle, ctx))
         if ctx.is_main:
             for note in made.notes:
                 log.info("deepspeed: %s", note)
         groups = [dict(group) for group in given.param_groups if group["params"]]
-        engine, linear = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
+        engine, linear = deepspeed_engine.start(model, given, made, self._plugin, ctx)
         if ctx.device.type != "cpu":
             for buffer in model.buffers():  # DeepSpeed does not move the buffers of a model that was built partitioned
                 buffer.data = buffer.to(ctx.device)
@@ -148,7 +150,7 @@ class DeepSpeedStrategy:
 
     def _facts(self, model: nn.Module, optimizer: Optimizer, bundle: PrepareArguments, ctx: ProcessContext) -> Facts:
         sizes = [size for item in bundle.of("loader") if (size := getattr(item.value, "batch_size", None))]
-        pick = min if self._config.deepspeed.is_train_batch_min else max
+        pick = min if self._plugin.is_train_batch_min else max
         dummies = [item.value for item in bundle.of("scheduler") if isinstance(item.value, DummyScheduler)]
         return Facts(
             mixed_precision=self._config.mixed_precision,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import StepError
 from hasten.extensions.megatron.families import ModelFacts
+from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
 IGNORED: Final = -100

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import ConfigError
 from hasten.extensions.megatron.families import ModelFacts
+from hasten.extensions.megatron.settings import MegatronLMPlugin
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import ConfigError
 from hasten.extensions.megatron.attention import CoreAttention
 from hasten.extensions.megatron.config import EngineArguments
 from hasten.extensions.megatron.families import ModelFacts
 from hasten.extensions.megatron.package import package, quiet
+from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import device_mesh
 

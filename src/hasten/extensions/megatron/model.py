@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.extensions.megatron.attention import gathered, layout_of
 from hasten.extensions.megatron.call import IGNORED, Given, arguments, check_lengths, given_to, targets
 from hasten.extensions.megatron.engine import Built
 from hasten.extensions.megatron.families import ModelFacts
 from hasten.extensions.megatron.package import Ranks, hushed, package
+from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.shard_plan import WORDS, ShardLocation, entries, expert_of, place, renumbered
 from hasten.extensions.megatron.weights import box_of, fuse, part_of, slice_of
 from hasten.modules.names import StagePart

@@ -23,6 +23,7 @@ from hasten.extensions.megatron.families import ModelFacts, check_class, model_f
 from hasten.extensions.megatron.model import Calls, MegatronModel, StageOutput
 from hasten.extensions.megatron.optimizer import MegatronOptimizer
 from hasten.extensions.megatron.package import hushed, own_ranks, package
+from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.shard_plan import expert_of, renumbered
 from hasten.extensions.megatron.weights import box_of, part_of, to_hub
 from hasten.modules.names import StagePart
@@ -146,13 +147,14 @@ class MegatronStrategy:
                     f"{name} is not supported with strategy='megatron', whose engine manages layers and gradients itself; remove it (to "
                     "recompute, set megatron.recompute_activations)."
                 )
-        if config.checkpoint_in_memory and config.megatron.expert_model_parallel_size > 1:
+        plugin = config.section(MegatronLMPlugin)
+        if config.checkpoint_in_memory and plugin.expert_model_parallel_size > 1:
             raise ConfigError(
                 f"checkpoint_in_memory={config.checkpoint_in_memory} is not supported with megatron.expert_model_parallel_size="
-                f"{config.megatron.expert_model_parallel_size}, because the experts of a checkpoint come from several machines. Remove "
+                f"{plugin.expert_model_parallel_size}, because the experts of a checkpoint come from several machines. Remove "
                 "it, and call save_state() regularly."
             )
-        self._config, self._plugin, self._ctx = config, config.megatron, ctx
+        self._config, self._plugin, self._ctx = config, plugin, ctx
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
         self.caps = Caps(
             owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True, splits_sequences=True

@@ -7,7 +7,6 @@ from typing import Any, Final
 from torch import nn
 
 from hasten.config.legacy import fsdp_from_fsdp1
-from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.config.sections.loop import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, SettingValueError
@@ -40,7 +39,7 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
     elif args.fsdp_config:
         raise ConfigError("fsdp_config was given without fsdp, so nothing would be sharded; set fsdp='full_shard'.")
     if args.deepspeed:
-        found |= {"strategy": "deepspeed", "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=args.deepspeed)}
+        found |= {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": args.deepspeed}}
     if args.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         if args.gradient_checkpointing_kwargs:
             raise ConfigError(

@@ -9,6 +9,8 @@ from hasten.extension import Extension
 extension: Final = Extension(
     name="xla",
     summary="torch_xla: TPUs",
+    settings={"xla": "hasten.extensions.xla.settings:XLAConfig"},
+    public_names={"XLAConfig": "hasten.extensions.xla.settings:XLAConfig"},
     strategies={"xla": "hasten.extensions.xla.strategy:STRATEGY"},
     launch_targets={"xla": "hasten.extensions.xla.launch_target:TARGET"},
     strategy_packages={"xla": "torch_xla"},

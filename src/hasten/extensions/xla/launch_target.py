@@ -13,6 +13,7 @@ from typing import Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
+from hasten.extensions.xla.settings import XLAConfig
 from hasten.launch import torchrun
 from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Proc
 from hasten.launch.cluster.slurm import without_submit
@@ -91,7 +92,7 @@ def _rank(shape: JobShape, tpu: TpuSlice | None) -> int | None:
 
 def is_pod(request: LaunchRequest) -> bool:
     """Return whether the job runs on the VMs of a named TPU."""
-    return request.config.launch.tpu and request.config.xla.tpu_use_cluster
+    return request.config.launch.tpu and request.config.section(XLAConfig).tpu_use_cluster
 
 
 def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -99,7 +100,7 @@ def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError without a TPU name, for a subset of several VMs, or for a command file that cannot be read.
     """
-    xla, tpu = request.config.xla, host.tpu
+    xla, tpu = request.config.section(XLAConfig), host.tpu
     if not xla.tpu_name:
         raise ConfigError("a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone).")
     worker = ",".join(xla.tpu_vm or ("all",))
@@ -209,7 +210,7 @@ def find_slice(request: LaunchRequest, host: Host) -> Host:
 
 def _ask(request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
-    launch, xla = request.config.launch, request.config.xla
+    launch, xla = request.config.launch, request.config.section(XLAConfig)
     if is_pod(request):
         return _ask_gcloud(xla.tpu_name, xla.tpu_zone) if xla.tpu_name and "gcloud" in host.programs else None
     device = host.env.get("PJRT_DEVICE") or ("TPU" if host.device == "tpu" else None)

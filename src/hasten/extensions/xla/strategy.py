@@ -18,6 +18,7 @@ from hasten.config.base import given
 from hasten.config.root import Config
 from hasten.errors import ConfigError, DeviceError, MissingPackageError, PrepareError, StepError
 from hasten.extensions.xla.placing import Devices, PlaceOnDevices, Transfer
+from hasten.extensions.xla.settings import XLAConfig
 from hasten.modules.surgery import own_buffers
 from hasten.optional import check_installed, need
 from hasten.precision.base import Precision
@@ -295,14 +296,14 @@ def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
             f"dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} shards parameters over hosts, but strategy='xla' only shards them over the "
             "devices of each host. Remove it, and set xla.fsdp_v2."
         )
-    devices = Devices.all()
+    devices, shards = Devices.all(), config.section(XLAConfig).fsdp_v2
     log_strategy.info(
         "xla: each batch of this process is split over %d %s device(s); parameters are %s",
         devices.count,
         devices.kind,
-        "sharded over them (FSDPv2)" if config.xla.fsdp_v2 else "replicated on each",
+        "sharded over them (FSDPv2)" if shards else "replicated on each",
     )
-    placing = PlaceOnDevices(devices, config.xla.fsdp_v2)
+    placing = PlaceOnDevices(devices, shards)
     hosts = ctx.groups(*LOSS)
     several = hosts.size > 1
     return NativeStrategy(

@@ -13,6 +13,7 @@ from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from accelerate._impl.settings.kwargs_handlers import DistributedDataParallelKwargs
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
+from hasten.extensions.deepspeed import settings as deepspeed_settings
 
 
 class FollowedPlugin:
@@ -51,7 +52,10 @@ class FollowedSections:
     def __init__(self, accelerator: Composed, plugins: Plugins) -> None:
         self._accelerator: Composed = weakref.proxy(accelerator)  # which owns this object
         self.plugins = plugins
-        self._taken = {**self._now(), "deepspeed": None if plugins is None else accelerator.config.deepspeed}
+        self._taken = {
+            **self._now(),
+            "deepspeed": None if plugins is None else accelerator.config.section(deepspeed_settings.DeepSpeedPlugin),
+        }
 
     def _now(self) -> dict[str, Any]:
         plugin, handler = active_plugin(self.plugins), self._accelerator.ddp_handler

@@ -1,64 +1,84 @@
-"""Settings of engines that run the training themselves: DeepSpeed, Megatron-LM, XLA."""
+"""Settings of Megatron-LM."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from hasten.config.base import Section, SectionNames, setting, settings
+from hasten.config.base import Absent, Section, SectionNames, setting, settings
 
-Offload = Literal["none", "cpu", "nvme"]
-
-
-@settings
-class DeepSpeedPlugin(Section):
-    """Options of DeepSpeed; `hf_ds_config` (a file or a mapping) overrides the single options, "auto" is filled in."""
-
-    section_names = SectionNames(argument="deepspeed_plugin", strategy="deepspeed")
-
-    hf_ds_config: str | Mapping[str, Any] | None = setting(
-        None, "DeepSpeed's own configuration: path or mapping", flags=("deepspeed_config_file",)
-    )
-    gradient_accumulation_steps: int | Literal["auto"] | None = setting(
-        None, "micro-steps per update (default: ours)", minimum=1
-    )
-    gradient_clipping: float | Literal["auto"] | None = setting(
-        None, "gradient norm DeepSpeed clips to", minimum=0, flags=("gradient_clipping",)
-    )
-    zero_stage: Literal[0, 1, 2, 3] = setting(
-        2, "what is sharded: 1 optimizer, 2 + gradients, 3 + parameters", flags=("zero_stage",)
-    )
-    is_train_batch_min: bool = setting(True, "take the smallest loader's batch size when several are prepared")
-    offload_optimizer_device: Offload = setting(
-        "none", "where the optimizer state lives", flags=("offload_optimizer_device",)
-    )
-    offload_param_device: Offload = setting("none", "where parameters live (ZeRO-3)", flags=("offload_param_device",))
-    offload_optimizer_nvme_path: str | None = setting(
-        None, "folder on NVMe for the optimizer state", flags=("offload_optimizer_nvme_path",)
-    )
-    offload_param_nvme_path: str | None = setting(
-        None, "folder on NVMe for parameters", flags=("offload_param_nvme_path",)
-    )
-    zero3_init_flag: bool = setting(
-        False, "shard parameters while the model is built (ZeRO-3)", flags=("zero3_init_flag",)
-    )
-    zero3_save_16bit_model: bool = setting(
-        False, "gather 16-bit weights when saving (ZeRO-3)", flags=("zero3_save_16bit_model",)
-    )
-    transformer_moe_cls_names: tuple[str, ...] | None = setting(
-        None, "mixture-of-experts classes kept whole (ZeRO-3 leaves)", flags=("deepspeed_moe_layer_cls_names",)
-    )
-    hostfile: str | None = setting(None, "DeepSpeed hostfile for many machines", path=True)
-    exclusion_filter: str | None = setting(None, "DeepSpeed's --exclude")
-    inclusion_filter: str | None = setting(None, "DeepSpeed's --include")
-    multinode_launcher: Literal["standard", "pdsh", "openmpi", "mvapich", "mpich", "slurm", "nossh"] = setting(
-        "standard", "how DeepSpeed reaches other machines"
-    )
+_SUPPORTED: Final = (
+    "tp_degree",
+    "pp_degree",
+    "num_micro_batches",
+    "sequence_parallelism",
+    "gradient_clipping",
+    "recompute_activations",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "attention_backend",
+    "attention_dropout",
+    "hidden_dropout",
+    "attention_softmax_in_fp32",
+    "seq_length",
+    "use_distributed_optimizer",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "use_rotary_position_embeddings",
+    "return_logits",
+)
+"""Options that have an effect."""
 
 
 @settings
 class MegatronLMPlugin(Section):
     """Options of Megatron-LM."""
 
-    section_names = SectionNames(argument="megatron_lm_plugin", strategy="megatron")
+    section_names = SectionNames(
+        argument="megatron_lm_plugin",
+        strategy="megatron",
+        rules="hasten.extensions.megatron.rules:RULES",
+        flag_prefix="megatron_lm_",
+        flag_group="Megatron-LM",
+    )
+    absent = (
+        Absent(
+            "num_layers_per_virtual_pipeline_stage",
+            "an interleaved schedule of Megatron",
+            "leave it out for one stage per rank, or use pp_size with strategy: fsdp",
+        ),
+        Absent(
+            "pipeline_model_parallel_split_rank",
+            "a pipeline through encoder and decoder",
+            "only decoders have a pipeline; leave it out",
+        ),
+        *(
+            Absent(
+                name,
+                "sharding parameters or offloading optimizer state with Megatron",
+                "use_distributed_optimizer shards masters and moments, and strategy: fsdp shards optimizer, gradients and parameters",
+            )
+            for name in (
+                "use_custom_fsdp",
+                "use_precision_aware_optimizer",
+                "optimizer_cpu_offload",
+                "overlap_cpu_optimizer_d2h_h2d",
+            )
+        ),
+        Absent(
+            "attention_backend",
+            "attention by Transformer Engine",
+            "leave it out to use Megatron's own",
+            values=("flash", "fused"),
+        ),
+        Absent(
+            "",
+            "running Megatron-LM's own training loop, data and schedules",
+            "the loop's optimizer, scheduler, loader and loss say it already; leave it out",
+            but=_SUPPORTED,
+        ),
+    )
 
     tp_degree: int = setting(1, "tensor parallel size", minimum=1)
     pp_degree: int = setting(1, "pipeline parallel size", minimum=1)
@@ -130,23 +150,5 @@ class MegatronLMPlugin(Section):
     custom_loss_function: Callable[..., Any] | None = setting(None, "your loss function", code_only=True)
     other_megatron_args: Mapping[str, Any] | None = setting(None, "further Megatron arguments, passed as they are")
 
-
-@settings
-class XLAConfig(Section):
-    """Options of TPUs through torch_xla."""
-
-    section_names = SectionNames(argument="xla")
-
-    fsdp_v2: bool = setting(False, "shard parameters and optimizer state over the devices (FSDPv2)", flag="xla_fsdp_v2")
-    downcast_bf16: bool = setting(False, "floats are bf16 and doubles fp32 on the TPU")
-    main_training_function: str = setting("main", "function of the script each TPU process starts")
-    tpu_name: str | None = setting(None, "name of the TPU")
-    tpu_zone: str | None = setting(None, "zone of the TPU")
-    tpu_use_cluster: bool = setting(False, "train on a pod over its TPU VMs", flags=("tpu_cluster",))
-    tpu_use_sudo: bool = setting(False, "run commands on the TPU VMs with sudo")
-    tpu_vm: tuple[str, ...] | None = setting(None, "names of the TPU VMs", flags=("vm",))
-    tpu_env: tuple[str, ...] | None = setting(None, "variables set on the TPU VMs, NAME=VALUE", flags=("env",))
-    command_file: str | None = setting(None, "file of commands run on each TPU VM first", flag="tpu_command_file")
-    commands: tuple[str, ...] | None = setting(
-        None, "commands run on each TPU VM first, one on each line", flag="tpu_commands", lines=True
-    )
+    def mesh_degrees(self) -> Mapping[str, int]:
+        return {"pp": self.pp_degree, "cp": self.context_parallel_size, "tp": self.tp_degree}
