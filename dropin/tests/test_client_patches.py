@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -222,3 +223,48 @@ def test_a_replaced_prepare_data_loader_sees_the_mesh(monkeypatch: pytest.Monkey
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
     accelerator.prepare(objects()[2])
     assert meshes == ["the mesh"]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("accelerate.accelerator", "convert_model_to_fp8_ao"),  # axolotl
+        ("accelerate.big_modeling", "attach_align_device_hook_on_blocks"),  # ms-swift
+        ("accelerate.utils.fsdp_utils", "fsdp2_load_full_state_dict"),  # simpletuner
+        ("accelerate.utils.transformer_engine", "convert_model"),  # optimum-habana
+    ],
+)
+def test_what_is_replaced_in_vain_is_named(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match=rf"{module}\.{name} was replaced, but"):
+        monkeypatch.setattr(importlib.import_module(module), name, lambda *args, **kwargs: None)
+
+
+def test_what_acts_is_replaced_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (
+        ("accelerate.accelerator", "fsdp2_prepare_model"),
+        ("accelerate.data_loader", "prepare_data_loader"),
+    ):
+        monkeypatch.setattr(importlib.import_module(module), name, lambda *args, **kwargs: None)
+
+
+def test_models_that_a_client_has_sharded_over_a_mesh_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shipped = Accelerator.prepare_model
+
+    def pass_through(self: Any, model: Any, **_: Any) -> Any:
+        return shipped(self, model, device_placement=False, evaluation_mode=True)
+
+    monkeypatch.setattr(Accelerator, "prepare_model", pass_through)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    given = objects()
+    fully_shard(given[0], mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(given[0].parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(given[0], optimizer, given[2])
+    assert model is given[0]
+    for (batch,) in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from inspect import CO_OPTIMIZED
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Final
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, Final
 
-from accelerate._impl.surface.lazy import complete
+from accelerate._impl.surface.lazy import complete, imported_names
+from accelerate._impl.surface.messages import message
 
+# Any in this file: what modules hold.
+_CALLED_BY_ORIGINAL: Final = frozenset(
+    [
+        "attach_align_device_hook",
+        "attach_align_device_hook_on_blocks",
+        "convert_model",
+        "find_device",
+        "fsdp2_load_full_state_dict",
+        "get_parameters_from_modules",
+        "retie_parameters",
+        "send_to_device",
+    ]
+)
+"""Functions that a module of the original calls itself, and that are called nowhere here."""
 _ROOMS: Final[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 HOMES: Final = {f"accelerate._impl.{room}": face for face, rooms in _ROOMS.items() for room in rooms.split()}
 
@@ -31,6 +49,8 @@ class Face(ModuleType):
                 names[name] = value
             if value is original:
                 del replaced[name]
+            elif isinstance(original, FunctionType) and not self._calls(name, rooms):
+                warnings.warn(message("replaced_in_vain", self.__name__, name), stacklevel=2)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -39,7 +59,21 @@ class Face(ModuleType):
             names[name] = original
         super().__delattr__(name)
 
-    def _rooms(self, name: str) -> list[dict[str, object]]:
+    def _calls(self, name: str, rooms: list[dict[str, Any]]) -> bool:
+        """Return whether a function of the rooms looks the name up, as a module of the original does that imports it."""
+        is_imported = (
+            not imported_names().get(self.__name__, {}).get(name, "accelerate._impl").startswith("accelerate._impl")
+        )
+        if hasattr(self, "__path__") or not (is_imported or name in _CALLED_BY_ORIGINAL):
+            return True  # a module that only shows it
+        return any(name in _names_looked_up(names["__file__"]) for names in (*rooms, *self._behind()))
+
+    def _behind(self) -> list[dict[str, Any]]:
+        """Return the names of the rooms of which this face is the home."""
+        rooms = [room for room, face in HOMES.items() if face == self.__name__ and room in sys.modules]
+        return [vars(sys.modules[room]) for room in rooms]
+
+    def _rooms(self, name: str) -> list[dict[str, Any]]:
         """Return the names of the rooms behind this face, and of no other face, where `name` means the same as here."""
         shown = vars(self)
         inside = [vars(one) for one in shown.values() if isinstance(one, type)]
@@ -69,6 +103,19 @@ class Rooms(SourceFileLoader):
         else:
             complete(module)
             module.__class__ = Face
+
+
+@cache
+def _names_looked_up(file: str) -> frozenset[str]:
+    """Return the names, attributes and words that the functions of a file use."""
+    names: set[str] = set()
+    unread = [compile(Path(file).read_text(), file, "exec")]
+    while unread:
+        code = unread.pop()
+        unread += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        if code.co_flags & CO_OPTIMIZED:  # else a module or a class, which stores what it defines under these names
+            names.update(code.co_names, [constant for constant in code.co_consts if isinstance(constant, str)])
+    return frozenset(names)
 
 
 def _settle(room: ModuleType, face: str) -> None:

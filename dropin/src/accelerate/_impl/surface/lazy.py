@@ -70,7 +70,7 @@ def _defined(module: str) -> list[str]:
 
 
 @cache
-def _homes() -> dict[str, dict[str, str]]:
+def imported_names() -> dict[str, dict[str, str]]:
     """Return the module of each name, by face; a line is a face, a home and the names it has there, `-` and NAME=MODULE for modules."""
     found: dict[str, dict[str, str]] = {}
     for line in Path(__file__).with_name("elsewhere.txt").read_text().splitlines():
@@ -85,7 +85,7 @@ def complete(face: ModuleType) -> None:
     shown = vars(face)
     shown["__getattr__"] = _looked_up(face, shown.get("__getattr__"))
     own: Callable[[], list[str]] = shown.get("__dir__", lambda: list(shown))
-    shown["__dir__"] = lambda: sorted({*own(), *_homes().get(face.__name__, ())})
+    shown["__dir__"] = lambda: sorted({*own(), *imported_names().get(face.__name__, ())})
 
 
 def _looked_up(face: ModuleType, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
@@ -97,7 +97,7 @@ def _looked_up(face: ModuleType, own: Callable[[str], Any] | None) -> Callable[[
         except AttributeError:
             if name.startswith("__"):
                 raise
-        home = None if name.startswith("__") else _homes().get(face.__name__, {}).get(name)
+        home = None if name.startswith("__") else imported_names().get(face.__name__, {}).get(name)
         if home is None:
             raise AttributeError(f"module {face.__name__!r} has no attribute {name!r}")
         module, _, inner = home.partition(":")
