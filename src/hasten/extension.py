@@ -31,7 +31,15 @@ ENTRY_POINT_GROUP: Final = "hasten.extensions"
 """Entry-point group of packages that extend hasten; each entry point is an `Extension`."""
 
 Kind = Literal[
-    "strategies", "offload_modes", "launch_targets", "commands", "settings", "trackers", "run_parts", "public_names"
+    "strategies",
+    "offload_modes",
+    "step_wrappers",
+    "launch_targets",
+    "commands",
+    "settings",
+    "trackers",
+    "run_parts",
+    "public_names",
 ]
 Table = Mapping[str, str]
 """Names, each with the place of its object as "module:object"."""
@@ -40,6 +48,7 @@ _NOUNS: Final = MappingProxyType(
     {
         "strategies": "strategy",
         "offload_modes": "value of offload",
+        "step_wrappers": "method",
         "launch_targets": "launch target",
         "commands": "command",
         "settings": "settings class",
@@ -60,6 +69,8 @@ class Extension:
     strategies: Table = field(default_factory=dict)
     offload_modes: Table = field(default_factory=dict)
     """Values of the setting `offload`."""
+    step_wrappers: Table = field(default_factory=dict)
+    """Methods of the Accelerator that wrap a training step."""
     launch_targets: Table = field(default_factory=dict)
     commands: Table = field(default_factory=dict)
     settings: Table = field(default_factory=dict)

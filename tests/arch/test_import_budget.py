@@ -21,7 +21,6 @@ HEAVY: Final = ("torch", "numpy", "rich", "yaml", "questionary")
 SHARDING: Final = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")  # nearly a second of imports
 MOST_MODULES: Final = 125
 ON_FIRST_USE: Final = (
-    "hasten.accelerator.captured_step",
     "hasten.accelerator.retrying",
     "hasten.bigmodel",
     "hasten.checkpoint.store",

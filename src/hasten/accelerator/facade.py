@@ -56,6 +56,7 @@ from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader
 from hasten.data.skipping import skip_first_batches
 from hasten.errors import PrepareError
+from hasten.extension import load
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.ema import EMA, Decay
@@ -77,7 +78,6 @@ from hasten.trust.numbers.numbers import NumbersWatch, Rollback
 from hasten.version import __version__
 
 if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
-    from hasten.accelerator.captured_step import CapturedStep
     from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
@@ -680,7 +680,7 @@ class Accelerator:
             end()
         return loss
 
-    def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
+    def capture_step(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorate a training step (forward, `backward()`, `step()`, `zero_grad()`) to run as one CUDA graph where possible.
 
         With `performance="auto"` on one GPU, after a few plain calls, the step is captured for each set of input shapes and replayed.
@@ -690,10 +690,9 @@ class Accelerator:
         arguments.check_callable(fn, "capture_step(fn)")
         for note in self._clock.parts.capturing:
             note()
-        captured = import_module("hasten.accelerator.captured_step")  # on first use
-        why_not = self._preparer.performance.no_step_graph()
-        made: CapturedStep[P, R] = captured.CapturedStep(fn, self._prepared, self._clock, why_not)
-        return made
+        wrap = load("step_wrappers", "capture_step")
+        step: Callable[P, R] = wrap(fn, components(self))
+        return step
 
     def context_parallel(
         self,

@@ -22,7 +22,7 @@ from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim.clock import StepClock
 from hasten.optim.gradients import Unowned
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.optim.run_part import Objects, RunParts
+from hasten.optim.run_part import Objects
 from hasten.optim.scheduler import LoopLength, PreparedScheduler, explain_wrong_length, total_of
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments, PreparedObjects
@@ -75,13 +75,10 @@ def fuse(optimizer: Optimizer) -> None:
 class Performance:
     """Performance options of one Accelerator; nothing is enabled unless the settings request it."""
 
-    def __init__(self, config: Config, ctx: ProcessContext, precision: Precision, parts: RunParts) -> None:
-        self._config = config
-        self._parts = parts
+    def __init__(self, config: Config, ctx: ProcessContext) -> None:
         self._asked = config.performance
         self._active = chooses_speed(config.performance)
         self._ctx = ctx
-        self._precision = precision
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """Switch an optimizer to its fused implementation where torch has one."""
@@ -99,35 +96,6 @@ class Performance:
                 "performance={'fused': False} turns it off",
                 name,
             )
-
-    def no_step_graph(self) -> str:
-        """Return the reason why capture_step() does not capture steps in this run; empty if it may capture them."""
-        config = self._config
-        if not self._active:
-            return "performance is off; Accelerator(performance='auto') captures it"
-        if not self._asked.step_graph:
-            return "performance.step_graph is off"
-        if self._ctx.device.type != "cuda":
-            return f"CUDA graphs need a CUDA device, this process trains on {self._place}"
-        if self._ctx.world.size > 1:
-            return f"{self._ctx.world.size} processes exchange gradients inside the step; only one process is captured"
-        if self._precision.scaler is not None:
-            return "mixed_precision='fp16' decides on the host whether an update is applied; 'bf16' can be captured"
-        if config.trust.numbers not in ("off", "report"):
-            return f"trust.numbers={config.trust.numbers} looks at gradients on the host before each update"
-        if config.offload is not None:
-            return (
-                f"offload={config.offload!r} copies training state between updates, in an order that the host decides"
-            )
-        if self._parts.gradients:
-            return f"{self._parts.names('gradients')} uses gradients on the host before each update"
-        if config.gradient_accumulation.num_steps > 1:
-            return "gradients are accumulated over micro-steps, which the host counts"
-        if config.dynamo.makes_cuda_graphs:
-            return (
-                f"dynamo backend {config.dynamo.backend!r} in mode {config.dynamo.mode!r} makes CUDA graphs of its own"
-            )
-        return ""
 
     @property
     def _place(self) -> str:
@@ -164,13 +132,13 @@ class Preparer:
         """Lengths of schedules that are right: results of `num_updates`, and the length of a Trainer's training."""
         self.on_call: Callable[[nn.Module], None] | None = None
         """Called with each prepared model, to add hooks to its calls."""
-        self.performance = Performance(config, ctx, precision, clock.parts)
+        self.performance = Performance(config, ctx)
         self._rng_types = checked_rng_types(config.rng_types, ctx.device) if config.rng_types else frozenset[str]()
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Use other settings for later calls of `prepare()`."""
         self._config, self._strategy = config, strategy
-        self.performance = Performance(config, self._ctx, self._precision, self._clock.parts)
+        self.performance = Performance(config, self._ctx)
 
     def prepare(self, objects: Objects, placement: Sequence[bool] | None = None, train: bool = True) -> Objects:
         """Return the prepared objects, in call order. Ranks: every rank, with the same kinds in the same order."""

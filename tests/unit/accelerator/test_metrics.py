@@ -12,19 +12,15 @@ import threading
 import time
 import urllib.request
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
-from hasten.accelerator import captured_step
-from hasten.accelerator.captured_step import CapturedStep
 from hasten.accelerator.operations import SampledScalars, metrics_of
 from hasten.cli.main import main
 from hasten.config.resolve import resolve
@@ -227,56 +223,6 @@ def test_only_single_numbers_are_taken() -> None:
     value = torch.tensor(4.0, requires_grad=True)
     seen.see("loss", value * 1)
     assert seen.known["loss"] == 4.0
-
-
-class HostGraph:
-    """A graph on the host: the capture runs the step once, a replay only overwrites the tensors of the capture."""
-
-    def __init__(self, function: Callable[..., Any], inputs: Any, *_: object) -> None:
-        self.stale = False
-        self._static = function(*inputs)
-
-    def replay(self, inputs: Any) -> Any:
-        """Write the values of other inputs, as the kernels of a graph do."""
-        ((x,), _) = inputs
-        for tensor, value in zip(self._static, (x.sum(), x.max()), strict=True):
-            tensor.data.copy_(value)
-        return tuple(tensor.detach().clone() for tensor in self._static)
-
-
-def test_steps_that_run_as_a_graph_have_their_loss_and_norm_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_step, "StepGraph", HostGraph)
-    accelerator = Accelerator(cpu=True, trust="off", metrics={"port": 0})
-    model, optimizer, _ = prepared(accelerator)
-    metrics = metrics_of(accelerator)
-    assert metrics is not None
-    sampled = metrics.sampled
-
-    def step(x: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = x.sum() + sum((p * 0).sum() for p in model.parameters())
-        accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss, norm
-
-    graph = CapturedStep(step, accelerator._prepared, accelerator._clock, "")
-    graph._stream = object()  # type: ignore[assignment]  # no stream on the host
-    x = torch.ones(2)
-    graph._seen[graph._key(((x,), {}))] = 3  # the plain calls before a capture
-    sampled.see("loss", 7.0)
-    graph(x)  # captures and replays
-    assert sampled.known["loss"] == 7.0, "not due yet"
-    sampled.request()
-    graph(torch.tensor([2.0, 3.0]))
-    assert sampled.known == {"loss": 5.0, "grad_norm": 3.0}
-    graph(torch.tensor([4.0, 5.0]))
-    assert sampled.known == {"loss": 5.0, "grad_norm": 3.0}, "at most once a second"
-    metrics.read()
-    graph(torch.tensor([6.0, 7.0]))
-    assert sampled.known == {"loss": 13.0, "grad_norm": 7.0}
-    assert optimizer.num_updates == 4
-    accelerator.end_training()
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from hasten.accelerator.facade import Accelerator
 from hasten.config.base import given
 from hasten.config.resolve import resolve
 from hasten.config.sections.loop import PerformanceSettings
-from hasten.errors import ArgumentError, ConfigError
+from hasten.errors import ConfigError
 from hasten.strategies.choose import chooses_speed
 
 
@@ -45,7 +45,7 @@ def test_a_wrong_name_or_word_is_refused_with_the_nearest() -> None:
         Accelerator(performance="atuo", cpu=True)
 
 
-def train(performance: Any, captured: bool) -> list[float]:
+def train(performance: Any) -> list[float]:
     torch.manual_seed(0)
     accelerator = Accelerator(performance=performance, cpu=True)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -58,41 +58,22 @@ def train(performance: Any, captured: bool) -> list[float]:
         optimizer.zero_grad()
         return loss
 
-    run = accelerator.capture_step(step) if captured else step
     losses = []
     for number in range(8):
         made = torch.Generator().manual_seed(number)
-        losses.append(run(torch.randn(4, 8, generator=made), torch.randint(4, (4,), generator=made)).item())
+        losses.append(step(torch.randn(4, 8, generator=made), torch.randint(4, (4,), generator=made)).item())
     return losses
 
 
 def test_losses_are_the_same_with_and_without_it() -> None:
-    plain = train("off", False)
-    assert train("auto", False) == plain  # nothing acts on a CPU in so few steps
-    assert train("auto", True) == plain
-    assert train("off", True) == plain
+    assert train("auto") == train("off")  # nothing acts on a CPU in so few steps
 
 
 def test_on_a_cpu_every_choice_says_why_it_is_not_made(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hasten"):
-        train("auto", True)
+        train("auto")
     said = [record.getMessage() for record in caplog.records]
     assert len([text for text in said if "AdamW stays as it is" in text and "cpu" in text]) == 1
-    assert len([text for text in said if "step() runs as it is" in text and "CUDA device" in text]) == 1
-
-
-def test_a_captured_step_keeps_its_name_and_returns_no_gradients() -> None:
-    accelerator = Accelerator(performance="auto", cpu=True)
-
-    @accelerator.capture_step
-    def whole(x: Tensor) -> dict[str, Tensor]:
-        """What it does."""
-        return {"loss": x.sum()}
-
-    assert (whole.__name__, whole.__doc__) == ("whole", "What it does.")  # type: ignore[attr-defined]
-    assert not whole(torch.ones(2, requires_grad=True))["loss"].requires_grad
-    with pytest.raises(ArgumentError, match="capture_step"):
-        accelerator.capture_step(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten import trees
+from hasten.accelerator.components import Components
 from hasten.accelerator.preparing import fused_refusal, is_fused
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import RunPart, RunParts
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.logs import get_logger
+from hasten.strategies.choose import chooses_speed
 from hasten.trees import Tree
 
 
@@ -341,3 +343,34 @@ def _detached(value: R) -> R:
     """Return the value with its tensors detached, so that the caller does not keep the autograd graph alive."""
     result: R = trees.map_tensors(Tensor.detach, value)
     return result
+
+
+def capture_step(function: Callable[P, R], run: Components) -> CapturedStep[P, R]:
+    """Return the training step of a run as one CUDA graph where possible; elsewhere the reason is logged."""
+    return CapturedStep(function, run.prepared, run.clock, _refusal(run))
+
+
+def _refusal(run: Components) -> str:
+    """Return the reason why steps are not captured in this run; empty if they may be captured."""
+    config, ctx, parts = run.accelerator.config, run.accelerator.ctx, run.clock.parts
+    if not chooses_speed(config.performance):
+        return "performance is off; Accelerator(performance='auto') captures it"
+    if not config.performance.step_graph:
+        return "performance.step_graph is off"
+    if ctx.device.type != "cuda":
+        return f"CUDA graphs need a CUDA device, this process trains on {ctx.device.type}"
+    if ctx.world.size > 1:
+        return f"{ctx.world.size} processes exchange gradients inside the step; only one process is captured"
+    if run.precision.scaler is not None:
+        return "mixed_precision='fp16' decides on the host whether an update is applied; 'bf16' can be captured"
+    if config.trust.numbers not in ("off", "report"):
+        return f"trust.numbers={config.trust.numbers} looks at gradients on the host before each update"
+    if config.offload is not None:
+        return f"offload={config.offload!r} copies training state between updates, in an order that the host decides"
+    if parts.gradients:
+        return f"{parts.names('gradients')} uses gradients on the host before each update"
+    if config.gradient_accumulation.num_steps > 1:
+        return "gradients are accumulated over micro-steps, which the host counts"
+    if config.dynamo.makes_cuda_graphs:
+        return f"dynamo backend {config.dynamo.backend!r} in mode {config.dynamo.mode!r} makes CUDA graphs of its own"
+    return ""
