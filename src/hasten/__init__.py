@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hasten import modules as modules
     from hasten import ray as ray
     from hasten import testing as testing
-    from hasten.accelerator.established import DistributedType as DistributedType
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.inference import map_dataset as map_dataset
     from hasten.accelerator.inference import prepare_pipeline as prepare_pipeline
@@ -72,7 +71,6 @@ if TYPE_CHECKING:
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
     {
-        "DistributedType": "hasten.accelerator.established",
         "Accelerator": "hasten.accelerator.facade",
         "map_dataset": "hasten.accelerator.inference",
         "prepare_pipeline": "hasten.accelerator.inference",

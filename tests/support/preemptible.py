@@ -21,7 +21,7 @@ def train(accelerator: Accelerator, samples: int = 240, pause_s: float = 0.0, sa
     data = DataLoader(TensorDataset(torch.arange(float(samples)).reshape(-1, 1)), batch_size=2, shuffle=True)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, data)
-    folder = Path(str(accelerator.project_dir))
+    folder = Path(str(accelerator.config.project.project_dir))
     if (folder / "checkpoints").exists():
         accelerator.load_state()
     with (folder / f"seen-{accelerator.process_index}").open("a") as seen:

@@ -88,7 +88,7 @@ def hasten_losses(
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(float(total))
-    everyone: list[list[float]] = accelerator.comm.all_gather_object(losses)
+    everyone: list[list[float]] = accelerator.ctx.world.all_gather_object(losses)
     for rank, mine in enumerate(everyone):
         assert mine == everyone[mesh.peers(rank, Axis.PP)[0]], "ranks of one pipeline return the same loss"
     mean: list[float] = torch.tensor(everyone).mean(0).tolist()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.accelerator.components import components
-from hasten.survive.build import replica_of
+from hasten.survive.build import replica_of, survival_report
 from tests.support.machines import enter
 from tests.survive.replica_program import Numbered, evaluated, model_of
 
@@ -135,8 +135,7 @@ class Program:
 
     def finish(self) -> None:
         """Write the result of this replica."""
-        report = self.accelerator.survival
-        assert report is not None
+        report = survival_report(self.accelerator)
         result = {
             "weights": [parameter.tolist() for parameter in self.model.parameters()],
             "ledger": self.replica.ledger.encoded(),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hasten import Accelerator
+from hasten import Accelerator, skip_first_batches
 from hasten.errors import HastenError
 
 
@@ -37,7 +37,7 @@ def main() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
     )
     found = {
-        "skip_first_batches": message(lambda: list(accelerator.skip_first_batches(loader, 1))),
+        "skip_first_batches": message(lambda: list(skip_first_batches(loader, 1))),
         "optimizers": message(lambda: next(iter(loader))),
     }
     Path(sys.argv[1]).write_text(json.dumps(found))

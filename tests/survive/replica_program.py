@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from hasten import PREEMPTED_EXIT_CODE, Accelerator
 from hasten.accelerator.components import components
-from hasten.survive.build import replica_of
+from hasten.survive.build import replica_of, survival_report
 from hasten.survive.ledger_plan import part
 from tests.survive.group_faults import Faults
 
@@ -130,8 +130,7 @@ def main() -> None:
                 (folder / f"left-{name}-{os.getpid()}.json").write_text(json.dumps([replica.ledger.step, place]))
                 sys.exit(PREEMPTED_EXIT_CODE)
     accelerator.end_training()
-    report = accelerator.survival
-    assert report is not None
+    report = survival_report(accelerator)
     result = {
         "weights": [whole(parameter).tolist() for parameter in model.parameters()],
         "lr": scheduler.get_last_lr(),

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, Typ
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
 from torch.utils.hooks import RemovableHandle
 
@@ -24,7 +23,6 @@ from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
 from hasten.accelerator import step as profile
 from hasten.accelerator.components import components
-from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.setup import (
@@ -54,7 +52,6 @@ from hasten.config.sections.loop import (
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader
-from hasten.data.skipping import skip_first_batches
 from hasten.errors import PrepareError
 from hasten.extension import load
 from hasten.optim import clip
@@ -63,7 +60,6 @@ from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.run_part import Objects, parts_of_every_run
-from hasten.optim.scheduler import PreparedScheduler
 from hasten.optim.window import divided
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
@@ -87,7 +83,6 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.state.run_state import LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
-    from hasten.survive.report import SurvivalReport
 
 log = get_logger(__name__)
 
@@ -267,12 +262,6 @@ class Accelerator:
         made: ContextParallel = context.ContextParallel(sizes, self.ctx, self._clock, lambda: self._prepared.models)
         return made
 
-    @property
-    def survival(self) -> SurvivalReport | None:
-        """Lost, returned and healed replicas of this run, as seen by this one; None without `survive`."""
-        reports = (getattr(part, "survival", None) for part in self._clock.parts.members)
-        return next((report for report in reports if report is not None), None)
-
     def _add_parts(self, parts: AcceleratorObjects) -> None:
         """Add the parts of this run, in the order of their events."""
         if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
@@ -310,8 +299,13 @@ class Accelerator:
 
     if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
 
-        def __getattr__(self, name: str) -> Any:  # Any: values of every kind
-            return established(self, name)
+        def __getattr__(self, name: str) -> Never:
+            raise AttributeError(
+                f"hasten's Accelerator has no attribute {name!r}. Settings are in accelerator.config; for a name of Hugging Face Accelerate, "
+                "docs/migration/accelerate.md has the replacement.",
+                name=name,
+                obj=self,
+            )
 
     # -- this process and the others -----------------------------------------------------------------------------
     @property
@@ -345,16 +339,6 @@ class Accelerator:
         return self.process.is_local_main_process
 
     @property
-    def is_last_process(self) -> bool:
-        """True if this is the last rank of the world."""
-        return self.process.is_last_process
-
-    @property
-    def use_distributed(self) -> bool:
-        """True if there is more than one process."""
-        return self.process.num_processes > 1
-
-    @property
     def strategy(self) -> str:
         """The name of the strategy that this run uses: none, ddp, fsdp, deepspeed, …"""
         return self._strategy.name
@@ -363,16 +347,6 @@ class Accelerator:
     def mixed_precision(self) -> str:
         """The precision of this run: no, bf16, fp16 or fp8."""
         return self._precision.spec
-
-    @property
-    def project_dir(self) -> str | None:
-        """The folder of this run."""
-        return self.config.project.project_dir
-
-    @property
-    def comm(self) -> Comm:
-        """The world's communicator."""
-        return self.ctx.world
 
     def wait_for_everyone(self) -> None:
         """Block until every process has reached this call. Ranks: every rank."""
@@ -387,29 +361,9 @@ class Accelerator:
         """Context manager that runs its block on the main process, then on the others; errors are raised on all ranks."""
         return self.process.main_process_first()
 
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Context manager that runs its block on each node's main process, then on the others; errors are raised on all ranks."""
-        return self.process.local_main_process_first()
-
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function to run on the main process only; it returns None elsewhere."""
         return self.process.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on each node's main process only; it returns None elsewhere."""
-        return self.process.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on the last process only; it returns None elsewhere."""
-        return self.process.on_last_process(function)
-
-    def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
-        """Decorate a function to run on one process only: `@accelerator.on_process(process_index=2)`."""
-        return self.process.on_process(function, process_index)
-
-    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
-        """Decorate a function to run on one process of each node."""
-        return self.process.on_local_process(function, local_process_index)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Context manager that yields this process's share of a list, tuple, dict of those, tensor or dataset."""
@@ -475,21 +429,6 @@ class Accelerator:
         prepared: nn.Module = self._prepare((model,), placement, train=not evaluation_mode)[0]
         return prepared
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """Prepare the optimizer of a prepared model; it steps only when an accumulation window ends."""
-        if device_placement is False:
-            raise PrepareError(
-                "prepare_optimizer(device_placement=False) asks for optimizer state apart from its parameters, which torch does "
-                "not have; give device_placement=False to prepare_model, and the state follows."
-            )
-        prepared: PreparedOptimizer = self._prepare((optimizer,))[0]
-        return prepared
-
-    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
-        """Prepare the scheduler of a prepared optimizer; it advances once per optimizer update."""
-        prepared: PreparedScheduler = self._prepare((scheduler,))[0]
-        return prepared
-
     def prepare_data_loader(
         self,
         data_loader: Any,
@@ -510,12 +449,6 @@ class Accelerator:
             loader, device_placement, slice_fn_for_dispatch, already_sharded
         )
         return prepared
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
-        """Return a loader that skips the first `num_batches` batches of the current epoch."""
-        arguments.check_loader(dataloader, "skip_first_batches(dataloader)")
-        arguments.check_whole(num_batches, "skip_first_batches(num_batches)")
-        return skip_first_batches(dataloader, num_batches)
 
     def num_updates(self, loader: Loader, epochs: int = 1) -> int:
         """Return the number of optimizer updates in so many epochs of a prepared loader, which is the length of a schedule over them.
@@ -758,11 +691,6 @@ class Accelerator:
         return chosen
 
     @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler under fp16, else None."""
-        return self._precision.scaler
-
-    @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if any optimizer's latest step was skipped because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
@@ -830,13 +758,6 @@ class Accelerator:
         arguments.check_tensors(tensor, "broadcast(tensor)")
         arguments.check_whole(from_process, "broadcast(from_process)", least=0)
         return ops.broadcast(tensor, self._over(axes), from_process)
-
-    def scatter(self, parts: Sequence[Tree] | None, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
-        """Scatter a list from one process: each process gets its item. The other processes pass None."""
-        arguments.check_whole(from_process, "scatter(from_process)", least=0)
-        if parts is not None:
-            arguments.check_iterable(parts, "scatter(parts)", "it needs a list with an item for each process, or None")
-        return ops.scatter(parts, self._over(axes), from_process)
 
     def pad_across_processes(
         self,

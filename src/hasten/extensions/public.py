@@ -12,3 +12,4 @@ from hasten.extensions.trainer.callbacks import EarlyStoppingCallback as EarlySt
 from hasten.extensions.trainer.callbacks import TrainerCallback as TrainerCallback  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.trainer import Trainer as Trainer  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.xla.settings import XLAConfig as XLAConfig  # type: ignore[import-not-found, unused-ignore]
+from hasten.survive.build import survival_report as survival_report  # type: ignore[import-not-found, unused-ignore]

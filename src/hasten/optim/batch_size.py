@@ -11,8 +11,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 
-from hasten.comm.base import Comm
 from hasten.errors import ConfigError, StepError
+from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.logs import get_logger
 
@@ -36,7 +36,7 @@ class Accumulates(Protocol):
     gradient_accumulation_steps: int
 
     @property
-    def comm(self) -> Comm: ...
+    def ctx(self) -> ProcessContext: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _attempt(
         fits = False
     else:
         fits = True
-    comm = search.accelerator.comm if search.accelerator is not None else None
+    comm = search.accelerator.ctx.world if search.accelerator is not None else None
     if comm is None or comm.size == 1:
         if error is not None:
             raise error

@@ -100,16 +100,16 @@ def replica_of(parts: RunParts) -> Replica:
     return next(part.replica for part in parts.members if isinstance(part, Survive))
 
 
+def survival_report(accelerator: Any) -> SurvivalReport:  # Any: an Accelerator, in an upper layer
+    """Return the lost, returned and healed replicas of a run of replicas, as seen by this one."""
+    return replica_of(accelerator._clock.parts).report
+
+
 class Survive(RunPart):
     """The replica of this rank in a run that continues when others are lost."""
 
     replica: Replica
     """Set when the Accelerator is built."""
-
-    @property
-    def survival(self) -> SurvivalReport:
-        """Lost, returned and healed replicas, as seen by this one."""
-        return self.replica.report
 
     def built(self, run: Any) -> None:  # Any: the components of the Accelerator, in an upper layer
         """Make this replica known to the lighthouse. Ranks: every rank. Raises: ConfigError for settings and worlds without support."""

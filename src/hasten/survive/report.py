@@ -40,6 +40,7 @@ class SurvivalReport:
             "replicas": self.num_present,
             "replicas_lost": len(self.lost),
             "replicas_joined": len(self.joined),
+            "replica_healed": len(self.healed),
             "samples_returned": self.num_returned,
             "replicas_waiting_s": self.waiting_s,
         }

@@ -110,7 +110,7 @@ def test_optimizer_of_an_unprepared_model_is_named() -> None:
     with pytest.raises(PrepareError, match=r"not prepared: group 0, parameter 0, shape \(4, 4\)"):
         accelerator.prepare(SGD(Net().parameters(), lr=0.1))
     model = accelerator.prepare(Net())
-    later = accelerator.prepare_optimizer(SGD(accelerator.unwrap_model(model).parameters(), lr=0.1))
+    later = accelerator.prepare(SGD(accelerator.unwrap_model(model).parameters(), lr=0.1))
     assert isinstance(later, PreparedOptimizer)
 
 
@@ -307,9 +307,8 @@ def test_compiled_and_recomputed_models_give_the_same_gradients(ctx: ProcessCont
 def test_collectives_on_the_accelerator(ctx: ProcessContext) -> None:
     accelerator = Accelerator(mixed_precision="bf16")
     me, world = ctx.rank, ctx.world.size
-    assert (accelerator.mixed_precision, accelerator.project_dir) == ("bf16", None)
+    assert accelerator.mixed_precision == "bf16"
     assert accelerator.gather_ragged(torch.full((me + 1,), me)).shape == (sum(range(1, world + 1)),)
-    assert accelerator.scatter([f"part {r}" for r in range(world)] if me == 0 else None) == f"part {me}"
     assert accelerator.gather_object([me]) == list(range(world))
     assert accelerator.broadcast_object_list([me, "x"]) == [0, "x"]
     assert accelerator.broadcast(torch.tensor([me]), axes=tuple(Axis)).tolist() == [0]

@@ -21,7 +21,7 @@ from hasten import (
     TrackingConfig,
 )
 from hasten.cli.main import main
-from hasten.errors import ConfigError, MissingPackageError, PrepareError
+from hasten.errors import ConfigError, MissingPackageError
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -85,15 +85,6 @@ def test_automatic_naming_acts(ctx: ProcessContext, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no place for the checkpoint"):
         made(automatic_checkpoint_naming=False).save_state()
     assert made(automatic_checkpoint_naming=False).save_state(f"{tmp_path}/x").endswith("x")
-
-
-@ranks(1)
-def test_placement_of_an_optimizer_apart_from_its_model_is_refused(ctx: ProcessContext) -> None:
-    accelerator = Accelerator(context=ctx)
-    model = accelerator.prepare(torch.nn.Linear(1, 1))
-    with pytest.raises(PrepareError, match="device_placement=False to prepare_model"):
-        accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1), device_placement=False)
-    accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1), device_placement=True)
 
 
 @ranks(1)

@@ -14,7 +14,7 @@ from hasten import PREEMPTED_EXIT_CODE, Accelerator
 
 def train(accelerator: Accelerator, pause: float = 0.0) -> None:
     """Train one epoch; every rank writes down its batches, losses and, at the end, the weights."""
-    folder = Path(accelerator.project_dir or ".")
+    folder = Path(accelerator.config.project.project_dir or ".")
     torch.manual_seed(4)
     model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     data = DataLoader(TensorDataset(torch.arange(400.0).reshape(-1, 1) / 200), batch_size=2, shuffle=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
 from hasten.errors import HastenWarning
 from hasten.runtime.context import ProcessContext
@@ -179,7 +180,7 @@ def test_half_precision_follows_the_float_curve(ctx: ProcessContext) -> None:
     curves: dict[str, list[float]] = {}
     for spec in ("no", "bf16", "fp16"):
         accelerator = Accelerator(context=ctx, mixed_precision=spec)
-        assert (accelerator.scaler is not None) == (spec == "fp16")
+        assert (components(accelerator).precision.scaler is not None) == (spec == "fp16")
         model = toy()
         model, optimizer = accelerator.prepare(model, adam(model))
         curves[spec] = []

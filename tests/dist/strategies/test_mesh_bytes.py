@@ -135,7 +135,7 @@ def counted(net: nn.Module, settings: dict[str, Any], batch: Tensor, run: Run = 
     with count_sent(accelerator.ctx) as counter:
         step()
     assert not counter.unknown, f"not counted: {counter.unknown}"
-    everyone: list[Kinds] = accelerator.comm.all_gather_object(counter.by_kind)
+    everyone: list[Kinds] = accelerator.ctx.world.all_gather_object(counter.by_kind)
     accelerator.end_training()
     kinds = {kind for sent in everyone for kind in sent}
     return {kind: sum(sent.get(kind, 0) for sent in everyone) / len(everyone) for kind in kinds}

@@ -296,11 +296,11 @@ def trains_in_a_thread() -> None:
 def slow_object() -> None:
     """An object that takes long to encode, sent from one line and received at another."""
     if main:
-        world: Any = accelerator.comm
+        world: Any = accelerator.ctx.world
         world.codec = Codec(encode_slowly, decode)
-        accelerator.comm.broadcast_object({})
+        accelerator.ctx.world.broadcast_object({})
     else:
-        accelerator.comm.broadcast_object(None)
+        accelerator.ctx.world.broadcast_object(None)
 
 
 def encode_slowly(value: object) -> bytes:

@@ -98,7 +98,7 @@ def load_on_main() -> None:
 
 def object_on_main() -> None:
     if main:
-        accelerator.comm.all_gather_object({"a": 1})  # at: object
+        accelerator.ctx.world.all_gather_object({"a": 1})  # at: object
     accelerator.wait_for_everyone()  # at: barrier after object
 
 

@@ -96,7 +96,7 @@ Spoil = Callable[[Run, int], None]
 
 def on_last_rank(act: Callable[[Run], None], at: int = BAD_AT) -> Spoil:
     def spoil(run: Run, step: int) -> None:
-        if step == at and run.accelerator.is_last_process:
+        if step == at and run.accelerator.process.is_last_process:
             with torch.no_grad():
                 act(run)
 
@@ -370,7 +370,7 @@ def two_models(spoils: bool) -> None:
         one.zero_grad()
         accelerator.backward(judge(fake).mean())
         one.step()
-        if spoils and step == 5 and accelerator.is_last_process:
+        if spoils and step == 5 and accelerator.process.is_last_process:
             judges.weight.data[0, 0] += 1
     accelerator.end_training()
 

@@ -22,7 +22,6 @@ CALLS: Final[dict[str, tuple[Call, tuple[type, ...]]]] = {
     "backward(loss)": (lambda a, v: a.backward(v), (torch.Tensor,)),
     "prepare(objects)": (lambda a, v: a.prepare(v), ()),
     "prepare_data_loader(data_loader)": (lambda a, v: a.prepare_data_loader(v), ()),
-    "skip_first_batches(dataloader)": (lambda a, v: a.skip_first_batches(v, 1), ()),
     "accumulate(models)": (lambda a, v: a.accumulate(v), ()),
     "no_sync(model)": (lambda a, v: a.no_sync(v), ()),
     "autocast(autocast_handler)": (lambda a, v: a.autocast(v), ()),

@@ -99,19 +99,17 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
     "negative from_process": (method("broadcast", ONE, from_process=-1), "at least 0"),
     "number as objects": (method("broadcast_object_list", 3), "needs a list"),
     "tuple as objects": (method("broadcast_object_list", (1,)), "needs a list"),
-    "number as parts": (method("scatter", 3), "item for each process"),
     "text dim": (method("pad_across_processes", ONE, dim="x"), "whole number"),
     "text pad_index": (method("pad_across_processes", ONE, pad_index="x"), "it needs a number"),
     "foreign loader": (method("gather_for_metrics", ONE, loader=3), "that prepare\\(\\) returned"),
     "foreign loader to follow": (method("accumulate", loader=3), "that prepare\\(\\) returned"),
-    "fraction to skip": (lambda g: g.a.skip_first_batches(g.loader, 1.5), "whole number"),
     "text sync_gradients": (lambda g: setattr(g.a, "sync_gradients", "x"), "True or False"),
     "text weight": (lambda g: g.a.backward(g.model(ONE).sum(), weight="x"), "is not a count"),
     "number as placement": (method("prepare", nn.Linear(1, 1), device_placement=3), "True or False"),
     "text as placement": (method("prepare", nn.Linear(1, 1), device_placement="x"), "True or False"),
     "text to join": (method("join_uneven_inputs", ["x"]), "prepared models"),
     "text even_batches": (method("join_uneven_inputs", [], even_batches="x"), "True or False"),
-    "text process": (lambda g: g.a.on_process(process_index="x")(print), "whole number"),
+    "text process": (lambda g: g.a.process.on_process(process_index="x")(print), "whole number"),
     "no function": (method("on_main_process", 3), "needs a function"),
     "number to split": (lambda g: g.a.split_between_processes(3).__enter__(), "with a length"),
     "number as values": (method("log", 3), "values need names"),
@@ -165,4 +163,4 @@ def test_what_makes_sense_is_still_taken(given: Prepared, tmp_path: Path) -> Non
     a.log({"loss": 1.0}, step=8.0)  # type: ignore[arg-type]
     assert a.gather([]) == []
     assert torch.equal(a.gather(ONE, axes=["tp"]), ONE)  # type: ignore[list-item]
-    assert Accelerator(cpu=True, project_dir=tmp_path).project_dir == str(tmp_path)  # type: ignore[arg-type]
+    assert Accelerator(cpu=True, project_dir=tmp_path).config.project.project_dir == str(tmp_path)  # type: ignore[arg-type]

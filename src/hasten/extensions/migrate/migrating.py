@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import hasten
 from hasten import bigmodel, data, extending, modules
-from hasten.accelerator.established import INSTEAD, VALUES
 from hasten.config.layers import nearest
+from hasten.extensions.migrate.attributes import INSTEAD
 
 OLD: Final = "accelerate"
 NEW: Final = "hasten"
@@ -41,7 +41,7 @@ NOTES: Final = MappingProxyType(
 """Methods whose behaviour differs from Accelerate's, with the difference."""
 _METHODS: Final = (
     *("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "prepare_data_loader"),
-    *("prepare_optimizer", "prepare_scheduler", "reduce", "save", "wait_for_everyone"),
+    *("reduce", "save", "wait_for_everyone"),
 )
 _TREES: Final = "prepared loaders move batches to the device; other tensors are moved by .to(accelerator.device)"
 FUNCTIONS: Final = MappingProxyType(
@@ -210,7 +210,6 @@ class _Script:
             if (
                 not hasattr(hasten.Accelerator, node.attr)
                 and node.attr not in hasten.Accelerator.__init__.__code__.co_names
-                and node.attr not in VALUES
             ):
                 instead = f"; {INSTEAD[node.attr]}" if node.attr in INSTEAD else ""
                 self._note(node, f"hasten's Accelerator has no {node.attr}{instead}")

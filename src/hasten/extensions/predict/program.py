@@ -59,23 +59,23 @@ def predict_file(accelerator: Accelerator, target: str, data: Path, output: Path
     After a failure, a new run reuses the finished batches; the output is written atomically.
     Raises: on every rank when a row, the target or the disk fails on one.
     """
-    with agree(accelerator.comm, f"reading {data} and loading {target}"):
+    with agree(accelerator.ctx.world, f"reading {data} and loading {target}"):
         rows = read_rows(data)
         predict = load(target, accelerator)
     parts = RowParts(output, len(rows), batch_size)
     differing = ""
-    with agree(accelerator.comm, f"preparing {parts.folder}"):
+    with agree(accelerator.ctx.world, f"preparing {parts.folder}"):
         if accelerator.is_main_process:
             differing = parts.begin(
                 {"target": target, "model": fingerprint(target), "data": digest(data), "batch_size": batch_size}
             )
     waiting: list[int] = accelerator.broadcast_object_list([parts.missing()])[0]
     kept = parts.count - len(waiting)
-    with agree(accelerator.comm, f"predicting {len(rows)} rows of {data}"), torch.inference_mode():
+    with agree(accelerator.ctx.world, f"predicting {len(rows)} rows of {data}"), torch.inference_mode():
         mine = waiting[accelerator.process_index :: accelerator.num_processes]
         for part in accelerator.progress(mine, desc="predict"):
             parts.finish(part, [result for batch in parts.batches(part) for result in one_batch(predict, rows, batch)])
-    with agree(accelerator.comm, f"writing {output}"):
+    with agree(accelerator.ctx.world, f"writing {output}"):
         if accelerator.is_main_process:
             parts.publish()
     processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"

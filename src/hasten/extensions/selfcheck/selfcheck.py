@@ -37,7 +37,7 @@ class CheckFailed(Exception):
 
 def ranks(accelerator: Accelerator) -> str:
     """Check that every rank is present exactly once."""
-    found = gather_object(accelerator.process_index, accelerator.comm)
+    found = gather_object(accelerator.process_index, accelerator.ctx.world)
     _expect(found == list(range(accelerator.num_processes)), f"the ranks are {found}")
     return f"{accelerator.num_processes} on {accelerator.device.type}"
 
@@ -87,11 +87,11 @@ def measured_links(accelerator: Accelerator) -> Links:
     """
     _expect(accelerator.num_processes > 1, "measuring links needs at least two processes; start two or more")
     topology = accelerator.ctx.topology
-    machines = gather_object(topology.node_rank, accelerator.comm)
+    machines = gather_object(topology.node_rank, accelerator.ctx.world)
     local_ranks = [rank for rank, machine in enumerate(machines) if machine == topology.node_rank]
     node = _all_reduce(accelerator, local_ranks)[0] if len(local_ranks) > 1 else None
     between = _all_reduce(accelerator, list(range(len(machines))))[0] if len(set(machines)) > 1 else None
-    everywhere = zip(*gather_object((node, between), accelerator.comm), strict=True)
+    everywhere = zip(*gather_object((node, between), accelerator.ctx.world), strict=True)
     slowest = [min(found) if all(found) else None for found in everywhere]
     return Links(
         device=_device_name(accelerator),
@@ -147,7 +147,7 @@ def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS
             message, passed = check(accelerator), True
         except Exception as error:  # every error is reported with its rank, and the next check still runs
             message, passed = f"{type(error).__name__}: {error}", False
-        outcomes = gather_object((passed, message), accelerator.comm)
+        outcomes = gather_object((passed, message), accelerator.ctx.world)
         good = good and all(ok for ok, _ in outcomes)
         if accelerator.is_main_process:
             sys.stdout.write("".join(f"{line}\n" for line in _lines(name, outcomes)))

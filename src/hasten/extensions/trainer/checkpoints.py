@@ -64,7 +64,7 @@ def _any_checkpoint(trainer: TrainerInterface) -> bool:
     Raises: CheckpointError for checkpoints that cannot be used.
     """
     found = [False]
-    with agreeing(trainer.accelerator.comm, "looking for a checkpoint"):
+    with agreeing(trainer.accelerator.ctx.world, "looking for a checkpoint"):
         if trainer.accelerator.is_main_process:
             found = [newest(open_store(_root(trainer))) is not None]
     return bool(trainer.accelerator.broadcast_object_list(found)[0])
@@ -112,11 +112,11 @@ def _save_model(trainer: TrainerInterface, folder: str) -> str:
         accelerator.save_model(model, folder)
     else:
         weights = accelerator.get_state_dict(model)
-        with agree(accelerator.comm, "save_model"):
+        with agree(accelerator.ctx.world, "save_model"):
             if accelerator.is_main_process:
                 check_no_weights(check_local(folder, "save_model(output_dir)"))
                 inner.save_pretrained(folder, state_dict=weights)
-    with agree(accelerator.comm, "save_model: tokenizer and arguments"):
+    with agree(accelerator.ctx.world, "save_model: tokenizer and arguments"):
         if accelerator.is_main_process:
             if hasattr(trainer.processing_class, "save_pretrained"):
                 trainer.processing_class.save_pretrained(folder)
@@ -139,7 +139,7 @@ def push_to_hub(
     folder = args.output_dir if blocking else _staging_folder(trainer)
     save_model(trainer, folder)
     made: FolderPush | None = None
-    with agreeing(trainer.accelerator.comm, "push_to_hub"):
+    with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
         if trainer.accelerator.is_main_process:
             publishing.write_card(Path(folder), _card(trainer, target.repo_id))
             made = FolderPush(
@@ -164,7 +164,7 @@ def _repository(trainer: TrainerInterface) -> HubRepository:
 def check_access(trainer: TrainerInterface) -> None:
     """Create the repository of the uploads, so that a token that is refused is found now. Ranks: every rank. Raises: HubError."""
     target = _repository(trainer)
-    with agreeing(trainer.accelerator.comm, "push_to_hub"):
+    with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
         if trainer.accelerator.is_main_process:
             hub.check_access(target)
 
@@ -181,7 +181,7 @@ def finish_upload(trainer: TrainerInterface) -> None:
 def _staging_folder(trainer: TrainerInterface) -> str:
     """Return a new folder for files that must not change while they are uploaded. Ranks: every rank."""
     found = [""]
-    with agreeing(trainer.accelerator.comm, "push_to_hub"):
+    with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
         if trainer.accelerator.is_main_process:
             found = [str(components(trainer.accelerator).publishing.staging_folder())]
     return str(trainer.accelerator.broadcast_object_list(found)[0])

@@ -45,7 +45,7 @@ class TrainingLoop:
         )
         self._began_s = time.perf_counter()
         self._began_at, self._began_at_epoch = trainer.state.global_step, trainer.state.epoch
-        self._by_replicas = trainer.accelerator.survival is not None and trainer.args.max_steps <= 0
+        self._by_replicas = trainer.has_replicas and trainer.args.max_steps <= 0
         """True if the training ends with the last epoch, whose number of updates depends on the replicas that are present."""
         epochs = trainer.args.num_train_epochs
         if self._by_replicas and epochs % 1:
@@ -96,14 +96,16 @@ class TrainingLoop:
     def _counted(self) -> bool:
         """Return True if a healed replica runs through an epoch that the run has completed and the state already counts."""
         trainer = self._trainer
-        return trainer.accelerator.survival is not None and trainer.state.epochs_done >= trainer.train_loader.epoch
+        return trainer.has_replicas and trainer.state.epochs_done >= trainer.train_loader.epoch
 
     def _was_healed(self) -> bool:
         """Return whether this replica has received the run's state from another since the last call, and continue from there."""
-        survival = self._trainer.accelerator.survival
-        if survival is None or len(survival.healed) == self._num_healed:
+        if not self._trainer.has_replicas:
             return False
-        self._num_healed = len(survival.healed)
+        num_healed = components(self._trainer.accelerator).clock.parts.read_numbers()["replica_healed"]
+        if num_healed == self._num_healed:
+            return False
+        self._num_healed = num_healed
         self._forget()
         self._trainer.callbacks.restore_states()
         return True
@@ -248,7 +250,7 @@ class TrainingLoop:
     def _evaluate(self) -> dict[str, float]:
         trainer = self._trainer
         metrics = trainer.evaluate()
-        if trainer.accelerator.survival is not None:
+        if trainer.has_replicas:
             trainer.callbacks.keep_states()  # replicas that are healed receive them
         if trainer.note_best(metrics) and trainer.args.save_strategy == "best":
             trainer.control.should_save = True

@@ -161,7 +161,9 @@ class Trainer:
 
     def _make_accelerator(self, **changes: Any) -> Accelerator:
         made = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
-        if made.survival is not None and self.args.load_best_model_at_end:
+        self.has_replicas = "replica" in components(made).clock.parts.read_status()
+        """True if replicas of this run may be lost while it continues."""
+        if self.has_replicas and self.args.load_best_model_at_end:
             raise ConfigError(
                 "load_best_model_at_end=True is not supported with replicas that may be lost, one of which saves for all; remove it, and load "
                 "the checkpoint of the best metric with load_model() after the run."

@@ -96,7 +96,7 @@ def hasten_losses(accelerator: Accelerator, steps: int, counts_tokens: bool) -> 
                 optimizer.zero_grad()
             total += (loss.detach().nan_to_num() * mine / real) / every
         losses.append(float(total))
-    whole = torch.stack(accelerator.comm.all_gather_object(torch.tensor(losses))).sum(0)
+    whole = torch.stack(accelerator.ctx.world.all_gather_object(torch.tensor(losses))).sum(0)
     return (whole / (readers * accelerator.num_processes // mesh.size(*LOSS))).tolist()
 
 

@@ -62,7 +62,7 @@ def train(net: nn.Module, batches: list[Tensor], accelerator: Accelerator | None
         losses.append(float(loss.detach()))
     if accelerator is None:
         return losses
-    return torch.stack(accelerator.comm.all_gather_object(torch.tensor(losses))).mean(0).tolist()
+    return torch.stack(accelerator.ctx.world.all_gather_object(torch.tensor(losses))).mean(0).tolist()
 
 
 @ranks(2)

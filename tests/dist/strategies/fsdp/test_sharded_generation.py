@@ -88,7 +88,7 @@ def test_sharded_models_generate_as_one_process_does(ctx: ProcessContext, name: 
         model.eval()
         trained = generate(model, inputs)
         plain_copy: Any = seeded(build)
-        plain_copy.load_state_dict(accelerator.comm.broadcast_object(accelerator.get_state_dict(model)))
+        plain_copy.load_state_dict(accelerator.ctx.world.broadcast_object(accelerator.get_state_dict(model)))
         plain_copy.eval()
         assert torch.equal(trained, generate(plain_copy, inputs)), "after an update"
         with average.swapped():

@@ -82,7 +82,7 @@ def test_lora_dropout_leaves_the_ranks_equal(ctx: ProcessContext) -> None:
     net, _ = train(with_lora(lambda: llama(2), target_modules="all-linear", lora_dropout=0.3), accelerator)
     for name, parameter in net.named_parameters():
         if not isinstance(parameter, DTensor):
-            there = accelerator.comm.all_gather_object(parameter.detach())
+            there = accelerator.ctx.world.all_gather_object(parameter.detach())
             assert torch.equal(there[0], there[1]), f"{name} differs between ranks"
 
 

@@ -193,7 +193,7 @@ def test_dropout_is_equal_where_ranks_hold_the_same_and_different_where_they_do_
     for _ in range(3):
         net(torch.ones(64, 4))
     inside, outside = (
-        accelerator.comm.all_gather_object(torch.stack(kept).to(torch.uint8)) for kept in (net.inside, net.outside)
+        accelerator.ctx.world.all_gather_object(torch.stack(kept).to(torch.uint8)) for kept in (net.inside, net.outside)
     )
     assert torch.equal(outside[0], outside[1])
     assert not torch.equal(inside[0], inside[1])

@@ -187,10 +187,10 @@ def test_dropout_of_divided_tokens_differs_between_ranks_and_is_equal_outside(ct
     accelerator = made_for(SEQUENCE, tp_plan={"*.up": "colwise", "*.down": "rowwise"})
     net = accelerator.prepare(Net())
     torch.manual_seed(0)
-    outside = [accelerator.comm.all_gather_object(net(torch.ones(2, 64, 4)).detach()) for _ in range(2)]
+    outside = [accelerator.ctx.world.all_gather_object(net(torch.ones(2, 64, 4)).detach()) for _ in range(2)]
     assert torch.equal(outside[0][0], outside[0][1])
     assert not torch.equal(outside[0][0], outside[1][0])
-    kept = accelerator.comm.all_gather_object(net.layers[0].kept[0].to(torch.uint8))
+    kept = accelerator.ctx.world.all_gather_object(net.layers[0].kept[0].to(torch.uint8))
     assert not torch.equal(kept[0], kept[1])
 
 
