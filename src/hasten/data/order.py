@@ -60,13 +60,14 @@ class SampleOrder(Protocol):
         ...
 
 
-class SequentialOrder:
-    """The order of the dataset."""
+class ComputedOrder:
+    """The order of the dataset, or a permutation that is a function of (seed, epoch); with random access."""
 
     as_torch = False
 
-    def __init__(self, source: Sized) -> None:
+    def __init__(self, source: Sized, shuffled: bool) -> None:
         self._source = source
+        self.shuffled = shuffled
 
     def size(self) -> int:
         return len(self._source)
@@ -75,33 +76,12 @@ class SequentialOrder:
         return at
 
     def seek(self, at: Position) -> Callable[[Indices], Indices]:
-        return lambda positions: positions
+        return Shuffle(self.size(), at.seed, at.epoch).at if self.shuffled else lambda positions: positions
 
     def draw(self, at: Position) -> Iterator[int]:
-        return iter(range(self.size()))
-
-
-class ShuffledOrder:
-    """A permutation that is a function of (seed, epoch), with random access."""
-
-    as_torch = False
-
-    def __init__(self, source: Sized) -> None:
-        self._source = source
-
-    def size(self) -> int:
-        return len(self._source)
-
-    def begin(self, at: Position) -> Position:
-        return at
-
-    def seek(self, at: Position) -> Callable[[Indices], Indices]:
-        return Shuffle(self.size(), at.seed, at.epoch).at
-
-    def draw(self, at: Position) -> Iterator[int]:
-        shuffle = Shuffle(self.size(), at.seed, at.epoch)
-        for first in range(0, shuffle.size, 4096):
-            yield from shuffle.at(np.arange(first, min(first + 4096, shuffle.size))).tolist()
+        index_at, size = self.seek(at), self.size()
+        for first in range(0, size, 4096):
+            yield from index_at(np.arange(first, min(first + 4096, size))).tolist()
 
 
 class SeededOrder:
@@ -423,11 +403,11 @@ def order_of(
     if isinstance(sampler, DistributedSampler):
         return DistributedOrder(sampler)
     if plainly(sampler, SequentialSampler):
-        return SequentialOrder(sampler)
+        return ComputedOrder(sampler, shuffled=False)
     if as_torch:
         return SharedOrder(sampler, comm, as_torch=True)
     if plainly(sampler, RandomSampler) and seekable and not sampler.replacement and sampler._num_samples is None:
-        return ShuffledOrder(sampler)
+        return ComputedOrder(sampler, shuffled=True)
     if any(plainly(sampler, kind) for kind in _SEEDED_ALIKE) and sampler.generator is None:
         return SeededOrder(sampler)
     return SharedOrder(sampler, comm)

@@ -16,11 +16,10 @@ from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.batch_plan import ALONE, DataRanks, Indices, LoaderPlan, cut, plan_batches, plan_rows, reading_of
 from hasten.data.foreign import plainly
 from hasten.data.order import (
+    ComputedOrder,
     DistributedOrder,
     PartOrder,
     SampleOrder,
-    SequentialOrder,
-    ShuffledOrder,
     check_distributed,
     empty_part,
     fit_of,
@@ -110,13 +109,9 @@ class Assignment:
 
     def reading(self) -> dict[str, Any] | None:
         """Return the settings that `plan.find` needs besides the position; None when batches cannot be computed."""
-        if (
-            self.form == "batches"
-            or self.split is not None
-            or not isinstance(self.order, SequentialOrder | ShuffledOrder)
-        ):
+        if self.form == "batches" or self.split is not None or not isinstance(self.order, ComputedOrder):
             return None
-        return reading_of(self.plan, isinstance(self.order, ShuffledOrder))
+        return reading_of(self.plan, self.order.shuffled)
 
     def rounds(self, at: Position) -> Iterator[list[IndexBatch | None]]:
         """Yield the batches of all ranks, step by step, for the rank that reads for all; None for ranks without one."""

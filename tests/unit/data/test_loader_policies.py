@@ -22,8 +22,9 @@ from torch.utils.data import (
 from hasten.comm.local import LocalComm
 from hasten.data.batch_plan import find, plan_rows
 from hasten.data.dispatch import BatchReader
-from hasten.data.loader import Loader, skip_first_batches
+from hasten.data.loader import Loader
 from hasten.data.position import Position
+from hasten.data.skipping import skip_first_batches
 from hasten.data.stream import StreamSource
 from hasten.data.stream_shard import Cutting
 from hasten.errors import DataError
