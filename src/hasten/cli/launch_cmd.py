@@ -77,7 +77,7 @@ def _manifest(given: argparse.Namespace, job: Any) -> str:  # Any: from a module
     """Return the manifest alone, as `kubectl apply -f -` reads it."""
     if not given.dry_run or job.launch_target is None or not job.launch_target.runs_in_image:
         raise ConfigError(
-            "-o yaml prints the manifest of a job on Kubernetes. Add --submit kubernetes --dry_run, or remove it."
+            "-o yaml prints the manifest of a job that is submitted with one. Add --submit NAME --dry_run, or remove it."
         )
     return "".join(planned.text for planned in job.plan.files)
 
@@ -108,7 +108,7 @@ def make_parser(program: str = "hasten") -> SettingsParser:
     )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
     parser.add_argument(
-        "-o", "--output", choices=("yaml",), help="with --submit kubernetes --dry_run: print the manifest alone"
+        "-o", "--output", choices=("yaml",), help="with --submit NAME --dry_run: print the job's manifest alone"
     )
     parser.add_argument(
         "--survive",

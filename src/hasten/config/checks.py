@@ -210,13 +210,9 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
         yield SettingValueError(f"{entry.place}: expected a number or min:max, such as 1:2.")
 
 
-def submission(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Check that kubectl is used for Kubernetes only, and that exit codes are numbers which a process can return."""
-    launch = config.launch
-    if launch.kubernetes.apply and launch.submit != "kubernetes":
-        apply, submit = at(config, entries, "launch.kubernetes.apply"), at(config, entries, "launch.submit")
-        yield contradiction(apply, submit, "only a manifest of Kubernetes is applied", "set submit: kubernetes")
-    codes = [*launch.exit_codes, *launch.exit_codes.values()]
+def exit_codes(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Check that exit codes are numbers which a process can return."""
+    codes = [*config.launch.exit_codes, *config.launch.exit_codes.values()]
     if not all(str(code).isdecimal() and 0 < int(code) < 256 for code in codes):
         entry = at(config, entries, "launch.exit_codes")
         yield SettingValueError(f"{entry.place}: exit codes are numbers from 1 to 255; write pairs such as 85=143.")
@@ -338,7 +334,7 @@ def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
 RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
     {
         "fp8": (precision,),
-        "launch": (processes, devices, nnodes_range, submission),
+        "launch": (processes, devices, nnodes_range, exit_codes),
         "parallelism": (mesh, strategy_and_mesh),
         "fsdp": (fsdp,),
         "dynamo": (compiling,),

@@ -10,20 +10,19 @@ from hasten.config.sections.launch import OWN_LAUNCHERS
 from hasten.errors import ConfigError
 from hasten.launch import replicas
 from hasten.launch.base import LaunchRequest, LaunchTarget
-from hasten.launch.cluster import kubernetes, mpi, ray, slurm
+from hasten.launch.cluster import mpi, ray, slurm
 
 CORE_TARGETS: Final = (
     replicas.TARGET,
     ray.TARGET,
     slurm.TARGET,
-    kubernetes.TARGET,
     mpi.TARGET,
 )
 
 
 def all_targets() -> list[LaunchTarget]:
     """Return the launch targets of the core and of extensions."""
-    return [*CORE_TARGETS, *(offer.load() for offer in extension.offers("launch_targets").values())]
+    return [*(offer.load() for offer in extension.offers("launch_targets").values()), *CORE_TARGETS]
 
 
 def choose_target(request: LaunchRequest) -> LaunchTarget | None:

@@ -52,5 +52,5 @@ def test_a_target_of_an_extension_plans_the_job(script: Path) -> None:
 def test_an_unknown_name_is_refused_with_the_nearest_one(script: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"{setting}='pbss'.* did you mean 'pbs'\?"):
         job(script, **{setting: "pbss"})
-    with pytest.raises(ConfigError, match=rf"{setting}='fax'.* installed are .*kubernetes.* pbs.* slurm"):
+    with pytest.raises(ConfigError, match=rf"{setting}='fax'.* installed are .*pbs.* slurm"):
         job(script, **{setting: "fax"})

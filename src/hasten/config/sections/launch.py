@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any, Final, Literal
 
 from hasten.config.base import Section, SectionNames, setting, settings, with_extensions
-from hasten.config.sections.kubernetes import KubernetesSettings
 
 Rendezvous = Literal["static", "c10d"]
 OWN_LAUNCHERS: Final = ("auto", "single", "torchrun", "slurm")
@@ -106,7 +105,7 @@ class LaunchConfig(Section):
         help="exit codes that the launcher replaces, such as 85=143 for schedulers that restart only codes above 127",
     )
     submit: str | None = setting(
-        None, "write and submit a job: slurm for a batch script, kubernetes for a manifest, or another launch target"
+        None, "write and submit a job: slurm for a batch script, or a launch target of an extension, such as kubernetes"
     )
     submit_options: Mapping[str, Any] = setting(
         factory=dict, help="options of the batch script, such as partition and time"
@@ -119,4 +118,3 @@ class LaunchConfig(Section):
     ray_resources: Mapping[str, Any] = setting(factory=dict, help="resources of each Ray worker, such as CPU=2,GPU=1")
     ray_storage: str | None = setting(None, "folder or URL of the Ray run's state and checkpoints, for all machines")
     ray_name: str | None = setting(None, "name of the run in Ray's storage; the same name continues the run")
-    kubernetes: KubernetesSettings = setting(factory=KubernetesSettings, help="Kubernetes", prefix="kubernetes_")

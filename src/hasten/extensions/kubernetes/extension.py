@@ -1,10 +1,16 @@
-"""Declaration of the extension: reports of progress to Kubeflow's TrainJob."""
+"""What the extension offers: a launch target with its settings, and reports of progress."""
+
+from __future__ import annotations
+
+from typing import Final
 
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="kubernetes",
-    summary="reports of progress to Kubeflow's TrainJob",
-    run_parts={"trainjob": "hasten.progress.trainjob:TrainJobPart"},
+    summary="Kubernetes: manifests of JobSet, TrainJob and PyTorchJob; progress of a TrainJob",
+    launch_targets={"kubernetes": "hasten.extensions.kubernetes.manifests:TARGET"},
+    settings={"launch.kubernetes": "hasten.extensions.kubernetes.settings:KubernetesSettings"},
+    run_parts={"trainjob": "hasten.extensions.kubernetes.trainjob:TrainJobPart"},
     run_part_settings={"trainjob": "$KUBEFLOW_TRAINER_SERVER_URL"},
 )

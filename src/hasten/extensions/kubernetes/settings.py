@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hasten.config.base import Section, setting, settings
+from hasten.config.base import Section, SectionNames, setting, settings
 
 KubernetesKind = Literal["jobset", "trainjob", "pytorchjob"]
 
@@ -11,6 +11,8 @@ KubernetesKind = Literal["jobset", "trainjob", "pytorchjob"]
 @settings
 class KubernetesSettings(Section):
     """The job that `--submit kubernetes` describes, and its pods."""
+
+    section_names = SectionNames(flag_group="Kubernetes")
 
     kind: KubernetesKind = setting(
         "jobset",

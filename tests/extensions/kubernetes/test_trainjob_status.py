@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator
+from hasten.extensions.kubernetes.trainjob import StatusEndpoint, TrainJobStatus
 from hasten.progress.meter import MeterReading
-from hasten.progress.trainjob import StatusEndpoint, TrainJobStatus
 
 THREAD: Final = "hasten-trainjob"
 

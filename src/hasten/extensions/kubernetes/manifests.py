@@ -8,9 +8,10 @@ from typing import Any, Final, assert_never
 
 import yaml
 
-from hasten.config.sections.kubernetes import KubernetesSettings
+from hasten.errors import ConfigError
+from hasten.extensions.kubernetes.pods import PodPlan, plan_pods, tag_text
+from hasten.extensions.kubernetes.settings import KubernetesSettings
 from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
-from hasten.launch.cluster.pods import PodPlan, plan_pods, tag_text
 from hasten.launch.failure import PREEMPTED, STALLED
 from hasten.launch.torchrun import supervision
 
@@ -52,9 +53,18 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     )
 
 
+def _is_chosen(request: LaunchRequest) -> bool:
+    is_chosen = request.config.launch.submit == "kubernetes"
+    if request.config.section(KubernetesSettings).apply and not is_chosen:
+        raise ConfigError(
+            "kubernetes.apply submits a manifest, and none is written without submit. Add --submit kubernetes, or remove it."
+        )
+    return is_chosen
+
+
 TARGET: Final = LaunchTarget(
     name="kubernetes",
-    is_chosen=lambda request: request.config.launch.submit == "kubernetes",
+    is_chosen=_is_chosen,
     plan=plan_submit,
     runs_in_image=True,
 )

@@ -14,11 +14,11 @@ from typing import Any, Final
 from hasten.config.handoff import unpack
 from hasten.config.masking import masked, masked_tree, masked_value
 from hasten.config.schema import BY_PATH
-from hasten.config.sections.kubernetes import KubernetesSettings
 from hasten.config.sections.launch import LaunchConfig
 from hasten.config.sections.loop import MetricsSettings
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError
+from hasten.extensions.kubernetes.settings import KubernetesSettings
 from hasten.launch import network
 from hasten.launch.base import LaunchRequest
 from hasten.launch.failure import PREEMPTED, STALLED
@@ -106,7 +106,7 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
 
     Raises: ConfigError for settings that Kubernetes would refuse, or that cannot be honoured there.
     """
-    config, launch, asked = request.config, request.config.launch, request.config.launch.kubernetes
+    config, launch, asked = request.config, request.config.launch, request.config.section(KubernetesSettings)
     _refuse_foreign(launch)
     low, high = split_range(launch.nnodes) if launch.nnodes else (launch.num_machines, launch.num_machines)
     if low != high and asked.kind != "pytorchjob":
@@ -365,7 +365,7 @@ def _check_variables(env: Mapping[str, Any]) -> None:
 
 def _command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
     """Return the command of a pod: `hasten launch` with the settings as flags, whatever their source was here."""
-    target, asked = request.target, request.config.launch.kubernetes
+    target, asked = request.target, request.config.section(KubernetesSettings)
     flags = [f"--processes_per_machine={processes}", *_flags(request.handoff)]
     if asked.kind == "pytorchjob":
         codes = [PREEMPTED, *([STALLED] if asked.on_stall == "restart" else [])]

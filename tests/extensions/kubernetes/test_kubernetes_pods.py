@@ -19,8 +19,8 @@ from hasten import Accelerator
 from hasten.cli.launch_cmd import make_parser
 from hasten.config import handoff
 from hasten.config.resolve import resolve
+from hasten.extensions.kubernetes.manifests import plan_submit
 from hasten.launch.base import Host, LaunchRequest, Target
-from hasten.launch.cluster.kubernetes import plan_submit
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
 from tests.support.machines import NamespaceMachine, Zygote, machines, warm_launcher, why_impossible
