@@ -35,14 +35,11 @@ from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
-from hasten.config.base import Section
 from hasten.config.root import Config
-from hasten.config.sections.launch import SurviveSettings
 from hasten.config.sections.loop import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
-    MetricsSettings,
     PerformanceSettings,
     ProfileKwargs,
     ProjectConfiguration,
@@ -118,31 +115,25 @@ class Accelerator:
         log_with: Name of a tracker, a tracker, or a list of both.
         parallelism_config: Sizes of the mesh axes, with the settings of tensor, context and pipeline parallelism.
         fsdp_plugin: Settings of fully sharded data parallelism; chooses the strategy fsdp.
-        deepspeed_plugin: Settings of DeepSpeed; chooses the strategy deepspeed.
-        megatron_lm_plugin: Settings of Megatron-LM; chooses the strategy megatron.
-        xla: Settings of torch_xla.
         dataloader_config: Splitting, shuffling, moving and resuming of loaders.
         gradient_accumulation_plugin: All settings of gradient accumulation.
         dynamo_plugin: Settings of torch.compile.
         project_config: Folders of the run, and the checkpoints to keep.
         performance: Optimizations that change results by rounding at most; "auto" or "off" for all of them.
-        survive: Replicas that may be lost while the run continues; `hasten launch --replicas` sets it.
         trust: Checks for stalls, diverging ranks and bad losses; "off" or "report" for all of them.
         tracking: Settings of trackers that `log_with` does not hold.
-        metrics: Metrics for operations: a port for Prometheus.
         kwargs_handlers: Settings classes of torch's own options: AutocastKwargs, GradScalerKwargs, DistributedDataParallelKwargs,
             InitProcessGroupKwargs, ProfileKwargs, FP8Config, AORecipeKwargs, TERecipeKwargs.
         master_weights: Dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own).
         recompute: Class names of blocks whose activations are recomputed in backward.
-        offload: Training state in host memory, streamed to the device for its use: optimizer, parameters or all.
-        checkpoint_in_memory: Updates between two copies of the run's state in the memory of its machines.
         step_scheduler_with_optimizer: Schedulers step only with an applied update.
         split_batches: The loader's batch size is the global one, split over processes.
         dynamo_backend: Backend of torch.compile; `dynamo_plugin` has the other settings.
         rng_types: Random generators synchronised over all processes at the start of each epoch.
         debug: Show hasten's logs, the start-up banner and whole tracebacks.
         context: An existing process context, instead of the launcher's variables.
-        unknown: Any other name, which raises UnknownSettingError with the nearest or the new spelling.
+        extension_settings: Settings of extensions, by the names that they document: `deepspeed_plugin`, `survive`, `metrics`, `offload` and
+            others. A name of none of them raises UnknownSettingError with the nearest or the new spelling.
     """
 
     def __init__(
@@ -157,35 +148,30 @@ class Accelerator:
         log_with: Any = None,  # Any: a name, a tracker, or a list of them
         parallelism_config: ParallelismConfig | Fields | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | Fields | None = None,
-        deepspeed_plugin: Section | Fields | None = None,
-        megatron_lm_plugin: Section | Fields | None = None,
-        xla: Section | Fields | None = None,
         dataloader_config: DataLoaderConfiguration | Fields | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | Fields | None = None,
         dynamo_plugin: TorchDynamoPlugin | Fields | None = None,
         project_config: ProjectConfiguration | Fields | None = None,
         performance: PerformanceSettings | Fields | str | None = None,
-        survive: SurviveSettings | Fields | None = None,
         trust: TrustSettings | Fields | str | None = None,
         tracking: TrackingConfig | Fields | None = None,
-        metrics: MetricsSettings | Fields | None = None,
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
         master_weights: str | None = None,
         recompute: Sequence[str] | None = None,
-        offload: str | None = None,
-        checkpoint_in_memory: int | None = None,
         step_scheduler_with_optimizer: bool | None = None,
         split_batches: bool | None = None,
         dynamo_backend: str | None = None,
         rng_types: Sequence[str] | None = None,
         debug: bool | None = None,
         context: ProcessContext | None = None,
-        **unknown: Never,
+        **extension_settings: Any,  # Any: sections, mappings, names and numbers
     ) -> None:
-        arguments_given = {
-            name: value for name, value in locals().items() if name not in ("self", "context", "unknown")
+        given = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "context", "extension_settings") and value is not None
         }
-        parts: AcceleratorObjects = build(arguments_given | unknown, context)
+        parts: AcceleratorObjects = build(given | extension_settings, context)
         self.config: Config = parts.config
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
