@@ -42,15 +42,15 @@ def test_a_stand_in_without_a_spec_is_no_package(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("module", "room", "distribution", "versions"),
     [
-        ("deepspeed", "engines.deepspeed.engine", "deepspeed", ">=0.19,<0.20"),
-        ("megatron", "engines.megatron.package", "megatron-core", ">=0.16,<0.17"),
+        ("deepspeed", "deepspeed.engine", "deepspeed", ">=0.19,<0.20"),
+        ("megatron", "megatron.package", "megatron-core", ">=0.16,<0.17"),
     ],
 )
 def test_a_missing_or_other_engine_is_one_sentence_with_the_command(
     monkeypatch: pytest.MonkeyPatch, module: str, room: str, distribution: str, versions: str
 ) -> None:
     """What the engines ask for, where the package is absent, too old and too new."""
-    engine = importlib.import_module(f"hasten.strategies.{room}")
+    engine = importlib.import_module(f"hasten.extensions.{room}")
     assert versions == engine.VERSIONS
     getattr(
         engine.package, "cache_clear", lambda: None

@@ -58,12 +58,14 @@ def causal_attention(
         ):
             length = queries.shape[-2]
             num_keys = (chunk + 1) * length
+            with torch._C._DisableTorchDispatch():  # torch cannot create the mask while a mode counts operations
+                mask = causal_lower_right(length, num_keys)
             outputs.append(
                 attend(
                     queries,
                     keys[..., :num_keys, :],
                     values[..., :num_keys, :],
-                    causal_lower_right(length, num_keys),
+                    mask,
                     dropout_p,
                     scale=scale,
                     enable_gqa=query.shape[-3] != key.shape[-3],
