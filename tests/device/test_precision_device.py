@@ -9,7 +9,7 @@ from torch import nn
 from hasten.accelerator.facade import Accelerator
 from hasten.config.sections.loop import FP8Config
 from hasten.optional import available
-from hasten.precision.build import build, supported
+from hasten.precision.build import build_precision, supported_half_precisions
 
 pytestmark = pytest.mark.device
 
@@ -84,7 +84,7 @@ def test_weights_stay_on_the_device_and_equal_the_big_batch() -> None:
 
 def test_the_replaced_forward_compiles_as_one_graph() -> None:
     model = toy().to(device())
-    build("bf16", device()).convert(model)
+    build_precision("bf16", device()).convert(model)
     compiled = torch.compile(model, fullgraph=True)
     x, _ = batch(0)
     out = compiled(x)
@@ -95,7 +95,7 @@ def test_the_replaced_forward_compiles_as_one_graph() -> None:
 @pytest.mark.skipif(not available("torchao"), reason="torchao is not installed")
 @pytest.mark.filterwarnings("ignore")
 def test_fp8_trains() -> None:
-    precision = build("fp8", device(), fp8=FP8Config(backend="ao"))
+    precision = build_precision("fp8", device(), fp8=FP8Config(backend="ao"))
     model = toy().to(device())
     precision.convert(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -111,4 +111,4 @@ def test_fp8_trains() -> None:
 
 
 def test_the_device_says_what_it_can() -> None:
-    assert set(supported(device())) <= {"bf16", "fp16"}
+    assert set(supported_half_precisions(device())) <= {"bf16", "fp16"}

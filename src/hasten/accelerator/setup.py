@@ -39,7 +39,7 @@ from hasten.optim.loss_weights import LossWeights
 from hasten.optim.run_part import RunPart, parts_of_every_run
 from hasten.optim.window import Holder
 from hasten.precision.base import Precision
-from hasten.precision.build import build as build_precision
+from hasten.precision.build import build_precision as build_precision
 from hasten.prepare_args import PreparedObjects
 from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env

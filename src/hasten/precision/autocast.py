@@ -16,7 +16,7 @@ from hasten.precision.base import StepResult
 from hasten.precision.scaler import LossScaler
 from hasten.trees import to_fp32
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class AutocastForward(forwarding.Forward):
@@ -33,22 +33,22 @@ class AutocastForward(forwarding.Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         if torch.compiler.is_compiling():
             with torch.autocast(self.device_type, self.dtype, cache_enabled=self.cache):
-                out = self.inner(*args, **kwargs)
+                outputs = self.inner(*args, **kwargs)
         else:
-            out = self._call_eagerly(args, kwargs)
+            outputs = self._call_eagerly(args, kwargs)
         if self.keep_outputs:
-            return out
-        if type(out) is Tensor:  # the common case, on the hot path
-            return out.float() if out.dtype in _HALF else out
-        return to_fp32(out)
+            return outputs
+        if type(outputs) is Tensor:  # the common case, on the hot path
+            return outputs.float() if outputs.dtype in _HALF_DTYPES else outputs
+        return to_fp32(outputs)
 
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward with autocast set directly: a third of the context manager's cost, safe with nesting and threads."""
-        kind = self.device_type
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_enabled(kind, True)
-        torch.set_autocast_dtype(kind, self.dtype)
+        device_type = self.device_type
+        was_enabled, previous_dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        cached_before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, self.dtype)
         torch.autocast_increment_nesting()
         if self.cache is not None:
             torch.set_autocast_cache_enabled(self.cache)
@@ -57,9 +57,9 @@ class AutocastForward(forwarding.Forward):
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-            torch.set_autocast_cache_enabled(cached)
+            torch.set_autocast_enabled(device_type, was_enabled)
+            torch.set_autocast_dtype(device_type, previous_dtype)
+            torch.set_autocast_cache_enabled(cached_before)
 
 
 class AutocastPrecision:
@@ -89,8 +89,10 @@ class AutocastPrecision:
         if self.scaler is not None and not self.takes_half_weights:
             refuse_half_weights(model)
         if self._kwargs.enabled and forwarding.find(model, AutocastForward.tag) is None:
-            keep = self._kwargs.output_dtype == "keep"
-            forwarding.replace(model, AutocastForward(self._device_type, self.dtype, self._kwargs.cache_enabled, keep))
+            keep_outputs = self._kwargs.output_dtype == "keep"
+            forwarding.replace(
+                model, AutocastForward(self._device_type, self.dtype, self._kwargs.cache_enabled, keep_outputs)
+            )
         return model
 
     def restore(self, model: nn.Module) -> nn.Module:
@@ -98,15 +100,17 @@ class AutocastPrecision:
         return model
 
     def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        chosen = kwargs or self._kwargs
-        return torch.autocast(self._device_type, self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled)
+        settings = kwargs or self._kwargs
+        return torch.autocast(
+            self._device_type, self.dtype, enabled=settings.enabled, cache_enabled=settings.cache_enabled
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
         if self.scaler is None:
             return loss
         if self.scaler.due and self._in_flight() <= 1:  # gradients of one window must share one scale
             self.scaler.update()
-        return self.scaler.scale(loss.float() if loss.dtype in _HALF else loss)
+        return self.scaler.scale(loss.float() if loss.dtype in _HALF_DTYPES else loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         if self.scaler is not None:
@@ -127,11 +131,15 @@ class AutocastPrecision:
 
 def refuse_half_weights(model: nn.Module) -> None:
     """Raise if the model trains float16 weights, whose updates a loss scaler cannot protect."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-    if names:
-        more = "" if len(names) == 1 else f" and {len(names) - 1} more"
+    half_parameters = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype == torch.float16
+    ]
+    if half_parameters:
+        remaining = "" if len(half_parameters) == 1 else f" and {len(half_parameters) - 1} more"
         raise PrecisionError(
-            f"parameter {names[0]!r}{more} is float16 and trainable; under fp16 the weights stay float32 and only the "
+            f"parameter {half_parameters[0]!r}{remaining} is float16 and trainable; under fp16 the weights stay float32 and only the "
             f"compute is cast, because small updates vanish in float16. Call model.float() before prepare(), freeze "
             f"the parameter, or use mixed_precision='bf16'."
         )

@@ -15,7 +15,7 @@ from hasten.precision.base import FullPrecision, Precision
 from hasten.runtime.devices import kind_of
 
 
-def build(
+def build_precision(
     spec: PrecisionType,
     device: torch.device,
     comm: Comm | None = None,
@@ -36,45 +36,49 @@ def build(
     Raises: PrecisionError if the device does not support it, naming the supported ones.
     """
     kwargs = autocast or AutocastKwargs()
-    made: Precision
+    precision: Precision
     match spec:
         case "no":
-            made = FullPrecision()
+            precision = FullPrecision()
         case "bf16":
             check_autocast(spec, torch.bfloat16, device)
             half = import_module("hasten.precision.autocast")  # a run in full precision needs none of it
-            made = half.AutocastPrecision(spec, device, torch.bfloat16, kwargs)
+            precision = half.AutocastPrecision(spec, device, torch.bfloat16, kwargs)
         case "fp16":
             check_autocast(spec, torch.float16, device)
             half = import_module("hasten.precision.autocast")  # the same
             loss_scaler = half.LossScaler(device, scaler or GradScalerKwargs(), comm) if scales else None
-            made = half.AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
+            precision = half.AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
         case "fp8":
             eighth = import_module("hasten.precision.fp8")  # the same
-            made = eighth.Fp8Precision(device, fp8 or FP8Config(), kwargs, sharded)
+            precision = eighth.Fp8Precision(device, fp8 or FP8Config(), kwargs, sharded)
         case other:
             assert_never(other)
-    return made
+    return precision
 
 
-def supported(device: torch.device) -> list[str]:
+def supported_half_precisions(device: torch.device) -> list[str]:
     """Return the half precisions that `device` supports natively, by the name of their setting."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return [names[dtype] for dtype in kind_of(device).autocast if dtype in names and _computes(dtype, device)]
+    setting_names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return [
+        setting_names[dtype]
+        for dtype in kind_of(device).autocast
+        if dtype in setting_names and _can_compute_in(dtype, device)
+    ]
 
 
 def check_autocast(spec: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raise if `device` cannot compute in `dtype`."""
-    if dtype in kind_of(device).autocast and _computes(dtype, device):
+    if dtype in kind_of(device).autocast and _can_compute_in(dtype, device):
         return
-    others = [repr(name) for name in [*supported(device), "no"] if name != spec]
+    supported_settings = [repr(setting) for setting in [*supported_half_precisions(device), "no"] if setting != spec]
     raise PrecisionError(
         f"mixed_precision={spec!r} cannot run on {device}: it has no {dtype} arithmetic, and emulating it would be "
-        f"slower than float32. Use mixed_precision={' or '.join(others)} on this device."
+        f"slower than float32. Use mixed_precision={' or '.join(supported_settings)} on this device."
     )
 
 
-def _computes(dtype: torch.dtype, device: torch.device) -> bool:
+def _can_compute_in(dtype: torch.dtype, device: torch.device) -> bool:
     if not torch.amp.is_autocast_available(device.type):
         return False
     if device.type == "cuda" and dtype is torch.bfloat16:

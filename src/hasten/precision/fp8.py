@@ -114,15 +114,15 @@ def layer_filter(model: nn.Module, recipe: AORecipeKwargs) -> Callable[[nn.Modul
     """Return a predicate of the layers to convert: the user's filter, or all linear layers but the first and the last."""
     if recipe.module_filter_func is not None:
         return recipe.module_filter_func
-    names = surgery.linear_names(model)
-    skipped = {names[0], names[-1]} if recipe.skip_first_and_last and names else set()
+    linear_names = surgery.linear_names(model)
+    skipped_names = {linear_names[0], linear_names[-1]} if recipe.skip_first_and_last and linear_names else set()
 
-    def wanted(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or name in skipped:
+    def is_converted(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or name in skipped_names:
             return False
         return module.out_features % 16 == 0 and (recipe.pad_inner_dim or module.in_features % 16 == 0)
 
-    return wanted
+    return is_converted
 
 
 def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded: bool) -> list[str]:
@@ -133,23 +133,27 @@ def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded:
     elif recipe.recipe_name is not None:
         config = ao.Float8LinearConfig.from_recipe_name(recipe.recipe_name)
     else:
-        gather = recipe.enable_fsdp_float8_all_gather
-        config = ao.Float8LinearConfig(pad_inner_dim=recipe.pad_inner_dim, enable_fsdp_float8_all_gather=gather)
+        gathers_in_float8 = recipe.enable_fsdp_float8_all_gather
+        config = ao.Float8LinearConfig(
+            pad_inner_dim=recipe.pad_inner_dim, enable_fsdp_float8_all_gather=gathers_in_float8
+        )
     if config.enable_fsdp_float8_all_gather and not sharded:
         config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
     if emulate and not config.emulate:
         config = dataclasses.replace(config, emulate=True)
-    wanted = layer_filter(model, recipe)
-    names: list[str] = []
+    is_converted = layer_filter(model, recipe)
+    converted_names: list[str] = []
 
-    def remember(module: nn.Module, name: str) -> bool:
-        chosen = isinstance(module, nn.Linear) and bool(name) and wanted(module, name) and not _is_chunked(module)
-        if chosen:
-            names.append(name)
-        return chosen
+    def choose_and_note(module: nn.Module, name: str) -> bool:
+        is_chosen = (
+            isinstance(module, nn.Linear) and bool(name) and is_converted(module, name) and not _is_chunked(module)
+        )
+        if is_chosen:
+            converted_names.append(name)
+        return is_chosen
 
-    ao.convert_to_float8_training(model, module_filter_fn=remember, config=config)
-    return names
+    ao.convert_to_float8_training(model, module_filter_fn=choose_and_note, config=config)
+    return converted_names
 
 
 def _is_chunked(module: nn.Module) -> bool:
@@ -178,33 +182,33 @@ def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
     """Convert the model's linear layers to Transformer Engine's with the same parameters; returns their names."""
     te = need("transformer_engine.pytorch", why="mixed_precision='fp8' with backend 'te'")
 
-    def wanted(name: str, module: nn.Module) -> bool:
-        fits = type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
-        return fits and not _is_chunked(module)
+    def is_converted(name: str, module: nn.Module) -> bool:
+        has_fitting_size = type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+        return has_fitting_size and not _is_chunked(module)
 
-    def make(name: str, module: nn.Module) -> nn.Module:
+    def make_te_linear(name: str, module: nn.Module) -> nn.Module:
         assert isinstance(module, nn.Linear)
-        fresh: nn.Module = te.Linear(
+        te_linear: nn.Module = te.Linear(
             module.in_features, module.out_features, bias=module.bias is not None, params_dtype=module.weight.dtype
         )
-        for key, parameter in module.named_parameters(recurse=False):
-            fresh.register_parameter(key, parameter)
-        return fresh
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            te_linear.register_parameter(parameter_name, parameter)
+        return te_linear
 
-    names = surgery.swap_where(model, wanted, make)
+    converted_names = surgery.swap_where(model, is_converted, make_te_linear)
     forwarding.replace(model, TEForward(te_recipe(recipe), recipe.use_autocast_during_eval))
-    return names
+    return converted_names
 
 
 def te_recipe(recipe: TERecipeKwargs) -> Any:  # Any: classes of Transformer Engine
     """Return the settings as a recipe of Transformer Engine."""
-    recipes = need("transformer_engine.common.recipe", why="mixed_precision='fp8' with backend 'te'")
-    chosen = getattr(recipes.Format, recipe.fp8_format)
+    recipe_module = need("transformer_engine.common.recipe", why="mixed_precision='fp8' with backend 'te'")
+    fp8_format = getattr(recipe_module.Format, recipe.fp8_format)
     if recipe.use_mxfp8_block_scaling:
-        return recipes.MXFP8BlockScaling(fp8_format=chosen)
-    return recipes.DelayedScaling(
+        return recipe_module.MXFP8BlockScaling(fp8_format=fp8_format)
+    return recipe_module.DelayedScaling(
         margin=recipe.margin,
-        fp8_format=chosen,
+        fp8_format=fp8_format,
         amax_history_len=recipe.amax_history_len,
         amax_compute_algo=recipe.amax_compute_algo,
         override_linear_precision=recipe.override_linear_precision,

@@ -15,7 +15,7 @@ from hasten.config.sections.loop import GradScalerKwargs
 from hasten.errors import HastenWarning, LossScaleError, PrecisionError
 from hasten.precision.base import StepResult
 
-_WARN_AFTER: Final = 8
+_WARN_AFTER_SKIPPED_UPDATES: Final = 8
 """Number of consecutive skipped updates before a warning: more than in an ordinary start."""
 
 
@@ -44,9 +44,9 @@ class LossScaler(torch.amp.GradScaler):
         self._overflowed = False
         self._good_steps = 0
         self._known_scale = float(kwargs.init_scale) if kwargs.enabled else 1.0
-        self._stepped = 0
+        self._stored_steps = 0
         self._max_skipped = kwargs.max_skipped_steps
-        self._skipped = 0
+        self._skipped_updates = 0
         """Number of consecutive skipped updates; several optimizers that step at one scale count once."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -54,11 +54,11 @@ class LossScaler(torch.amp.GradScaler):
 
         Ranks: every rank; they agree on the overflow here.
         """
-        if not self._enabled or self._stage(optimizer) is not OptState.READY:
+        if not self._enabled or self._optimizer_stage(optimizer) is not OptState.READY:
             return
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             super().unscale_(optimizer)
-        self._agree(optimizer)
+        self._share_overflow(optimizer)
 
     def step_if_finite(self, optimizer: torch.optim.Optimizer) -> StepResult:
         """Step the optimizer unless a gradient overflowed on any rank.
@@ -68,63 +68,63 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled:
             return StepResult(applied=True, value=optimizer.step())
         self.unscale_(optimizer)
-        found = self._verdicts(optimizer)
-        overflow = any(flag.item() for flag in found.values())
-        value = None if overflow else optimizer.step()
-        self._set_aside(optimizer)
-        self._overflowed |= overflow
+        overflow_flags = self._overflow_flags(optimizer)
+        has_overflow = any(flag.item() for flag in overflow_flags.values())
+        step_value = None if has_overflow else optimizer.step()
+        self._store_overflow_flags(optimizer)
+        self._overflowed |= has_overflow
         self.due = True
-        return StepResult(applied=not overflow, scale=self._known_scale, value=value)
+        return StepResult(applied=not has_overflow, scale=self._known_scale, value=step_value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "in_flight"}
 
     def get_scale(self) -> float:
         """Return the scale as the latest step has left it; waits for the device."""
-        self._settle()
+        self._update_if_due()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its counter as the latest step has left them; waits for the device."""
-        self._settle()
+        self._update_if_due()
         return super().state_dict()
 
-    def _settle(self) -> None:
+    def _update_if_due(self) -> None:
         if self.due and not self.in_flight():
             self.update()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adjust the scale: down after an overflow, up after enough steps without one."""
         self.due = False
-        seen = any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
-        if not self._enabled or (new_scale is None and not seen):
+        has_checked_gradients = any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+        if not self._enabled or (new_scale is None and not has_checked_gradients):
             return
         super().update(new_scale)
-        self._skipped = self._skipped + 1 if self._overflowed and new_scale is None else 0
+        self._skipped_updates = self._skipped_updates + 1 if self._overflowed and new_scale is None else 0
         self._good_steps = 0 if self._overflowed or new_scale is not None else self._good_steps + 1
         if self._overflowed or new_scale is not None or self._good_steps >= self._growth_interval:
             self._known_scale, self._good_steps = self.get_scale(), self._get_growth_tracker()
         self._overflowed = False
-        self._watch()
+        self._check_skipped_updates()
 
-    def _watch(self) -> None:
+    def _check_skipped_updates(self) -> None:
         """Warn about consecutive skipped updates, and raise if no scale will help. The same on all ranks.
 
         Raises: LossScaleError after the allowed number of skipped updates, or if the scale has reached zero.
         """
-        if self._skipped == _WARN_AFTER:
+        if self._skipped_updates == _WARN_AFTER_SKIPPED_UPDATES:
             warnings.warn(
-                f"fp16: the last {_WARN_AFTER} updates were skipped because gradients were inf or nan; the loss scale is "
+                f"fp16: the last {_WARN_AFTER_SKIPPED_UPDATES} updates were skipped because gradients were inf or nan; the loss scale is "
                 f"down to {self._known_scale:g}. A few skips at the start are normal; if they go on, the loss itself "
                 "is not finite.",
                 HastenWarning,
                 stacklevel=2,
             )
-        spent = self._known_scale < torch.finfo(torch.float32).tiny
-        if spent or (self._max_skipped is not None and self._skipped >= self._max_skipped):
-            limit = "has run out" if spent else f"reached scaler.max_skipped_steps={self._max_skipped}"
+        scale_is_zero = self._known_scale < torch.finfo(torch.float32).tiny
+        if scale_is_zero or (self._max_skipped is not None and self._skipped_updates >= self._max_skipped):
+            limit_words = "has run out" if scale_is_zero else f"reached scaler.max_skipped_steps={self._max_skipped}"
             raise LossScaleError(
-                f"fp16: {self._skipped} updates in a row were skipped because gradients were inf or nan ({limit}); the "
+                f"fp16: {self._skipped_updates} updates in a row were skipped because gradients were inf or nan ({limit_words}); the "
                 f"loss scale is {self._known_scale:g}, so that scaling is not the cause and no parameter has changed "
                 "since. Look for nan or inf in the loss and the data of one batch, lower the learning rate, or use "
                 "mixed_precision='bf16'."
@@ -137,74 +137,78 @@ class LossScaler(torch.amp.GradScaler):
             self._known_scale, self._good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
         self._per_optimizer_states.clear()
         self._overflowed = self.due = False
-        self._skipped = 0
+        self._skipped_updates = 0
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's gradient shards; torch's method does not support shards and full tensors together."""
-        found: dict[torch.device, Tensor] = {}
-        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for part in _own_parts(optimizer):
-            parts.setdefault((part.device, part.dtype), []).append(part)
+        overflow_flags: dict[torch.device, Tensor] = {}
+        gradients_by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in _local_gradients(optimizer):
+            gradients_by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         with torch.no_grad():
-            for (device, dtype), same in parts.items():
+            for (device, dtype), gradients in gradients_by_kind.items():
                 if dtype == torch.float16 and not allow_fp16:
                     raise PrecisionError(
                         f"Attempting to unscale FP16 gradients. {type(optimizer).__name__} trains float16 weights, whose gradients lose "
                         "their small values when they are unscaled. Call model.float() before prepare()."
                     )
-                if device not in found:
-                    found[device] = found_inf.to(device, copy=True)
-                filled = [part for part in same if part.numel()]  # a rank may hold no row of a small parameter
-                if filled:
+                if device not in overflow_flags:
+                    overflow_flags[device] = found_inf.to(device, copy=True)
+                nonempty_gradients = [
+                    gradient for gradient in gradients if gradient.numel()
+                ]  # a rank may hold no row of a small parameter
+                if nonempty_gradients:
                     torch._amp_foreach_non_finite_check_and_unscale_(
-                        filled, found[device], inv_scale.to(device, non_blocking=True)
+                        nonempty_gradients, overflow_flags[device], inv_scale.to(device, non_blocking=True)
                     )
-        return found
+        return overflow_flags
 
-    def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
+    def _optimizer_stage(self, optimizer: torch.optim.Optimizer) -> OptState:
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
         return stage
 
-    def _verdicts(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
-        found: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return found
+    def _overflow_flags(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+        overflow_flags: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
+            "found_inf_per_device"
+        ]
+        return overflow_flags
 
-    def _agree(self, optimizer: torch.optim.Optimizer) -> None:
+    def _share_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """Share an overflow on any rank with every rank; a rank without gradients contributes no overflow."""
-        found = self._verdicts(optimizer)
+        overflow_flags = self._overflow_flags(optimizer)
         if self._comm is None:
             return
-        flags = list(found.values())
-        worst = torch.stack([flag.to(self._comm.device) for flag in flags]).max() if flags else torch.zeros(())
-        agreed = self._comm.all_reduce(worst.to(self._comm.device), "max")
+        flags = list(overflow_flags.values())
+        largest_flag = torch.stack([flag.to(self._comm.device) for flag in flags]).max() if flags else torch.zeros(())
+        shared_flag = self._comm.all_reduce(largest_flag.to(self._comm.device), "max")
         if not flags:
-            found[self._comm.device] = agreed.reshape(1)
+            overflow_flags[self._comm.device] = shared_flag.reshape(1)
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
         for flag in flags:
-            flag.copy_(agreed)
+            flag.copy_(shared_flag)
 
-    def _set_aside(self, optimizer: torch.optim.Optimizer) -> None:
+    def _store_overflow_flags(self, optimizer: torch.optim.Optimizer) -> None:
         """Store the optimizer's overflow flags for the next update, and reset its state for the next window."""
         state = self._per_optimizer_states.pop(id(optimizer))
         if state["found_inf_per_device"]:
-            self._stepped += 1
-            self._per_optimizer_states[-self._stepped] = state
+            self._stored_steps += 1
+            self._per_optimizer_states[-self._stored_steps] = state
 
 
-def _own_parts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _local_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield this rank's gradient shards as dense tensors."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None:
+            gradient = parameter.grad
+            if gradient is None:
                 continue
-            if grad.is_sparse:
-                if grad.dtype is torch.float16:  # summing duplicates may overflow, so check the sums
-                    parameter.grad = grad = grad.coalesce()
-                yield grad._values()
+            if gradient.is_sparse:
+                if gradient.dtype is torch.float16:  # summing duplicates may overflow, so check the sums
+                    parameter.grad = gradient = gradient.coalesce()
+                yield gradient._values()
             else:
                 # Only DTensors have this method; their class is not imported for runs without shards.
-                local = getattr(grad, "to_local", None)
-                yield grad if local is None else local()
+                to_local = getattr(gradient, "to_local", None)
+                yield gradient if to_local is None else to_local()

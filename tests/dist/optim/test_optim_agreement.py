@@ -17,7 +17,7 @@ from hasten.optim.clip import clip_norm, clip_value
 from hasten.optim.gradients import multiply
 from hasten.optim.local_sgd import LocalSGD
 from hasten.optim.rebind import OptimizerRecord
-from hasten.precision.build import build
+from hasten.precision.build import build_precision
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
@@ -31,7 +31,7 @@ def toy() -> nn.Module:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ctx: ProcessContext) -> None:
     weight = nn.Parameter(torch.ones(3))  # not spread by anything: only the scaler can agree
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    precision = build("fp16", ctx.device, ctx.world, scaler=GradScalerKwargs(init_scale=8.0))
+    precision = build_precision("fp16", ctx.device, ctx.world, scaler=GradScalerKwargs(init_scale=8.0))
     for step in range(6):
         overflow = step in (1, 4)
         mine = float("inf") if overflow and ctx.world.rank == step % ctx.world.size else 1.0
@@ -47,7 +47,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ctx: ProcessContext) -> N
 def test_a_rank_without_gradients_still_takes_part(ctx: ProcessContext) -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    precision = build("fp16", ctx.device, ctx.world)
+    precision = build_precision("fp16", ctx.device, ctx.world)
     scaled = precision.scale(weight.sum() * float("nan"))
     if ctx.world.rank == 0:
         torch.autograd.backward(scaled)
@@ -59,7 +59,7 @@ def test_an_overflow_in_one_shard_skips_everywhere(ctx: ProcessContext) -> None:
     model = toy()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    precision = build("fp16", ctx.device, ctx.world)
+    precision = build_precision("fp16", ctx.device, ctx.world)
     torch.autograd.backward(precision.scale(model(torch.ones(2, 4)).sum()))
     weight = next(model.parameters())
     assert isinstance(weight.grad, DTensor)

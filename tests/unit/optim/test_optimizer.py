@@ -21,7 +21,7 @@ from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.optim.window import divided
 from hasten.precision.base import Precision
-from hasten.precision.build import build
+from hasten.precision.build import build_precision
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ class Loop:
         self.model = toy()
         self.clock = StepClock(every)
         in_flight = functools.partial(getattr, self.clock, "in_flight")
-        self.precision: Precision = build(precision, CPU, in_flight=in_flight)  # type: ignore[arg-type]
+        self.precision: Precision = build_precision(precision, CPU, in_flight=in_flight)  # type: ignore[arg-type]
         self.precision.convert(self.model)
         inner = (make or functools.partial(torch.optim.AdamW, lr=0.05))(self.model.parameters())
         self.optimizer = PreparedOptimizer(inner, self.clock, self.precision)

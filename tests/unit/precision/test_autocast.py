@@ -16,7 +16,7 @@ from hasten.errors import PrecisionError
 from hasten.modules import forwarding
 from hasten.precision.autocast import AutocastPrecision
 from hasten.precision.base import Precision
-from hasten.precision.build import build, supported
+from hasten.precision.build import build_precision, supported_half_precisions
 from hasten.precision.scaler import LossScaler
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def make(spec: PrecisionType, **options: Any) -> Precision:
-    return build(spec, CPU, autocast=AutocastKwargs(**options))
+    return build_precision(spec, CPU, autocast=AutocastKwargs(**options))
 
 
 @pytest.mark.parametrize(("spec", "dtype"), HALF)
@@ -118,7 +118,7 @@ def test_outputs_can_be_kept_and_autocast_turned_off() -> None:
         assert layer(x).dtype == torch.bfloat16
         with precision.forward_context(AutocastKwargs(enabled=False)):
             assert layer(x).dtype == torch.float32
-    with build("no", CPU).forward_context():
+    with build_precision("no", CPU).forward_context():
         assert layer(x).dtype == torch.float32
 
 
@@ -157,11 +157,11 @@ def test_fp16_refuses_weights_it_cannot_protect() -> None:
 
 
 def test_what_a_device_cannot_do_is_said() -> None:
-    assert supported(CPU) == ["bf16", "fp16"]
+    assert supported_half_precisions(CPU) == ["bf16", "fp16"]
     with pytest.raises(PrecisionError, match=r"mixed_precision='fp16' cannot run on hpu.*'no'"):
-        build("fp16", torch.device("hpu"))
+        build_precision("fp16", torch.device("hpu"))
     with pytest.raises(PrecisionError, match="cannot run on a mps device"):
-        build("fp8", torch.device("mps"))
+        build_precision("fp8", torch.device("mps"))
 
 
 def step(precision: Precision, optimizer: torch.optim.Optimizer, weight: Tensor, gradient: float) -> bool:
@@ -173,7 +173,7 @@ def step(precision: Precision, optimizer: torch.optim.Optimizer, weight: Tensor,
 
 def test_the_scale_falls_grows_and_resumes() -> None:
     settings = GradScalerKwargs(init_scale=8.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
-    precision = build("fp16", CPU, scaler=settings)
+    precision = build_precision("fp16", CPU, scaler=settings)
     assert isinstance(precision, AutocastPrecision)
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -183,14 +183,14 @@ def test_the_scale_falls_grows_and_resumes() -> None:
         assert applied == (gradient == 1.0)
         scales.append(precision.state_dict()["scale"])
     assert scales == [8, 2, 2, 8, 8, 2, 2]
-    other = build("fp16", CPU, scaler=settings)
+    other = build_precision("fp16", CPU, scaler=settings)
     other.load_state_dict(precision.state_dict())
     assert step(other, optimizer, weight, 1.0)
     assert other.state_dict() == {**precision.state_dict(), "scale": 8.0, "_growth_tracker": 0}
 
 
 def test_unscaling_twice_divides_once_and_absent_gradients_are_no_overflow() -> None:
-    precision = build("fp16", CPU)
+    precision = build_precision("fp16", CPU)
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     torch.autograd.backward(precision.scale(weight.sum() * 3))
@@ -205,7 +205,7 @@ def test_unscaling_twice_divides_once_and_absent_gradients_are_no_overflow() -> 
 
 
 def test_a_disabled_scaler_steps_aside() -> None:
-    precision = build("fp16", CPU, scaler=GradScalerKwargs(enabled=False))
+    precision = build_precision("fp16", CPU, scaler=GradScalerKwargs(enabled=False))
     weight = nn.Parameter(torch.ones(1))
     assert step(precision, torch.optim.SGD([weight], lr=1.0), weight, 2.0)
     assert weight.item() == -1
@@ -238,7 +238,7 @@ def test_a_scale_that_is_read_tells_what_the_latest_step_did() -> None:
 
 
 def test_the_step_of_half_weights_is_an_error_where_they_were_taken() -> None:
-    precision = build("fp16", CPU)
+    precision = build_precision("fp16", CPU)
     model = nn.Linear(2, 2).half()
     with pytest.raises(PrecisionError, match="is float16 and trainable"):
         precision.convert(model)

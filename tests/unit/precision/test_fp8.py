@@ -15,7 +15,7 @@ from hasten.config.sections.loop import AORecipeKwargs, FP8Config
 from hasten.errors import MissingPackageError, PrecisionError
 from hasten.modules.quantized import PackedLayers, is_torchao
 from hasten.optional import available, need
-from hasten.precision.build import build
+from hasten.precision.build import build_precision
 from hasten.precision.fp8 import choose_backend, convert_ao
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_all_but_the_first_and_last_layers_are_converted_and_train() -> None:
     net = model()
     plain = copy.deepcopy(net)
     parameters = list(net.parameters())
-    precision = build("fp8", CPU)
+    precision = build_precision("fp8", CPU)
     precision.convert(net)
     precision.convert(net)
     assert kinds(net) == ["Linear", "Float8Linear", "Linear"]
@@ -60,31 +60,31 @@ def test_all_but_the_first_and_last_layers_are_converted_and_train() -> None:
 @needs_ao
 def test_filters_and_recipes() -> None:
     net = model()
-    build("fp8", CPU, fp8=FP8Config(ao=AORecipeKwargs(skip_first_and_last=False))).convert(net)
+    build_precision("fp8", CPU, fp8=FP8Config(ao=AORecipeKwargs(skip_first_and_last=False))).convert(net)
     assert kinds(net) == ["Float8Linear"] * 3
     net = model()
     only = AORecipeKwargs(module_filter_func=lambda module, name: name == "4", recipe_name="rowwise")
-    build("fp8", CPU, fp8=FP8Config(ao=only)).convert(net)
+    build_precision("fp8", CPU, fp8=FP8Config(ao=only)).convert(net)
     assert kinds(net) == ["Linear", "Linear", "Float8Linear"]
     given = import_module("torchao.float8").Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     for sharded in (False, True):
         net = model()
-        build("fp8", CPU, fp8=FP8Config(ao=AORecipeKwargs(config=given)), sharded=sharded).convert(net)
+        build_precision("fp8", CPU, fp8=FP8Config(ao=AORecipeKwargs(config=given)), sharded=sharded).convert(net)
         assert vars(net[2])["config"].enable_fsdp_float8_all_gather is sharded, (
             "gathered in fp8 only where there are shards"
         )
     none = AORecipeKwargs(module_filter_func=lambda module, name: False)
     with pytest.raises(PrecisionError, match="found no linear layer to convert"):
-        build("fp8", CPU, fp8=FP8Config(ao=none)).convert(model())
+        build_precision("fp8", CPU, fp8=FP8Config(ao=none)).convert(model())
 
 
 def test_backends_are_chosen_and_missing_ones_named(caplog: pytest.LogCaptureFixture) -> None:
     assert choose_backend("te") == "te"
     assert choose_backend("ao") == "ao"
     with pytest.raises(PrecisionError, match=r"\(te\) cannot run on a cpu device.*fp8 backend 'ao'"):
-        build("fp8", CPU, fp8=FP8Config(backend="te"))
+        build_precision("fp8", CPU, fp8=FP8Config(backend="te"))
     with caplog.at_level(logging.WARNING, "hasten"), warnings.catch_warnings():
-        precision = build("fp8", CPU, fp8=FP8Config(backend="ao"))
+        precision = build_precision("fp8", CPU, fp8=FP8Config(backend="ao"))
     assert "emulated" in caplog.text
     if not available("torchao"):
         with pytest.raises(MissingPackageError, match="torchao"):

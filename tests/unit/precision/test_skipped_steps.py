@@ -10,7 +10,7 @@ from torch import nn
 
 from hasten.config.sections.loop import GradScalerKwargs
 from hasten.errors import HastenWarning, LossScaleError, StepError
-from hasten.precision.build import build
+from hasten.precision.build import build_precision
 from hasten.precision.scaler import LossScaler
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def skips(count: int, kwargs: GradScalerKwargs, good: frozenset[int] = frozenset()) -> LossScaler:
     """Train on losses that are nan, but for some."""
-    precision = build("fp16", CPU, scaler=kwargs)
+    precision = build_precision("fp16", CPU, scaler=kwargs)
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for step in range(count):
