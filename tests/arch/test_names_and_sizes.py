@@ -18,6 +18,7 @@ MOST_FILES: Final = 16
 FULL: Final = MappingProxyType(
     {
         "cli": "one thin file for each command",
+        "extensions/survive": "the sides of the rank and of the launcher of one capability",
         "data": "loaders, samplers and sources of every kind",
         "runtime": "files imported separately by processes that must not load torch",
     }
@@ -35,14 +36,16 @@ SMALL: Final = MappingProxyType(
         "launch/links.py": "a file format shared by `hasten test` and `hasten plan`",
         "launch/targets.py": "the table of launch targets, to which a batch system adds one line",
         "extensions/kubernetes/settings.py": "settings, which are loaded without what they configure",
+        "extensions/deepspeed/placeholders.py": "public stand-ins, without DeepSpeed",
         "extensions/public.py": "names for type checkers alone",
         "lazy.py": "imported by every module of public names",
         "progress/tqdm_bar.py": "a public name of its own",
-        "survive/report.py": "read by the facade and the metrics, without the replica's torch",
+        "extensions/survive/report.py": "a public class without torch",
         "progress/waiting.py": "strategies import it, and its neighbour with the other displays loads rich",
         "trainer.py": "the module name that users write for the extension of the Trainer",
         "runtime/context.py": "ProcessContext, imported by forty modules",
-        "survive/lighthouse.py": "the program of a separate process",
+        "extensions/survive/folder.py": "names of files, shared by both sides",
+        "extensions/survive/lighthouse.py": "the program of a separate process",
         "strategies/blocks.py": "imported by eight modules of strategies",
         "strategies/tensor/alone.py": "one transform, chosen by name",
         "strategies/whole.py": "shared by FSDP and tensor parallelism",

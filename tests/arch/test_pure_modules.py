@@ -14,7 +14,7 @@ import pytest
 import hasten
 
 PACKAGE: Final = Path(hasten.__file__).parent
-PURE_FOLDERS: Final = ("cli", "config", "launch", "metrics", "tracking")
+PURE_FOLDERS: Final = ("cli", "config", "launch", "tracking")
 PURE_FILES: Final = MappingProxyType(
     {
         "checkpoint.format.manifest": "`hasten checkpoint` reads manifests on machines without torch",
@@ -22,6 +22,11 @@ PURE_FILES: Final = MappingProxyType(
         "data.position": "a loader's position is saved and checked as plain values",
         "errors": "imported by everything",
         "optional": "imported by everything",
+        "extensions.metrics.catalogue": "names and meanings of metrics",
+        "extensions.metrics.server": "serves a text",
+        "extensions.survive.launch_target": "plans and supervises processes",
+        "extensions.survive.replica_machines": "part of the supervision of several machines",
+        "extensions.survive.replica_processes": "part of the supervision of processes",
         "runtime.affinity": "a rank's cores, from /sys and its local rank",
         "extensions.megatron.families": "sizes of a model, read from its Hub configuration",
         "tools.machine": "the machine, described for the commands that need no torch",

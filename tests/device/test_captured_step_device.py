@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.accelerator.facade import Accelerator
-from hasten.accelerator.operations import metrics_of
 from hasten.errors import HastenWarning
+from hasten.extensions.metrics.part import metrics_of
 
 pytestmark = pytest.mark.device
 

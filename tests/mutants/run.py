@@ -56,8 +56,8 @@ TESTS: Final = MappingProxyType(
         "runtime/mesh_plan.py": ("unit/runtime/test_mesh_plan.py", "unit/runtime", "unit/strategies"),
         "optim/window.py": ("unit/optim",),
         "optim/loss_weights.py": ("unit/optim",),
-        "survive/ledger_plan.py": ("unit/survive",),
-        "survive/roles_plan.py": ("unit/survive",),
+        "extensions/survive/ledger_plan.py": ("extensions/survive",),
+        "extensions/survive/roles_plan.py": ("extensions/survive",),
         "config/layers.py": ("unit/config/test_sources.py", "unit/config"),
     }
 )

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.data.position import Position
-from hasten.survive.exchange import weighted_sum
-from hasten.survive.ledger_plan import part, positions
+from hasten.extensions.survive.exchange import weighted_sum
+from hasten.extensions.survive.ledger_plan import part, positions
 from tests.survive.reading import Row, results, rows
 from tests.survive.replica_program import Numbered, evaluated, model_of
 

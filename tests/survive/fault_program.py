@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.accelerator.components import components
-from hasten.survive.build import replica_of, survival_report
+from hasten.extensions.survive.part import replica_of, survival_report
 from tests.support.machines import enter
 from tests.survive.replica_program import Numbered, evaluated, model_of
 

@@ -149,7 +149,7 @@ def lighthouse(network: FaultyNetwork | None, *, join_s: float = 10.0, heartbeat
     """Context manager with torchft's lighthouse, on a host that all replicas reach, or without a network on this machine; yields its address."""
     host = LIGHTHOUSE if network else "127.0.0.1"
     command = ["ip", "netns", "exec", network.made[0].cable[0]] if network else []
-    command += [sys.executable, "-m", "hasten.survive.lighthouse", host, "1", str(join_s), str(heartbeat_s)]
+    command += [sys.executable, "-m", "hasten.extensions.survive.lighthouse", host, "1", str(join_s), str(heartbeat_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         assert child.stdin is not None
         assert child.stdout is not None

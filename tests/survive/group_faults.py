@@ -13,8 +13,8 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.survive.exchange import Received, ReplicaGroup
-from hasten.survive.replica import Replica
+from hasten.extensions.survive.exchange import Received, ReplicaGroup
+from hasten.extensions.survive.replica import Replica
 from tests.survive.reading import rows
 
 PHASES: Final = ("forward", "backward", "exchange", "write", "step")

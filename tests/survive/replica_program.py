@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from hasten import PREEMPTED_EXIT_CODE, Accelerator
 from hasten.accelerator.components import components
-from hasten.survive.build import replica_of, survival_report
-from hasten.survive.ledger_plan import part
+from hasten.extensions.survive.ledger_plan import part
+from hasten.extensions.survive.part import replica_of, survival_report
 from tests.survive.group_faults import Faults
 
 _EVALUATED: Final = 10_000

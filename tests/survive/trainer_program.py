@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hasten.accelerator.components import components
-from hasten.survive.build import replica_of
+from hasten.extensions.survive.part import replica_of
 from hasten.trainer import Trainer, TrainerCallback, TrainingArguments
 from tests.survive.replica_program import Numbered, model_of
 

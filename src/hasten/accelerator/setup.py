@@ -229,7 +229,7 @@ class AcceleratorObjects:
     clock: StepClock
     tracking: TrackerManager
     watch: Callable[[object], None] | None
-    """Start of the watchdog or of the status server, which ends with the given object; None without them."""
+    """Start of the watchdog, which ends with the given object; None without it."""
     numbers: NumbersSettings | None
     sentinel: Callable[[PreparedObjects], DivergenceCheck] | None
     """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
@@ -300,29 +300,21 @@ def _context(config: Config) -> ProcessContext:
 
 
 def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[object], None] | None:
-    """Return the start of this rank's watchdog, or for a single process under `hasten launch` of a status server for `hasten top`."""
-    variables = env.snapshot()
-    alone = ctx.world.size == 1
-    if config.trust.stall == "off" or (alone and env.config(variables) is None):
+    """Return the start of this rank's watchdog; None for a single process, or if it is off."""
+    if config.trust.stall == "off" or not isinstance(ctx.world, ProcessGroupComm):
         return None
-    steps = weakref.ref(clock)  # the watchdog's thread must not keep the Accelerator alive
+    clocks = weakref.ref(clock)  # the watchdog's thread must not keep the Accelerator alive
 
     def step() -> int:
-        found = steps()
-        return 0 if found is None else found.num_updates
-
-    def rates() -> Mapping[str, float | str]:
-        found = steps()
-        return {} if found is None else found.parts.read_status()
+        clock = clocks()
+        return 0 if clock is None else clock.num_updates
 
     def noted(seconds: float, over: bool) -> None:
-        if (found := steps()) is not None:
-            for tell in found.parts.stalled:
+        if (clock := clocks()) is not None:
+            for tell in clock.parts.stalled:
                 tell(seconds, over)
 
-    from hasten.trust.stall import watchdog  # a single process that was not launched needs none of it
-    from hasten.trust.stall.observe import Observer  # as above
-    from hasten.trust.stall.status_server import StatusServer  # as above
+    from hasten.trust.stall import watchdog  # a single process needs none of it
 
     settings = watchdog.WatchSettings(
         after_s=config.trust.stall_after_s,
@@ -331,9 +323,7 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
         folder=reports_in(config, "stalls"),
         noted=noted,
     )
-    observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
-    status_server = StatusServer(observer, ctx.topology, ctx.device, env.runtime_folder(variables), rates)
-    return partial(watchdog.watch, watchdog=watchdog.watchdog_of(ctx, step, settings), status_server=status_server)
+    return partial(watchdog.watch, watchdog=watchdog.watchdog_of(ctx, step, settings))
 
 
 def reports_in(config: Config, kind: str) -> Path:

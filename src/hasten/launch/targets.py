@@ -8,12 +8,10 @@ from typing import Final
 from hasten import extension
 from hasten.config.sections.launch import OWN_LAUNCHERS
 from hasten.errors import ConfigError
-from hasten.launch import replicas
 from hasten.launch.base import LaunchRequest, LaunchTarget
 from hasten.launch.cluster import mpi, ray, slurm
 
 CORE_TARGETS: Final = (
-    replicas.TARGET,
     ray.TARGET,
     slurm.TARGET,
     mpi.TARGET,
@@ -21,7 +19,7 @@ CORE_TARGETS: Final = (
 
 
 def all_targets() -> list[LaunchTarget]:
-    """Return the launch targets of the core and of extensions."""
+    """Return the launch targets of extensions, then those of the core; the first one that is chosen is used."""
     return [*(offer.load() for offer in extension.offers("launch_targets").values()), *CORE_TARGETS]
 
 

@@ -1,1 +1,1 @@
-"""Extension: metrics for operations, served for Prometheus."""
+"""Metrics for operations: `part.py` reads a run, `catalogue.py` names the metrics, `server.py` serves them to Prometheus."""

@@ -1,10 +1,14 @@
-"""Declaration of the extension: metrics for operations, served for Prometheus."""
+"""Metrics for operations, served for Prometheus."""
+
+from __future__ import annotations
+
+from typing import Final
 
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="metrics",
     summary="metrics for operations, served for Prometheus",
-    run_parts={"metrics": "hasten.accelerator.operations:Metrics"},
+    run_parts={"metrics": "hasten.extensions.metrics.part:Metrics"},
     run_part_settings={"metrics": "metrics.port"},
 )

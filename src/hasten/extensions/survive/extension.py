@@ -1,11 +1,16 @@
-"""Declaration of the extension: runs that continue when replicas are lost."""
+"""Runs that continue when replicas are lost."""
+
+from __future__ import annotations
+
+from typing import Final
 
 from hasten.extension import Extension
 
-extension = Extension(
+extension: Final = Extension(
     name="survive",
     summary="runs that continue when replicas are lost",
-    run_parts={"survive": "hasten.survive.build:Survive"},
-    public_names={"survival_report": "hasten.survive.build:survival_report"},
+    run_parts={"survive": "hasten.extensions.survive.part:Survive"},
+    public_names={"survival_report": "hasten.extensions.survive.part:survival_report"},
     run_part_settings={"survive": "survive"},
+    launch_targets={"replicas": "hasten.extensions.survive.launch_target:TARGET"},
 )

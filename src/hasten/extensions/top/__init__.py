@@ -1,1 +1,1 @@
-"""`hasten top`: a live table of the ranks of this machine, in another terminal."""
+"""`hasten top`: `command.py` shows the ranks of a job on this machine, and asks the `status_server.py` of each over its socket."""

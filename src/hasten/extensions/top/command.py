@@ -19,8 +19,8 @@ from rich.text import Text
 
 from hasten.cli.flags import CommandParser, seconds
 from hasten.errors import ConfigError
+from hasten.extensions.top.job_sockets import Address, ask, listening
 from hasten.runtime import env
-from hasten.trust.stall.job_sockets import Address, ask, listening
 
 _LOOKS: Final = 10
 """Number of samples that `--once` takes of the ranks."""
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten top",
         description="Show the ranks of a job on this machine: step, rate, share of the time spent waiting for other ranks, "
         "memory, current line of code, and the last lines of its log. Only jobs of the same user are shown. Ranks respond from a "
-        "background thread; jobs with trust.stall=off, and single processes that were not started by `hasten launch`, are not shown. ",
+        "background thread; jobs that were not started by `hasten launch` are not shown.",
     )
     parser.add_argument(
         "job",
@@ -76,8 +76,7 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
     jobs = sorted({address.job for address, _ in found})
     if not jobs:
         raise ConfigError(
-            "no running job of this user was found on this machine; jobs with trust.stall=off and plain `python script.py` processes are not "
-            "shown. Start the job with `hasten launch`."
+            "no running job of this user was found on this machine; only jobs that `hasten launch` started are shown. Start the job with it."
         )
     if job is None and len(jobs) > 1:
         return None

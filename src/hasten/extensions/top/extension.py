@@ -13,6 +13,8 @@ extension: Final = Extension(
         "top": "hasten.extensions.top.command:main",
         "attach": "hasten.extensions.top.command:main",
     },
+    run_parts={"status": "hasten.extensions.top.status_server:StatusPart"},
+    run_part_settings={"status": "$HASTEN_CONFIG"},
     command_help={
         "top": "show a live table of a running job: ranks, steps, waits, memory, stacks",
         "attach": "alias of top",

@@ -36,7 +36,6 @@ from hasten.trust.stall.diagnose import Diagnosis, diagnose
 from hasten.trust.stall.evidence import HEARTBEAT_TICKS, Evidence, pause_s
 from hasten.trust.stall.observe import Observer, error_words
 from hasten.trust.stall.stall_store import StallStore
-from hasten.trust.stall.status_server import StatusServer
 
 log = logging.getLogger(__name__)
 
@@ -271,48 +270,33 @@ class Watchdog:
             ending.end_process(summary, others)
 
 
-def watchdog_of(ctx: ProcessContext, step: Callable[[], int], settings: WatchSettings) -> Watchdog | None:
-    """Return the watchdog of this rank; None for a single process. `step` returns the number of updates."""
-    if not isinstance(ctx.world, ProcessGroupComm):
-        return None
+def watchdog_of(ctx: ProcessContext, step: Callable[[], int], settings: WatchSettings) -> Watchdog:
+    """Return the watchdog of one of several ranks. `step` returns the number of updates."""
+    assert isinstance(ctx.world, ProcessGroupComm), "there are other ranks"
     observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
     return Watchdog(observer, StallStore(ctx.world.store, ctx.rank), ctx.topology, settings)
 
 
-def watch(owner: object, watchdog: Watchdog | None, status_server: StatusServer) -> None:
-    """Start the threads of a rank; they are closed with `owner`, or at exit, when the watchdog posts the end."""
-    status_server.start()
-    if watchdog is not None:
-        watchdog.start()
-    at_exit = partial(
-        _post_end_of_process,
-        weakref.ref(status_server),
-        None if watchdog is None else weakref.ref(watchdog),
-        os.getpid(),
-    )
+def watch(owner: object, watchdog: Watchdog) -> None:
+    """Start the watchdog; it is closed with `owner`, or at exit, when it posts the end of this rank."""
+    watchdog.start()
+    at_exit = partial(_post_end_of_process, weakref.ref(watchdog), os.getpid())
     atexit.register(at_exit)  # runs before the group is destroyed: handlers run in reverse order
-    weakref.finalize(owner, _forget, status_server, watchdog, at_exit).atexit = False
+    weakref.finalize(owner, _forget, watchdog, at_exit).atexit = False
 
 
-def _forget(status_server: StatusServer, watchdog: Watchdog | None, at_exit: Callable[[], None]) -> None:
+def _forget(watchdog: Watchdog, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
-    status_server.close()
-    if watchdog is not None:
-        watchdog.close()
+    watchdog.close()
 
 
-def _post_end_of_process(
-    status_server: weakref.ref[StatusServer], watchdog: weakref.ref[Watchdog] | None, pid: int
-) -> None:
-    if os.getpid() != pid:  # in a fork of the rank
-        return
-    if (server := status_server()) is not None:
-        server.close()
-    if watchdog is None or (dog := watchdog()) is None:
+def _post_end_of_process(ref: weakref.ref[Watchdog], pid: int) -> None:
+    watchdog = ref()
+    if watchdog is None or os.getpid() != pid:  # in a fork of the rank
         return
     error = getattr(sys, "last_value", None)
     at = f"at {time.strftime('%H:%M:%S')}"
-    dog.close(at if error is None else f"{at} with {error_words(error)}", failed=error is not None)
+    watchdog.close(at if error is None else f"{at} with {error_words(error)}", failed=error is not None)
 
 
 def _is_leaving(seen: SeenState) -> bool:

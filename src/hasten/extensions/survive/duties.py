@@ -1,0 +1,79 @@
+"""Duties of one replica's loop: saving, printing and logging for all replicas, and leaving after a signal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from hasten.extensions.survive.folder import STOPPING
+
+FIRST: Final = "0"
+"""Name of the replica that leads before the members are known."""
+_POLL_S: Final = 0.02
+_ALONE_S: Final = 1.5
+"""Seconds for which a replica that has received a signal waits for that file. Schedulers such as SLURM signal all processes at once, and the
+launchers need a moment to tell each other that the whole run was told to stop."""
+
+
+class Duties:
+    """The leader of the run as one replica knows it, and the signals to stop that this replica has received.
+
+    The leader is the first of the replicas that have made the latest update. A replica that was healed since is not among them: its loop
+    has to catch up with the run first, and what it saves or logs meanwhile belongs to epochs that the run has completed.
+    """
+
+    def __init__(self, name: str, folder: str | None) -> None:
+        self._name = name
+        self._stopping = None if folder is None else Path(folder) / STOPPING
+        self._leader: str | None = FIRST
+        self._stops = self._alone = False
+        self.behind = False
+        """True while the loop of this replica, which was healed, may still be in an epoch that the run has completed."""
+        self.received: Callable[[], int | None] = lambda: None
+        """Returns the signal that this process has received, None for none."""
+
+    @property
+    def leads(self) -> bool:
+        """True on the replica that prints, saves and logs."""
+        return self._leader == self._name
+
+    def updated(self, contributors: Iterable[str], stops: bool = False) -> None:
+        """Record an update of these replicas; with `stops`, one of them has asked to end the run after it."""
+        self._leader, self.behind = min(contributors), False
+        self._stops = self._stops or stops
+
+    def met(self, members: Iterable[str], healed: Iterable[str]) -> None:
+        """Record the members at the end of an epoch, and those that were healed there: they do not lead before an update."""
+        names, new = set(members), set(healed)
+        self.behind = False
+        if self._leader is not None or names == {self._name}:
+            self._leader = min(names - new or names)
+
+    def healed(self) -> None:
+        """Record that this replica has received the run's state."""
+        self._leader, self.behind = None, True
+
+    # -- signals ---------------------------------------------------------------------------------------------------
+    @property
+    def asks_to_stop(self) -> bool:
+        """True if the whole run was told to stop; the replicas agree on it in their next update."""
+        return self.received() is not None and self._stopping is not None and self._stopping.exists()
+
+    @property
+    def leaves(self) -> bool:
+        """True if this replica has to leave the run now: the replicas have agreed to stop, or the signal was for this one alone."""
+        if self._stops:
+            return True
+        return self.received() is not None and (self.behind or self._was_meant_alone())
+
+    def _was_meant_alone(self) -> bool:
+        """Return True if the launcher does not say, within a moment after the signal, that the whole run was told to stop."""
+        if self._stopping is None or self._alone:
+            return True
+        until = time.monotonic() + _ALONE_S
+        while not self._stopping.exists() and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        self._alone = not self._stopping.exists()
+        return self._alone

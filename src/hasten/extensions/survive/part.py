@@ -1,0 +1,160 @@
+"""Start of a replica from its settings, and refusal of settings that cannot lose replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hasten.config.root import Config
+from hasten.config.sections.launch import SurviveSettings
+from hasten.data.source import BatchSource
+from hasten.errors import ConfigError
+from hasten.extensions.survive.coordination import VERSIONS, WHY
+from hasten.extensions.survive.replica import Replica
+from hasten.extensions.survive.report import SurvivalReport
+from hasten.extensions.survive.run_state import RunState
+from hasten.extensions.survive.source import LedgerSource
+from hasten.optim.run_part import RunPart, RunParts
+from hasten.optim.window import Holder
+from hasten.optional import check_installed
+from hasten.runtime import env, secret
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import mesh_title
+
+
+def check(config: Config) -> None:
+    """Raise for settings that cannot be combined with replicas that may be lost.
+
+    Raises: ConfigError; MissingPackageError without torchft.
+    """
+    check_installed("torchft", VERSIONS, WHY)
+    settings = config.survive
+    if settings.replica is None or settings.replicas < 1:
+        raise ConfigError(
+            f"survive.lighthouse={settings.lighthouse} was given with replica={settings.replica} and replicas={settings.replicas}, so the others could "
+            "not tell this replica from themselves. Give each replica a name and the number of all, or use `hasten launch --replicas`."
+        )
+    for found, why, instead in _refused(config):
+        raise ConfigError(f"survive cannot be combined with {found}: {why}. {instead}")
+
+
+def _refused(config: Config) -> list[tuple[str, str, str]]:
+    """Return the settings that survive does not support: their names, the reasons, and what to use instead."""
+    names = ("dp_replicate_size", "tp_size", "cp_size", "sp_size", "pp_size", "ep_size")
+    sizes = {name: getattr(config.parallelism, name) for name in names}
+    divided = [f"{name}={size}" for name, size in sizes.items() if size not in (None, 1, -1)]
+    rows: list[tuple[bool, str, str, str]] = [
+        (
+            bool(divided),
+            f"parallelism of {', '.join(divided)}",
+            "the ranks of a replica read different samples and hold the whole model, by DDP, or shards of it, by FSDP2, and nothing else was tried",
+            "Leave the sizes out, or use --max_restarts with checkpoint_in_memory.",
+        ),
+        (
+            config.strategy not in ("auto", "none", "ddp", "fsdp"),
+            f"strategy={config.strategy!r}",
+            "the gradients of a replica are exchanged from its parameters, and this strategy keeps them elsewhere",
+            "Use strategy='ddp' or 'fsdp', or --max_restarts with checkpoint_in_memory.",
+        ),
+        (
+            config.mixed_precision == "fp16",
+            "mixed_precision='fp16'",
+            "each replica would adapt a loss scale of its own and skip other updates than the others",
+            "Use 'bf16'.",
+        ),
+        (
+            config.trust.numbers not in ("off", "report"),
+            f"trust.numbers={config.trust.numbers!r}",
+            "the decision of one replica about its loss would not reach the others, and their weights would differ",
+            "Use 'report' or 'off'.",
+        ),
+        (
+            config.checkpoint_in_memory is not None,
+            f"checkpoint_in_memory={config.checkpoint_in_memory}",
+            "the other replicas hold the run's state already, and a returning replica takes it from them",
+            "Leave it out.",
+        ),
+        (
+            config.gradient_accumulation.sync_each_batch,
+            "sync_each_batch=True",
+            "gradients are exchanged once for each update, where all replicas agree on its members",
+            "Leave it out.",
+        ),
+    ]
+    return [row[1:] for row in rows if row[0]]
+
+
+def refuse_worlds(ctx: ProcessContext, settings: SurviveSettings) -> None:
+    """Raise ConfigError unless the ranks of this replica all read different samples, by DDP or by FSDP2."""
+    mesh, size = ctx.mesh, ctx.world.size
+    if size not in (mesh.dp_replicate, mesh.dp_shard) or mesh.ep > 1:
+        raise ConfigError(
+            f"replica {settings.replica} has {size} processes in a mesh of {mesh_title(mesh)}, and survive supports replicas whose processes hold the "
+            "whole model each (DDP) or one shard of it each (FSDP2). Leave the sizes of the mesh out, and let --replicas take the place of "
+            "dp_replicate_size."
+        )
+
+
+def replica_of(parts: RunParts) -> Replica:
+    """Return the replica among the parts of a run."""
+    return next(part.replica for part in parts.members if isinstance(part, Survive))
+
+
+def survival_report(accelerator: Any) -> SurvivalReport:  # Any: an Accelerator, in an upper layer
+    """Return the lost, returned and healed replicas of a run of replicas, as seen by this one."""
+    return replica_of(accelerator._clock.parts).report
+
+
+class Survive(RunPart):
+    """The replica of this rank in a run that continues when others are lost."""
+
+    replica: Replica
+    """Set when the Accelerator is built."""
+
+    def built(self, run: Any) -> None:  # Any: the components of the Accelerator, in an upper layer
+        """Make this replica known to the lighthouse. Ranks: every rank. Raises: ConfigError for settings and worlds without support."""
+        accelerator, config = run.accelerator, run.accelerator.config
+        if config.survive.lighthouse is None:
+            raise ConfigError(
+                f"survive.replicas={config.survive.replicas} without a lighthouse, so this process would train alone; start the script with "
+                f"`hasten launch --replicas {config.survive.replicas}`, or remove the setting."
+            )
+        check(config)
+        refuse_worlds(accelerator.ctx, config.survive)
+        variables = env.snapshot()
+        token = secret.given_token(variables) or secret.user_secret(variables)
+        state = RunState(run.prepared, run.strategy.unwrap)
+        self.replica = replica = Replica(config.survive, run.prepared, state, run.clock, accelerator.ctx, token)
+        self._clock, self._num_replicas = run.clock, config.survive.replicas
+        if run.run_log is not None:
+            replica.note = run.run_log.event
+        accelerator.process.leads = lambda: replica.leads
+        preemption, saving = run.preemption, run.saving
+        replica.duties.received = lambda: preemption.received
+        preemption.decide = lambda: replica.leaves
+        saving.register_for_checkpointing(replica)
+        state.registered = lambda: [stateful for stateful in saving.registered if stateful is not replica]
+
+    def source(self, source: BatchSource) -> BatchSource:
+        """Read the positions that the ledger gives to this replica."""
+        return LedgerSource(source, self.replica, self._clock, self._num_replicas)
+
+    def gradients(self, optimizer: Holder) -> bool:
+        """Average the gradients over the replicas; skip the update of a replica that was healed."""
+        return self.replica.exchange(optimizer)
+
+    def before_save(self) -> str | None:
+        """Let the first of the present replicas save: all hold the same state."""
+        return None if self.replica.leads else ""
+
+    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: numbers, strings and tensors
+        """Log nothing while this replica, which was healed, is in an epoch that the run has completed."""
+        return None if self.replica.duties.behind else values
+
+    def status(self) -> Mapping[str, float | str]:
+        """Return the replicas of the run."""
+        return self.replica.report.status(self.replica.name)
+
+    def end(self) -> None:
+        """Leave the run, which has ended."""
+        self.replica.finish()

@@ -1,0 +1,479 @@
+"""One replica of a run that continues when others are lost: its window of samples, its exchange and its healing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from hasten.config.sections.launch import SurviveSettings
+from hasten.data.batch_plan import derive_seed
+from hasten.errors import CommError, HastenError, StepError
+from hasten.extensions.survive import healing
+from hasten.extensions.survive.coordination import Answer, Coordinator, Quorum, local_address
+from hasten.extensions.survive.duties import Duties
+from hasten.extensions.survive.exchange import LostReplicaError, Received, ReplicaGroup, alone
+from hasten.extensions.survive.folder import AGREED, FINISHED, JOINED
+from hasten.extensions.survive.healing import HealingPort, NotHealedError, State
+from hasten.extensions.survive.inside import Inside, joined, of_rank
+from hasten.extensions.survive.ledger_plan import Ledger, Range
+from hasten.extensions.survive.report import SurvivalReport
+from hasten.extensions.survive.roles_plan import Member, Roles
+from hasten.extensions.survive.run_state import RunState
+from hasten.optim.clock import StepClock
+from hasten.optim.window import Holder
+from hasten.prepare_args import PreparedObjects
+from hasten.runtime.context import ProcessContext
+
+log = logging.getLogger(__name__)
+
+_SLICE_S: Final = 0.2
+"""Seconds between two attempts to join a run whose replicas cannot be reached."""
+_LONG_WAIT_S: Final = 5.0
+"""Seconds of waiting for the members of an update after which the run's report shows it."""
+_STANDING_S: Final = 0.5
+"""Seconds for which updates are made by the same members without asking the lighthouse, so that a returning replica waits no longer."""
+
+
+class Replica:
+    """This rank of a replica: gives out its samples, exchanges its gradients, heals others and is healed.
+
+    All ranks of a replica make the same calls. The first one talks to the lighthouse and decides; an update, and healing, happen on all
+    of them or on none.
+    """
+
+    def __init__(
+        self,
+        settings: SurviveSettings,
+        prepared: PreparedObjects,
+        state: RunState,
+        clock: StepClock,
+        ctx: ProcessContext,
+        token: bytes | None,
+    ) -> None:
+        """Make this replica known to the lighthouse. Ranks: every rank of the replica."""
+        assert settings.lighthouse is not None, "checked before"
+        assert settings.replica is not None, "checked before"
+        self.name = settings.replica
+        self.ledger = Ledger(0, 1)
+        self.report = SurvivalReport()
+        self._settings = settings
+        self._prepared = prepared
+        self.state = state
+        self._clock = clock
+        self._token = token
+        self._fresh = True
+        self.duties = Duties(self.name, settings.folder)
+        host = local_address(settings.lighthouse)
+        self._port = HealingPort(host, token)
+        self._inside = inside = Inside(ctx.world, host, settings, token)
+        self._addresses = joined(ctx.world.all_gather_object(self._port.address))
+        self._coordinator = Coordinator(settings, self._card, inside.alive) if inside.first else None
+        self._asked: Answer | None = None
+        self._standing: tuple[Quorum, Roles] | None = None
+        """Members of the previous update that make the next one without asking the lighthouse; None to ask."""
+        self._asks = 1
+        """Request of this replica for the next exchange: 0 for none, 1 to ask for the members, 2 to end the run as well."""
+        self._met_at = self._updated_at = time.monotonic()
+        self._patience_s = settings.heartbeat_timeout_s
+        """Seconds for which the first attempt of an update waits for a message, before the lighthouse is asked which replicas are left."""
+        self._group: ReplicaGroup | None = None
+        self._grouped = False
+        self.contributors: tuple[str, ...] = ()
+        """The replicas whose gradients are in the latest update, in the order of the sum."""
+        self._to_heal: list[Member] = []
+        self._key = ""
+        self._done: tuple[int, int] | None = None
+        self._skips = False
+        self._checked = False
+        self._agreed_at: int | None = None
+        self.note: Callable[..., None] = lambda kind, **details: None
+        """Called with each event of the run's report, and its details."""
+
+    def _card(self) -> Member:
+        ledger = self.ledger
+        return Member(self.name, ledger.step, ledger.lineage, self._fresh, self._inside.address, self._addresses)
+
+    @property
+    def leads(self) -> bool:
+        """True on exactly one of the replicas that made the latest update: the one that prints, saves and logs."""
+        return self.duties.leads
+
+    @property
+    def leaves(self) -> bool:
+        """True if this replica has to leave the run after a signal. Ranks: every rank of the replica."""
+        return not self._inside.vote(not self.duties.leaves)
+
+    # -- samples ---------------------------------------------------------------------------------------------------
+    def opened(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
+        """Create the ledger for a loader of these settings, or compare it with the ledger of the run."""
+        ledger = self.ledger
+        if ledger.size == 0:
+            self.ledger = Ledger(size, rows, drop_last, seed)
+        elif (ledger.size, ledger.rows, ledger.drop_last) != (size, rows, drop_last):
+            raise HastenError(
+                f"the loader has {size} samples in batches of {rows}, and the run's ledger {ledger.size} in batches of {ledger.rows}, so "
+                "positions would mean other samples. Prepare the same training loader first, on all replicas and after a resume."
+            )
+
+    def enter(self, epoch: int) -> None:
+        """Join the run if this replica has not, and start the epoch if it is new."""
+        if self._fresh:
+            self._join()
+        if epoch > self.ledger.epoch:
+            self.ledger.begin(epoch)
+
+    def round(self, epoch: int) -> list[Range] | None:
+        """Return the positions of this replica's next batch, on all ranks; None when the epoch is over, here or for the run."""
+        while self.ledger.epoch == epoch:
+            ledger = self.ledger
+            if not ledger.rounds:
+                self._send_state()
+            if ledger.exhausted and (ledger.rounds or self._agreed()):
+                return None
+            if ledger.exhausted:
+                continue  # this replica was healed, and its ledger may have samples again
+            if self._asked is None and self._standing is None and self._coordinator is not None:
+                self._asked = self._coordinator.ask()
+            return ledger.deal()[self.name]
+        return None
+
+    def _agreed(self) -> bool:
+        """Meet the others at the end of an epoch: the replicas that are behind are healed before any replica leaves.
+
+        Returns: False when this replica was healed.
+        """
+        healed: list[str] = []
+        while True:
+            _, roles = self._met()
+            if not roles.is_active(self.name):
+                if self._heal(roles):
+                    return False
+                continue
+            self.duties.met(roles.contributors, healed)
+            healed += self._note_joined(roles)
+            self.ledger.members = roles.names
+            self._to_heal = roles.healed_by(self.name)
+            self._send_state()
+            if not roles.healing:
+                self._note_agreed()
+                return True
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+    def exchange(self, holder: Holder) -> bool:
+        """Set the gradients to their mean over the replicas, once in each window.
+
+        Returns: True if this replica was healed instead: it has the run's newest state, and the update must be skipped.
+        """
+        key = (self._clock.serial, self._clock.num_updates)
+        if key == self._done:
+            return self._skips
+        if self._fresh:
+            raise StepError(
+                "step() came before the first batch of the training loader, so this replica has not joined the run and does not know the "
+                "others. Iterate over the loader that was prepared first, and call step() inside that loop."
+            )
+        began, retries = time.monotonic(), 0
+        before: tuple[str, ...] = ()
+        while True:
+            quorum, roles = self._met(standing=True)
+            if not roles.is_active(self.name):
+                if not self._heal(roles, in_step=True):
+                    continue
+                self._done, self._skips = (self._clock.serial, self._clock.num_updates), True
+                return True
+            if retries == 1 and before == roles.contributors:  # nobody was lost: the others were only slow
+                self._patience_s = min(2 * self._patience_s, self._settings.timeout_s)
+            try:
+                self._update(holder, quorum, roles, self._settings.timeout_s if retries else self._patience_s)
+                break
+            except LostReplicaError as error:
+                retries, before = retries + 1, roles.contributors
+                level = logging.INFO if retries == 1 else logging.WARNING  # the others may only be slow
+                log.log(level, "survive: update %d of replica %s is repeated: %s", self.ledger.step, self.name, error)
+                self._ungroup()
+        self.report.num_retries += retries
+        self._done, self._skips = key, False
+        lost = self._commit(roles)
+        if lost or retries:
+            self.report.longest_pause_s = max(self.report.longest_pause_s, time.monotonic() - began)
+        return False
+
+    def _met(self, standing: bool = False) -> tuple[Quorum, Roles]:
+        """Return the members of this update, and their roles; waits until enough replicas are there.
+
+        With `standing`, the members of the previous update make this one, if they have agreed to it.
+        """
+        kept = self._standing
+        if self._coordinator is None:
+            found = self._followed(kept, self._inside.hear())
+        else:
+            found = (self._takes_standing() if standing else None) or self._asked_for(self._coordinator)
+            now = time.monotonic()
+            late = now - self._met_at + 2 * (now - self._updated_at) > _STANDING_S
+            self._asks = 2 if self.duties.asks_to_stop else int(bool(found[1].healing) or late)
+            self._inside.tell({"asks": self._asks, "quorum": None if found is kept else found[0].encoded()})
+        self._standing = None
+        self._key = found[0].key
+        return found
+
+    def _followed(self, kept: tuple[Quorum, Roles] | None, decision: Mapping[str, Any]) -> tuple[Quorum, Roles]:
+        """Return the members that the first rank of this replica has decided on."""
+        self._asks = int(decision["asks"])
+        if (told := decision["quorum"]) is None:
+            assert kept is not None, "all ranks of a replica keep the same members"
+            return kept
+        quorum = Quorum.decoded(told)
+        return quorum, quorum.roles
+
+    def _asked_for(self, coordinator: Coordinator) -> tuple[Quorum, Roles]:
+        """Return the members that the lighthouse names, when enough replicas are there."""
+        began, told = time.monotonic(), False
+        while True:
+            asked, self._asked = self._asked or coordinator.ask(), None
+            self.report.waiting_since = since = self._met_at = time.monotonic()
+            try:
+                quorum = asked.result()
+            finally:
+                self.report.waiting_since = None
+            if (waited := time.monotonic() - since) > _LONG_WAIT_S:
+                self.note("waited for replicas", seconds=round(waited, 1), words=f"{len(quorum.members)} present")
+            roles = quorum.roles
+            self._refuse_to_continue_a_finished_run(roles)
+            starts = self._fresh and roles.active[0].fresh
+            if not starts or not (others := self._held_by_others(roles, time.monotonic() - began)):
+                return quorum, roles
+            if not told:
+                log.warning("survive: replica %s waits: %s hold the run and cannot be reached", self.name, others)
+            told = True
+            time.sleep(_SLICE_S)
+
+    def _takes_standing(self) -> tuple[Quorum, Roles] | None:
+        """Return the members of the previous update if all of them have agreed to make this one without asking; None if it is too late.
+
+        This only saves time: an update needs the gradients of all of them, and fails if one is away.
+        """
+        late = time.monotonic() - self._met_at > self._settings.heartbeat_timeout_s
+        return None if late else self._standing
+
+    def _note_agreed(self) -> None:
+        self._agreed_at = self.ledger.step
+        if self._settings.folder is not None and self.leads and self._inside.first:
+            path = Path(self._settings.folder) / AGREED
+            draft = path.with_suffix(f".{self.name}")
+            draft.write_text(self._history())
+            draft.replace(path)
+
+    def _history(self) -> str:
+        return f"{self.ledger.step} {self.ledger.lineage}"
+
+    def _refuse_to_continue_a_finished_run(self, roles: Roles) -> None:
+        """Raise CommError if this replica was away while the others have finished the run."""
+        folder = self._settings.folder
+        if folder is None or len(roles.names) >= self._settings.replicas or not (Path(folder) / FINISHED).exists():
+            return
+        agreed = Path(folder) / AGREED
+        if agreed.exists() and agreed.read_text() == self._history():
+            return
+        raise CommError(
+            f"replica {self.name} was away at update {self.ledger.step} while the others finished the run, so the run's result is theirs, and this "
+            "replica would use samples again. Nothing has to be done: this replica ends here."
+        )
+
+    def _update(self, holder: Holder, quorum: Quorum, roles: Roles, patience_s: float) -> None:
+        """Exchange the gradients of the active replicas and write the mean to the parameters, on all ranks of this replica or on none."""
+        parameters = [one for one in holder.parameters if one.requires_grad]
+        weight, share = self._weights()
+        failed: LostReplicaError | None = None
+        received: Received | None = None
+        try:
+            self._form(quorum, roles)
+            if self._group is not None:
+                facts = (float(self.ledger.step), float(len(self.ledger.rounds)), float(len(parameters)))
+                self._group.timeout_s = patience_s
+                received = self._group.receive(parameters, weight, share, facts, self._asks)
+        except LostReplicaError as error:
+            failed = LostReplicaError(*error.args)  # the frames of the error hold messages, and these the connections
+        if len(roles.active) > 1 and not self._inside.vote(failed is None):
+            raise failed or LostReplicaError("another rank of this replica has lost a member")
+        if received is None:
+            alone(parameters, weight / share if share else 0.0)
+        else:
+            received.write()
+        asks = self._asks if received is None else received.asks
+        self.duties.updated(roles.contributors, asks > 1)
+        self._standing = None if asks else (quorum, roles)
+        self._updated_at = time.monotonic()
+
+    def _form(self, quorum: Quorum, roles: Roles) -> None:
+        """Connect this rank to the same rank of the other active replicas, unless it is. Raises: LostReplicaError."""
+        names = roles.contributors
+        if names == self.contributors and self._grouped:
+            return
+        self._ungroup()
+        if len(names) > 1:
+            key = f"{quorum.key}/{'+'.join(names)}/{self._inside.rank}"
+            store, timeout_s = roles.active[0].store, self._settings.timeout_s
+            self._group = ReplicaGroup(store, key, names.index(self.name), len(names), timeout_s)
+        self.contributors, self._grouped = names, True
+
+    def _weights(self) -> tuple[float, float]:
+        """Return the factor of this replica's gradients, and its share of the sum of weights."""
+        rounds, real = self.ledger.amounts(self.name, self._inside.size)
+        weights = self._clock.window_weights()
+        if weights is None:
+            return (float(rounds), float(real)) if rounds else (1.0, 1.0)
+        if len(weights) > 1:
+            raise StepError(
+                f"a window has {len(weights)} weighted losses in each micro-step, and replicas exchange gradients that have one common weight. "
+                "Add the losses before backward()."
+            )
+        total = self._inside.total(weights[0])
+        return total, total
+
+    def _commit(self, roles: Roles) -> bool:
+        """Record the update that is about to be applied; returns whether samples were given out again."""
+        ledger = self.ledger
+        present = {one.name for one in roles.active}
+        absent = [name for name in ledger.members if name not in present]
+        returned = ledger.commit([one.name for one in roles.active], roles.names)
+        self._note_joined(roles)
+        self._to_heal = roles.healed_by(self.name)
+        if not absent:
+            return False
+        self.report.lost += [(ledger.step, name) for name in absent]
+        number = sum(end - start for start, end in returned)
+        self.report.num_returned += number
+        words = f"{', '.join(absent)} in update {ledger.step}; {len(present)} left, {number} samples given out again"
+        self.note("replicas lost", words=words)
+        log.warning(
+            "survive: update %d was made by %d replica(s), without %s; %d samples are given out again",
+            *(ledger.step, len(present), ", ".join(absent), number),
+        )
+        return True
+
+    def _note_joined(self, roles: Roles) -> list[str]:
+        joined = [one.name for one, _ in roles.healing]
+        self.report.joined += [(self.ledger.step, name) for name in joined]
+        self.report.num_present = len(roles.names)
+        if joined:
+            words = f"{', '.join(joined)} after update {self.ledger.step}; {len(roles.names)} present"
+            self.note("replicas joined", words=words)
+        return joined
+
+    def _ungroup(self) -> None:
+        self._standing = None
+        if self._group is not None:
+            self._group.close()
+        self._group, self._grouped = None, False
+
+    # -- healing ---------------------------------------------------------------------------------------------------
+    def _join(self) -> None:
+        """Take part in the run: with the state of a replica that has joined, or at the start with that of the first."""
+        if len(self._prepared.optimizers) > 1:
+            raise StepError(
+                f"{len(self._prepared.optimizers)} optimizers were prepared, and survive exchanges the gradients of one: the steps of several would have to "
+                "be applied together or not at all. Put all parameters into groups of one optimizer."
+            )
+        while self._fresh:
+            _, roles = self._met()
+            if roles.is_active(self.name):
+                self._fresh = False
+                self._mark_as_joined()
+                self.duties.updated([self.name])
+                self.ledger.members = roles.names
+                self._to_heal = roles.healed_by(self.name)
+                self._send_state()
+            else:
+                self._heal(roles)
+
+    def _held_by_others(self, roles: Roles, waited_s: float) -> list[str]:
+        """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
+        if self._settings.folder is None or waited_s > self._settings.hang_timeout_s:
+            return []
+        found = [path.name.removeprefix(JOINED) for path in Path(self._settings.folder).glob(f"{JOINED}*")]
+        return sorted(set(found) - set(roles.names))
+
+    def _mark_as_joined(self) -> None:
+        """Tell later processes of this machine that this one holds the run's state; the launcher undoes it when the process ends."""
+        if self._settings.folder is not None and self._inside.first:
+            (Path(self._settings.folder) / f"{JOINED}{self.name}").touch()
+
+    def _send_state(self) -> None:
+        """Send this replica's state to those that have to be healed by it; called between two updates."""
+        waiting, self._to_heal = self._to_heal, []
+        if not waiting:
+            return
+        state: State = {
+            "ledger": self.ledger.encoded(),
+            "clock": self._clock.num_updates,
+            **self.state.collected(),
+        }
+        content = healing.pack(state, check=not self._checked)
+        self._checked = True
+        for one in waiting:
+            try:
+                address = of_rank(one.heal, self._inside.rank)
+                healing.send(content, address, self._token, self._key, self._settings.timeout_s)
+            except OSError as error:
+                log.warning("survive: replica %s could not be healed: %s", one.name, error)
+
+    def _heal(self, roles: Roles, in_step: bool = False) -> bool:
+        """Receive the run's state from another replica; returns False if that one was lost, and nothing has changed."""
+        source, settings = roles.source_of(self.name), self._settings
+        self._ungroup()
+        state: State | None = None
+        try:
+            address = of_rank(source.heal, self._inside.rank)
+            state = self._port.receive(address, self._key, settings.heal_timeout_s, settings.timeout_s)
+        except NotHealedError as error:
+            log.warning("survive: replica %s was not healed by %s: %s", self.name, source.name, error)
+        if not self._inside.vote(state is not None) or state is None:
+            return False
+        self._load(state, in_step)
+        return True
+
+    def _load(self, state: State, in_step: bool) -> None:
+        self.state.load(state)
+        self.ledger = Ledger.decoded(state["ledger"])
+        self._clock.num_updates = state["clock"] - in_step  # the skipped step is counted when it ends
+        self._fresh = False
+        self._mark_as_joined()
+        self.duties.healed()
+        self.report.healed.append(self.ledger.step)
+        rank = [256 + self._inside.rank] if self._inside.rank else []
+        torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode(), *rank))
+        log.info("survive: replica %s has joined after update %d", self.name, self.ledger.step)
+        self.note("replica healed", words=f"{self.name} after update {self.ledger.step}")
+
+    # -- checkpoints and end ---------------------------------------------------------------------------------------
+    follows_data = True
+    """The ledger counts the batches of an accumulation window, so a save inside one stores it as of the beginning."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ledger; it is part of every checkpoint."""
+        return self.ledger.encoded()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the ledger of a checkpoint."""
+        self.ledger = Ledger.decoded(state)
+        self.ledger.rounds = []
+
+    def finish(self) -> None:
+        """Meet the others a last time, so that replicas that are behind are healed, then leave the run."""
+        if not self._fresh and self._agreed_at != self.ledger.step and not self.leaves:
+            self._agreed()
+        self._inside.vote(True)  # the first rank serves the others' store until they have come here
+        self.close()
+
+    def close(self) -> None:
+        """Leave the run and close all connections."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self._ungroup()
+        self._port.close()
+        self._inside.close()

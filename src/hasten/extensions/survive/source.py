@@ -1,0 +1,169 @@
+"""The source of a loader whose samples are given out by the ledger, batch by batch, to the replicas that are there and their ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain, starmap
+from typing import Any, Protocol
+
+import numpy as np
+
+from hasten.data.batch_plan import Indices
+from hasten.data.position import Position
+from hasten.data.sampler import IndexBatch
+from hasten.data.source import BatchSource, IndexedSource, Item, OuterSource
+from hasten.errors import ConfigError
+from hasten.extensions.survive.ledger_plan import Ledger, Range, part, positions
+from hasten.optim.clock import StepClock
+
+
+class LedgerHolder(Protocol):
+    """A replica, for the source of its loader."""
+
+    name: str
+    ledger: Ledger
+
+    def opened(self, size: int, rows: int, drop_last: bool, seed: int) -> None:
+        """Create the ledger for a loader of these settings."""
+        ...
+
+    def enter(self, epoch: int) -> None:
+        """Join the run if this replica has not, and start the epoch if it is new."""
+        ...
+
+    def round(self, epoch: int) -> list[Range] | None:
+        """Return the positions of this replica's next batch, on all of its ranks; None at the end of the epoch."""
+        ...
+
+
+class LedgerSource(OuterSource):
+    """Source that reads the positions which the ledger gives to this replica.
+
+    Batches are read ahead by the loader's workers as if the members stayed the same; when they change, reading starts
+    again at the new positions.
+    """
+
+    def __init__(self, inner: BatchSource, replica: LedgerHolder, clock: StepClock, num_replicas: int) -> None:
+        super().__init__(inner)
+        if not isinstance(inner, IndexedSource) or inner.assignment.form != "rows":
+            raise ConfigError(
+                f"survive needs a loader over a map-style dataset with a batch_size, and this one is read by {type(inner).__name__}; without "
+                "positions in a common order, the samples of a lost replica cannot be given out again. Use a dataset with __len__ and "
+                "__getitem__, no batch sampler, and dispatch_batches=False."
+            )
+        self._indexed = inner
+        self._replica = replica
+        self._clock = clock
+        self._num_replicas = num_replicas
+        plan = inner.assignment.plan
+        self._rows, self._drop_last = plan.global_batch, plan.drop_last
+        self._part = partial(part, rank=plan.shard, num_ranks=plan.num_shards)
+        self.reading = None
+
+    def steps(self) -> int | None:
+        """Return the number of batches of an epoch while all replicas are there."""
+        size = self._indexed.size()
+        assert size is not None, "an order with positions has a size"
+        whole = self._rows * self._num_replicas
+        return size // whole if self._drop_last else -(-size // whole)
+
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:
+        return self._indexed.reached(start, steps, source_state)
+
+    def skipped(self, start: Position, num_batches: int) -> Position:
+        raise ConfigError(
+            f"skip_first_batches({num_batches}) counts the batches of one process, and with survive the ledger decides which replica reads "
+            "which batch. Use save_state() and load_state(), which keep the ledger."
+        )
+
+    def copied(self, even: bool | None = None) -> BatchSource:
+        raise ConfigError(
+            "a loader whose samples are given out over replicas that may be lost has one position in the run, so it cannot be copied for "
+            "skip_first_batches() or join_uneven_inputs(). Iterate over the loader that prepare() returned."
+        )
+
+    def open(self, at: Position) -> Generator[Item]:
+        """Yield this replica's batches until the epoch ends, or until the run has left it behind."""
+        size = self._indexed.size()
+        assert size is not None, "an order with positions has a size"
+        replica, clock = self._replica, self._clock
+        replica.opened(size, self._rows, self._drop_last, at.seed)
+        replica.enter(at.epoch)
+        seek = self._seek(at)
+        ahead = _ReadAhead(self._indexed, replica, at, seek, self._part)
+        try:
+            while (ranges := replica.round(at.epoch)) is not None:
+                batch, last = ahead.take(ranges)
+                empty = not self._part(ranges)
+                if empty:  # it only keeps this rank's loop in step with the others
+                    clock.weights.idle = True
+                yield batch[0], batch[1], last, batch[3]
+                clock.weights.idle = False
+        finally:
+            clock.weights.idle = False
+            ahead.close()
+
+    def _seek(self, at: Position) -> Callable[[Indices], Indices]:
+        order = self._indexed.assignment.order
+        found = order.seek(replace(at, seed=self._replica.ledger.seed))
+        if found is None:
+            raise ConfigError(
+                f"survive needs an order of samples that is computed from seed and epoch, and {type(order).__name__} draws from a sampler that "
+                "each replica would draw from differently. Use shuffle=True or shuffle=False, with the default use_seedable_sampler=True."
+            )
+        return found
+
+
+class _ReadAhead:
+    """Reader of the batches that this rank of the replica gets if the members stay the same."""
+
+    def __init__(
+        self,
+        inner: IndexedSource,
+        replica: LedgerHolder,
+        at: Position,
+        seek: Callable[[Indices], Indices],
+        part_of: Callable[[list[Range]], list[Range]],
+    ) -> None:
+        self._inner = inner
+        self._replica = replica
+        self._at = at
+        self._seek = seek
+        self._part = part_of
+        self._items: Generator[Item] | None = None
+        self._expected: deque[tuple[list[Range], bool]] = deque()
+
+    def take(self, ranges: list[Range]) -> tuple[Item, bool]:
+        """Return this rank's part of the batch at these positions, and whether it is expected to be the epoch's last."""
+        for _ in range(2):
+            if self._items is None:
+                self._items = self._inner.read(self._index_batches(ranges), self._at)
+            item = next(self._items, None)
+            if item is not None:
+                expected, last = self._expected.popleft()
+                if expected == ranges:
+                    return item, last
+            self.close()
+        raise AssertionError("reading starts at the positions that were asked for")
+
+    def _index_batches(self, first: list[Range]) -> Iterator[IndexBatch]:
+        """Return the indices of the batch at `first`, then of those that follow it if the members stay the same."""
+        ledger = self._replica.ledger
+        following = ledger.preview(self._replica.name)  # from the ledger as it is now: it has given out `first` only
+        return starmap(self._index_batch, chain([(first, ledger.exhausted)], following))
+
+    def _index_batch(self, ranges: list[Range], last: bool) -> IndexBatch:
+        self._expected.append((ranges, last))
+        places = positions(self._part(ranges))
+        indices: list[int] = self._seek(np.array(places or [0], dtype=np.int64)).tolist()
+        return indices, None if places else 0, last
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._items is not None:
+            self._items.close()
+        self._items = None
+        self._expected.clear()

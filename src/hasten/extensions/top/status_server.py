@@ -1,0 +1,220 @@
+"""Status of a rank for `hasten top`: a thread that answers processes of the same user on a local socket."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from hasten.accelerator.components import Components
+from hasten.errors import CommError
+from hasten.extensions.top.job_sockets import Address, peer_is_owner, private_folder, receive_line
+from hasten.optim.run_part import RunPart
+from hasten.runtime import env
+from hasten.runtime.topology import Topology
+from hasten.trust.memory import process_memory
+from hasten.trust.stall.observe import Observer
+
+_KEPT: Final = 20
+_WIDTH: Final = 300
+
+
+class RecentLog:
+    """Log record factory that records recent lines between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=_KEPT)
+        self._before = logging.getLogRecordFactory()
+
+    def start(self) -> None:
+        """Start recording lines."""
+        self._before = logging.getLogRecordFactory()
+        logging.setLogRecordFactory(self)
+
+    def stop(self) -> None:
+        """Remove this factory from the chain of record factories; behind a foreign factory it only stops recording."""
+        self.lines = deque(maxlen=0)
+        factory = logging.getLogRecordFactory()
+        if factory is self:
+            logging.setLogRecordFactory(self._before)
+        while isinstance(factory, RecentLog):
+            if factory._before is self:
+                factory._before = self._before
+                return
+            factory = factory._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # Any: as in logging
+        record = self._before(*args, **kwargs)
+        try:
+            text = record.getMessage().splitlines()
+        except (TypeError, ValueError, KeyError, IndexError):  # a wrong format: reported by the handlers
+            return record
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        self.lines.append(f"{stamp} {record.levelname} {record.name}: {text[0] if text else ''}"[:_WIDTH])
+        return record
+
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_S: Final = 0.5
+_TICK_S: Final = 1.0
+_SPAN: Final = 30
+"""Number of ticks over which a rate is computed: about as many seconds."""
+
+
+class StatusPart(RunPart):
+    """Status server of a run that `hasten launch` has started; it ends with its Accelerator, at `end_training()`, or at exit."""
+
+    def __init__(self) -> None:
+        self._server: StatusServer | None = None
+
+    def built(self, run: Components) -> None:
+        """Start the server. Ranks: every rank."""
+        accelerator, clocks = run.accelerator, weakref.ref(run.clock)  # the thread must not keep the Accelerator alive
+        ctx = accelerator.ctx
+
+        def step() -> int:
+            clock = clocks()
+            return 0 if clock is None else clock.num_updates
+
+        def values() -> Mapping[str, float | str]:
+            clock = clocks()
+            return {} if clock is None else clock.parts.read_status()
+
+        observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
+        folder = env.runtime_folder(env.snapshot())
+        self._server = server = StatusServer(observer, ctx.topology, ctx.device, folder, values)
+        server.start()
+        at_exit = partial(_close, weakref.ref(server))
+        atexit.register(at_exit)
+        weakref.finalize(accelerator, _forget, server, at_exit).atexit = False
+
+    def end(self) -> None:
+        """Stop the server."""
+        if self._server is not None:
+            self._server.close()
+
+
+def _close(ref: weakref.ref[StatusServer]) -> None:
+    if (server := ref()) is not None:
+        server.close()
+
+
+def _forget(server: StatusServer, at_exit: Callable[[], None]) -> None:
+    atexit.unregister(at_exit)
+    server.close()
+
+
+class StatusServer:
+    """Status socket of one rank. `start` and `close` are called by the training thread."""
+
+    def __init__(
+        self,
+        observer: Observer,
+        topology: Topology,
+        device: torch.device,
+        folder: Path,
+        rates: Callable[[], Mapping[str, float | str]] = dict,
+    ) -> None:
+        self._rates = rates
+        self._observer = observer
+        self._topology = topology
+        self._device = device
+        self._folder = folder
+        self._recent = RecentLog()
+        self._began_s = time.time()
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_SPAN)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path: Path | None = None
+        self._pid = os.getpid()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hasten-status", daemon=True)
+
+    def start(self) -> None:
+        """Start answering requests. Without a private folder no status is available, which is logged; the job still runs."""
+        self._recent.start()
+        try:
+            folder = private_folder(self._folder)
+            names = (Address(os.getppid(), self._topology.rank, os.getpid(), number).name for number in range(1 << 10))
+            path = next(folder / name for name in names if not (folder / name).exists())
+            self._socket.bind(str(path))
+            self._path = path
+            path.chmod(0o600)
+            self._socket.listen(4)
+        except (OSError, CommError) as error:
+            log.info("`hasten top` cannot connect to this rank: %s", error)
+            return
+        self._socket.settimeout(_TICK_S)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and remove the socket."""
+        if self._over.is_set() or os.getpid() != self._pid:  # in a fork of the rank
+            return
+        self._over.set()
+        self._recent.stop()
+        if self._thread.is_alive():
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait for a request
+            self._thread.join(2 * _TICK_S)
+        self._socket.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._steps.append((time.monotonic(), self._observer.step()))
+            try:
+                connection, _ = self._socket.accept()
+                with connection:
+                    self._answer(connection)
+            except TimeoutError:
+                continue
+            except (OSError, msgspec.DecodeError) as error:  # the client has disconnected, or sent an invalid request
+                log.debug("the request was not answered: %s", error)
+                self._over.wait(_PATIENCE_S)  # without free file descriptors, accept() fails at once
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_PATIENCE_S)  # the next client is answered even if this one sends nothing
+        if peer_is_owner(connection):
+            request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
+            connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
+
+    def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
+        state = self._observer.look(0.0, {})
+        return {
+            "rank": state.rank,
+            "world_size": self._topology.world_size,
+            "host": state.host,
+            "pid": state.pid,
+            "script": Path(sys.argv[0]).name,
+            "seconds": round(time.time() - self._began_s, 1),
+            "step": state.step,
+            "steps_per_s": self._rate(state.step),
+            "values": dict(self._rates()),
+            "waits": state.waits and self._topology.world_size > 1,
+            "doing": state.kind,
+            "at": state.spot.words(),
+            "memory": process_memory(self._device),
+            "log": list(self._recent.lines),
+            **({"stack": list(state.stack)} if stacks else {}),
+        }
+
+    def _rate(self, step: int) -> float | None:
+        """Return the updates per second over the last half minute; None without an update."""
+        if not self._steps or step == self._steps[0][1]:
+            return None
+        since, before = self._steps[0]
+        return round((step - before) / max(time.monotonic() - since, 1e-3), 3)

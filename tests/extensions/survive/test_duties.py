@@ -1,0 +1,114 @@
+"""Duties of replicas: one of those that made the latest update leads, and a signal ends the run or one replica."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from hasten.extensions.survive.duties import Duties
+from hasten.extensions.survive.folder import STOPPING
+
+
+def several(names: str) -> dict[str, Duties]:
+    return {name: Duties(name, None) for name in names}
+
+
+def leaders(made: dict[str, Duties]) -> list[str]:
+    return [name for name, one in made.items() if one.leads]
+
+
+def test_the_first_leads_before_and_after_updates() -> None:
+    made = several("012")
+    assert leaders(made) == ["0"]
+    for one in made.values():
+        one.updated("210")
+    assert leaders(made) == ["0"]
+
+
+def test_a_healed_replica_leads_after_its_next_update_only() -> None:
+    """It has run the epochs that were completed without it: what it would save for them is older than what is there."""
+    made = several("012")
+    for name in "12":
+        made[name].updated("12")
+    made["0"].healed()
+    assert leaders(made) == ["1"]
+    assert made["0"].behind
+    for one in made.values():
+        one.updated("012")
+    assert leaders(made) == ["0"]
+    assert not made["0"].behind
+
+
+def test_a_replica_that_is_healed_at_the_end_of_an_epoch_does_not_lead_there() -> None:
+    made = several("012")
+    for name in "12":
+        made[name].updated("12")
+        made[name].met("12", [])  # 0 is healed here, and is a member when they meet again
+    made["0"].healed()
+    for one in made.values():
+        one.met("012", "0")
+    assert leaders(made) == ["1"]
+    assert not made["0"].behind  # its loop is at the end of the same epoch
+
+
+def test_the_last_replica_leads_even_if_it_was_just_healed() -> None:
+    one = Duties("2", None)
+    one.healed()
+    one.met("2", [])
+    assert one.leads
+
+
+def test_a_lost_leader_is_replaced_at_the_end_of_an_epoch() -> None:
+    made = several("12")
+    for one in made.values():
+        one.updated("012")
+        one.met("12", [])
+    assert leaders(made) == ["1"]
+
+
+def asks_and_leaves(one: Duties) -> tuple[bool, bool]:
+    return one.asks_to_stop, one.leaves
+
+
+@pytest.mark.parametrize("healed", [False, True])
+def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(tmp_path: Path, healed: bool) -> None:
+    one = Duties("1", str(tmp_path))
+    one.updated("01")
+    assert asks_and_leaves(one) == (False, False)
+    (tmp_path / STOPPING).touch()
+    assert asks_and_leaves(one) == (False, False)  # this process has not received it
+    one.received = lambda: 15
+    assert asks_and_leaves(one) == (True, False)
+    if healed:
+        one.healed()  # it has nothing that the others do not have, so it need not wait for an update
+    else:
+        one.updated("01", stops=True)
+    assert one.leaves
+
+
+def test_a_replica_learns_the_signal_of_the_others_in_the_update(tmp_path: Path) -> None:
+    one = Duties("1", str(tmp_path))
+    one.updated("01", stops=True)
+    assert one.leaves
+
+
+def test_a_signal_to_one_replica_lets_it_leave(tmp_path: Path) -> None:
+    for folder in (None, str(tmp_path)):
+        one = Duties("1", folder)
+        one.updated("01")
+        one.received = lambda: 15
+        assert asks_and_leaves(one) == (False, True)
+
+
+def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_others(tmp_path: Path) -> None:
+    """Schedulers signal all processes at once; the launcher tells a moment later that the whole run was told to stop."""
+    one = Duties("1", str(tmp_path))
+    one.updated("01")
+    one.received = lambda: 15
+    launcher = threading.Timer(0.2, (tmp_path / STOPPING).touch)
+    launcher.start()
+    assert asks_and_leaves(one) == (False, False)
+    launcher.join()
+    assert asks_and_leaves(one) == (True, False)  # it leaves with the others, after the update in which all agree

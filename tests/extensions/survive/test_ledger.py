@@ -1,0 +1,117 @@
+"""Laws of the account of samples: whatever members are lost, each position of an epoch is used exactly once."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from hasten.extensions.survive.ledger_plan import Ledger, merged, part, positions
+
+
+def test_each_position_is_used_once_with_members_that_change_at_random() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        names = [str(number) for number in range(rng.randint(1, 8))]
+        ledger = Ledger(rng.randint(1, 200), rng.randint(1, 7), members=tuple(names))
+        used: list[int] = []
+        while not ledger.exhausted:
+            for _ in range(rng.randint(1, 3)):
+                if not ledger.exhausted:
+                    ledger.deal()
+            members = ledger.members
+            contributors = [name for name in members if rng.random() < 0.7] or [rng.choice(members)]
+            for one in ledger.rounds:
+                used += [place for name in contributors for place in positions(one[name])]
+            newcomers = [name for name in names if name not in contributors and rng.random() < 0.5]
+            ledger.commit(contributors, [*contributors, *newcomers])
+            ledger = Ledger.decoded(json.loads(json.dumps(ledger.encoded())))  # as a healed replica receives it
+        assert sorted(used) == list(range(ledger.size)), seed
+        ledger.begin(1)
+        assert ledger.unused == {}
+
+
+def test_replicas_get_consecutive_batches_and_share_a_short_end_equally() -> None:
+    ledger = Ledger(17, 4, members=("a", "b", "c"))
+    assert ledger.deal() == {"a": [(0, 4)], "b": [(4, 8)], "c": [(8, 12)]}
+    assert ledger.deal() == {"a": [(12, 14)], "b": [(14, 16)], "c": [(16, 17)]}
+    assert ledger.exhausted
+    assert ledger.amounts("c") == (2, 2)
+
+
+def test_samples_of_a_lost_replica_are_given_out_first() -> None:
+    ledger = Ledger(100, 5, members=("a", "b", "c"))
+    ledger.deal()
+    assert ledger.commit(["a", "c"], ["a", "c"]) == [(5, 10)]
+    assert ledger.deal() == {"a": [(5, 10)], "c": [(15, 20)]}
+
+
+def test_replicas_without_samples_at_the_end_are_told_so() -> None:
+    ledger = Ledger(2, 5, members=("a", "b", "c"))
+    assert ledger.deal() == {"a": [(0, 1)], "b": [(1, 2)], "c": []}
+    assert ledger.amounts("c") == (1, 0)
+
+
+def test_histories_differ_when_members_or_samples_do() -> None:
+    lineages = set()
+    for contributors in (["a", "b"], ["a"], ["b"]):
+        ledger = Ledger(100, 5, members=("a", "b"))
+        ledger.deal()
+        ledger.commit(contributors, contributors)
+        lineages.add(ledger.lineage)
+    assert len(lineages) == 3
+
+
+def test_a_loop_that_ends_early_is_reported_with_its_unused_samples() -> None:
+    ledger = Ledger(20, 5, members=("a", "b"))
+    ledger.deal()
+    ledger.commit(["a"], ["a"])
+    ledger.begin(1)
+    assert ledger.unused == {0: [(5, 20)]}
+
+
+@pytest.mark.parametrize(("size", "unused"), [(20, {}), (23, {0: [(20, 23)]})])
+def test_drop_last_leaves_a_short_end_out(size: int, unused: dict[int, list[tuple[int, int]]]) -> None:
+    ledger = Ledger(size, 5, drop_last=True, members=("a", "b"))
+    while not ledger.exhausted:
+        ledger.deal()
+        ledger.commit(["a", "b"], ["a", "b"])
+    ledger.begin(1)
+    assert ledger.unused == unused
+
+
+def test_a_preview_is_what_members_get_while_they_stay_the_same() -> None:
+    ledger = Ledger(50, 4, members=("a", "b", "c"), returned=[(3, 9)], following=20)
+    seen = []
+    for ranges, last in ledger.preview("b"):
+        assert ledger.deal()["b"] == ranges
+        ledger.commit(ledger.members, ledger.members)
+        seen.append(last)
+    assert ledger.exhausted
+    assert seen == [False, False, True]
+
+
+def test_ranges_are_joined() -> None:
+    assert merged([(5, 7), (0, 2), (2, 5), (9, 9)]) == [(0, 7)]
+
+
+def test_the_ranks_of_a_replica_share_its_positions() -> None:
+    rng = random.Random(5)
+    for num_ranks in range(1, 17):
+        for _ in range(40):
+            places = sorted(rng.sample(range(200), rng.randint(0, 4 * num_ranks)))
+            ranges = merged((place, place + 1) for place in places)
+            parts = [positions(part(ranges, rank, num_ranks)) for rank in range(num_ranks)]
+            assert [place for one in parts for place in one] == places
+            assert {len(one) for one in parts} <= {len(places) // num_ranks, -(-len(places) // num_ranks)}
+
+
+def test_batches_are_counted_for_each_rank_of_a_replica() -> None:
+    ledger = Ledger(19, 4, members=("a", "b"))
+    ledger.deal()
+    ledger.deal()
+    ledger.deal()  # two samples for the first replica, one for the second
+    assert ledger.amounts("a", 2) == (6, 6)
+    assert ledger.amounts("b", 2) == (6, 5)
+    assert ledger.amounts("b") == (3, 3)
