@@ -19,7 +19,7 @@ from hasten import Accelerator, optional
 from hasten.cli.flags import SettingsParser
 from hasten.cli.main import commands, function_of
 from hasten.data.loader import Loader
-from hasten.optim import muon
+from hasten.extensions.muon import muon
 from hasten.optim.ema import EMA
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.testing import pool

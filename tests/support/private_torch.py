@@ -160,7 +160,7 @@ NAMES: Final = (
     Name(
         "torch",
         "_foreach_mul_",
-        (_CLIP, "src/hasten/optim/gradients.py", "src/hasten/optim/muon.py"),
+        (_CLIP, "src/hasten/optim/gradients.py", "src/hasten/extensions/muon/muon.py"),
         "clipping, weighted windows and Muon fail",
     ),
     Name("torch", "_foreach_lerp_", ("src/hasten/optim/ema.py",), "moving averages of weights fail"),

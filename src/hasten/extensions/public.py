@@ -7,6 +7,7 @@ from hasten.extensions.deepspeed.placeholders import DummyOptim as DummyOptim  #
 from hasten.extensions.deepspeed.placeholders import DummyScheduler as DummyScheduler  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin as DeepSpeedPlugin  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.megatron.settings import MegatronLMPlugin as MegatronLMPlugin  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.muon.optimizers import optimizers as optimizers  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.survive.part import survival_report as survival_report  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.arguments import TrainingArguments as TrainingArguments  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback  # type: ignore[import-not-found, unused-ignore]

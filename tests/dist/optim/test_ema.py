@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten import Accelerator, ParallelismConfig
+from hasten import Accelerator, ParallelismConfig, optimizers
 from hasten.errors import ConfigError, HastenError, StepError
 from hasten.optim.ema import EMA
-from hasten.optim.optimizers import optimizers
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from hasten.errors import SettingValueError
 from hasten.extensions.trainer.arguments import TrainingArguments
-from hasten.optim.optimizers import optimizers as split_optimizers
 
 Factor = Callable[..., float]
 
@@ -228,6 +227,8 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer | Opt
 
 
 def _muon(args: TrainingArguments, model: nn.Module) -> OptimizerList:
+    from hasten import optimizers as split_optimizers  # of an extension, only with optim="muon"
+
     made = split_optimizers(
         model,
         "muon",

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from hasten.errors import ConfigError
+from hasten.extensions.muon.muon import Muon
 from hasten.modules.names import named_parameters
-from hasten.optim.muon import Muon
 from hasten.runtime.logs import on_main
 
 _HEADS: Final = frozenset(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from hasten.optim.muon import Muon
-from hasten.optim.optimizers import optimizers
+from hasten.extensions.muon.muon import Muon
+from hasten.extensions.muon.optimizers import optimizers
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.optim.muon import COEFFICIENTS, Muon
-from hasten.optim.muon import _Iteration as Iteration
-from hasten.optim.optimizers import optimizers, split_parameters
+from hasten.extensions.muon.muon import COEFFICIENTS, Muon
+from hasten.extensions.muon.muon import _Iteration as Iteration
+from hasten.extensions.muon.optimizers import optimizers, split_parameters
 
 
 def trained(cls: Any, steps: int = 20, **options: Any) -> torch.Tensor:
