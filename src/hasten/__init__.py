@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from hasten.runtime.seeding import set_seed as set_seed
     from hasten.runtime.seeding import synchronize_rng_states as synchronize_rng_states
     from hasten.state.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
-    from hasten.tracking.backends.jsonl import read_metrics as read_metrics
+    from hasten.tracking.jsonl import read_metrics as read_metrics
 
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
@@ -112,7 +112,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "set_seed": "hasten.runtime.seeding",
         "synchronize_rng_states": "hasten.runtime.seeding",
         "PREEMPTED_EXIT_CODE": "hasten.state.preemption",
-        "read_metrics": "hasten.tracking.backends.jsonl",
+        "read_metrics": "hasten.tracking.jsonl",
     }
 )
 

@@ -23,7 +23,7 @@ from hasten.extensions.muon import muon
 from hasten.optim.ema import EMA
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.testing import pool
-from hasten.tracking.registry import BUILTINS
+from hasten.tracking.registry import tracker_class, tracker_names
 from tests.support.syntax import trees
 
 SOURCE: Final = Path(hasten.__file__).parent
@@ -137,4 +137,4 @@ def test_extras_and_packages_that_are_recommended_exist() -> None:
         for extra in re.findall(r"hasten\[(\w+)\]", path.read_text()):
             assert extra in extras, f"{path.name}: hasten[{extra}]"
     packages = " ".join(extras["trackers"]).replace("-", "_")
-    assert all(row.needs is None or row.needs in packages for row in BUILTINS)
+    assert all(tracker_class(name).package in packages for name in tracker_names())

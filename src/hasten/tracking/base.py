@@ -101,6 +101,10 @@ class Tracker(ABC):
     """
 
     name: str = ""
+    package: str = ""
+    """Importable name of the package that the tracker needs; empty for none."""
+    package_versions: str = ""
+    """Versions of the package that the tracker works with, such as ">=0.7"."""
     every_rank: bool = False
 
     @property

@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 
 from hasten import Accelerator, read_metrics
-from hasten.tracking.backends.jsonl import JsonlTracker
+from hasten.tracking.jsonl import JsonlTracker
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.values import as_pixels, png
 
 CRASH = """
 import sys, torch
 from pathlib import Path
-from hasten.tracking.backends.jsonl import JsonlTracker
+from hasten.tracking.jsonl import JsonlTracker
 from hasten.tracking.manager import TrackerManager
 manager = TrackerManager([JsonlTracker()], directory=Path(sys.argv[1]), flush_every_s=1000.0)
 manager.init("project")

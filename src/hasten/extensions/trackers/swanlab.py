@@ -15,6 +15,8 @@ class SwanlabTracker(Tracker):
     """Tracker that logs to a SwanLab run whose id is derived from the run id, so that a resume finds it."""
 
     name = "swanlab"
+    package = "swanlab"
+    package_versions = ">=0.7"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
         """Pass `options` to swanlab.init, for example `mode="local"`."""

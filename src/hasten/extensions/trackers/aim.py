@@ -13,6 +13,7 @@ class AimTracker(Tracker):
     """Tracker that logs to an Aim run in `<directory>/.aim`; show it with `aim up --repo <directory>`."""
 
     name = "aim"
+    package = "aim"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
         """Pass `options` to aim.Run, for example `repo="aim://host:53800"`."""

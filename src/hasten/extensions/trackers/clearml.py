@@ -12,6 +12,7 @@ class ClearmlTracker(Tracker):
     """Tracker that logs to a ClearML task."""
 
     name = "clearml"
+    package = "clearml"
 
     def __init__(self, *, every_rank: bool = False, offline: bool = False, **options: Any) -> None:
         """Pass `options` to clearml.Task.init."""

@@ -14,6 +14,7 @@ class WandbTracker(Tracker):
     """Tracker that logs to a wandb run whose id hasten chooses, so that a resume finds it."""
 
     name = "wandb"
+    package = "wandb"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
         """Pass `options` to wandb.init, for example `mode="offline"` or `entity=...`."""

@@ -16,6 +16,7 @@ class MlflowTracker(Tracker):
     """Tracker that logs to a run of the experiment named like the project, with an explicit client; it is not MLflow's active run."""
 
     name = "mlflow"
+    package = "mlflow"
 
     def __init__(self, *, every_rank: bool = False, tracking_uri: str | None = None, **options: Any) -> None:
         """Create a tracker with the options `run_name` and `tags`; the default store is MLflow's setting or a local folder."""

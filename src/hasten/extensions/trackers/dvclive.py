@@ -12,6 +12,7 @@ class DvcliveTracker(Tracker):
     """Tracker that writes to `<directory>/<project>/<run id>/dvclive`."""
 
     name = "dvclive"
+    package = "dvclive"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
         """Pass `options` to dvclive.Live; a DVC experiment is saved only with `save_dvc_exp=True`."""

@@ -17,6 +17,7 @@ class CometTracker(Tracker):
     """Tracker that logs to a Comet experiment whose key is derived from the run id, so that a resume finds it."""
 
     name = "comet_ml"
+    package = "comet_ml"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
         """Pass `options` to comet_ml.start, unknown ones to comet_ml.ExperimentConfig."""

@@ -12,6 +12,7 @@ class TrackioTracker(Tracker):
     """Tracker that logs to a Trackio run named by the run id; the package chooses the folder (variable TRACKIO_DIR)."""
 
     name = "trackio"
+    package = "trackio"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
         """Pass `options` to trackio.init, for example `space_id=...`."""

@@ -15,6 +15,7 @@ class TensorboardTracker(Tracker):
     """Tracker that writes event files to `<directory>/<project>/<run id>`; show them with `tensorboard --logdir <directory>`."""
 
     name = "tensorboard"
+    package = "tensorboard"
 
     def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
         """Pass `options` to SummaryWriter."""

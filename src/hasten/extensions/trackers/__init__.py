@@ -1,0 +1,1 @@
+"""Trackers of services, one file each."""
