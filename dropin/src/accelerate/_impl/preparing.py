@@ -130,7 +130,9 @@ class EstablishedPreparer(Preparer):
         for item in items:
             item.value = self.loader(item.value, item.place, 0)
 
-    def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any, already_sharded: bool | None = None) -> Any:
+    def loader(
+        self, loader: Any, place: bool, seed: int, slice_fn: Any = None, already_sharded: bool | None = None
+    ) -> Any:
         if isinstance(loader, PreparedLoader):
             if not any(loader is known for known in self.done.loaders):
                 self.done.loaders.append(loader)
