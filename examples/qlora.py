@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hasten import Accelerator, set_seed
-from hasten.bigmodel import dequantize_weights, quantize_weights
+from hasten import Accelerator, dequantize_weights, quantize_weights, set_seed
 
 
 def main() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten import Accelerator
-from hasten.bigmodel import dequantize_weights, quantize_weights
+from hasten import Accelerator, dequantize_weights, quantize_weights
 
 # Any in this file: models of peft and transformers.
 pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore")]  # warnings of the imports of torchao and peft

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from hasten.bigmodel.meta import init_on_device as init_on_device
     from hasten.bigmodel.offload_files import OffloadedWeightsLoader as OffloadedWeightsLoader
     from hasten.bigmodel.offload_files import offload_state_dict as offload_state_dict
-    from hasten.bigmodel.quantize import dequantize_weights as dequantize_weights
-    from hasten.bigmodel.quantize import quantize_weights as quantize_weights
     from hasten.bigmodel.tensors import align_module_device as align_module_device
     from hasten.bigmodel.tensors import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from hasten.bigmodel.tensors import has_offloaded_params as has_offloaded_params
@@ -58,8 +56,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "init_on_device": "hasten.bigmodel.meta",
         "OffloadedWeightsLoader": "hasten.bigmodel.offload_files",
         "offload_state_dict": "hasten.bigmodel.offload_files",
-        "dequantize_weights": "hasten.bigmodel.quantize",
-        "quantize_weights": "hasten.bigmodel.quantize",
         "align_module_device": "hasten.bigmodel.tensors",
         "attach_layerwise_casting_hooks": "hasten.bigmodel.tensors",
         "has_offloaded_params": "hasten.bigmodel.tensors",
@@ -72,4 +68,4 @@ _PUBLIC: Final = MappingProxyType[str, str](
 __all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
-    __getattr__, __dir__ = exports(__name__, _PUBLIC)
+    __getattr__, __dir__ = exports(__name__, _PUBLIC, extensible=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.packs import Pack, PackedTensor, Table
-from hasten.bigmodel.quantize import is_quantized
 from hasten.errors import PrepareError
+from hasten.modules.quantized import is_bitsandbytes
 from hasten.modules.surgery import repeated_blocks
 
 
@@ -131,11 +131,11 @@ def cut(
                 visit(child, f"{name}.{child_name}" if name else child_name, mine)
 
     visit(model, "", None)
-    quantized = next((tensor.name for one in found for tensor in one.tensors if is_quantized(tensor.tensor)), None)
+    quantized = next((tensor.name for one in found for tensor in one.tensors if is_bitsandbytes(tensor.tensor)), None)
     if quantized is not None:
         raise PrepareError(
             f"{quantized} was quantized by bitsandbytes, whose weights cannot be offloaded, because their scales would not be moved. "
-            "Keep them on the device, or use quantize_weights(model, 'int8' or 'int4'), which can be offloaded."
+            "Keep them on the device, or quantize to int8 or int4 with torchao, whose weights can be offloaded."
         )
     return [one for one in found if one.tensors]
 

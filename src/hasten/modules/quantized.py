@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -37,6 +36,11 @@ def is_torchao(tensor: Tensor) -> bool:
     tensor = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     library, _, part = type(tensor).__module__.partition(".")
     return library == "torchao" and not part.startswith("float8.") and hasattr(tensor, "__tensor_flatten__")
+
+
+def is_bitsandbytes(tensor: Tensor) -> bool:
+    """Return True for a tensor that bitsandbytes quantized; its scales are stored separately and are lost in a copy."""
+    return type(tensor).__module__.partition(".")[0] == "bitsandbytes"
 
 
 def is_four_bit(layer: nn.Module) -> bool:
@@ -213,74 +217,6 @@ def frozen_integers() -> Iterator[None]:
         yield
     finally:
         nn.Parameter.__new__ = before  # type: ignore[method-assign]
-
-
-class QuantizedShape(nn.Linear):
-    """Linear layer with a frozen quantized weight of which only the number of bytes is known, to plan its memory.
-
-    The weight is a column of bytes on the meta device, as under FSDP2; the forward allocates what dequantization allocates.
-    """
-
-    def __init__(self, layer: nn.Linear, weight_bytes: int, scale_bytes: int) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight = nn.Parameter(torch.empty(weight_bytes, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
-        self.bias = layer.bias
-        self.scale_bytes = scale_bytes
-        """Bytes of the scales that every rank holds."""
-        self.train(layer.training)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply by a weight of the right size."""
-        size = self.in_features * self.out_features
-        repeats = -(-size // len(self.weight))
-        values = self.weight.expand(-1, repeats).reshape(-1)[:size].to(input.dtype)
-        return nn.functional.linear(input, values.view(self.out_features, self.in_features), self.bias)
-
-
-def quantized_shape(layer: nn.Linear, quantize: Callable[[nn.Module], object]) -> QuantizedShape:
-    """Return a layer's shape after `quantize`, which is called with a module that holds a layer of zeros of the same size."""
-    with _real_modules():
-        made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="cpu", dtype=layer.weight.dtype)
-        nn.init.zeros_(made.weight)
-        holder = nn.ModuleDict({"layer": made})
-        quantize(holder)
-        packed = PackedLayers(holder.requires_grad_(False), torch.device("cpu"))
-    return QuantizedShape(layer, packed.num_bytes, sum(tensor.nbytes for tensor in packed.tensors()))
-
-
-@cache  # scripts call quantize_weights() without arguments from hasten, so the mode is process-wide
-def _shape_modes() -> list[Any]:
-    return []
-
-
-def plans_shapes() -> bool:
-    """Return True while weights are quantized by shape, for a plan."""
-    return bool(_shape_modes())
-
-
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Context manager in which `quantize_weights` replaces layers on the meta device by their shapes."""
-    _shape_modes().append(nn.Module.register_parameter)
-    try:
-        yield
-    finally:
-        _shape_modes().pop()
-
-
-@contextmanager
-def _real_modules() -> Iterator[None]:
-    """Context manager that suspends `shapes_only`, and the placing of parameters on the meta device inside it."""
-    modes = _shape_modes()
-    before, inside = nn.Module.register_parameter, modes.copy()
-    modes.clear()
-    nn.Module.register_parameter = inside[-1] if inside else before  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = before  # type: ignore[method-assign]
-        modes.extend(inside)
 
 
 def _check_frozen(name: str, weight: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import StepError
-from hasten.modules.quantized import UnpackedInForward, frozen_integers, plans_shapes, shapes_only, to_bytes
+from hasten.modules.quantized import UnpackedInForward, frozen_integers, to_bytes
 
 
 class Inner:
@@ -61,10 +61,3 @@ def test_converted_bytes_are_refused() -> None:
         StepError, match=r"quantized weight of Linear were converted to torch.float32.*mixed_precision='no'"
     ):
         layer(torch.ones(1, 2))
-
-
-def test_shapes_are_planned_inside_the_block_only() -> None:
-    assert not plans_shapes()
-    with shapes_only():
-        assert plans_shapes()
-    assert not plans_shapes()

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten import Accelerator
-from hasten.bigmodel import quantize_weights
+from hasten import Accelerator, quantize_weights
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

@@ -18,7 +18,7 @@ from accelerate._impl.surface.messages import message
 from hasten import bigmodel
 from hasten.bigmodel.device_map import WAYS
 from hasten.bigmodel.offload_files import offload_weight
-from hasten.bigmodel.quantize import BnbSettings, chosen_linears, replace_linears
+from hasten.extensions.quantization.quantize import BnbSettings, chosen_linears, replace_linears
 from hasten.modules.surgery import linear_names
 
 logger = logging.getLogger("accelerate.utils.bnb")

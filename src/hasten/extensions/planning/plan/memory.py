@@ -133,7 +133,7 @@ def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
     if mesh.size(*LOSS) == 1:  # one group for the whole model, which stays gathered
         trained = trained_inside + trained_outside
         return _Buffers(standing=inside + outside, passing=0.0, ending=trained * max(gathered + reduced, 2 * reduced))
-    block = ((trace.largest_block - trace.block_quantized) * gathered + trace.block_quantized) / mesh.tp
+    block = trace.largest_block * gathered / mesh.tp
     trained_block = (trace.largest_block - trace.block_frozen) / mesh.tp
     whole = (_BLOCKS_AT_ONCE * block if candidate.reshard else inside) + outside
     gradients = (trained_block + trained_outside) * gathered + _BLOCKS_AT_ONCE * trained_block * reduced

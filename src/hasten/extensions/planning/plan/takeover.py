@@ -31,7 +31,6 @@ from hasten.extensions.planning.plan.gpu_rules import gpu_rules
 from hasten.extensions.planning.plan.traced import OWN, OptimizerFacts, PrecisionName
 from hasten.extensions.planning.plan.watch import ModuleRoles, Saved, SavedNotes, StepWatch, Watched, fake_copy
 from hasten.extensions.planning.tune.tuning import happened
-from hasten.modules.quantized import shapes_only
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import Objects, RunPart, in_every_run
 from hasten.optim.window import Holder
@@ -100,9 +99,6 @@ class ScriptPlanner(RunPart):
         """
         try:
             with in_every_run(self), redirect_stdout(sys.stderr), self._building:
-                self._building.enter_context(
-                    shapes_only()
-                )  # first: it quantizes weights that are not on the meta device
                 self._building.enter_context(init_on_device("meta"))
                 loop()
         except _EndOfPlanning:

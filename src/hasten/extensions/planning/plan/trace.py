@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-import torch
 from torch import nn
 
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, TensorStyle
@@ -25,7 +24,6 @@ from hasten.extensions.planning.plan.traced import (
     Variant,
 )
 from hasten.extensions.planning.plan.watch import ModuleRoles, Saved
-from hasten.modules.quantized import QuantizedShape
 from hasten.strategies.fsdp.shard_groups import blocks_to_recompute, owned_parameters
 from hasten.strategies.tensor.layers import LayerSplit, matrix_of, split_dims
 from hasten.strategies.tensor.plan import decide
@@ -71,7 +69,6 @@ class Findings:
     anatomy: ModuleRoles = field(default_factory=ModuleRoles)
     num_blocks: int = 0
     largest_block: int = 0
-    block_quantized: int = 0
     block_frozen: int = 0
     tp_sizes: tuple[int, ...] = ()
     tp_summed: int = 0
@@ -92,7 +89,6 @@ class Findings:
                 trained=kind.trained,
                 in_block=kind.in_block,
                 split=kind.split,
-                quantized=kind.quantized,
             )
             for kind, count in kinds.items()
         )
@@ -111,15 +107,12 @@ class Findings:
         largest = max(blocks, key=lambda block: sum(p.numel() for p in block.parameters()), default=None)
         parameters = [] if largest is None else list(largest.parameters())
         self.largest_block = sum(p.numel() for p in parameters)
-        self.block_quantized = sum(p.numel() for p in parameters if p.dtype == torch.uint8)
         self.block_frozen = sum(p.numel() for p in parameters if not p.requires_grad)
 
     def _splits(self, model: nn.Module) -> LayerSplit:
         """Return the layers that can be split; record the possible numbers of ranks."""
         sizes: list[int] = []
         chosen = LayerSplit("none")
-        if any(isinstance(part, QuantizedShape) for part in model.modules()):
-            return chosen  # bytes of quantized weights have no rows to split
         for ranks in _TP_SIZES:
             try:
                 found = decide(model, "auto", (), ranks)
@@ -153,7 +146,6 @@ class Findings:
             num_blocks=self.num_blocks,
             block_classes=self.anatomy.block_classes,
             largest_block=self.largest_block,
-            block_quantized=self.block_quantized,
             block_frozen=self.block_frozen,
             split_share=saved.split / saved.total if saved.total else 0.0,
             tp_sizes=self.tp_sizes,
@@ -187,15 +179,8 @@ def _kinds(model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, Tensor
             trained=parameter.requires_grad,
             in_block=owner is not model,
             split=split,
-            quantized=parameter.dtype == torch.uint8,
         )
-    inside = {id(part) for block in blocks for part in block.modules()}
-    scales = [
-        ParameterKind(shape=(), item=part.scale_bytes, trained=False, in_block=id(part) in inside)
-        for part in model.modules()
-        if isinstance(part, QuantizedShape) and part.scale_bytes
-    ]
-    return [*found.values(), *scales]
+    return list(found.values())
 
 
 def _variant(one: TracedStep, two: TracedStep) -> Variant:

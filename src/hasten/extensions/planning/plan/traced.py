@@ -29,9 +29,6 @@ class ParameterKind:
     split: int | None = None
     """The dimension that tensor parallelism splits; None for a parameter that is not split."""
 
-    quantized: bool = False
-    """Whether the elements are bytes of quantized weights, which are gathered as they are."""
-
     @property
     def numel(self) -> int:
         """Number of elements of one parameter."""
@@ -115,8 +112,6 @@ class ModelTrace:
     block_classes: tuple[str, ...] = ()
     largest_block: int = 0
     """Number of elements in the largest block."""
-    block_quantized: int = 0
-    """Number of those that are bytes of quantized weights."""
     block_frozen: int = 0
     """Number of those that have no gradients."""
     split_share: float = 0.0
@@ -154,9 +149,7 @@ class ModelTrace:
     def gathered_bytes(self, item: int, *, in_block: bool) -> int:
         """Return the bytes of unsharded parameters in or outside of blocks, in a precision of `item` bytes."""
         return sum(
-            kind.numel * kind.count * (1 if kind.quantized else item)
-            for kind in self.parameters
-            if kind.in_block == in_block and kind.shape
+            kind.numel * kind.count * item for kind in self.parameters if kind.in_block == in_block and kind.shape
         )
 
 

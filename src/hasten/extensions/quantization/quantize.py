@@ -5,21 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hasten.errors import ConfigError, PrepareError
 from hasten.modules.names import is_dtensor
-from hasten.modules.quantized import (
-    QuantizedShape,
-    is_four_bit,
-    is_torchao,
-    plans_shapes,
-    quantized_shape,
-)
+from hasten.modules.quantized import is_bitsandbytes, is_four_bit, is_torchao
 from hasten.optional import need
 
 BnbKind = Literal["nf4", "fp4", "llm_int8"]
@@ -42,11 +35,6 @@ class BnbSettings:
 def bnb() -> Any:  # Any: classes of bitsandbytes
     """Import and return bitsandbytes' layers. Raises: MissingPackageError without the package."""
     return need("bitsandbytes.nn", ">=0.45", why="weights in nf4, fp4 or llm_int8")
-
-
-def is_quantized(tensor: Tensor) -> bool:
-    """Return whether bitsandbytes quantized the tensor; its scales are stored separately and are lost in a copy."""
-    return type(tensor).__module__.partition(".")[0] == "bitsandbytes"
 
 
 def replace_linears(model: nn.Module, names: Collection[str], settings: BnbSettings) -> nn.Module:
@@ -108,8 +96,6 @@ def quantize_weights(
         bnb()  # raises for a missing package before weights are examined
     else:
         need("torchao.quantization", ">=0.12", why="quantized weights")
-    if plans_shapes():
-        return _replace_by_shapes(model, kind, group_size, skip_modules)
     if kind in BNB_KINDS:
         return replace_linears(model, chosen_linears(model, skip_modules), BnbSettings(kind=kind))
     quantization = need("torchao.quantization", ">=0.12", why="quantized weights")
@@ -117,25 +103,6 @@ def quantize_weights(
     if kind == "int4":
         _check_groups(model, chosen, group_size or 128)
     quantization.quantize_(model, _config(quantization, kind, group_size), lambda _, name: name in chosen)
-    return model
-
-
-def _replace_by_shapes(
-    model: nn.Module, kind: Kind, group_size: int | None, skip_modules: Collection[str]
-) -> nn.Module:
-    """Replace the linear layers on the meta device by layers that have the sizes of their quantized weights, in place."""
-    sizes: dict[tuple[torch.Size, torch.dtype], QuantizedShape] = {}
-    for name, layer in list(model.named_modules()):
-        if not name or not isinstance(layer, nn.Linear) or any(one in name for one in skip_modules):
-            continue
-        key = (layer.weight.shape, layer.weight.dtype)
-        if key not in sizes:
-            sizes[key] = quantized_shape(
-                layer, partial(quantize_weights, kind=kind, group_size=group_size, skip_modules=())
-            )
-        known = sizes[key]
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, QuantizedShape(layer, len(known.weight), known.scale_bytes))
     return model
 
 
@@ -195,7 +162,7 @@ def dequantize_weights(model: nn.Module) -> nn.Module:
                     whole, "get_original_weight", whole.dequantize
                 )  # NF4Tensor's dequantize is another one
                 layer._parameters[key] = nn.Parameter(values(), requires_grad=False)
-            elif is_quantized(parameter):
+            elif is_bitsandbytes(parameter):
                 raise PrepareError(
                     f"{name}.{key} is a {type(parameter).__name__} of bitsandbytes, whose values depend on the inputs, so there is no "
                     "plain weight equal to it; merge adapters into a model of four bits, or into the original weights."

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.bigmodel import cpu_offload, quantize_weights, remove_hook_from_submodules
+from hasten import quantize_weights
+from hasten.bigmodel import cpu_offload, remove_hook_from_submodules
 from hasten.errors import ConfigError, MissingPackageError, PrepareError
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,1 @@
+"""Weights in four or eight bits for inference and adapters. Start with `quantize.py`."""
