@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+import hasten
 from hasten.errors import SettingValueError
 from hasten.extensions.trainer.arguments import TrainingArguments
 
@@ -227,9 +228,7 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer | Opt
 
 
 def _muon(args: TrainingArguments, model: nn.Module) -> OptimizerList:
-    from hasten import optimizers as split_optimizers  # of an extension, only with optim="muon"
-
-    made = split_optimizers(
+    made = hasten.optimizers(
         model,
         "muon",
         lr=args.muon_learning_rate,
