@@ -221,7 +221,9 @@ class Accelerator:
     def _publishing(self) -> Publishing:
         """Uploads of this run's models to the Hub."""
         publishing = import_module("hasten.state.publishing")  # on first use
-        made: Publishing = publishing.Publishing(self.ctx.world, self.is_main_process, self._facts, self.project_dir)
+        made: Publishing = publishing.Publishing(
+            self.ctx.world, self.is_main_process, self._facts, self.config.project.project_dir
+        )
         return made
 
     def _facts(self) -> dict[str, Any]:  # Any: numbers and strings
