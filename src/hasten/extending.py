@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hasten.modules.hooks import add_hook_to_module as add_hook_to_module
     from hasten.modules.hooks import remove_hook_from_module as remove_hook_from_module
     from hasten.optim.optimizer import PreparedOptimizer as PreparedOptimizer
+    from hasten.optim.run_part import RunPart as RunPart
     from hasten.optim.scheduler import PreparedScheduler as PreparedScheduler
     from hasten.precision.base import StepResult as StepResult
     from hasten.progress.bar import Progress as Progress
@@ -61,6 +62,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "add_hook_to_module": "hasten.modules.hooks",
         "remove_hook_from_module": "hasten.modules.hooks",
         "PreparedOptimizer": "hasten.optim.optimizer",
+        "RunPart": "hasten.optim.run_part",
         "PreparedScheduler": "hasten.optim.scheduler",
         "StepResult": "hasten.precision.base",
         "Progress": "hasten.progress.bar",

@@ -30,6 +30,7 @@ for batch in loader:
     optimizer.zero_grad()
     accelerator.log({"loss": loss})
     if accelerator.preempted:
+        print("stopped")
         break
 accelerator.end_training()
 """
@@ -68,3 +69,12 @@ def test_a_run_has_the_tracker_and_the_strategy(site: Path, tmp_path: Path) -> N
     assert "rank 0 holds 5 parameters" in printed
     lines = (tmp_path / "out" / "demo.csv").read_text().splitlines()
     assert [line.split(",")[:2] for line in lines] == [[str(step), "loss"] for step in (1, 2, 3)]
+
+
+def test_a_part_of_the_run_stops_it_when_a_file_appears(site: Path, tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    assert "stopped" not in launch(site, tmp_path, "--cpu", "train.py", env={"STOP_FILE": str(stop)})
+    stop.touch()
+    assert "stopped" in launch(site, tmp_path, "--cpu", "train.py", env={"STOP_FILE": str(stop)})
+    lines = (tmp_path / "out" / "demo.csv").read_text().splitlines()
+    assert len(lines) == 3 + 1

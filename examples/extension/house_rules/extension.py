@@ -8,4 +8,6 @@ extension = Extension(
     trackers={"csv": "house_rules.tracker:CsvTracker"},
     launch_targets={"queue": "house_rules.target:TARGET"},
     strategies={"counted": "house_rules.strategy:STRATEGY"},
+    run_parts={"stop_file": "house_rules.stop_file:StopFile"},
+    run_part_settings={"stop_file": "$STOP_FILE"},
 )
