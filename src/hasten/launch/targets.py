@@ -19,8 +19,8 @@ CORE_TARGETS: Final = (
 
 
 def all_targets() -> list[LaunchTarget]:
-    """Return the launch targets of extensions, then those of the core; the first one that is chosen is used."""
-    return [*(offer.load() for offer in extension.offers("launch_targets").values()), *CORE_TARGETS]
+    """Return the launch targets of the core and of extensions."""
+    return [*CORE_TARGETS, *(offer.load() for offer in extension.offers("launch_targets").values())]
 
 
 def choose_target(request: LaunchRequest) -> LaunchTarget | None:
@@ -30,6 +30,11 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
     """
     targets = all_targets()
     chosen_targets = [target for target in targets if target.is_chosen(request)]  # all, since each may refuse settings
+    if len(chosen_targets) > 1:
+        raise ConfigError(
+            f"the settings ask for {' and '.join(target.name for target in chosen_targets)}, and only one can start the processes. Remove the "
+            "settings of the others."
+        )
     if chosen_targets:
         return chosen_targets[0]
     launch = request.config.launch

@@ -154,7 +154,6 @@ def _refuse_foreign(launch: LaunchConfig) -> None:
         "machine_rank": "a pod's rank is its index",
         "main_process_ip": "the rendezvous is the host name of the first pod",
         "rdzv_endpoint": "the rendezvous is the host name of the first pod",
-        "mpirun_hostfile": "the pods are the hosts",
         "gpu_ids": "Kubernetes assigns the devices of a pod",
         "tpu": "the manifest requests GPUs or CPUs",
         "submit_options": "they are options of a batch script",
