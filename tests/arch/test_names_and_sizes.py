@@ -37,6 +37,7 @@ SMALL: Final = MappingProxyType(
         "launch/targets.py": "the table of launch targets, to which a batch system adds one line",
         "extensions/kubernetes/settings.py": "settings, which are loaded without what they configure",
         "extensions/deepspeed/placeholders.py": "public stand-ins, without DeepSpeed",
+        "extensions/ray/settings.py": "settings, which are loaded without what they configure",
         "extensions/public.py": "names for type checkers alone",
         "lazy.py": "imported by every module of public names",
         "progress/tqdm_bar.py": "a public name of its own",

@@ -10,6 +10,7 @@ from hasten.extensions.megatron.settings import MegatronLMPlugin as MegatronLMPl
 from hasten.extensions.muon.optimizers import optimizers as optimizers  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.quantization.quantize import dequantize_weights as dequantize_weights  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.quantization.quantize import quantize_weights as quantize_weights  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.ray.in_worker import ray as ray  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.survive.part import survival_report as survival_report  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.arguments import TrainingArguments as TrainingArguments  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback  # type: ignore[import-not-found, unused-ignore]

@@ -9,10 +9,9 @@ from hasten import extension
 from hasten.config.sections.launch import OWN_LAUNCHERS
 from hasten.errors import ConfigError
 from hasten.launch.base import LaunchRequest, LaunchTarget
-from hasten.launch.cluster import mpi, ray, slurm
+from hasten.launch.cluster import mpi, slurm
 
 CORE_TARGETS: Final = (
-    ray.TARGET,
     slurm.TARGET,
     mpi.TARGET,
 )
@@ -31,9 +30,9 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
     targets = all_targets()
     chosen_targets = [target for target in targets if target.is_chosen(request)]  # all, since each may refuse settings
     if len(chosen_targets) > 1:
+        chosen_names = " and ".join(sorted(target.name for target in chosen_targets))
         raise ConfigError(
-            f"the settings ask for {' and '.join(target.name for target in chosen_targets)}, and only one can start the processes. Remove the "
-            "settings of the others."
+            f"the settings ask for {chosen_names}, and only one can start the processes. Remove the settings of the others."
         )
     if chosen_targets:
         return chosen_targets[0]

@@ -191,8 +191,8 @@ def test_the_launcher_translates_its_exit_code(tmp_path: Path, monkeypatch: pyte
         (["--cpu", '--kubernetes_pod_spec={"volumes": []}'], r"pod_spec: volumes is written.*--kubernetes_volume"),
         (["--cpu", '--kubernetes_pod_spec={"x": {"password": "hunter2"}}'], r"pod_spec holds what looks like"),
         (["--cpu", "--kubernetes_annotations=a b=c"], r"annotations: a b= is not a label"),
-        (["--cpu", "--ray"], r"ask for ray and kubernetes"),
-        (["--cpu", "--launcher=mpi"], r"ask for mpi and kubernetes"),
+        (["--cpu", "--ray"], r"ask for kubernetes and ray"),
+        (["--cpu", "--launcher=mpi"], r"ask for kubernetes and mpi"),
     ],
 )
 def test_wrong_settings_are_refused(flags: list[str], message: str) -> None:

@@ -110,11 +110,3 @@ class LaunchConfig(Section):
     submit_options: Mapping[str, Any] = setting(
         factory=dict, help="options of the batch script, such as partition and time"
     )
-    ray: bool = setting(False, "run the script on the workers of a Ray cluster, through Ray Train")
-    ray_workers: str | None = setting(None, "elastic number of Ray workers, min:max (instead of num_processes)")
-    ray_address: str | None = setting(
-        None, "address of the Ray cluster (default: RAY_ADDRESS, a cluster on this machine, or a new one)"
-    )
-    ray_resources: Mapping[str, Any] = setting(factory=dict, help="resources of each Ray worker, such as CPU=2,GPU=1")
-    ray_storage: str | None = setting(None, "folder or URL of the Ray run's state and checkpoints, for all machines")
-    ray_name: str | None = setting(None, "name of the run in Ray's storage; the same name continues the run")

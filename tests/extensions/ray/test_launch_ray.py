@@ -11,8 +11,8 @@ from hasten import ray as public
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import CheckpointError, ConfigError, DeviceError, MissingPackageError
+from hasten.extensions.ray.launch_target import failures_of, run_program, verdict
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target
-from hasten.launch.cluster.ray import failures_of, run_program, verdict
 from hasten.launch.job import make_plan
 from hasten.optional import available, check_installed
 from hasten.runtime import env as environment
@@ -25,7 +25,9 @@ GPUS = Host(name="here", cores=4, python="/py", device="cuda", num_devices=2)
 
 def planned(host: Host = CPU, target: Target | None = None, **settings: Any) -> LaunchPlan:
     """Plan a launch on Ray with settings of the launch section."""
-    code = {f"launch.{name}": value for name, value in {"ray": True, **settings}.items()}
+    code = {
+        f"launch.{name.replace('ray_', 'ray.')}": value for name, value in {"ray_enabled": True, **settings}.items()
+    }
     program = target or Target("train.py", ("--lr", "1"))
     return make_plan(LaunchRequest(resolve(code=code).config, program, "{}", folder="/home/me"), host)
 
@@ -34,7 +36,7 @@ def test_the_plan_is_one_command_with_the_run_as_json() -> None:
     plan = planned(ray_workers="1:4", max_restarts=3, ray_resources={"CPU": 2}, ray_storage="s3://runs", ray_name="a")
     assert plan.launcher == "ray"
     (proc,) = plan.procs
-    assert proc.argv[:3] == ("/py", "-m", "hasten.launch.cluster.ray")
+    assert proc.argv[:3] == ("/py", "-m", "hasten.extensions.ray.launch_target")
     assert proc.argv[4:] == ("train.py", "--lr", "1")
     assert json.loads(proc.argv[3]) == {
         "workers": [1, 4],
@@ -75,13 +77,14 @@ def test_workers_and_their_devices(host: Host, settings: dict[str, Any], expecte
     [
         ({"num_machines": 2, "main_process_ip": "a"}, "main_process_ip, num_machines would have no effect"),
         ({"no_python": True}, "no_python would have no effect"),
-        ({"submit": "slurm"}, "submit would have no effect"),
-        ({"launcher": "mpi"}, "contradicts --ray"),
+        ({"submit": "slurm"}, "ask for ray and slurm"),
+        ({"launcher": "mpi"}, "ask for mpi and ray"),
+        ({"launcher": "single"}, "contradicts --ray"),
         ({"num_processes": 2, "ray_workers": "1:2"}, "both set the number of workers"),
         ({"ray_workers": "4:2"}, "write one number, or min:max"),
         ({"ray_workers": "many"}, "is not a number of workers"),
         ({"ray_resources": {"GPU": "one"}}, "write numbers, such as CPU=2,GPU=1"),
-        ({"ray": False, "ray_storage": "runs"}, "Add --ray, or remove"),
+        ({"ray_enabled": False, "ray_storage": "runs"}, "Add --ray, or remove"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -157,4 +160,6 @@ def test_the_device_that_ray_assigned_is_taken(monkeypatch: pytest.MonkeyPatch) 
 def test_the_device_that_ray_assigned_is_read() -> None:
     assert environment.assigned_device({"ACCELERATE_TORCH_DEVICE": "cuda:1"}) == "cuda:1"
     assert environment.assigned_device({"ACCELERATE_TORCH_DEVICE": ""}) is None
-    assert run_program.__module__ == "hasten.launch.cluster.ray", "workers import the training loop by this name"
+    assert run_program.__module__ == "hasten.extensions.ray.launch_target", (
+        "workers import the training loop by this name"
+    )

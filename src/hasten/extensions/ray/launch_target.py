@@ -1,6 +1,6 @@
 """Launch plans for Ray Train, the program that runs them, and the ranks that a failed Ray run has lost.
 
-`python -m hasten.launch.cluster.ray JSON program args…` connects to the cluster and runs the program on its workers.
+`python -m hasten.extensions.ray.launch_target JSON program args…` connects to the cluster and runs the program on its workers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 from hasten.config.base import given
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
+from hasten.extensions.ray.settings import RaySettings
 from hasten.launch import failure
 from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Proc
 from hasten.launch.run import say
@@ -30,8 +31,8 @@ from hasten.runtime.nodelist import ranks_in_words
 VERSIONS: Final = ">=2.60,<3"
 """Versions of ray whose Train interface is used here."""
 
-_OWN: Final = ("ray", "ray_address", "ray_workers", "ray_resources", "ray_storage", "ray_name")
 _SHARED: Final = (
+    "ray",
     *("num_processes", "max_restarts", "module", "quiet", "multi_gpu", "num_cpu_threads_per_process"),
     *("stop_grace_s", "monitor_interval", "check_in", "launcher"),
 )
@@ -57,11 +58,13 @@ class RayRun:
 
 
 def _is_chosen(request: LaunchRequest) -> bool:
-    launch = request.config.launch
-    named = sorted(name for name in given(launch) if name.startswith("ray_"))
-    if named and not launch.ray:
-        raise ConfigError(f"{', '.join(named)} would have no effect without ray. Add --ray, or remove them.")
-    return launch.ray
+    ray_settings = request.config.section(RaySettings)
+    names = sorted(given(ray_settings) - {"enabled"})
+    if names and not ray_settings.enabled:
+        raise ConfigError(
+            f"{', '.join(f'ray_{name}' for name in names)} would have no effect without ray. Add --ray, or remove them."
+        )
+    return ray_settings.enabled
 
 
 def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -70,29 +73,37 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     Raises: ConfigError for settings that Ray has no equivalent for.
     """
     launch, target = request.config.launch, request.target
+    ray_settings = request.config.section(RaySettings)
     _check(request)
-    low, high = _workers(launch)
-    resources = _resources(launch.ray_resources)
+    low, high = _workers(launch.num_processes, ray_settings)
+    resources = _resources(ray_settings.resources)
     use_gpu = not request.config.cpu and (resources.get("GPU", 0) > 0 or host.device in ("cuda", "rocm"))
     run = RayRun(
         workers=(low, high),
         use_gpu=use_gpu,
         resources=resources,
         max_failures=launch.max_restarts,
-        address=launch.ray_address,
-        storage=_storage(launch.ray_storage, request.folder),
-        name=launch.ray_name,
+        address=ray_settings.address,
+        storage=_storage(ray_settings.storage, request.folder),
+        name=ray_settings.name,
         folder=request.folder,
         module=target.module,
     )
     env = {environment.CONFIG: request.handoff} if request.handoff else {}
     if launch.num_cpu_threads_per_process is not None:
         env["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
-    argv = (host.python, "-m", "hasten.launch.cluster.ray", json.dumps(asdict(run)), target.name, *target.args)
+    argv = (
+        host.python,
+        "-m",
+        "hasten.extensions.ray.launch_target",
+        json.dumps(asdict(run)),
+        target.name,
+        *target.args,
+    )
     return LaunchPlan(
         launcher="ray",
         procs=(Proc(argv, env),),
-        notes=(_count_words(launch, low, high, use_gpu),),
+        notes=(_count_words(request, low, high, use_gpu),),
         supervision=supervision(request, JobShape(num_processes=1)),
         target=target,
     )
@@ -109,19 +120,16 @@ def _check_ray_is_installed(request: LaunchRequest, host: Host) -> Host:
 TARGET: Final = LaunchTarget(name="ray", is_chosen=_is_chosen, plan=plan, survey=_check_ray_is_installed)
 
 
-def _count_words(launch: LaunchConfig, low: int, high: int, use_gpu: bool) -> str:
+def _count_words(request: LaunchRequest, low: int, high: int, use_gpu: bool) -> str:
+    launch, workers = request.config.launch, request.config.section(RaySettings).workers
     count = f"{high} worker(s)" if low == high else f"{low} to {high} workers"
-    why = "" if launch.ray_workers or launch.num_processes else " (give num_processes or ray_workers for more)"
+    why = "" if workers or launch.num_processes else " (give num_processes or ray_workers for more)"
     return f"{count} of Ray Train on {'GPUs' if use_gpu else 'the CPU'}{why}, {launch.max_restarts} restart(s)"
 
 
 def _check(request: LaunchRequest) -> None:
     launch, plain = request.config.launch, LaunchConfig()
-    without = [
-        name
-        for name in given(launch)
-        if name not in (*_OWN, *_SHARED) and getattr(launch, name) != getattr(plain, name)
-    ]
+    without = [name for name in given(launch) if name not in _SHARED and getattr(launch, name) != getattr(plain, name)]
     if without:
         raise ConfigError(
             f"--ray places and starts the workers itself, so that {', '.join(sorted(without))} would have no effect. Remove them, or "
@@ -129,21 +137,22 @@ def _check(request: LaunchRequest) -> None:
         )
     if launch.launcher != "auto":
         raise ConfigError(f"launcher={launch.launcher} contradicts --ray. Remove one of them.")
-    if launch.ray_workers is not None and launch.num_processes is not None:
+    workers = request.config.section(RaySettings).workers
+    if workers is not None and launch.num_processes is not None:
         raise ConfigError(
-            f"num_processes={launch.num_processes} and ray_workers={launch.ray_workers!r} both set the number of workers. Give one of them."
+            f"num_processes={launch.num_processes} and ray_workers={workers!r} both set the number of workers. Give one of them."
         )
 
 
-def _workers(launch: LaunchConfig) -> tuple[int, int]:
-    if launch.ray_workers is None:
-        count = launch.num_processes or 1
+def _workers(num_processes: int | None, ray_settings: RaySettings) -> tuple[int, int]:
+    if ray_settings.workers is None:
+        count = num_processes or 1
         return count, count
     try:
-        return split_range(launch.ray_workers)
+        return split_range(ray_settings.workers)
     except ConfigError as error:
         raise ConfigError(
-            f"ray_workers={launch.ray_workers!r} is not a number of workers; write one number, or min:max such as 2:4."
+            f"ray_workers={ray_settings.workers!r} is not a number of workers; write one number, or min:max such as 2:4."
         ) from error
 
 
@@ -304,6 +313,6 @@ def run_program(config: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     # Run the module under its real name, so that workers import the training loop by it.
-    from hasten.launch.cluster import ray as this
+    from hasten.extensions.ray import launch_target as this
 
     this.main()
