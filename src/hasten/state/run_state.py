@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Format, StateTree
-from hasten.checkpoint.format.manifest import size_of
 from hasten.checkpoint.format.packing import pack, unpack
 from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.state_dicts import model_component, optimizer_component, parameter_names
 from hasten.comm.agreement import Agreement
 from hasten.data.random_states import RandomStates
-from hasten.errors import CorruptCheckpointError, DataError, HookError, StepError, UnsafeCheckpointError
+from hasten.errors import CorruptCheckpointError, DataError, HookError, StepError
 from hasten.modules.names import is_dtensor, plain_name
 from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
@@ -92,46 +90,6 @@ class Randomness:
         """Return a function that seeds the generators by (seed of the run, rank, step), for another world size."""
         digest = hashlib.sha256(f"{_checked(saved)['seed']}/{rank}/{step}".encode()).digest()
         return partial(set_seed, int.from_bytes(digest[:7], "little"))
-
-
-def established_random_states() -> dict[str, Any]:  # Any: tuples, arrays and tensors
-    """Return the state of all generators as Hugging Face Accelerate stores it in `random_states_N.pkl`."""
-    states: dict[str, Any] = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
-    states["torch_manual_seed"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def read_random_states(file: Path) -> dict[str, Any]:  # Any: tuples, arrays and tensors
-    """Return the content of a `random_states_N.pkl`, read without running code.
-
-    Raises: UnsafeCheckpointError for a damaged file, or one that only pickle can read.
-    """
-    safe: list[Any] = [np.array([0]).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-    try:
-        size_of(file)  # refuses pipes, whose readers would wait
-        with torch.serialization.safe_globals(safe):
-            states: dict[str, Any] = torch.load(file, weights_only=True)
-            return states
-    except Exception as error:  # torch.load raises any type for a damaged or hostile file; all end in one refusal
-        raise UnsafeCheckpointError(
-            f"{file} is damaged or can only be read by running code from it ({error}); random states were not restored. Remove the "
-            "file to continue without them."
-        ) from error
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:  # Any: as read_random_states returns them
-    """Restore the generators whose states Accelerate stored."""
-    if "random_state" in states:
-        version, words, rest = states["random_state"]
-        random.setstate((version, tuple(words), rest))
-    if "numpy_random_seed" in states:
-        np.random.set_state(states["numpy_random_seed"])
-    if "torch_manual_seed" in states:
-        torch.set_rng_state(states["torch_manual_seed"])
-    if "torch_cuda_manual_seed" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
 
 
 def _checked(saved: Any) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -91,6 +92,18 @@ def test_an_unusable_checkpoint_is_not_taken_for_none(fault: str, tmp_path: Path
             resumed.load_state(must_exist=must_exist)
     resumed.save_state()
     assert sorted(place.iterdir()) == names, "retention leaves what the run neither wrote nor loaded"
+
+
+@pytest.mark.parametrize("must_exist", [False, True])
+def test_a_file_with_the_name_of_a_checkpoint_is_not_taken_for_none(must_exist: bool, tmp_path: Path) -> None:
+    accelerator, _ = run(tmp_path)
+    place = Path(accelerator.save_state())
+    shutil.rmtree(place)
+    place.write_text("not a checkpoint")
+    with pytest.raises(IncompleteCheckpointError, match=r"checkpoint_0 is a file, .* Move or delete the file"):
+        accelerator.load_state(must_exist=must_exist)
+    assert Path(accelerator.save_state()).name == "checkpoint_1"
+    accelerator.load_state()
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,7 +256,7 @@ class LocalStore:
         return None
 
     def names(self) -> list[str]:
-        """Return the names of the folders that are checkpoints, by manifest or by number, complete or not."""
+        """Return the names of the entries that are checkpoints, by manifest or by number, complete or not."""
         names = []
         try:
             entries = list(self._root.iterdir())
@@ -269,9 +269,7 @@ class LocalStore:
             ) from error
         for entry in entries:
             hidden = entry.name.startswith(".hasten-")
-            if not hidden and (
-                (entry / MANIFEST_NAME).is_file() or (number_of(entry.name) is not None and entry.is_dir())
-            ):
+            if not hidden and (number_of(entry.name) is not None or (entry / MANIFEST_NAME).is_file()):
                 names.append(entry.name)
         return sorted(names)
 
@@ -292,6 +290,10 @@ class LocalStore:
                 raise IncompleteCheckpointError(
                     f"{path} does not exist, so {path.parent} is not a complete checkpoint of hasten: it was never "
                     "committed, or another tool wrote it. Give another folder, or convert it with `hasten ckpt convert`."
+                ) from error
+            except NotADirectoryError as error:
+                raise IncompleteCheckpointError(
+                    f"{folder} is a file, and a checkpoint is a folder. Move or delete the file, or give the path of a checkpoint."
                 ) from error
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error}. Check the folder's permissions.") from error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +18,8 @@ from accelerate._impl.loaders.base import POSITION
 from accelerate._impl.models.other import load, save
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import read_model
-from hasten.state.run_state import established_random_states, read_random_states, restore_random_states
+from hasten.checkpoint.format.manifest import size_of
+from hasten.errors import UnsafeCheckpointError
 
 logger = get_logger("accelerate.checkpointing")
 # Any in this file: states of the user's objects.
@@ -67,7 +71,7 @@ def write_for_original(
 ) -> None:
     """Write the random states of this process, and the positions of stateful loaders, as the original does."""
     file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
-    torch.save({"step": step, **established_random_states()}, file)
+    torch.save({"step": step, **_random_states()}, file)
     for name, loader in _stateful(dataloaders):
         state = {key: value for key, value in loader.state_dict().items() if key != POSITION}
         save(state, folder / name, save_on_each_node=save_on_each_node)
@@ -118,12 +122,52 @@ def _load_rest(folder: Path, dataloaders: list[Any], file: Path) -> dict[str, An
     if not file.exists():
         logger.warning("random states were not restored: there is no %s", file.name, main_process_only=False)
         return {}
-    states = read_random_states(file)
-    restore_random_states(states)
+    states = _read_random_states(file)
+    _restore_random_states(states)
     return {"step": states["step"]} if "step" in states else {}
 
 
 def step_in(folder: Path, process_index: int) -> int:
     """Return the micro-steps that a process had made in its epoch; 0 where none are known."""
     file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
-    return int(read_random_states(file).get("step", 0)) if file.is_file() else 0
+    return int(_read_random_states(file).get("step", 0)) if file.is_file() else 0
+
+
+def _random_states() -> dict[str, Any]:
+    """Return the state of all generators as the original stores it in `random_states_N.pkl`."""
+    states: dict[str, Any] = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
+    states["torch_manual_seed"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _read_random_states(file: Path) -> dict[str, Any]:
+    """Return the content of a `random_states_N.pkl`, read without running code.
+
+    Raises: UnsafeCheckpointError for a damaged file, or one that only pickle can read.
+    """
+    safe: list[Any] = [np.array([0]).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    try:
+        size_of(file)  # refuses pipes, whose readers would wait
+        with torch.serialization.safe_globals(safe):
+            states: dict[str, Any] = torch.load(file, weights_only=True)
+            return states
+    except Exception as error:  # torch.load raises any type for a damaged or hostile file; all end in one refusal
+        raise UnsafeCheckpointError(
+            f"{file} is damaged or can only be read by running code from it ({error}); random states were not restored. Remove the "
+            "file to continue without them."
+        ) from error
+
+
+def _restore_random_states(states: Mapping[str, Any]) -> None:
+    """Restore the generators whose states the original stored."""
+    if "random_state" in states:
+        version, words, rest = states["random_state"]
+        random.setstate((version, tuple(words), rest))
+    if "numpy_random_seed" in states:
+        np.random.set_state(states["numpy_random_seed"])
+    if "torch_manual_seed" in states:
+        torch.set_rng_state(states["torch_manual_seed"])
+    if "torch_cuda_manual_seed" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
