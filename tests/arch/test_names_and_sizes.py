@@ -28,7 +28,6 @@ SMALL: Final = MappingProxyType(
     {
         "__main__.py": "`python -m hasten`",
         "accelerator/generating.py": "one feature of the facade, loaded on first use",
-        "checkpoint/store/retention.py": "imports no torch; used by the writer and by the state of a run",
         "cli/data_cmd.py": "one file for each command",
         "extensions/report/command.py": "one file for each command",
         "config/handoff.py": "used by the launcher and by the Accelerator, which share nothing else",

@@ -18,7 +18,6 @@ PURE_FOLDERS: Final = ("cli", "config", "launch", "tracking")
 PURE_FILES: Final = MappingProxyType(
     {
         "checkpoint.format.manifest": "`hasten checkpoint` reads manifests on machines without torch",
-        "checkpoint.store.retention": "the choice of checkpoints to delete, from names and times",
         "data.position": "a loader's position is saved and checked as plain values",
         "errors": "imported by everything",
         "optional": "imported by everything",

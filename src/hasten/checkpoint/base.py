@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,6 +154,30 @@ class CheckpointInfo:
 
     name: str
     manifest: Manifest
+
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def numbered(number: int) -> str:
+    """Return the name of an automatically numbered checkpoint."""
+    return f"checkpoint_{number}"
+
+
+def number_of(name: str) -> int | None:
+    """Return the number in an automatic name; None for other names."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def next_number(names: Iterable[str], at_least: int) -> int:
+    """Return a number above all numbers in use, and not below `at_least`."""
+    number = at_least
+    for name in names:
+        used_number = number_of(name)
+        if used_number is not None:
+            number = max(number, used_number + 1)
+    return number
 
 
 class Draft(Protocol):

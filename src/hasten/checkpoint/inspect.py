@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.base import CheckpointStore, Component, StateTree
+from hasten.checkpoint.base import CheckpointStore, Component, StateTree, number_of
 from hasten.checkpoint.export import is_checkpoint, read_model, save_model
 from hasten.checkpoint.format.formats import load_torch
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest
@@ -23,7 +23,6 @@ from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.drafts import hidden_entries
 from hasten.checkpoint.store.locate import check_local, is_url, locate, newest, open_store
 from hasten.checkpoint.store.occupied import FOREIGN, listed, names_to_replace
-from hasten.checkpoint.store.retention import number_of
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, CheckpointReplacedError, IncompleteCheckpointError
 

@@ -219,7 +219,7 @@ def _name(flat: Sequence[str], key: Any) -> str:  # Any: torch uses indices; cus
 
 def _stored(value: Any) -> Any:  # Any: state is nested freely
     if isinstance(value, Tensor):
-        if is_eight_bit(value):
+        if type(value) is not Tensor and is_eight_bit(value):
             return eight_bit_entries(value)
         found = as_stored(value)
         if hasattr(local := local_data(found), "__tensor_flatten__"):
@@ -252,7 +252,7 @@ class OptimizerPlan:
         """
         for index, values in self.state["state"].items():
             for key, value in values.items() if isinstance(values, dict) else ():
-                if is_entries(value):
+                if isinstance(value, Mapping) and is_entries(value):
                     values[key] = from_entries(value, self.parameters[index].dtype)
         try:
             self.optimizer.load_state_dict(self.state)

@@ -201,17 +201,3 @@ class EpochLoops:
 
 def _begin_at(epoch: int) -> dict[str, Any]:
     return {"epoch": epoch, "inside": False, "trained": False, "inner": []}
-
-
-def checked(saved: Any) -> dict[str, Any]:  # Any: content of the file
-    """Return the counters of epoch loops as `state_dict` does. Raises: TypeError, KeyError or ValueError if invalid."""
-    return {"loops": list(map(_checked_loop, saved["loops"])), "ended": list(map(int, saved["ended"]))}
-
-
-def _checked_loop(loop: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "epoch": int(loop["epoch"]),
-        "inside": bool(loop["inside"]),
-        "trained": bool(loop["trained"]),
-        "inner": [_checked_loop(inner) for inner in loop["inner"]],
-    }

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hasten.checkpoint.base import numbered
 from hasten.checkpoint.format.manifest import FileRecord, Manifest, decode
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.memory_folder import (
@@ -21,7 +22,6 @@ from hasten.checkpoint.store.memory_folder import (
     newest_common,
     why_none,
 )
-from hasten.checkpoint.store.retention import numbered
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.errors import ConfigError
 from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor

@@ -21,14 +21,12 @@ from hasten.checkpoint.state_dicts import (
 from hasten.comm.agreement import Agreement
 from hasten.data.loader import Loader
 from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
-from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.gradients import UnownedState
 from hasten.optim.optimizer import settle_state
 from hasten.optim.scheduler import steps_reached
 from hasten.runtime.logs import get_logger
-from hasten.state import epochs
 from hasten.state.rank_state import OPTIONS, plan_options
 from hasten.state.run_state import RunObjects, Stateful, load_packed, named_buffers, numbered_name
 
@@ -91,7 +89,7 @@ class RestorePlan:
             self._restore_progress()
         if self.seed_generators is not None:
             self.seed_generators()
-        if self.progress and parts.epochs is not None and self.progress["epochs"] is not None:
+        if self.progress and parts.epochs is not None and self.progress.get("epochs") is not None:
             parts.epochs.load_state_dict(self.progress["epochs"])
         together.share()  # trackers delete the steps logged since the checkpoint for good: all else must have succeeded
         if self.progress and parts.trackers is not None and self.progress["trackers"] is not None:
@@ -135,7 +133,7 @@ class RestorePlan:
             if 0 < num_done < num_batches:
                 every = parts.clock.every
                 open_epochs.append((-(-num_batches // every), -(-(num_batches - num_done) // every)))
-        for scheduler, saved in zip(parts.objects.schedulers, self.progress["schedule_lengths"], strict=False):
+        for scheduler, saved in zip(parts.objects.schedulers, self.progress.get("schedule_lengths", ()), strict=False):
             length = getattr(scheduler, "length", None)
             if saved and length and saved != length:
                 reached = steps_reached(scheduler.scheduler.last_epoch, saved, length, open_epochs)
@@ -198,7 +196,7 @@ def plan_restore(
         log.warning("%s was converted: counters, data positions and random states are reset", checkpoint.folder)
         return plan
     # a new rank continues from one that existed
-    plan.progress = checked_progress(load_packed(checkpoint, "progress", rank % saved_world))
+    plan.progress = load_packed(checkpoint, "progress", rank % saved_world)
     if OPTIONS in checkpoint.manifest.components:
         plan.options = plan_options(checkpoint, parts.objects.optimizers, rank, world_size)
     if parts.clock.unowned is not None and "unowned_gradients" in checkpoint.manifest.components:
@@ -276,28 +274,3 @@ def _saved_rank(name: str, thing: object, checkpoint: Checkpoint, source: int, w
         )
     log.warning("%s: rank r takes the state that rank r %% %d had saved", name, saved_world)
     return source
-
-
-def checked_progress(saved: Any) -> dict[str, Any]:  # Any: content of the file
-    """Return the counters of a run, after testing them on an unused clock.
-
-    Raises: CorruptCheckpointError when `collect` did not write them.
-    """
-    try:
-        StepClock().load_state_dict(saved["clock"])
-        counts: list[dict[str, int]] = []
-        for values in saved["optimizers"]:
-            counts.append(dict(zip(map(str, values), map(int, values.values()), strict=True)))
-        return {
-            "clock": saved["clock"],
-            "trackers": saved["trackers"],
-            "optimizers": counts,
-            "schedulers": list(map(int, saved["schedulers"])),
-            "schedule_lengths": list(map(int, (length or 0 for length in saved.get("schedule_lengths", ())))),
-            "epochs": None if saved.get("epochs") is None else epochs.checked(saved["epochs"]),
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpointError(
-            f"the counters of the run cannot be read ({type(error).__name__}: {error}). Nothing was loaded; use another "
-            "checkpoint."
-        ) from error

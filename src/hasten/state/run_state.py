@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -69,21 +67,8 @@ class Randomness:
         return {"seed": generators.seed, "generators": state.to_tree()}
 
     def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
-        """Check a saved state, on unused generators, and return a function that restores it.
-
-        Raises: CorruptCheckpointError when it is invalid.
-        """
+        """Return a function that restores a saved state. Raises: CorruptCheckpointError for the state of something else."""
         state = RngState.from_tree(_checked(saved)["generators"])
-        try:
-            words = tuple(state.python["words"].tolist())
-            random.Random().setstate((state.python["version"], words, state.python["gauss"]))
-            n, words_np = state.numpy, state.numpy["words"].numpy().astype(np.uint32)
-            np.random.RandomState().set_state((n["kind"], words_np, n["position"], n["has_gauss"], n["gauss"]))
-            torch.Generator().set_state(state.cpu)
-        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-            raise CorruptCheckpointError(
-                f"the saved random state is invalid ({error}). Nothing was loaded; use another checkpoint."
-            ) from error
         return partial(state.restore, self._device, "error" if strict else "warn")
 
     def deriving(self, saved: Any, rank: int, step: int) -> Callable[[], object]:

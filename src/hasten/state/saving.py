@@ -18,11 +18,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hasten.checkpoint.async_writer import AsyncWriter
-from hasten.checkpoint.base import Format, StateTree
+from hasten.checkpoint.base import Format, StateTree, number_of
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.ownership import MachineOwners, divided, gathered, owned_by_axes
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
-from hasten.checkpoint.save import Save, retire_expired
+from hasten.checkpoint.save import Retention, Save, retire_expired
 from hasten.checkpoint.state_dicts import LoadReport
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import (
@@ -31,7 +31,6 @@ from hasten.checkpoint.store.locate import (
     locate,
     open_store,
 )
-from hasten.checkpoint.store.retention import Retention, number_of
 from hasten.checkpoint.writer import FileLayout
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.config.sections.loop import ProjectConfiguration

@@ -19,12 +19,10 @@ from hasten import Accelerator
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.format.manifest import FileRecord, Manifest
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.save import Save, retire_expired, save_tree
-from hasten.checkpoint.store.drafts import DraftFolder
+from hasten.checkpoint.save import Retention, Save, retire_expired, save_tree
 from hasten.checkpoint.store.local_store import LocalDraft, LocalStore
 from hasten.checkpoint.store.locate import newest
 from hasten.checkpoint.store.remote_store import RemoteStore
-from hasten.checkpoint.store.retention import Retention
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import ProjectConfiguration
@@ -155,8 +153,10 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: Pro
     class Store(LocalStore):
         def join(self, name: str, token: str) -> LocalDraft | None:
             whole = super().join(name, token)
-            draft = DraftFolder(tmp_path / token, name)
-            return Broken(tmp_path / name, draft, self._disk, 1) if ctx.rank == 1 and whole is not None else whole
+            folder = tmp_path / token / name
+            return (
+                Broken(tmp_path / name, folder, None, self._disk, 1) if ctx.rank == 1 and whole is not None else whole
+            )
 
     tree = StateTree({"x": Component({"w": torch.ones(3)}, None, per_rank=True)})
     with pytest.raises(CheckpointError, match=r"rank 1.*No space left"):

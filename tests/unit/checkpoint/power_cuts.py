@@ -21,16 +21,15 @@ from pathlib import Path
 
 import torch
 
-from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.base import Component, StateTree, numbered
 from hasten.checkpoint.format.manifest import Manifest, read_manifest
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.save import Save, retire_expired
+from hasten.checkpoint.save import Retention, Save, retire_expired
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.drafts import draft_of
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import newest
-from hasten.checkpoint.store.retention import Retention, numbered
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 

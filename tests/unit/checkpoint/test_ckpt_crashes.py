@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.base import Component, StateTree, numbered
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import newest
-from hasten.checkpoint.store.retention import numbered
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError
 

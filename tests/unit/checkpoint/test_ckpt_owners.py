@@ -19,16 +19,14 @@ import torch
 from torch import nn
 
 from hasten import Accelerator, ProjectConfiguration
-from hasten.checkpoint.base import Blob, CheckpointStore, Component, StateTree
+from hasten.checkpoint.base import Blob, CheckpointStore, Component, StateTree, number_of, numbered
 from hasten.checkpoint.format.manifest import Manifest
-from hasten.checkpoint.save import retire_expired, save_tree
+from hasten.checkpoint.save import Retention, retire_expired, save_tree
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.drafts import DRAFT, TRASH, DraftFolder
+from hasten.checkpoint.store.drafts import DRAFT, LOCK_NAME, TRASH, folder_lock
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import is_complete
-from hasten.checkpoint.store.locks import LOCK_NAME, folder_lock
 from hasten.checkpoint.store.remote_store import RemoteStore
-from hasten.checkpoint.store.retention import Retention, number_of, numbered
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointBusyError, CheckpointError
 
@@ -90,7 +88,8 @@ def test_numbers_are_given_once(store: CheckpointStore) -> None:
     drafts = [store.begin_numbered(0) for _ in range(3)]
     assert [draft.name for draft in drafts] == [numbered(0), numbered(1), numbered(2)]
     save(store, numbered(7))
-    assert store.begin_numbered(2).name == numbered(8)
+    drafts.append(store.begin_numbered(2))
+    assert drafts[-1].name == numbered(8)
     for draft in drafts:
         draft.abort()
 
@@ -341,6 +340,6 @@ def test_a_joined_draft_has_no_lock(tmp_path: Path) -> None:
     joined = LocalStore(tmp_path).join("best", draft.token)
     assert joined is not None
     assert joined.folder == draft.folder
-    assert DraftFolder(tmp_path / draft.token, "best").lock is None
+    assert joined._lock is None
     assert LocalStore(tmp_path).join("best", "absent") is None
     draft.abort()

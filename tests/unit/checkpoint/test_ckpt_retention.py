@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from hasten.checkpoint.store.retention import (
-    CommittedCheckpoint,
-    Retention,
-    best,
-    expired,
-    next_number,
-    number_of,
-    numbered,
-)
+from hasten.checkpoint.base import next_number, number_of, numbered
+from hasten.checkpoint.save import CommittedCheckpoint, Retention, best, expired
 
 
 def made(n: int, start: int = 0) -> list[CommittedCheckpoint]:

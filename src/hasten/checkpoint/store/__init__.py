@@ -1,6 +1,5 @@
-"""Storage of checkpoints: local folders and remote stores, drafts, locks, retention.
+"""Storage of checkpoints: local folders and remote stores.
 
-Start with `local_store.py`: drafts, and `LocalDraft.commit`, which makes one visible by one rename; `drafts.py` replaces the content of
-a folder that exists and removes leftovers, `locks.py` holds the two locks, `remote_store.py` writes to object stores, `retention.py`
-decides which checkpoints are deleted, `disk.py` holds every system call of a save.
+Start with `local_store.py`: drafts, and `LocalDraft.commit`, which makes one visible by one rename; `drafts.py` holds the locks, removes
+leftovers and replaces the content of a folder that exists; `remote_store.py` writes to object stores, `disk.py` holds every system call.
 """

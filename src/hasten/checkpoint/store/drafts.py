@@ -1,13 +1,16 @@
-"""Drafts of checkpoints: hidden folders that hold a save's files until it is committed."""
+"""Drafts of checkpoints: hidden folders that hold a save's files until it is committed, and the locks of folders."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import secrets
+import time
+import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +24,8 @@ from hasten.checkpoint.format.manifest import (
     read_manifest,
 )
 from hasten.checkpoint.store.disk import Disk, write_files
-from hasten.checkpoint.store.locks import LOCK_NAME, FileLock, folder_lock, is_abandoned, try_lock
 from hasten.checkpoint.store.occupied import check_export, holding
-from hasten.errors import CheckpointError
+from hasten.errors import CheckpointBusyError, CheckpointError
 
 log = logging.getLogger(__name__)
 DRAFT: Final = ".hasten-draft."
@@ -31,40 +33,117 @@ TRASH: Final = ".hasten-trash."
 """Starts of the names of hidden folders; a token follows."""
 _REPLACED: Final = "replaced"
 _NEXT_MANIFEST: Final = "next-manifest.json"
+LOCK_NAME: Final = ".hasten-lock"
+_WAIT_S: Final = 60.0
+_PAUSE_S: Final = 0.01
+_ABANDONED_AFTER_S: Final = 24 * 3600.0
+"""Age after which a draft counts as abandoned where the file system has no flock."""
+_UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 
 
-@dataclass(slots=True)
-class DraftFolder:
-    """Hidden folder with a lock file and, inside a folder with the final name, the files that are being written."""
+# -- locks --------------------------------------------------------------------------------------------------------
+class FileLock:
+    """An flock on a file, until it is released, garbage-collected, or the process ends."""
 
-    path: Path
-    name: str
-    lock: FileLock | None = None
-    """The lock that shows that the writer is alive; None on ranks that join the draft."""
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.release = weakref.finalize(self, _unlock, descriptor, os.getpid())
+        """Releases the lock; safe to call repeatedly."""
 
-    @classmethod
-    def create(cls, base: Path, name: str, disk: Disk) -> DraftFolder:
-        """Create a draft inside `base`. Ranks: main only, with the lock of `base`."""
-        draft = cls(base / f"{DRAFT}{secrets.token_hex(6)}", name)
-        disk.make_folder(draft.path)
-        draft.lock = try_lock(draft.path / LOCK_NAME, disk)
-        disk.make_folder(draft.content)
-        return draft
 
-    @property
-    def content(self) -> Path:
-        """The folder with the files."""
-        return self.path / self.name
+def _unlock(descriptor: int, owner: int) -> None:
+    if os.getpid() == owner:  # explicitly, because forked children may hold copies of the descriptor
+        with suppress(OSError):  # a file system without flock
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
-    def release(self) -> None:
-        """Release the lock, after which others may remove the draft."""
-        if self.lock is not None:
-            self.lock.release()
 
-    def remove(self, disk: Disk) -> None:
-        """Delete the draft; its lock file is closed first, because NFS and FUSE keep open files in their folder."""
-        self.release()
-        disk.remove_tree(self.path)
+def try_lock(path: Path, disk: Disk) -> FileLock | None:
+    """Create a file if necessary and lock it; return None if another process holds the lock."""
+    descriptor = disk.open_lock(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            os.close(descriptor)
+            raise
+    return FileLock(descriptor)
+
+
+@contextmanager
+def folder_lock(folder: Path, disk: Disk, wait_s: float = _WAIT_S) -> Iterator[None]:
+    """Context manager in which no other process saves into the folder.
+
+    Raises: CheckpointBusyError if another process holds the lock for longer than `wait_s`.
+    """
+    path = folder / LOCK_NAME
+    deadline = time.monotonic() + wait_s
+    while (lock := _lock_current_file(path, disk)) is None:
+        if time.monotonic() > deadline:
+            raise CheckpointBusyError(
+                f"another process has kept {folder} locked for {wait_s:g} s while saving there. Nothing was changed. Look for a "
+                f"stopped process (`fuser {path}`), or save into another folder."
+            )
+        time.sleep(_PAUSE_S)
+    try:
+        yield
+    finally:
+        disk.remove_file(path)
+        lock.release()
+
+
+def _lock_current_file(path: Path, disk: Disk) -> FileLock | None:
+    """Return the lock, or None if it is held, or if its holder has removed the file meanwhile."""
+    lock = try_lock(path, disk)
+    if lock is None:
+        return None
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(lock.descriptor), path.stat()):
+            return lock
+    lock.release()
+    return None
+
+
+def is_abandoned(lock_file: Path) -> bool:
+    """Return True if the process that wrote a draft has ended, judged by the draft's lock file."""
+    try:
+        descriptor = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except PermissionError:  # another user's
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no flock here
+        return time.time() - os.fstat(descriptor).st_mtime > _ABANDONED_AFTER_S
+    finally:
+        os.close(descriptor)
+    return True
+
+
+# -- drafts -------------------------------------------------------------------------------------------------------
+def create_draft(base: Path, name: str, disk: Disk) -> tuple[Path, FileLock | None]:
+    """Create a draft inside `base`: a folder for the files, with the final name, in a hidden one, whose lock shows that the writer is alive.
+
+    Ranks: main only, with the lock of `base`.
+    """
+    draft = base / f"{DRAFT}{secrets.token_hex(6)}"
+    disk.make_folder(draft)
+    lock = try_lock(draft / LOCK_NAME, disk)
+    disk.make_folder(draft / name)
+    return draft / name, lock
+
+
+def remove_draft(content: Path, lock: FileLock | None, disk: Disk) -> None:
+    """Delete a draft; its lock file is closed first, because NFS and FUSE keep open files in their folder."""
+    if lock is not None:
+        lock.release()
+    disk.remove_tree(content.parent)
 
 
 @contextmanager
@@ -73,11 +152,11 @@ def temporary_draft(folder: Path, disk: Disk) -> Iterator[Path]:
     disk.make_folder(folder)
     with folder_lock(folder, disk):
         remove_leftovers(folder, disk)
-        draft = DraftFolder.create(folder, "files", disk)
+        content, lock = create_draft(folder, "files", disk)
     try:
-        yield draft.content
+        yield content
     finally:
-        draft.remove(disk)
+        remove_draft(content, lock, disk)
 
 
 def hidden_entries(folder: Path) -> Iterator[Path]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 
-from hasten.checkpoint.base import Blob
+from hasten.checkpoint.base import Blob, next_number, number_of, numbered
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
@@ -29,16 +29,18 @@ from hasten.checkpoint.format.manifest import (
 from hasten.checkpoint.store.disk import FULL, Disk, cannot_write, default_threads, file_checksum, write_files
 from hasten.checkpoint.store.drafts import (
     DRAFT,
+    LOCK_NAME,
     TRASH,
-    DraftFolder,
+    FileLock,
     content_folder,
+    create_draft,
     draft_of,
+    folder_lock,
     hidden_entries,
+    remove_draft,
     remove_leftovers,
     replace_content,
 )
-from hasten.checkpoint.store.locks import LOCK_NAME, folder_lock
-from hasten.checkpoint.store.retention import next_number, number_of, numbered
 from hasten.errors import CheckpointError, IncompleteCheckpointError
 
 log = logging.getLogger(__name__)
@@ -47,22 +49,22 @@ log = logging.getLogger(__name__)
 class LocalDraft:
     """Draft next to the checkpoint it will become, or inside the folder whose content it will replace."""
 
-    def __init__(self, target: Path, draft: DraftFolder, disk: Disk, threads: int | None = None) -> None:
+    def __init__(
+        self, target: Path, folder: Path, lock: FileLock | None, disk: Disk, threads: int | None = None
+    ) -> None:
         self.name = target.name
-        self.token = draft.path.name
+        self.token = folder.parent.name
+        self.folder = folder
+        """The folder that hooks see; it has the checkpoint's name."""
         self.is_numbered = False
         """True if the name was chosen by the store; then the checkpoint never replaces another."""
         self.replaces: Collection[str] | None = ()
         """Files of the target that go besides those of an earlier checkpoint; None if an exported model may be replaced."""
         self._target = target
-        self._draft = draft
+        self._lock = lock
+        """The lock that shows that the writer is alive; None on ranks that join the draft."""
         self._disk = disk
         self._threads = threads
-
-    @property
-    def folder(self) -> Path:
-        """The folder that hooks see; it has the checkpoint's name."""
-        return self._draft.content
 
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
         """Write files in parallel; they are on the disk when this returns."""
@@ -96,16 +98,16 @@ class LocalDraft:
         raw = encode(manifest)
         with self._explaining_full_disks(len(raw)):
             write_files(self.folder, {MANIFEST_NAME: Blob([raw], len(raw))}, self._disk, threads=1)
-            for folder in (self.folder, self._draft.path, self._draft.path.parent):
+            for folder in (self.folder, *self.folder.parents[:2]):
                 self._disk.sync_folder(folder)
             if names := absent(self.folder, manifest.files):
                 raise CheckpointError(
                     f"{', '.join(names[:4])} disappeared from {self.folder} before the checkpoint was committed. Nothing was saved. "
                     "Find out what deletes files there (a clean-up job?), and save again."
                 )
-            if self._draft.path.parent == self._target or not self._rename_to_target():
+            if self.folder.parents[1] == self._target or not self._rename_to_target():
                 with folder_lock(self._target, self._disk):
-                    self._draft.release()
+                    self._release()
                     replace_content(self._target, self.folder, manifest, self.replaces, self._disk)
 
     def _rename_to_target(self) -> bool:
@@ -121,25 +123,28 @@ class LocalDraft:
                     f"another process has written {self._target} during this save. Nothing of it was changed, and nothing was saved. "
                     "Give each run its own project_dir, and save again."
                 ) from error
-            moved = self._target / self.token
-            self._disk.rename(self._draft.path, moved)
-            self._draft.path = moved
+            self._disk.rename(self.folder.parent, self._target / self.token)
+            self.folder = self._target / self.token / self.name
             self._disk.sync_folder(self._target)
             return False
         self._disk.sync_folder(base)
         try:
-            self._draft.remove(self._disk)
+            remove_draft(self.folder, self._lock, self._disk)
         except OSError as error:  # the checkpoint is there; the next save removes the draft
-            log.debug("%s could not be removed now: %s", self._draft.path, error)
+            log.debug("%s could not be removed now: %s", self.folder.parent, error)
         return True
 
     def abort(self) -> None:
         """Delete the draft, unless it has become the checkpoint: then the next save completes the replacement."""
         committed = draft_of(read_manifest(self._target / MANIFEST_NAME))
         if committed is not None and committed.startswith(f"{self.token}/"):
-            self._draft.release()
+            self._release()
         else:
-            self._draft.remove(self._disk)
+            remove_draft(self.folder, self._lock, self._disk)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     @contextmanager
     def _explaining_full_disks(self, num_bytes: int) -> Iterator[None]:
@@ -149,7 +154,7 @@ class LocalDraft:
             if error.errno not in FULL:
                 raise
             what = f"the checkpoint {self.name!r}"
-            raise cannot_write(what, self._draft.path.parent, num_bytes, error) from error
+            raise cannot_write(what, self.folder.parents[1], num_bytes, error) from error
 
 
 def check_hooked(folder: Path, name: str) -> Path:
@@ -204,36 +209,29 @@ class LocalStore:
             if target.is_file():
                 raise NotADirectoryError(f"{target} is a file")
             if not target.is_dir():
-                return self._new_draft(name)
+                return self._new_draft(self._root, name)
             with suppress(OSError):  # the folder may be in one that cannot be written to
-                self._remove_leftovers(self._root)
-            with folder_lock(target, self._disk):
-                remove_leftovers(target, self._disk)
-                return self._draft(name, DraftFolder.create(target, name, self._disk))
+                if any(hidden_entries(self._root)) or (self._root / LOCK_NAME).exists():
+                    with folder_lock(self._root, self._disk):
+                        remove_leftovers(self._root, self._disk)
+            return self._new_draft(target, name)
 
     def begin_numbered(self, at_least: int) -> LocalDraft:
         """Return a new draft with the next free number, which no other process gets."""
         with self._explaining_start(numbered(at_least)):
-            draft = self._new_draft(None, at_least)
+            draft = self._new_draft(self._root, None, at_least)
             draft.is_numbered = True
             return draft
 
-    def _new_draft(self, name: str | None, at_least: int = 0) -> LocalDraft:
-        self._disk.make_folder(self._root)
-        with folder_lock(self._root, self._disk):
-            remove_leftovers(self._root, self._disk)
+    def _new_draft(self, base: Path, name: str | None, at_least: int = 0) -> LocalDraft:
+        self._disk.make_folder(base)
+        with folder_lock(base, self._disk):
+            remove_leftovers(base, self._disk)
             if name is None:
-                drafts = [path.name for path in self._root.glob(f"{DRAFT}*/*")]
+                drafts = [path.name for path in base.glob(f"{DRAFT}*/*")]
                 name = numbered(next_number([*self.names(), *drafts], at_least))
-            return self._draft(name, DraftFolder.create(self._root, name, self._disk))
-
-    def _remove_leftovers(self, folder: Path) -> None:
-        if any(hidden_entries(folder)) or (folder / LOCK_NAME).exists():
-            with folder_lock(folder, self._disk):
-                remove_leftovers(folder, self._disk)
-
-    def _draft(self, name: str, draft: DraftFolder) -> LocalDraft:
-        return LocalDraft(self._root / name, draft, self._disk, self._threads)
+            content, lock = create_draft(base, name, self._disk)
+        return LocalDraft(self._root / name, content, lock, self._disk, self._threads)
 
     @contextmanager
     def _explaining_start(self, name: str) -> Iterator[None]:
@@ -250,9 +248,8 @@ class LocalStore:
     def join(self, name: str, token: str) -> LocalDraft | None:
         """Return the draft that main started; None when this process does not see it."""
         for base in (self._root, self._root / name):
-            draft = DraftFolder(base / token, name)
-            if draft.content.is_dir():
-                return self._draft(name, draft)
+            if (base / token / name).is_dir():
+                return LocalDraft(self._root / name, base / token / name, None, self._disk, self._threads)
         return None
 
     def names(self) -> list[str]:

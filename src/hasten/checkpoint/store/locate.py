@@ -6,11 +6,10 @@ import logging
 import os
 from pathlib import Path
 
-from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.base import CheckpointStore, number_of
 from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.remote_store import RemoteStore
-from hasten.checkpoint.store.retention import number_of
 from hasten.comm.agreement import Agreement
 from hasten.errors import (
     ArgumentError,

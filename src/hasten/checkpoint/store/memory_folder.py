@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hasten.checkpoint.base import number_of, numbered
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, decode, inside
 from hasten.checkpoint.reader import verify_files
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.retention import number_of, numbered
 from hasten.errors import CheckpointError, ConfigError
 
 

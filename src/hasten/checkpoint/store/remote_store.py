@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import xxhash
 
-from hasten.checkpoint.base import Blob
+from hasten.checkpoint.base import Blob, next_number, number_of, numbered
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
@@ -32,7 +32,6 @@ from hasten.checkpoint.format.manifest import (
 )
 from hasten.checkpoint.store.disk import HostBuffer, default_threads, devices_of, host_views, segment_starts
 from hasten.checkpoint.store.local_store import check_hooked, described
-from hasten.checkpoint.store.retention import next_number, number_of, numbered
 from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need
 
