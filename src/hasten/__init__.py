@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hasten import testing as testing
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.inference import map_dataset as map_dataset
-    from hasten.accelerator.inference import prepare_pipeline as prepare_pipeline
     from hasten.accelerator.process import Process as Process
     from hasten.bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from hasten.bigmodel.meta import init_empty_weights as init_empty_weights
@@ -71,7 +70,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
     {
         "Accelerator": "hasten.accelerator.facade",
         "map_dataset": "hasten.accelerator.inference",
-        "prepare_pipeline": "hasten.accelerator.inference",
         "Process": "hasten.accelerator.process",
         "load_checkpoint_and_dispatch": "hasten.bigmodel.load",
         "init_empty_weights": "hasten.bigmodel.meta",

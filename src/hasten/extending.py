@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from hasten.strategies.base import Strategy as Strategy
     from hasten.strategies.base import Transform as Transform
     from hasten.strategies.choose import choose_strategy as choose_strategy
-    from hasten.strategies.pipeline.cut import balanced_split_points as balanced_split_points
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run
     from hasten.tracking.base import Tracker as Tracker
@@ -76,7 +75,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Strategy": "hasten.strategies.base",
         "Transform": "hasten.strategies.base",
         "choose_strategy": "hasten.strategies.choose",
-        "balanced_split_points": "hasten.strategies.pipeline.cut",
         "Entry": "hasten.tracking.base",
         "Run": "hasten.tracking.base",
         "Tracker": "hasten.tracking.base",

@@ -33,6 +33,7 @@ ENTRY_POINT_GROUP: Final = "hasten.extensions"
 Kind = Literal[
     "strategies",
     "offload_modes",
+    "mesh_axes",
     "step_wrappers",
     "launch_targets",
     "commands",
@@ -48,6 +49,7 @@ _NOUNS: Final = MappingProxyType(
     {
         "strategies": "strategy",
         "offload_modes": "value of offload",
+        "mesh_axes": "axis of the mesh",
         "step_wrappers": "method",
         "launch_targets": "launch target",
         "commands": "command",
@@ -68,6 +70,7 @@ class Extension:
     """What the extension is for, in a few words."""
     strategies: Table = field(default_factory=dict)
     offload_modes: Table = field(default_factory=dict)
+    mesh_axes: Table = field(default_factory=dict)
     """Values of the setting `offload`."""
     step_wrappers: Table = field(default_factory=dict)
     """Methods of the Accelerator that wrap a training step."""

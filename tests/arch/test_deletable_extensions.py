@@ -87,6 +87,7 @@ def names_of(extension: Extension) -> list[tuple[str, str]]:
     kinds = (
         "strategies",
         "offload_modes",
+        "mesh_axes",
         "step_wrappers",
         "launch_targets",
         "commands",

@@ -11,6 +11,8 @@ from hasten.extensions.muon.optimizers import optimizers as optimizers  # type: 
 from hasten.extensions.quantization.quantize import dequantize_weights as dequantize_weights  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.quantization.quantize import quantize_weights as quantize_weights  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.ray.in_worker import ray as ray  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.pipeline.cut import balanced_split_points as balanced_split_points  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.pipeline.inference import prepare_pipeline as prepare_pipeline  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.survive.part import survival_report as survival_report  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.arguments import TrainingArguments as TrainingArguments  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback  # type: ignore[import-not-found, unused-ignore]

@@ -19,7 +19,7 @@ from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.base import Caps, DistributionTransform, OfferedOffload, OfferedStrategy, Strategy, Transform
+from hasten.strategies.base import Caps, OfferedOffload, OfferedStrategy, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert, PlaceOnDevice
@@ -47,7 +47,8 @@ def choose_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     if extension_strategy is not None:
         return extension_strategy.create(config, ctx)
     if ctx.mesh.size(Axis.PP) > 1:
-        return _pipelined(config, ctx)
+        pipeline: OfferedStrategy = load("mesh_axes", Axis.PP)
+        return pipeline.create(config, ctx)
     if config.strategy == "fsdp" or (config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1):
         return _sharded(config, ctx)
     return _replicated(config, ctx)
@@ -117,9 +118,9 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     offload = offload_of(config)
     if offload is not None and offload.parameter_transforms is not None:
         place_rest, stream_parameters = offload.parameter_transforms()
-        streamed = [place_rest, Convert(config.master_weights), *_common(config), stream_parameters]
+        streamed = [place_rest, Convert(config.master_weights), *common_transforms(config), stream_parameters]
         return NativeStrategy("single", Alone(), streamed, Caps(synchronises=False))
-    transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *_common(config)]
+    transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *common_transforms(config)]
     chooses = chooses_speed(config.performance)
     if compiles(config) and config.dynamo.backend == "no":
         transforms.append(_compiled_automatically())
@@ -133,7 +134,7 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
-    transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
+    transforms: list[Transform] = [Convert(config.master_weights), *common_transforms(config)]
     mesh = WorldMesh()
     if ctx.mesh.size(Axis.TP) > 1:
         handler = config.parallelism.tp_handler
@@ -150,7 +151,7 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
 
         transforms.append(DivideExperts(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
-        transforms.append(_recompute_blocks(config))
+        transforms.append(recompute_blocks(config))
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
         from hasten.strategies.tensor.alone import TensorParallelOnly  # also loads torch.distributed.tensor
 
@@ -190,43 +191,6 @@ def _compiled_automatically() -> Transform:
     return CompileBlocks(settings, automatic=True)
 
 
-def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
-    from hasten.strategies.pipeline.strategy import CutStages, Pipeline  # loads torch.distributed.pipelining
-
-    _refuse_with_stages(config)
-    if ctx.mesh.size(Axis.CP) > 1:
-        raise ConfigError(
-            f"pp_size={ctx.mesh.size(Axis.PP)} is not supported with cp_size={ctx.mesh.size(Axis.CP)}; stages exchange whole sequences, "
-            "so each part of a sequence would only attend to itself. Set cp_size=1 or pp_size=1."
-        )
-    sharded = ctx.mesh.size(Axis.DP_SHARD) > 1
-    schedule = config.parallelism.pp_handler.schedule
-    if sharded and schedule in ("interleaved_zero_bubble", "zbv_zero_bubble"):
-        raise ConfigError(
-            f"schedule {schedule!r} is not supported with dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)}; zero-bubble schedules "
-            "with sharded stages are not supported in this version. Use '1f1b' or 'interleaved_1f1b', or replicas instead of shards."
-        )
-    mesh = WorldMesh()
-    transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
-    within: DistributionTransform = Alone()
-    if sharded:
-        from hasten.strategies.fsdp.strategy import ShardModel  # loads torch.distributed.tensor
-
-        within = ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
-    else:
-        transforms.append(PlaceOnDevice())
-    if ctx.mesh.size(Axis.TP) > 1:
-        from hasten.strategies.tensor.strategy import SplitLayers  # also loads torch.distributed.tensor
-
-        transforms.append(SplitLayers(config.parallelism, config.fsdp, mesh))
-    if config.fsdp.activation_checkpointing and not config.recompute:
-        transforms.append(_recompute_blocks(config))
-    stages = Pipeline(config.parallelism.pp_handler, config.fsdp, ctx, within)
-    transforms.append(CutStages(stages))
-    caps = Caps(sharded_state=sharded, hides_gradients=sharded and ctx.mesh.size(Axis.DP_REPLICATE) > 1)
-    return NativeStrategy("pipeline", stages, transforms, caps, stages)
-
-
 def _refuse_with_experts(config: Config, ctx: ProcessContext) -> None:
     """Raise for settings that do not work with expert parallelism."""
     if config.dynamo.backend != "no":
@@ -242,39 +206,7 @@ def _refuse_with_experts(config: Config, ctx: ProcessContext) -> None:
         )
 
 
-def _refuse_with_stages(config: Config) -> None:
-    """Raise for settings that pipeline stages would ignore."""
-    sizes = f"pp_size={config.parallelism.pp_size}"
-    if config.strategy not in ("auto", "ddp", "fsdp"):
-        raise ConfigError(
-            f"strategy={config.strategy!r} is not supported with {sizes}, which it cannot provide; use strategy='auto'."
-        )
-    if config.dynamo.backend != "no":
-        raise ConfigError(
-            f"dynamo.backend={config.dynamo.backend!r} is not supported with {sizes}; torch's compiler does not support a forward that "
-            "is split into pipeline stages. Set dynamo_backend='no'."
-        )
-    if config.mixed_precision == "fp8":
-        raise ConfigError(f"mixed_precision='fp8' is not supported in this version with {sizes}; use 'bf16'.")
-    handler = config.parallelism.tp_handler
-    if handler.sequence_parallel or handler.loss_parallel:
-        raise ConfigError(
-            f"sequence_parallel or loss_parallel is not supported with {sizes}, because stages exchange whole tensors; remove both "
-            "options, or set pp_size=1."
-        )
-    if given(config.ddp):
-        raise ConfigError(
-            f"ddp.{sorted(given(config.ddp))[0]} was set with {sizes}, where gradients are averaged once after all micro-batches and "
-            "DistributedDataParallel is not used. Remove the options of DDP."
-        )
-    if config.fsdp.state_dict_type == "FULL_STATE_DICT":
-        raise ConfigError(
-            f"fsdp.state_dict_type='FULL_STATE_DICT' is not supported with {sizes}, because each stage writes its part of a checkpoint. "
-            "Remove it; save_model() writes whole weights."
-        )
-
-
-def _common(config: Config) -> list[Transform]:
+def common_transforms(config: Config) -> list[Transform]:
     """Return the transforms that all native strategies share: recompute and compile."""
     chosen: list[Transform] = []
     if config.recompute:
@@ -290,7 +222,7 @@ def _common(config: Config) -> list[Transform]:
     return chosen
 
 
-def _recompute_blocks(config: Config) -> Transform:
+def recompute_blocks(config: Config) -> Transform:
     """Return the transform that recomputes the activations of the blocks that FSDP wraps."""
     from hasten.strategies.fsdp.shard_groups import blocks_to_recompute  # only runs that recompute activations need it
     from hasten.strategies.recompute import Recompute

@@ -35,9 +35,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.strategies.base import Caps, OfferedStrategy, PrepareRequest, Weigh
 from hasten.strategies.context.ops import all_parts
+from hasten.strategies.micro_batches import check_rows, share
 from hasten.strategies.native import make_optimizers
-from hasten.strategies.pipeline.stage_plan import check_rows
-from hasten.strategies.pipeline.travel import share
 from hasten.strategies.placing import Convert, PlaceOnDevice
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree

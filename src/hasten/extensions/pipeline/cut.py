@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
+from hasten.extensions.pipeline.stage_plan import Range, StagePlacement, balanced
 from hasten.modules.names import StagePart
 from hasten.strategies.base import parameter_device
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.pipeline.stage_plan import Range, StagePlacement, balanced
 from hasten.trees import Tree
 
 _LISTS = (nn.ModuleList, nn.Sequential)

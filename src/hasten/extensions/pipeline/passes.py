@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from hasten import trees
 from hasten.errors import PrepareError, StepError
+from hasten.extensions.pipeline.cut import StageCut
 from hasten.modules import forwarding
 from hasten.modules.names import TAG, StagePart
 from hasten.modules.surgery import swap
-from hasten.strategies.pipeline.cut import StageCut
 from hasten.strategies.tensor.ops import ApartStream
 
 

@@ -9,7 +9,6 @@ from typing import Final
 
 from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import ConfigError
-from hasten.runtime.mesh_plan import divisors
 
 Range = tuple[int, int]
 """First block of a stage, and first block of the next stage."""
@@ -103,22 +102,6 @@ def check_microbatches(schedule: PipelineSchedule, ranks: int, count: int) -> No
             f"num_microbatches={count} is less than twice pp_size={ranks}, which schedule {schedule!r} needs to have no "
             f"bubble. Set it to {2 * ranks} or more."
         )
-
-
-def check_rows(rows: int | None, count: int) -> int:
-    """Return the rows of one micro-batch. Raises: ConfigError with numbers that divide the batch."""
-    if rows is None:
-        raise ConfigError(
-            "forward_backward() got a batch without a tensor that has rows, so it cannot be split into micro-batches. "
-            "Give tensors whose first dimension is the batch."
-        )
-    if rows % count:
-        raise ConfigError(
-            f"a batch of {rows} rows cannot be split into num_microbatches={count} equal parts, so the mean of their losses would not "
-            f"be the loss of the batch. Use a batch size that is a multiple of {count} (with "
-            f"drop_last=True for the last batch), or num_microbatches from {divisors(rows)}."
-        )
-    return rows // count
 
 
 def bubble(schedule: PipelineSchedule, ranks: int, count: int, per_rank: int = 1) -> float:

@@ -22,9 +22,9 @@ from hasten import trees
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import HastenError, StepError
+from hasten.extensions.pipeline.passes import BlockChain, SeenCall
 from hasten.optim.gradients import leave_if_weightless
 from hasten.optim.window import Number
-from hasten.strategies.pipeline.passes import BlockChain, SeenCall
 from hasten.trees import Tree
 
 LossOf = Callable[[nn.Module, Tree], Tensor]

@@ -9,12 +9,11 @@ import pytest
 
 from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import ConfigError
-from hasten.strategies.pipeline.stage_plan import (
+from hasten.extensions.pipeline.stage_plan import (
     StagePlacement,
     balanced,
     bubble,
     check_microbatches,
-    check_rows,
     default_microbatches,
     placement,
 )

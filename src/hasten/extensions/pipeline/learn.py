@@ -13,10 +13,10 @@ from hasten import trees
 from hasten.comm.agreement import vote
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.errors import PrepareError
-from hasten.strategies.pipeline.passes import BlockChain, Pass, SeenCall
-from hasten.strategies.pipeline.schedule import Learnt
-from hasten.strategies.pipeline.stage_plan import StagePlacement
-from hasten.strategies.pipeline.travel import share
+from hasten.extensions.pipeline.passes import BlockChain, Pass, SeenCall
+from hasten.extensions.pipeline.schedule import Learnt
+from hasten.extensions.pipeline.stage_plan import StagePlacement
+from hasten.strategies.micro_batches import share
 from hasten.trees import Tree
 
 Signature = tuple[Any, ...]  # Any: shapes and dtypes

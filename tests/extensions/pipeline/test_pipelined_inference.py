@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hasten import prepare_pipeline
-from hasten.accelerator.inference import stage_starts
 from hasten.errors import ConfigError
+from hasten.extensions.pipeline.inference import stage_starts
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, seeded

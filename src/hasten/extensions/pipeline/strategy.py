@@ -20,6 +20,19 @@ from hasten.comm.base import Comm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, PipelineParallelConfig
 from hasten.errors import PrepareError, StepError
+from hasten.extensions.pipeline.cut import StageCut, decide, part_of, shared, work
+from hasten.extensions.pipeline.learn import Learner, Signature, signature
+from hasten.extensions.pipeline.passes import BlockChain, StageForward
+from hasten.extensions.pipeline.schedule import (
+    Learnt,
+    LossOf,
+    Stepper,
+    WeightOf,
+    checked_loss,
+    refuse_unweighted,
+    shares,
+)
+from hasten.extensions.pipeline.stage_plan import check_microbatches, default_microbatches, placement
 from hasten.modules import forwarding
 from hasten.modules.names import TAG, is_dtensor, named_parameters, whole_of
 from hasten.optim import clip
@@ -30,20 +43,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import group_of
 from hasten.runtime.mesh_plan import AXES, LOSS, Axis
 from hasten.strategies.base import DistributionTransform, PrepareRequest, Stage, Weigh
-from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared, work
-from hasten.strategies.pipeline.learn import Learner, Signature, signature
-from hasten.strategies.pipeline.passes import BlockChain, StageForward
-from hasten.strategies.pipeline.schedule import (
-    Learnt,
-    LossOf,
-    Stepper,
-    WeightOf,
-    checked_loss,
-    refuse_unweighted,
-    shares,
-)
-from hasten.strategies.pipeline.stage_plan import check_microbatches, check_rows, default_microbatches, placement
-from hasten.strategies.pipeline.travel import share
+from hasten.strategies.micro_batches import check_rows, share
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 from hasten.trees import Tree
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
-from hasten.strategies.pipeline.cut import StageCut, decide, part_of, shared
-from hasten.strategies.pipeline.stage_plan import StagePlacement
+from hasten.extensions.pipeline.cut import StageCut, decide, part_of, shared
+from hasten.extensions.pipeline.stage_plan import StagePlacement
 from hasten.testing.toys import TinyLM
 
 

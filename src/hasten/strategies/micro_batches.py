@@ -1,4 +1,4 @@
-"""Broadcast of hidden states and results to the ranks of a pipeline, outside of a schedule."""
+"""Rows of micro-batches, and the broadcast of what one rank of a pipeline has computed to the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,24 @@ from torch import Tensor
 
 from hasten import trees
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.errors import StepError
+from hasten.errors import ConfigError, StepError
+from hasten.runtime.mesh_plan import divisors
+
+
+def check_rows(rows: int | None, count: int) -> int:
+    """Return the rows of one micro-batch. Raises: ConfigError with numbers that divide the batch."""
+    if rows is None:
+        raise ConfigError(
+            "forward_backward() got a batch without a tensor that has rows, so it cannot be split into micro-batches. "
+            "Give tensors whose first dimension is the batch."
+        )
+    if rows % count:
+        raise ConfigError(
+            f"a batch of {rows} rows cannot be split into num_microbatches={count} equal parts, so the mean of their losses would not "
+            f"be the loss of the batch. Use a batch size that is a multiple of {count} (with "
+            f"drop_last=True for the last batch), or num_microbatches from {divisors(rows)}."
+        )
+    return rows // count
 
 
 def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:  # Any: the model's output
