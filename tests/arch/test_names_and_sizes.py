@@ -27,6 +27,7 @@ FULL: Final = MappingProxyType(
 SMALL: Final = MappingProxyType(
     {
         "__main__.py": "`python -m hasten`",
+        "accelerator/inference.py": "a public function",
         "accelerator/generating.py": "one feature of the facade, loaded on first use",
         "cli/data_cmd.py": "one file for each command",
         "extensions/report/command.py": "one file for each command",
@@ -34,6 +35,9 @@ SMALL: Final = MappingProxyType(
         "config/sections/trust.py": "one file for each topic of settings",
         "launch/links.py": "a file format shared by `hasten test` and `hasten plan`",
         "launch/targets.py": "the table of launch targets, to which a batch system adds one line",
+        "extensions/deepspeed/rules.py": "rules import the settings, which the tree of settings imports",
+        "extensions/megatron/rules.py": "the same",
+        "extensions/xla/settings.py": "settings, which are loaded without what they configure",
         "extensions/kubernetes/settings.py": "settings, which are loaded without what they configure",
         "extensions/deepspeed/placeholders.py": "public stand-ins, without DeepSpeed",
         "extensions/ray/settings.py": "settings, which are loaded without what they configure",

@@ -17,6 +17,7 @@ from hasten.extensions.pipeline.stage_plan import (
     default_microbatches,
     placement,
 )
+from hasten.strategies.micro_batches import check_rows
 
 SCHEDULES: tuple[PipelineSchedule, ...] = (
     "gpipe",
