@@ -12,7 +12,13 @@ from torch import Tensor
 
 from hasten.errors import ConfigError, StepError
 from hasten.extensions.megatron.attention import CoreAttention, layout_of
-from hasten.extensions.megatron.call import Given, arguments, check_lengths, given_to, targets
+from hasten.extensions.megatron.call import (
+    CallTensors,
+    check_lengths,
+    engine_arguments,
+    next_tokens_of,
+    tensors_of_call,
+)
 from hasten.extensions.megatron.families import Family, ModelFacts
 from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.strategies.context.attention import in_order
@@ -52,7 +58,7 @@ def of(family: Family, **changes: Any) -> ModelFacts:
 )
 def test_what_would_be_ignored_is_refused(family: Family, given: dict[str, Any], words: str) -> None:
     with pytest.raises(StepError, match=words):
-        given_to(of(family), {"input_ids": TOKENS, "use_cache": False, **given})
+        tensors_of_call(of(family), {"input_ids": TOKENS, "use_cache": False, **given})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,7 @@ def test_what_would_be_ignored_is_refused(family: Family, given: dict[str, Any],
     ],
 )
 def test_other_lengths_are_refused(family: Family, settings: dict[str, Any], words: str) -> None:
-    given = Given(input_ids=TOKENS)
+    given = CallTensors(input_ids=TOKENS)
     check_lengths(given, of(family), MegatronLMPlugin())
     with pytest.raises(StepError, match=words):
         check_lengths(given, of(family), replace(MegatronLMPlugin(), **settings))
@@ -71,13 +77,13 @@ def test_other_lengths_are_refused(family: Family, settings: dict[str, Any], wor
 
 def test_a_sequence_longer_than_the_table_of_positions_is_refused() -> None:
     with pytest.raises(StepError, match="of 8 tokens, but the model has only 7 positions; truncate the sequences"):
-        check_lengths(Given(input_ids=TOKENS), of("gpt2", positions=7), MegatronLMPlugin())
+        check_lengths(CallTensors(input_ids=TOKENS), of("gpt2", positions=7), MegatronLMPlugin())
 
 
 def test_masks_block_padding_and_what_comes_later() -> None:
     mask = torch.tensor([[1, 1, 0]])
     tokens = torch.tensor([[4, 5, 0]])
-    _, positions, blocked = arguments(Given(input_ids=tokens, attention_mask=mask), ALONE, 0)
+    _, positions, blocked = engine_arguments(CallTensors(input_ids=tokens, attention_mask=mask), ALONE, 0)
     assert positions is not None
     assert blocked is not None
     assert positions.tolist() == [[0, 1, 2]]
@@ -88,9 +94,9 @@ def test_masks_block_padding_and_what_comes_later() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_context_parallel_ranks_hold_every_token_once(ranks: int, masked: bool) -> None:
     layout = layout_of(ranks)
-    given = Given(input_ids=TOKENS, **({"attention_mask": torch.ones_like(TOKENS)} if masked else {}))
-    parts = [arguments(given, layout, rank) for rank in range(ranks)]
-    whole = arguments(Given(input_ids=TOKENS), ALONE, 0)
+    given = CallTensors(input_ids=TOKENS, **({"attention_mask": torch.ones_like(TOKENS)} if masked else {}))
+    parts = [engine_arguments(given, layout, rank) for rank in range(ranks)]
+    whole = engine_arguments(CallTensors(input_ids=TOKENS), ALONE, 0)
     for number, wanted in enumerate(whole[:2]):
         assert wanted is not None
         assert torch.equal(in_order(torch.cat([one[number] for one in parts], 1), layout, 1), wanted)  # type: ignore[misc]
@@ -100,12 +106,12 @@ def test_context_parallel_ranks_hold_every_token_once(ranks: int, masked: bool) 
     else:
         assert all(one[2] is None for one in parts)
     with pytest.raises(ConfigError, match=f"a multiple of {2 * ranks}"):
-        arguments(Given(input_ids=TOKENS[:, :7]), layout, 0)
+        engine_arguments(CallTensors(input_ids=TOKENS[:, :7]), layout, 0)
 
 
 def test_each_token_predicts_the_next_label() -> None:
     labels = torch.tensor([[3, 4, 5]])
-    assert targets(labels).tolist() == [[4, 5, -100]]
+    assert next_tokens_of(labels).tolist() == [[4, 5, -100]]
 
 
 # ---------------------------------------------------------------- attention

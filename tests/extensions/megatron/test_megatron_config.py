@@ -19,8 +19,8 @@ from hasten.extensions.megatron import rules
 from hasten.extensions.megatron.config import translate
 from hasten.extensions.megatron.families import ModelFacts, check_class, model_facts
 from hasten.extensions.megatron.settings import MegatronLMPlugin
-from hasten.extensions.megatron.shard_plan import entries, place
-from hasten.extensions.megatron.weights import box_of, fuse, part_of, to_hub
+from hasten.extensions.megatron.shard_plan import locate_shard, tensor_entries
+from hasten.extensions.megatron.weights import fuse, shard_of_whole, to_hub, unpadded_shard
 from hasten.runtime.mesh_plan import Axis, mesh_of
 
 GPT2: Final = SimpleNamespace(
@@ -242,13 +242,13 @@ def shape_of(name: str, facts: ModelFacts) -> tuple[int, ...]:
 
 def hub_weights(facts: ModelFacts) -> dict[str, torch.Tensor]:
     """Tensors of the Hub layout, each number once."""
-    shapes = {name: shape_of(name, facts) for entry in entries(facts) for name in entry.hub}
+    shapes = {name: shape_of(name, facts) for entry in tensor_entries(facts) for name in entry.hub}
     found, start = {}, 0
     for name, shape in shapes.items():
         size = int(torch.Size(shape).numel())
         found[name] = torch.arange(start, start + size).reshape(shape)
         start += size
-    for entry in entries(facts):
+    for entry in tensor_entries(facts):
         if entry.fusion == "same":  # several names of one tensor
             found |= dict.fromkeys(entry.hub, found[entry.hub[0]])
     return found
@@ -261,7 +261,7 @@ def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
     facts = model_facts(config)
     hub = hub_weights(facts)
     wholes: dict[str, torch.Tensor] = {}
-    for entry in entries(facts):
+    for entry in tensor_entries(facts):
         whole = fuse(entry, hub, facts)
         again = torch.full_like(whole, -1)
         for rank in range(ranks):
@@ -271,15 +271,15 @@ def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
             elif entry.split != "whole":
                 dim = 1 if entry.split == "columns" else 0
                 local[dim] = -(-local[dim] // ranks)
-            at = place(entry.split, tuple(local), rank, ranks, facts.vocab)
+            at = locate_shard(entry.split, tuple(local), rank, ranks, facts.vocab)
             held = torch.zeros(local, dtype=whole.dtype)
-            part_of(held, at).copy_(box_of(whole, at))
+            unpadded_shard(held, at).copy_(shard_of_whole(whole, at))
             if entry.split != "whole":
-                assert (box_of(again, at) == -1).all(), "two ranks hold the same part"
-            box_of(again, at).copy_(part_of(held, at))
+                assert (shard_of_whole(again, at) == -1).all(), "two ranks hold the same part"
+            shard_of_whole(again, at).copy_(unpadded_shard(held, at))
         assert torch.equal(again, whole), entry.name
         wholes[entry.name] = again
-    back = to_hub(entries(facts), wholes, facts)
+    back = to_hub(tensor_entries(facts), wholes, facts)
     assert back.keys() == hub.keys()
     for name, value in hub.items():
         assert torch.equal(back[name], value), name

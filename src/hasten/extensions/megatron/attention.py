@@ -37,9 +37,9 @@ class CoreAttention(nn.Module):
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # Tensor-parallel ranks hold different heads and use different random numbers.
-        self._forks = not config.sequence_parallel
+        self._uses_forked_random = not config.sequence_parallel
         group = pg_collection.cp
-        self._sharing = SequenceGroup(group, layout_of(group.size()))
+        self._sequence_group = SequenceGroup(group, layout_of(group.size()))
 
     def forward(
         self,
@@ -56,21 +56,21 @@ class CoreAttention(nn.Module):
         `attention_mask` is True where a key must be hidden; without a mask, keys of later tokens are hidden.
         """
         dropout = self._dropout if self.training else 0.0
-        divided = self._sharing.group.size() > 1
-        if divided and attention_mask is None and not dropout:
-            made = causal_attention(
-                _heads_first(query), _heads_first(key), _heads_first(value), self._sharing, self._scale
+        is_divided = self._sequence_group.group.size() > 1
+        if is_divided and attention_mask is None and not dropout:
+            attended = causal_attention(
+                _heads_first(query), _heads_first(key), _heads_first(value), self._sequence_group, self._scale
             )
-            return made.permute(2, 0, 1, 3).flatten(2)
-        if divided:
-            key, value = self._sharing.whole(key, 0), self._sharing.whole(value, 0)
-        mask = _added(query, attention_mask, attention_bias)
-        if not dropout or not self._forks:
-            made = self._attend(query, key, value, mask, dropout)
+            return attended.permute(2, 0, 1, 3).flatten(2)
+        if is_divided:
+            key, value = self._sequence_group.whole(key, 0), self._sequence_group.whole(value, 0)
+        added_mask = _score_mask(query, attention_mask, attention_bias)
+        if not dropout or not self._uses_forked_random:
+            attended = self._attend(query, key, value, added_mask, dropout)
         else:
             with package("tensor_parallel").get_cuda_rng_tracker().fork():
-                made = self._attend(query, key, value, mask, dropout)
-        return made.permute(2, 0, 1, 3).flatten(2)
+                attended = self._attend(query, key, value, added_mask, dropout)
+        return attended.permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         repeats = query.shape[2] // key.shape[2]
@@ -91,17 +91,17 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-def _added(query: Tensor, blocked: Tensor | None, bias: Tensor | None) -> Tensor | None:
+def _score_mask(query: Tensor, hidden_keys: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return the tensor to add to the scores; finite, so that a token whose keys are all hidden does not become NaN."""
-    mask = None if bias is None else bias.to(query.dtype)
-    if blocked is None:
-        return mask
-    low = torch.zeros(blocked.shape, dtype=query.dtype, device=query.device)
-    low = low.masked_fill(blocked, torch.finfo(query.dtype).min)
-    return low if mask is None else mask + low
+    score_bias = None if bias is None else bias.to(query.dtype)
+    if hidden_keys is None:
+        return score_bias
+    lowest_scores = torch.zeros(hidden_keys.shape, dtype=query.dtype, device=query.device)
+    lowest_scores = lowest_scores.masked_fill(hidden_keys, torch.finfo(query.dtype).min)
+    return lowest_scores if score_bias is None else score_bias + lowest_scores
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     """All-gather along the sequence before a computation that is equal on every rank.
 
     Gradients are averaged over ranks later, so backward multiplies this rank's shard by the number of ranks.
@@ -117,13 +117,13 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        own = ctx.layout.positions(ctx.rank, grad.shape[1])
-        return grad[:, own] * ctx.layout.ranks, None
+        local_positions = ctx.layout.positions(ctx.rank, grad.shape[1])
+        return grad[:, local_positions] * ctx.layout.ranks, None
 
 
-def gathered(x: Tensor, layout: SequenceLayout) -> Tensor:
+def gather_sequence(x: Tensor, layout: SequenceLayout) -> Tensor:
     """Return the values (batch, tokens, ...) of the whole sequence, in its order. Ranks: those that share the sequence."""
     if layout.ranks == 1:
         return x
-    made: Tensor = _Gathered.apply(x, layout)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return made
+    whole_sequence: Tensor = _GatherSequence.apply(x, layout)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return whole_sequence

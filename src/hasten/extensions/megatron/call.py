@@ -15,7 +15,7 @@ from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
 IGNORED: Final = -100
-_TAKES: Final = MappingProxyType[str, tuple[str, ...]](
+_SUPPORTED_ARGUMENTS: Final = MappingProxyType[str, tuple[str, ...]](
     {
         "gpt2": ("input_ids", "attention_mask", "position_ids", "labels"),
         "llama": ("input_ids", "attention_mask", "labels"),
@@ -24,40 +24,40 @@ _TAKES: Final = MappingProxyType[str, tuple[str, ...]](
 )
 
 
-class Given(dict[str, Tensor]):
+class CallTensors(dict[str, Tensor]):
     """Tensors of a model call, by name."""
 
 
-def given_to(facts: ModelFacts, values: dict[str, Any]) -> Given:  # Any: the user's arguments
+def tensors_of_call(facts: ModelFacts, values: dict[str, Any]) -> CallTensors:  # Any: the user's arguments
     """Return the tensors of a call by name.
 
     Raises: StepError for arguments that the engine would ignore, or without tokens.
     """
-    passed = {name: value for name, value in values.items() if value is not None}
-    takes = _TAKES[facts.family]
-    unused = sorted(passed.keys() - {*takes, "return_dict", "use_cache"})
-    if unused:
+    passed_values = {name: value for name, value in values.items() if value is not None}
+    supported_names = _SUPPORTED_ARGUMENTS[facts.family]
+    unsupported_names = sorted(passed_values.keys() - {*supported_names, "return_dict", "use_cache"})
+    if unsupported_names:
         raise StepError(
-            f"the model was called with {unused}, which the engine's layers do not support; pass only {', '.join(takes)}."
+            f"the model was called with {unsupported_names}, which the engine's layers do not support; pass only {', '.join(supported_names)}."
         )
-    if "input_ids" not in passed:
+    if "input_ids" not in passed_values:
         raise StepError(f"the model was called without input_ids, which a {facts.family} model needs; pass input_ids.")
-    return Given((name, passed[name]) for name in takes if name in passed)
+    return CallTensors((name, passed_values[name]) for name in supported_names if name in passed_values)
 
 
-def check_lengths(given: Given, facts: ModelFacts, plugin: MegatronLMPlugin) -> None:
+def check_lengths(tensors: CallTensors, facts: ModelFacts, plugin: MegatronLMPlugin) -> None:
     """Raise StepError unless the lengths of the sequences fit the model and the settings."""
-    length = given["input_ids"].shape[1]
+    length = tensors["input_ids"].shape[1]
     if plugin.seq_length not in (None, length):
         raise StepError(
             f"a batch has sequences of {length} tokens, and megatron.seq_length={plugin.seq_length}; pad to that length, or remove the "
             "setting."
         )
-    shares = plugin.tp_degree * plugin.context_parallel_size
-    if plugin.sequence_parallelism and length % shares:
+    num_parts = plugin.tp_degree * plugin.context_parallel_size
+    if plugin.sequence_parallelism and length % num_parts:
         raise StepError(
-            f"a batch has sequences of {length} tokens, which megatron.sequence_parallelism=True divides into {shares} equal parts; pad "
-            f"to a multiple of {shares}."
+            f"a batch has sequences of {length} tokens, which megatron.sequence_parallelism=True divides into {num_parts} equal parts; pad "
+            f"to a multiple of {num_parts}."
         )
     if length > facts.positions:
         raise StepError(
@@ -65,26 +65,26 @@ def check_lengths(given: Given, facts: ModelFacts, plugin: MegatronLMPlugin) -> 
         )
 
 
-def arguments(given: Given, layout: SequenceLayout, rank: int) -> tuple[Tensor | None, ...]:
+def engine_arguments(tensors: CallTensors, layout: SequenceLayout, rank: int) -> tuple[Tensor | None, ...]:
     """Return the arguments of megatron-core's model, for the shard of context-parallel rank `rank`."""
-    tokens, mask = given["input_ids"], given.get("attention_mask")
+    tokens, mask = tensors["input_ids"], tensors.get("attention_mask")
     rows, length = tokens.shape
-    positions = given.get("position_ids", torch.arange(length, device=tokens.device).expand(rows, length))
+    positions = tensors.get("position_ids", torch.arange(length, device=tokens.device).expand(rows, length))
     if layout.ranks == 1:
-        return tokens, positions, _later(tokens, mask)
+        return tokens, positions, _hidden_key_mask(tokens, mask)
     layout.check(length, "a batch")
-    own = torch.tensor(layout.positions(rank, length), device=tokens.device)
-    blocked = None if mask is None else _later(tokens, mask)[:, :, own]
-    return tokens[:, own], positions[:, own], blocked
+    local_positions = torch.tensor(layout.positions(rank, length), device=tokens.device)
+    hidden_keys = None if mask is None else _hidden_key_mask(tokens, mask)[:, :, local_positions]
+    return tokens[:, local_positions], positions[:, local_positions], hidden_keys
 
 
-def _later(tokens: Tensor, mask: Tensor | None) -> Tensor:
+def _hidden_key_mask(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Return a mask of keys hidden from each token: those of later tokens and of padding."""
     length = tokens.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-    return later if mask is None else later | (mask == 0)[:, None, None, :]
+    is_later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    return is_later if mask is None else is_later | (mask == 0)[:, None, None, :]
 
 
-def targets(labels: Tensor) -> Tensor:
+def next_tokens_of(labels: Tensor) -> Tensor:
     """Return the token to predict at each position: the next label."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -49,8 +49,8 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
         "add_bias_linear": not lean,
         "activation_func": facts.activation,
         "init_method_std": facts.init_std,
-        "hidden_dropout": _or(plugin.hidden_dropout, facts.hidden_dropout),
-        "attention_dropout": _or(plugin.attention_dropout, facts.attention_dropout),
+        "hidden_dropout": _setting_or(plugin.hidden_dropout, facts.hidden_dropout),
+        "attention_dropout": _setting_or(plugin.attention_dropout, facts.attention_dropout),
         "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
         "attention_backend": plugin.attention_backend or "auto",
         "tensor_model_parallel_size": plugin.tp_degree,
@@ -87,22 +87,22 @@ def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # 
 
 def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, strings and flags
     ranks = plugin.tp_degree
-    made: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "vocab_size": -(-facts.vocab // ranks) * ranks,
         "max_sequence_length": facts.positions,
         "share_embeddings_and_output_weights": facts.tied,
     }
     match facts.family:
         case "gpt2":
-            return made | {"position_embedding_type": "learned_absolute"}
+            return keywords | {"position_embedding_type": "learned_absolute"}
         case "llama" | "mixtral":
-            return made | {"position_embedding_type": "rope", "rotary_base": facts.rope_base}
+            return keywords | {"position_embedding_type": "rope", "rotary_base": facts.rope_base}
         case other:
             assert_never(other)
 
 
-def _or(given: float | None, otherwise: float) -> float:
-    return otherwise if given is None else given
+def _setting_or(setting: float | None, default: float) -> float:
+    return default if setting is None else setting
 
 
 def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:

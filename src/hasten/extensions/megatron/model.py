@@ -10,14 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.extensions.megatron.attention import gathered, layout_of
-from hasten.extensions.megatron.call import IGNORED, Given, arguments, check_lengths, given_to, targets
+from hasten.extensions.megatron.attention import gather_sequence, layout_of
+from hasten.extensions.megatron.call import (
+    IGNORED,
+    CallTensors,
+    check_lengths,
+    engine_arguments,
+    next_tokens_of,
+    tensors_of_call,
+)
 from hasten.extensions.megatron.engine import Built
 from hasten.extensions.megatron.families import ModelFacts
 from hasten.extensions.megatron.package import Ranks, hushed, package
 from hasten.extensions.megatron.settings import MegatronLMPlugin
-from hasten.extensions.megatron.shard_plan import WORDS, ShardLocation, entries, expert_of, place, renumbered
-from hasten.extensions.megatron.weights import box_of, fuse, part_of, slice_of
+from hasten.extensions.megatron.shard_plan import (
+    WORD_EMBEDDINGS,
+    ShardLocation,
+    expert_of,
+    locate_shard,
+    renumber_expert,
+    tensor_entries,
+)
+from hasten.extensions.megatron.weights import fuse, shard_of_whole, slice_of, unpadded_shard
 from hasten.modules.names import StagePart
 from hasten.optional import need
 
@@ -65,24 +79,26 @@ class MegatronModel(nn.Module):
         self._output = need("transformers.modeling_outputs").CausalLMOutputWithPast
         self._plugin, self._calls = plugin, calls
         self._layout = layout_of(ranks.cp[1])
-        self.entries = {entry.name: entry for entry in entries(facts)}
-        self.held = dict(self._named())
+        self.entries = {entry.name: entry for entry in tensor_entries(facts)}
+        self.held = dict(self._parameters_with_global_names())
         """This rank's parameters by their names in the whole model."""
         self._names = {id(parameter): name for name, parameter in self.held.items()}
         for parameter in self.held.values():
-            at: Any = parameter  # Any: attributes of megatron-core and of hasten
-            at.stored_slice = self.stored  # read by checkpoints
-            at.tensor_model_parallel = self.split(parameter)  # megatron-core sets it only when it initialises weights
+            marked_parameter: Any = parameter  # Any: attributes of megatron-core and of hasten
+            marked_parameter.stored_slice = self.stored  # read by checkpoints
+            marked_parameter.tensor_model_parallel = self.split(
+                parameter
+            )  # megatron-core sets it only when it initialises weights
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _parameters_with_global_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.built.chunk.named_parameters():
             if name.startswith("decoder.layers."):
-                stack, layers, number, rest = name.split(".", 3)
-                name = f"{stack}.{layers}.{int(number) + self.built.layer_offset}.{rest}"
-                if (expert := expert_of(name)) is not None:
-                    name = renumbered(name, expert + self.first_expert(self.ranks.ep[0]))
+                stack, layers, layer_index, tensor_name = name.split(".", 3)
+                name = f"{stack}.{layers}.{int(layer_index) + self.built.layer_offset}.{tensor_name}"
+                if (expert_index := expert_of(name)) is not None:
+                    name = renumber_expert(name, expert_index + self.first_expert(self.ranks.ep[0]))
             elif name == "output_layer.weight" and self.facts.tied:
-                name = WORDS  # the copy on the last stage
+                name = WORD_EMBEDDINGS  # the copy on the last stage
             yield name, parameter
 
     def first_expert(self, rank: int) -> int:
@@ -94,8 +110,8 @@ class MegatronModel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters by their names in the whole model; arguments other than `prefix` are ignored."""
-        lead = f"{prefix}." if prefix else ""
-        yield from ((lead + name, parameter) for name, parameter in self.held.items())
+        name_prefix = f"{prefix}." if prefix else ""
+        yield from ((name_prefix + name, parameter) for name, parameter in self.held.items())
 
     def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """Return the parameters, or whole weights in the Hub layout while those may be written. Any: torch's signature."""
@@ -112,9 +128,11 @@ class MegatronModel(nn.Module):
 
     def place_of(self, parameter: Tensor, rank: int | None = None) -> ShardLocation:
         """Return the position in the whole tensor of a rank's shard of a parameter; by default of this rank's shard."""
-        own, ranks = self.tp_of(parameter)
-        split = self.entries[self._names[id(parameter)]].split
-        return place(split, tuple(parameter.shape), own if rank is None else rank, ranks, self.facts.vocab)
+        own_index, ranks = self.tp_of(parameter)
+        split_kind = self.entries[self._names[id(parameter)]].split
+        return locate_shard(
+            split_kind, tuple(parameter.shape), own_index if rank is None else rank, ranks, self.facts.vocab
+        )
 
     def split(self, parameter: Tensor) -> bool:
         """Return whether a parameter is sharded over tensor-parallel ranks."""
@@ -126,67 +144,75 @@ class MegatronModel(nn.Module):
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether this rank writes its shard of a parameter into checkpoints."""
-        first = self.ranks.first_of_experts if self.is_expert(parameter) else self.ranks.first
-        return first and self.counts(parameter)
+        is_first_rank = self.ranks.first_of_experts if self.is_expert(parameter) else self.ranks.first
+        return is_first_rank and self.counts(parameter)
 
     def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints store it
         """Return this rank's slice of a parameter, as checkpoints store it."""
         return slice_of(parameter, self.place_of(parameter), self.owns(parameter))
 
     @torch.no_grad()
-    def fill(self, hub: dict[str, Tensor]) -> None:
+    def fill(self, hub_weights: dict[str, Tensor]) -> None:
         """Copy this rank's shards from whole weights in the Hub layout. Local."""
         for name, parameter in self.held.items():
-            entry, at = self.entries[name], self.place_of(parameter)
-            if at.size != at.view:
+            entry, location = self.entries[name], self.place_of(parameter)
+            if location.size != location.view:
                 parameter.zero_()  # rows that pad the vocabulary, never read or trained
-            part_of(parameter.data, at).copy_(box_of(fuse(entry, hub, self.facts), at))
+            unpadded_shard(parameter.data, location).copy_(
+                shard_of_whole(fuse(entry, hub_weights, self.facts), location)
+            )
 
     # -- calls ----------------------------------------------------------------------------------------------------
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any) -> Any:
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **other_arguments: Any
+    ) -> Any:
         """Return loss and logits like the transformers model; with gradients and labels, the loss only.
 
         Any: arguments and outputs of transformers.
         Raises: StepError for arguments that the engine would ignore, and for sequences of a wrong length.
         """
-        given = given_to(self.facts, {"input_ids": input_ids, "attention_mask": attention_mask, **others})
-        check_lengths(given, self.facts, self._plugin)
+        tensors = tensors_of_call(
+            self.facts, {"input_ids": input_ids, "attention_mask": attention_mask, **other_arguments}
+        )
+        check_lengths(tensors, self.facts, self._plugin)
         if not self.in_schedule and self.built.config.pipeline_model_parallel_size > 1:
-            return self._calls.through(self, given)
+            return self._calls.through(self, tensors)
         if not self.in_schedule and torch.is_grad_enabled():
             self._calls.draw()
-        return self.run(given)
+        return self.run(tensors)
 
-    def run(self, given: Given) -> Any:  # Any: an output of transformers
+    def run(self, tensors: CallTensors) -> Any:  # Any: an output of transformers
         """Run this rank's layers. Raises: StageOutput on a stage other than the last."""
-        labels = given.get("labels")
+        labels = tensors.get("labels")
         with hushed():
-            out = self.engine(*arguments(given, self._layout, self.ranks.cp[0]))
+            stage_output = self.engine(*engine_arguments(tensors, self._layout, self.ranks.cp[0]))
             if not self.built.last:
-                raise StageOutput(out)
-            out = out[0] if isinstance(out, tuple) else out
-            logits = self._without_padding(out.float())
-            loss = None if labels is None else self._loss(logits, labels)
-            shown = None
+                raise StageOutput(stage_output)
+            stage_output = stage_output[0] if isinstance(stage_output, tuple) else stage_output
+            logits = self._without_padding(stage_output.float())
+            loss = None if labels is None else self._cross_entropy(logits, labels)
+            returned_logits = None
             if loss is None or not torch.is_grad_enabled() or self._plugin.return_logits:
                 gather = package("tensor_parallel").gather_from_tensor_model_parallel_region
-                shown = gathered(gather(logits)[..., : self.facts.vocab], self._layout)
-        return self._output(loss=loss, logits=shown)
+                returned_logits = gather_sequence(gather(logits)[..., : self.facts.vocab], self._layout)
+        return self._output(loss=loss, logits=returned_logits)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Return the logits with the lowest value in columns that pad the vocabulary."""
-        width, start = logits.shape[-1], logits.shape[-1] * self.ranks.tp[0]
-        real = max(0, min(width, self.facts.vocab - start))
-        if real == width:
+        width, start_column = logits.shape[-1], logits.shape[-1] * self.ranks.tp[0]
+        num_real_columns = max(0, min(width, self.facts.vocab - start_column))
+        if num_real_columns == width:
             return logits
-        return functional.pad(logits[..., :real], (0, width - real), value=torch.finfo(logits.dtype).min)
+        return functional.pad(
+            logits[..., :num_real_columns], (0, width - num_real_columns), value=torch.finfo(logits.dtype).min
+        )
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross entropy of the tokens to predict, over a vocabulary sharded over ranks."""
-        wanted = targets(labels)
-        counted = wanted != IGNORED
-        own = wanted.clamp(min=0)
+        next_tokens = next_tokens_of(labels)
+        is_counted = next_tokens != IGNORED
+        local_tokens = next_tokens.clamp(min=0)
         if self._layout.ranks > 1:
-            own = own[:, self._layout.positions(self.ranks.cp[0], own.shape[1])]
-        each: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(logits, own)
-        return (gathered(each, self._layout) * counted).sum() / counted.sum()
+            local_tokens = local_tokens[:, self._layout.positions(self.ranks.cp[0], local_tokens.shape[1])]
+        token_losses: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(logits, local_tokens)
+        return (gather_sequence(token_losses, self._layout) * is_counted).sum() / is_counted.sum()

@@ -59,16 +59,16 @@ class ShardPart:
             return slice_of(value, self.model.place_of(self.parameter), self.model.owns(self.parameter))
         index, shards = self._tensor_shard()
         start, size = self.span
-        owned = size > 0 and (shards > 1 or self.model.ranks.tp[0] == 0)
-        return Slice(value.detach().view(1, -1), (shards, self.parameter.numel()), (index, start), owned=owned)
+        is_owned = size > 0 and (shards > 1 or self.model.ranks.tp[0] == 0)
+        return Slice(value.detach().view(1, -1), (shards, self.parameter.numel()), (index, start), owned=is_owned)
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
         """Allocate memory for a stored tensor of the parameter: this rank's slice, or the whole of one with another layout."""
         if self.span is None:
-            at = self.model.place_of(self.parameter)
-            if shape == () or shape != at.shape:
+            location = self.model.place_of(self.parameter)
+            if shape == () or shape != location.shape:
                 return torch.empty(shape, dtype=dtype)
-            return slice_of(torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False), at, True)
+            return slice_of(torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False), location, True)
         index, shards = self._tensor_shard()
         if shape != (shards, self.parameter.numel()):
             return torch.empty(shape, dtype=dtype)
@@ -89,62 +89,68 @@ def clip_with_experts(parts: Sequence[ShardPart], max_norm: float) -> Tensor:
 
     Experts are on other ranks than the other parameters, so each kind is summed over its ranks.
     """
-    state = package("parallel_state")
-    mains = [(part, part.main) for part in parts if part.main is not None and part.main.grad is not None]
-    total = torch.zeros((), device=mains[0][1].device)
-    for experts, group in (
-        (False, state.get_model_parallel_group()),
-        (True, state.get_expert_tensor_model_pipeline_parallel_group()),
+    parallel_state = package("parallel_state")
+    parts_with_gradients = [(part, part.main) for part in parts if part.main is not None and part.main.grad is not None]
+    total_square = torch.zeros((), device=parts_with_gradients[0][1].device)
+    for is_expert_group, group in (
+        (False, parallel_state.get_model_parallel_group()),
+        (True, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
     ):
-        own = torch.zeros_like(total)
-        for part, main in mains:
-            copied = getattr(part.parameter, "shared", False)  # the last stage's copy of tied embeddings
-            if part.model.is_expert(part.parameter) is experts and part.model.counts(part.parameter) and not copied:
-                assert main.grad is not None
-                own += main.grad.float().square().sum()
-        dist.all_reduce(own, group=group)
-        total += own
-    norm = total.sqrt()
+        local_square = torch.zeros_like(total_square)
+        for part, main_tensor in parts_with_gradients:
+            is_copied = getattr(part.parameter, "shared", False)  # the last stage's copy of tied embeddings
+            if (
+                part.model.is_expert(part.parameter) is is_expert_group
+                and part.model.counts(part.parameter)
+                and not is_copied
+            ):
+                assert main_tensor.grad is not None
+                local_square += main_tensor.grad.float().square().sum()
+        dist.all_reduce(local_square, group=group)
+        total_square += local_square
+    norm = total_square.sqrt()
     if max_norm > 0:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for _, main in mains:
-            assert main.grad is not None
-            main.grad.mul_(factor)
+        for _, main_tensor in parts_with_gradients:
+            assert main_tensor.grad is not None
+            main_tensor.grad.mul_(factor)
     return norm
 
 
-def parts_of(model: MegatronModel, parameters: Sequence[Tensor], inner: Any, shared: bool) -> Iterator[ShardPart]:
+def parts_of(
+    model: MegatronModel, parameters: Sequence[Tensor], inner_optimizer: Any, shares_state: bool
+) -> Iterator[ShardPart]:
     """Yield the tensor that `inner`, megatron-core's optimizer, updates for each parameter.
 
     With `shared`, data-parallel ranks each update a shard.
     """
-    if not shared:
+    if not shares_state:
         for parameter in parameters:
-            main = parameter if parameter.dtype == torch.float32 else getattr(parameter, "main_param")  # noqa: B009
-            yield ShardPart(model, parameter, main)
+            main_tensor = parameter if parameter.dtype == torch.float32 else getattr(parameter, "main_param")  # noqa: B009
+            yield ShardPart(model, parameter, main_tensor)
         return
-    mains: dict[int, Tensor] = {}
+    main_tensors: dict[int, Tensor] = {}
     for models, shards in (
-        (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
-        (inner.model_fp32_groups, inner.shard_fp32_groups),
+        (inner_optimizer.model_float16_groups, inner_optimizer.shard_fp32_from_float16_groups),
+        (inner_optimizer.model_fp32_groups, inner_optimizer.shard_fp32_groups),
     ):
-        for group, theirs in zip(models, shards, strict=True):
-            mains |= {id(parameter): shard for parameter, shard in zip(group, theirs, strict=True)}
+        for group, group_shards in zip(models, shards, strict=True):
+            main_tensors |= {id(parameter): shard for parameter, shard in zip(group, group_shards, strict=True)}
     for parameter in parameters:
-        main = mains.get(id(parameter))
+        main_tensor = main_tensors.get(id(parameter))
         span = (0, 0)
-        if main is not None:
-            found = inner._get_model_param_range_map(parameter)["param"]
-            span = found.start, found.size
-        yield ShardPart(model, parameter, main, span)
+        if main_tensor is not None:
+            value_range = inner_optimizer._get_model_param_range_map(parameter)["param"]
+            span = value_range.start, value_range.size
+        yield ShardPart(model, parameter, main_tensor, span)
 
 
 log = logging.getLogger(__name__)
 
 MASTER: Final = "master"
 """Key of the float32 weights in the optimizer's state."""
-_DROPOUT: Final = "dropout"
-_SHARED: Final = "shared_over_data"
+_DROPOUT_KEY: Final = "dropout"
+_SHARED_KEY: Final = "shared_over_data"
 
 
 class MegatronOptimizer(EngineOptimizer):
@@ -153,23 +159,23 @@ class MegatronOptimizer(EngineOptimizer):
     def __init__(
         self,
         model: MegatronModel,
-        given: torch.optim.Optimizer,
+        user_optimizer: torch.optim.Optimizer,
         clipping: float | None,
         seed: int,
-        shared: bool = False,
+        shares_state: bool = False,
     ) -> None:
         # Optimizer.__init__ is not called: the groups are the user's, and their options were checked before.
         self.model = model
-        self.param_groups = [{**group, "params": list(group["params"])} for group in given.param_groups]
+        self.param_groups = [{**group, "params": list(group["params"])} for group in user_optimizer.param_groups]
         self.state = defaultdict(dict)
-        self.defaults = dict(given.defaults)
+        self.defaults = dict(user_optimizer.defaults)
         self.draws = [seed, 0]
         """Source of dropout's random numbers: the run's seed and the number of batches so far."""
         self._clipping = clipping
-        self._told = self._final = self._clipped = self._overflow = False
-        self._shared = shared
+        self._has_logged_clipping = self._gradients_are_final = self._gradients_are_clipped = self._has_overflow = False
+        self._shares_state = shares_state
         """Data-parallel ranks each hold and update a shard of master weights and moments."""
-        self.inner = _wrapped(given, model, shared)
+        self.inner = _wrap_optimizer(user_optimizer, model, shares_state)
 
     def __repr__(self) -> str:
         return f"MegatronOptimizer({self.inner.optimizer!r})"
@@ -180,38 +186,38 @@ class MegatronOptimizer(EngineOptimizer):
 
         Raises: StepError if the window's gradients were already reduced.
         """
-        if self._final:
+        if self._gradients_are_final:
             refuse_late_backward()
         self.num_passes += 1
 
     def finalize(self) -> None:
         """Reduce the window's gradients over data-parallel ranks and stages, once. Ranks: every rank."""
-        if self._final or not self.num_passes:
+        if self._gradients_are_final or not self.num_passes:
             return
         with hushed():
             package("distributed").finalize_model_grads([self.model.engine])
-        self._final = True
+        self._gradients_are_final = True
 
-    def _ready(self) -> None:
+    def _prepare_gradients(self) -> None:
         """Pass the gradients to the inner optimizer, unless clipping has done so."""
         self.finalize()
-        if not self._clipped:
+        if not self._gradients_are_clipped:
             with hushed():
-                self._overflow = bool(self.inner.prepare_grads())
+                self._has_overflow = bool(self.inner.prepare_grads())
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the window's gradients to a norm and return the norm before clipping. Ranks: every rank."""
         device = next(iter(self.model.held.values())).device
         if not self.num_passes:
             return torch.zeros((), device=device)
-        if self._clipping and max_norm != self._clipping and not self._told:
-            self._told = True
+        if self._clipping and max_norm != self._clipping and not self._has_logged_clipping:
+            self._has_logged_clipping = True
             log.info("the loop clips to %g; gradient_clipping=%g of Megatron is not used", max_norm, self._clipping)
-        self._ready()
-        self._clipped = True
+        self._prepare_gradients()
+        self._gradients_are_clipped = True
         with hushed():
             if self.model.facts.experts is not None:
-                norm = clip_with_experts(self._parts(), max_norm)
+                norm = clip_with_experts(self._shard_parts(), max_norm)
             else:
                 norm = self.inner.get_grad_norm() if max_norm == 0 else self.inner.clip_grad_norm(max_norm)
         if max_norm == 0:
@@ -226,165 +232,182 @@ class MegatronOptimizer(EngineOptimizer):
     def apply(self) -> StepResult:
         if not self.num_passes:  # like torch: no gradients, no update
             return APPLIED
-        if self._clipping and not self._clipped:
+        if self._clipping and not self._gradients_are_clipped:
             self.clip(self._clipping)
-        self._ready()
-        for own, inner in zip(self.param_groups, self.inner.optimizer.param_groups, strict=True):
-            inner.update({key: value for key, value in own.items() if key != "params"})
+        self._prepare_gradients()
+        for param_group, inner_group in zip(self.param_groups, self.inner.optimizer.param_groups, strict=True):
+            inner_group.update(
+                {option: option_value for option, option_value in param_group.items() if option != "params"}
+            )
         with hushed():
-            applied = not self._overflow and bool(self.inner.step_with_ready_grads())
+            applied = not self._has_overflow and bool(self.inner.step_with_ready_grads())
         self._opt_called = True  # set for torch's schedulers
-        self._clear()
+        self._clear_gradients()
         return StepResult(applied=applied)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated since the engine's last update."""
         if self.num_passes:
-            self._clear()
+            self._clear_gradients()
 
-    def _clear(self) -> None:
+    def _clear_gradients(self) -> None:
         self.num_passes = 0
-        self._final = self._clipped = self._overflow = False
+        self._gradients_are_final = self._gradients_are_clipped = self._has_overflow = False
         self.inner.zero_grad(True)
         self.model.engine.zero_grad_buffer()
 
     # -- state ----------------------------------------------------------------------------------------------------
-    def _parts(self) -> list[ShardPart]:
-        params = [p for group in self.param_groups for p in group["params"]]
-        return list(parts_of(self.model, params, self.inner, self._shared))
+    def _shard_parts(self) -> list[ShardPart]:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return list(parts_of(self.model, parameters, self.inner, self._shares_state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
-        parts, inner = self._parts(), self.inner.optimizer.state
-        known: dict[str, Any] = next(
-            (inner[part.main] for part in parts if part.main is not None and inner.get(part.main)), {}
+        parts, inner_state = self._shard_parts(), self.inner.optimizer.state
+        sample_state: dict[str, Any] = next(
+            (inner_state[part.main] for part in parts if part.main is not None and inner_state.get(part.main)), {}
         )
         state: dict[int, dict[str, Any]] = {}
-        for number, part in enumerate(parts):
+        for parameter_index, part in enumerate(parts):
             if part.main is None:
-                values = _nothing(part, known)
+                parameter_state = _state_on_other_ranks(part, sample_state)
             else:
-                values = {MASTER: part.stored(part.main)} if part.has_master else {}
-                for key, value in inner.get(part.main, {}).items():
-                    values[key] = part.stored(value) if part.laid_out(value) else value
-            if values:
-                state[number] = values
+                parameter_state = {MASTER: part.stored(part.main)} if part.has_master else {}
+                for state_key, state_value in inner_state.get(part.main, {}).items():
+                    parameter_state[state_key] = part.stored(state_value) if part.laid_out(state_value) else state_value
+            if parameter_state:
+                state[parameter_index] = parameter_state
         return {
             "state": state,
             "param_groups": self.numbered_groups(),
-            _DROPOUT: list(self.draws),
-            _SHARED: self._shared,
+            _DROPOUT_KEY: list(self.draws),
+            _SHARED_KEY: self._shares_state,
         }
 
     def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
         """Allocate memory for a stored tensor of a parameter: this rank's slice of it."""
-        (part,) = parts_of(self.model, [parameter], self.inner, self._shared)
-        room = part.room(shape, dtype)
-        if self._shared and shape and isinstance(room, Tensor):
+        (part,) = parts_of(self.model, [parameter], self.inner, self._shares_state)
+        allocated = part.room(shape, dtype)
+        if self._shares_state and shape and isinstance(allocated, Tensor):
             raise CheckpointError(
                 f"{key} of a parameter was stored with shape {shape}, but this run splits the optimizer state "
                 f"(megatron.use_distributed_optimizer) from {tuple(parameter.shape)} on each tensor parallel rank, which does not "
                 "support another tp_degree. Load with the tp_degree of the saved run."
             )
-        return room
+        return allocated
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict made of slices in this rank's layout. Local."""
-        inner = self.inner.optimizer.state
-        if bool(state_dict.get(_SHARED, False)) != self._shared:
+        inner_state = self.inner.optimizer.state
+        if bool(state_dict.get(_SHARED_KEY, False)) != self._shares_state:
             raise CheckpointError(
-                f"the optimizer state was saved with megatron.use_distributed_optimizer={not self._shared}, and this run has "
-                f"{self._shared}; the layouts of the state differ. Load with the setting of the saved run."
+                f"the optimizer state was saved with megatron.use_distributed_optimizer={not self._shares_state}, and this run has "
+                f"{self._shares_state}; the layouts of the state differ. Load with the setting of the saved run."
             )
-        for own, kept in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own.update({key: value for key, value in kept.items() if key != "params"})
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        for number, part in enumerate(self._parts()):
+        for param_group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            param_group.update(
+                {option: option_value for option, option_value in saved_group.items() if option != "params"}
+            )
+        group_of_parameter = [group for group in self.param_groups for _ in group["params"]]
+        for parameter_index, part in enumerate(self._shard_parts()):
             if part.main is None:
                 continue
-            saved = dict(state_dict["state"].get(number, {}))
-            master = saved.pop(MASTER, None)
+            saved_state = dict(state_dict["state"].get(parameter_index, {}))
+            master_weights = saved_state.pop(MASTER, None)
             if part.has_master:
                 part.main.copy_(part.weights)
-                if master is not None:
-                    part.inside(part.main).copy_(local_data(master))
-            inner.pop(part.main, None)
-            if saved:
-                inner[part.main] = {key: _fresh(part, key, value, groups[number]) for key, value in saved.items()}
-        self.draws = [int(number) for number in state_dict.get(_DROPOUT, self.draws)]
+                if master_weights is not None:
+                    part.inside(part.main).copy_(local_data(master_weights))
+            inner_state.pop(part.main, None)
+            if saved_state:
+                inner_state[part.main] = {
+                    option: _to_inner_state(part, option, option_value, group_of_parameter[parameter_index])
+                    for option, option_value in saved_state.items()
+                }
+        self.draws = [int(parameter_index) for parameter_index in state_dict.get(_DROPOUT_KEY, self.draws)]
 
     def reload(self) -> None:
         """Copy the model's weights to the master weights. Local."""
         self.inner.reload_model_params()
 
 
-def _wrapped(given: torch.optim.Optimizer, model: MegatronModel, shared: bool) -> Any:  # Any: megatron-core is untyped
+def _wrap_optimizer(
+    user_optimizer: torch.optim.Optimizer, model: MegatronModel, shares_state: bool
+) -> Any:  # Any: megatron-core is untyped
     """Wrap the user's optimizer in megatron-core's optimizer."""
-    half = bool(model.built.config.bf16)
+    is_bf16 = bool(model.built.config.bf16)
     with quiet():
         config = package("optimizer").OptimizerConfig(
-            bf16=half,
-            params_dtype=torch.bfloat16 if half else torch.float32,
+            bf16=is_bf16,
+            params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
             clip_grad=0.0,
-            use_distributed_optimizer=shared,
+            use_distributed_optimizer=shares_state,
         )
-        kinds = package("optimizer.optimizer")
-        if shared:
-            return _sharing(given, config, model)
-        if half:
-            return kinds.Float16OptimizerWithFloat16Params(given, config, None, None)
-        return kinds.FP32Optimizer(given, config, None)
+        optimizer_classes = package("optimizer.optimizer")
+        if shares_state:
+            return _wrap_in_distributed_optimizer(user_optimizer, config, model)
+        if is_bf16:
+            return optimizer_classes.Float16OptimizerWithFloat16Params(user_optimizer, config, None, None)
+        return optimizer_classes.FP32Optimizer(user_optimizer, config, None)
 
 
-def _sharing(given: torch.optim.Optimizer, config: Any, model: MegatronModel) -> Any:  # Any: megatron-core is untyped
+def _wrap_in_distributed_optimizer(
+    user_optimizer: torch.optim.Optimizer, config: Any, model: MegatronModel
+) -> Any:  # Any: megatron-core is untyped
     """Wrap the user's optimizer in megatron-core's distributed one. Raises: PrepareError for an unsupported class."""
-    state = package("parallel_state")
-    kind: Any = package("optimizer.distrib_optimizer").DistributedOptimizer
-    if type(given) not in (torch.optim.Adam, torch.optim.AdamW):
+    parallel_state = package("parallel_state")
+    optimizer_class: Any = package("optimizer.distrib_optimizer").DistributedOptimizer
+    if type(user_optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise PrepareError(
-            f"megatron.use_distributed_optimizer=True is not supported with {type(given).__name__}, because megatron-core only "
+            f"megatron.use_distributed_optimizer=True is not supported with {type(user_optimizer).__name__}, because megatron-core only "
             "distributes the state of Adam and AdamW; use torch.optim.AdamW, or remove the setting."
         )
-    made = kind(
-        given,
+    distributed_optimizer = optimizer_class(
+        user_optimizer,
         config,
         None,
         None,
         model_chunks=[model.engine],
         per_model_buffers={0: model.engine.buffers},
-        data_parallel_group=state.get_data_parallel_group(with_context_parallel=True),
+        data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         data_parallel_group_gloo=None,
         data_parallel_group_idx=0,
         distributed_optimizer_instance_id=0,
     )
-    made.grad_stats_parallel_group = state.get_intra_distributed_optimizer_instance_group()
-    return made
+    distributed_optimizer.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    return distributed_optimizer
 
 
-def _nothing(part: ShardPart, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: arbitrarily nested state
+def _state_on_other_ranks(
+    part: ShardPart, sample_state: Mapping[str, Any]
+) -> dict[str, Any]:  # Any: arbitrarily nested state
     """Return the state of a parameter that other data-parallel ranks update: the keys of the others, with empty slices."""
-    values: dict[str, Any] = {
-        key: value for key, value in known.items() if not isinstance(value, Tensor) or not value.ndim
+    empty_state: dict[str, Any] = {
+        state_key: state_value
+        for state_key, state_value in sample_state.items()
+        if not isinstance(state_value, Tensor) or not state_value.ndim
     }
     device = part.parameter.device
     if part.has_master:
-        values[MASTER] = part.stored(torch.empty(0, device=device))
-    values |= {
-        key: part.stored(torch.empty(0, dtype=value.dtype, device=device))
-        for key, value in known.items()
-        if isinstance(value, Tensor) and value.ndim
+        empty_state[MASTER] = part.stored(torch.empty(0, device=device))
+    empty_state |= {
+        state_key: part.stored(torch.empty(0, dtype=state_value.dtype, device=device))
+        for state_key, state_value in sample_state.items()
+        if isinstance(state_value, Tensor) and state_value.ndim
     }
-    return values
+    return empty_state
 
 
-def _fresh(part: ShardPart, key: str, value: Any, group: Mapping[str, Any]) -> Any:  # Any: arbitrarily nested state
+def _to_inner_state(
+    part: ShardPart, state_key: str, stored_value: Any, group: Mapping[str, Any]
+) -> Any:  # Any: arbitrarily nested state
     """Return a stored value in the form of the inner optimizer's state."""
-    if not isinstance(value, Slice) or part.main is None:
-        return put_where_used(key, value, group, part.parameter.device)
-    room = torch.zeros_like(part.main, dtype=value.data.dtype, requires_grad=False)
-    part.inside(room).copy_(value.data)
-    return room
+    if not isinstance(stored_value, Slice) or part.main is None:
+        return put_where_used(state_key, stored_value, group, part.parameter.device)
+    state_tensor = torch.zeros_like(part.main, dtype=stored_value.data.dtype, requires_grad=False)
+    part.inside(state_tensor).copy_(stored_value.data)
+    return state_tensor
 
 
 def _copied(tree: Any) -> Any:  # Any: an optimizer's state dict

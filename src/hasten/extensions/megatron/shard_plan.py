@@ -12,8 +12,8 @@ from hasten.extensions.megatron.families import ModelFacts
 Fusion = Literal["same", "transposed", "qkv", "joint_qkv", "gated", "expert", "gated_expert"]
 Split = Literal["whole", "rows", "columns", "gated", "vocab"]
 
-WORDS: Final = "embedding.word_embeddings.weight"
-_EXPERT: Final = re.compile(r"(?<=\.local_experts\.)\d+")
+WORD_EMBEDDINGS: Final = "embedding.word_embeddings.weight"
+_EXPERT_INDEX: Final = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,87 +46,117 @@ class ShardLocation:
 
 def expert_of(name: str) -> int | None:
     """Return the index of the expert that an engine's tensor belongs to; None for other tensors."""
-    found = _EXPERT.search(name)
-    return None if found is None else int(found[0])
+    match = _EXPERT_INDEX.search(name)
+    return None if match is None else int(match[0])
 
 
-def renumbered(name: str, expert: int) -> str:
+def renumber_expert(name: str, expert: int) -> str:
     """Return the name of the same tensor of another expert."""
-    return _EXPERT.sub(str(expert), name)
+    return _EXPERT_INDEX.sub(str(expert), name)
 
 
-def entries(facts: ModelFacts) -> tuple[TensorEntry, ...]:
+def tensor_entries(facts: ModelFacts) -> tuple[TensorEntry, ...]:
     """Return each tensor of the whole model once."""
-    return tuple(_gpt2(facts) if facts.family == "gpt2" else _llama(facts))
+    return tuple(_gpt2_entries(facts) if facts.family == "gpt2" else _llama_entries(facts))
 
 
-def _gpt2(facts: ModelFacts) -> Iterator[TensorEntry]:
-    yield TensorEntry(WORDS, ("transformer.wte.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab")
+def _gpt2_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
+    yield TensorEntry(
+        WORD_EMBEDDINGS, ("transformer.wte.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab"
+    )
     yield TensorEntry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
-    for number in range(facts.layers):
-        ours, hub = f"decoder.layers.{number}.", f"transformer.h.{number}."
-        for kind in ("weight", "bias"):
-            matrix = kind == "weight"
-            turned: Fusion = "transposed" if matrix else "same"
-            across: Split = "columns" if matrix else "whole"
-            yield TensorEntry(f"{ours}input_layernorm.{kind}", (f"{hub}ln_1.{kind}",))
+    for layer_index in range(facts.layers):
+        engine_prefix, hub_prefix = f"decoder.layers.{layer_index}.", f"transformer.h.{layer_index}."
+        for tensor_kind in ("weight", "bias"):
+            is_matrix = tensor_kind == "weight"
+            matrix_fusion: Fusion = "transposed" if is_matrix else "same"
+            matrix_split: Split = "columns" if is_matrix else "whole"
+            yield TensorEntry(f"{engine_prefix}input_layernorm.{tensor_kind}", (f"{hub_prefix}ln_1.{tensor_kind}",))
             yield TensorEntry(
-                f"{ours}self_attention.linear_qkv.{kind}", (f"{hub}attn.c_attn.{kind}",), "joint_qkv", "rows"
+                f"{engine_prefix}self_attention.linear_qkv.{tensor_kind}",
+                (f"{hub_prefix}attn.c_attn.{tensor_kind}",),
+                "joint_qkv",
+                "rows",
             )
-            yield TensorEntry(f"{ours}self_attention.linear_proj.{kind}", (f"{hub}attn.c_proj.{kind}",), turned, across)
-            yield TensorEntry(f"{ours}pre_mlp_layernorm.{kind}", (f"{hub}ln_2.{kind}",))
-            yield TensorEntry(f"{ours}mlp.linear_fc1.{kind}", (f"{hub}mlp.c_fc.{kind}",), turned, "rows")
-            yield TensorEntry(f"{ours}mlp.linear_fc2.{kind}", (f"{hub}mlp.c_proj.{kind}",), turned, across)
-    for kind in ("weight", "bias"):
-        yield TensorEntry(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",))
+            yield TensorEntry(
+                f"{engine_prefix}self_attention.linear_proj.{tensor_kind}",
+                (f"{hub_prefix}attn.c_proj.{tensor_kind}",),
+                matrix_fusion,
+                matrix_split,
+            )
+            yield TensorEntry(f"{engine_prefix}pre_mlp_layernorm.{tensor_kind}", (f"{hub_prefix}ln_2.{tensor_kind}",))
+            yield TensorEntry(
+                f"{engine_prefix}mlp.linear_fc1.{tensor_kind}",
+                (f"{hub_prefix}mlp.c_fc.{tensor_kind}",),
+                matrix_fusion,
+                "rows",
+            )
+            yield TensorEntry(
+                f"{engine_prefix}mlp.linear_fc2.{tensor_kind}",
+                (f"{hub_prefix}mlp.c_proj.{tensor_kind}",),
+                matrix_fusion,
+                matrix_split,
+            )
+    for tensor_kind in ("weight", "bias"):
+        yield TensorEntry(f"decoder.final_layernorm.{tensor_kind}", (f"transformer.ln_f.{tensor_kind}",))
     if not facts.tied:
         yield TensorEntry("output_layer.weight", ("lm_head.weight",), split="vocab")
 
 
-def _llama(facts: ModelFacts) -> Iterator[TensorEntry]:
-    yield TensorEntry(WORDS, ("model.embed_tokens.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab")
-    for number in range(facts.layers):
-        ours, hub = f"decoder.layers.{number}.", f"model.layers.{number}."
-        yield TensorEntry(f"{ours}input_layernorm.weight", (f"{hub}input_layernorm.weight",))
-        heads = tuple(f"{hub}self_attn.{part}_proj.weight" for part in "qkv")
-        yield TensorEntry(f"{ours}self_attention.linear_qkv.weight", heads, "qkv", "rows")
+def _llama_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
+    yield TensorEntry(
+        WORD_EMBEDDINGS, ("model.embed_tokens.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab"
+    )
+    for layer_index in range(facts.layers):
+        engine_prefix, hub_prefix = f"decoder.layers.{layer_index}.", f"model.layers.{layer_index}."
+        yield TensorEntry(f"{engine_prefix}input_layernorm.weight", (f"{hub_prefix}input_layernorm.weight",))
+        head_names = tuple(f"{hub_prefix}self_attn.{projection}_proj.weight" for projection in "qkv")
+        yield TensorEntry(f"{engine_prefix}self_attention.linear_qkv.weight", head_names, "qkv", "rows")
         yield TensorEntry(
-            f"{ours}self_attention.linear_proj.weight", (f"{hub}self_attn.o_proj.weight",), split="columns"
+            f"{engine_prefix}self_attention.linear_proj.weight",
+            (f"{hub_prefix}self_attn.o_proj.weight",),
+            split="columns",
         )
-        yield TensorEntry(f"{ours}pre_mlp_layernorm.weight", (f"{hub}post_attention_layernorm.weight",))
-        yield from _gated(ours, hub) if facts.experts is None else _mixture(ours, hub, facts.experts.number)
+        yield TensorEntry(f"{engine_prefix}pre_mlp_layernorm.weight", (f"{hub_prefix}post_attention_layernorm.weight",))
+        yield from (
+            _gated_mlp_entries(engine_prefix, hub_prefix)
+            if facts.experts is None
+            else _expert_mlp_entries(engine_prefix, hub_prefix, facts.experts.number)
+        )
     yield TensorEntry("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not facts.tied:
         yield TensorEntry("output_layer.weight", ("lm_head.weight",), split="vocab")
 
 
-def _gated(ours: str, hub: str) -> Iterator[TensorEntry]:
-    gates = tuple(f"{hub}mlp.{part}_proj.weight" for part in ("gate", "up"))
-    yield TensorEntry(f"{ours}mlp.linear_fc1.weight", gates, "gated", "gated")
-    yield TensorEntry(f"{ours}mlp.linear_fc2.weight", (f"{hub}mlp.down_proj.weight",), split="columns")
+def _gated_mlp_entries(engine_prefix: str, hub_prefix: str) -> Iterator[TensorEntry]:
+    gate_names = tuple(f"{hub_prefix}mlp.{projection}_proj.weight" for projection in ("gate", "up"))
+    yield TensorEntry(f"{engine_prefix}mlp.linear_fc1.weight", gate_names, "gated", "gated")
+    yield TensorEntry(f"{engine_prefix}mlp.linear_fc2.weight", (f"{hub_prefix}mlp.down_proj.weight",), split="columns")
 
 
-def _mixture(ours: str, hub: str, number: int) -> Iterator[TensorEntry]:
-    yield TensorEntry(f"{ours}mlp.router.weight", (f"{hub}mlp.gate.weight",))
-    for expert in range(number):
-        own = f"{ours}mlp.experts.local_experts.{expert}."
-        fc1, fc2 = f"{hub}mlp.experts.gate_up_proj", f"{hub}mlp.experts.down_proj"
-        yield TensorEntry(f"{own}linear_fc1.weight", (fc1,), "gated_expert", "gated", expert)
-        yield TensorEntry(f"{own}linear_fc2.weight", (fc2,), "expert", "columns", expert)
+def _expert_mlp_entries(engine_prefix: str, hub_prefix: str, num_experts: int) -> Iterator[TensorEntry]:
+    yield TensorEntry(f"{engine_prefix}mlp.router.weight", (f"{hub_prefix}mlp.gate.weight",))
+    for expert in range(num_experts):
+        expert_prefix = f"{engine_prefix}mlp.experts.local_experts.{expert}."
+        fc1, fc2 = f"{hub_prefix}mlp.experts.gate_up_proj", f"{hub_prefix}mlp.experts.down_proj"
+        yield TensorEntry(f"{expert_prefix}linear_fc1.weight", (fc1,), "gated_expert", "gated", expert)
+        yield TensorEntry(f"{expert_prefix}linear_fc2.weight", (fc2,), "expert", "columns", expert)
 
 
-def place(split: Split, local: tuple[int, ...], rank: int, ranks: int, vocab: int) -> ShardLocation:
+def locate_shard(split: Split, local_shape: tuple[int, ...], rank: int, ranks: int, vocab: int) -> ShardLocation:
     """Return the position in the whole tensor of tensor-parallel rank `rank`'s shard, which has shape `local`."""
-    zeros = (0,) * len(local)
+    zeros = (0,) * len(local_shape)
     if split == "whole":
-        return ShardLocation(local, local, zeros, local)
+        return ShardLocation(local_shape, local_shape, zeros, local_shape)
     if split == "gated":
-        rows = local[0] // 2
-        view = (2, rows, *local[1:])
-        return ShardLocation(view, (2, rows * ranks, *local[1:]), (0, rows * rank, *zeros[1:]), view)
+        rows = local_shape[0] // 2
+        view = (2, rows, *local_shape[1:])
+        return ShardLocation(view, (2, rows * ranks, *local_shape[1:]), (0, rows * rank, *zeros[1:]), view)
     if split == "columns":
-        return ShardLocation(local, (local[0], local[1] * ranks), (0, local[1] * rank), local)
-    start = min(local[0] * rank, vocab) if split == "vocab" else local[0] * rank
-    total = vocab if split == "vocab" else local[0] * ranks
-    size = (min(local[0], total - start), *local[1:])
-    return ShardLocation(local, (total, *local[1:]), (start, *zeros[1:]), size)
+        return ShardLocation(
+            local_shape, (local_shape[0], local_shape[1] * ranks), (0, local_shape[1] * rank), local_shape
+        )
+    start_row = min(local_shape[0] * rank, vocab) if split == "vocab" else local_shape[0] * rank
+    whole_rows = vocab if split == "vocab" else local_shape[0] * ranks
+    size = (min(local_shape[0], whole_rows - start_row), *local_shape[1:])
+    return ShardLocation(local_shape, (whole_rows, *local_shape[1:]), (start_row, *zeros[1:]), size)

@@ -17,15 +17,15 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.root import Config
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.extensions.megatron import engine as megatron_engine
-from hasten.extensions.megatron.call import Given
+from hasten.extensions.megatron.call import CallTensors
 from hasten.extensions.megatron.config import translate
 from hasten.extensions.megatron.families import ModelFacts, check_class, model_facts
 from hasten.extensions.megatron.model import Calls, MegatronModel, StageOutput
 from hasten.extensions.megatron.optimizer import MegatronOptimizer
 from hasten.extensions.megatron.package import hushed, own_ranks, package
 from hasten.extensions.megatron.settings import MegatronLMPlugin
-from hasten.extensions.megatron.shard_plan import expert_of, renumbered
-from hasten.extensions.megatron.weights import box_of, part_of, to_hub
+from hasten.extensions.megatron.shard_plan import expert_of, renumber_expert
+from hasten.extensions.megatron.weights import shard_of_whole, to_hub, unpadded_shard
 from hasten.modules.names import StagePart
 from hasten.optim.gradients import drop_gradients
 from hasten.optim.window import backpropagate
@@ -44,48 +44,52 @@ from hasten.trees import Tree
 
 def whole_weights(model: MegatronModel, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a parameter as a whole tensor, and the same tensor of the experts on other ranks. Ranks: every rank of a stage."""
-    state = package("parallel_state")
-    own = _joined(model, parameter)
+    parallel_state = package("parallel_state")
+    whole_tensor = _gather_tensor(model, parameter)
     if not model.is_expert(parameter):
-        yield name, own
+        yield name, whole_tensor
         return
-    number = expert_of(name)
-    assert number is not None, f"{name} belongs to an expert"
-    place = number - model.first_expert(model.ranks.ep[0])
-    for rank, theirs in enumerate(all_parts(own, state.get_expert_model_parallel_group())):
-        yield renumbered(name, model.first_expert(rank) + place), theirs
+    expert_index = expert_of(name)
+    assert expert_index is not None, f"{name} belongs to an expert"
+    local_index = expert_index - model.first_expert(model.ranks.ep[0])
+    for rank, expert_tensor in enumerate(all_parts(whole_tensor, parallel_state.get_expert_model_parallel_group())):
+        yield renumber_expert(name, model.first_expert(rank) + local_index), expert_tensor
 
 
-def _joined(model: MegatronModel, parameter: Tensor) -> Tensor:
-    at = model.place_of(parameter)
+def _gather_tensor(model: MegatronModel, parameter: Tensor) -> Tensor:
+    location = model.place_of(parameter)
     if not model.split(parameter):
-        return part_of(parameter.detach(), at)
-    state = package("parallel_state")
+        return unpadded_shard(parameter.detach(), location)
+    parallel_state = package("parallel_state")
     group = (
-        state.get_expert_tensor_parallel_group()
+        parallel_state.get_expert_tensor_parallel_group()
         if model.is_expert(parameter)
-        else state.get_tensor_model_parallel_group()
+        else parallel_state.get_tensor_model_parallel_group()
     )
-    whole = torch.empty(at.shape, dtype=parameter.dtype, device=parameter.device)
-    for rank, theirs in enumerate(all_parts(parameter.detach(), group)):
-        their = model.place_of(parameter, rank)
-        box_of(whole, their).copy_(part_of(theirs, their))
-    return whole
+    whole_tensor = torch.empty(location.shape, dtype=parameter.dtype, device=parameter.device)
+    for rank, rank_shard in enumerate(all_parts(parameter.detach(), group)):
+        rank_location = model.place_of(parameter, rank)
+        shard_of_whole(whole_tensor, rank_location).copy_(unpadded_shard(rank_shard, rank_location))
+    return whole_tensor
 
 
-def owner_of(models: list[Item], optimizers: list[Item], taken: bool) -> Item | None:
+def find_trained_model(models: list[Item], optimizers: list[Item], is_trained_already: bool) -> Item | None:
     """Return the model to train. Raises: PrepareError unless there is one optimizer for one model."""
     if not optimizers:
         return None
-    params = {id(p) for item in optimizers for group in item.value.param_groups for p in group["params"]}
-    owners = [item for item in models if params & {id(p) for p in item.value.parameters()}]
-    if len(owners) != 1 or len(optimizers) != 1 or taken:
+    optimized_ids = {
+        id(parameter) for item in optimizers for group in item.value.param_groups for parameter in group["params"]
+    }
+    trained_models = [
+        item for item in models if optimized_ids & {id(parameter) for parameter in item.value.parameters()}
+    ]
+    if len(trained_models) != 1 or len(optimizers) != 1 or is_trained_already:
         raise PrepareError(
-            f"{len(optimizers)} optimizers with parameters of {len(owners)} models were prepared"
-            f"{', after another one' if taken else ''}; an engine trains one model with one optimizer. Prepare one model together "
+            f"{len(optimizers)} optimizers with parameters of {len(trained_models)} models were prepared"
+            f"{', after another one' if is_trained_already else ''}; an engine trains one model with one optimizer. Prepare one model together "
             "with an optimizer over its parameters."
         )
-    return owners[0]
+    return trained_models[0]
 
 
 def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | None]:
@@ -93,36 +97,38 @@ def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | N
 
     Raises: PrepareError for a trainable parameter that is in no group.
     """
-    number = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found: dict[str, int | None] = {}
+    group_of_parameter = {
+        id(p): group_index for group_index, group in enumerate(optimizer.param_groups) for p in group["params"]
+    }
+    group_of_name: dict[str, int | None] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and id(parameter) not in number:
+        if parameter.requires_grad and id(parameter) not in group_of_parameter:
             raise PrepareError(
                 f"{name} requires gradients, but is not in the optimizer; the engine clips and updates all trainable parameters. Add it to "
                 "the optimizer, or call requires_grad_(False) on it."
             )
-        found[name] = number.get(id(parameter)) if parameter.requires_grad else None
-    return found
+        group_of_name[name] = group_of_parameter.get(id(parameter)) if parameter.requires_grad else None
+    return group_of_name
 
 
-def bind(optimizer: Optimizer, model: MegatronModel, groups: Mapping[str, int | None]) -> None:
+def bind_optimizer(optimizer: Optimizer, model: MegatronModel, groups: Mapping[str, int | None]) -> None:
     """Put this rank's parameters into the optimizer's groups of the tensors they were made from."""
-    members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    parameters_by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for name, parameter in model.held.items():
-        origins = {groups[hub] for hub in model.entries[name].hub if hub in groups}
-        if len(origins) != 1:
+        hub_groups = {groups[hub_name] for hub_name in model.entries[name].hub if hub_name in groups}
+        if len(hub_groups) != 1:
             raise PrepareError(
                 f"{', '.join(model.entries[name].hub)} are one tensor in the engine, but are in different parameter groups (or only "
                 "some are frozen); put them into one group."
             )
-        if (group := origins.pop()) is None:
+        if (group_index := hub_groups.pop()) is None:
             raise PrepareError(
                 f"{model.entries[name].hub[0]} is frozen, but the engine needs gradients for every parameter of the model; train all "
                 "parameters, or use strategy='fsdp'."
             )
-        members[group].append(parameter)
-    for own, params in zip(optimizer.param_groups, members, strict=True):
-        own["params"] = params
+        parameters_by_group[group_index].append(parameter)
+    for param_group, group_parameters in zip(optimizer.param_groups, parameters_by_group, strict=True):
+        param_group["params"] = group_parameters
 
 
 LossOf = Callable[[nn.Module, Tree], Tensor]
@@ -136,12 +142,12 @@ class MegatronStrategy:
     def __init__(self, config: Config, ctx: ProcessContext) -> None:
         package()
         megatron_engine.refuse_other_devices(ctx)
-        for name, set_ in (
+        for name, is_set in (
             ("gradient_accumulation.sync_each_batch", config.gradient_accumulation.sync_each_batch),
             ("dynamo.backend", config.dynamo.backend != "no"),
             ("recompute", bool(config.recompute)),
         ):
-            if set_:
+            if is_set:
                 raise ConfigError(
                     f"{name} is not supported with strategy='megatron', whose engine manages layers and gradients itself; remove it (to "
                     "recompute, set megatron.recompute_activations)."
@@ -160,7 +166,7 @@ class MegatronStrategy:
         )
         self.model: MegatronModel | None = None
         self.optimizer: MegatronOptimizer | None = None
-        self._given: Optimizer | None = None
+        self._user_optimizer: Optimizer | None = None
         self._pp = ctx.groups(Axis.PP)
 
     # -- preparing ------------------------------------------------------------------------------------------------
@@ -170,29 +176,29 @@ class MegatronStrategy:
     def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])
-        owner = owner_of(models, optimizers, self.model is not None) if train else None
+        trained_model = find_trained_model(models, optimizers, self.model is not None) if train else None
         for item in models:
-            if item is owner:
-                self._start(item, optimizers[0])
+            if item is trained_model:
+                self._start_engine(item, optimizers[0])
                 continue
             request = PrepareRequest(place=item.place, train=False)
-            placed = self._place.apply(item.value, request, ctx, precision)
-            item.value = self._convert.apply(placed, request, ctx, precision)
+            placed_model = self._place.apply(item.value, request, ctx, precision)
+            item.value = self._convert.apply(placed_model, request, ctx, precision)
         for item in bundle.of("scheduler"):
-            if self._given is not None and getattr(item.value, "optimizer", None) is self._given:
+            if self._user_optimizer is not None and getattr(item.value, "optimizer", None) is self._user_optimizer:
                 item.value.optimizer = self.optimizer
 
-    def _start(self, item: Item, optimizer: Item) -> None:
-        given: Optimizer = optimizer.value
+    def _start_engine(self, item: Item, optimizer: Item) -> None:
+        user_optimizer: Optimizer = optimizer.value
         module: Any = item.value  # Any: a model of transformers
-        if given.state:
+        if user_optimizer.state:
             raise PrepareError(
-                f"{type(given).__name__} has state of earlier steps, which would be lost when the engine creates its parameters. "
+                f"{type(user_optimizer).__name__} has state of earlier steps, which would be lost when the engine creates its parameters. "
                 "Prepare a new optimizer, and load the state with load_state()."
             )
         facts = _facts_of(module)
-        made = translate(self._plugin, facts, self._config.mixed_precision)
-        groups = groups_by_name(module, given)
+        engine_arguments = translate(self._plugin, facts, self._config.mixed_precision)
+        group_of_name = groups_by_name(module, user_optimizer)
         source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
         if source is WeightSource.RANK_0:
             _materialise(module, self._ctx.device)
@@ -200,52 +206,54 @@ class MegatronStrategy:
             copy_from_rank_0(module, self._ctx)
         megatron_engine.join(self._plugin, self._ctx)
         seed = int(self._ctx.world.broadcast_object(torch.initial_seed() % 2**31))
-        shared = self._plugin.use_distributed_optimizer
-        built = megatron_engine.build(made, facts, source is WeightSource.NO_RANK, seed, shared)
-        calls = Calls(self._evaluate, self._draw)
-        model = MegatronModel(built, facts, module.config, own_ranks(), self._plugin, calls)
+        shares_state = self._plugin.use_distributed_optimizer
+        built_engine = megatron_engine.build(
+            engine_arguments, facts, source is WeightSource.NO_RANK, seed, shares_state
+        )
+        calls = Calls(self._evaluate, self._seed_batch)
+        model = MegatronModel(built_engine, facts, module.config, own_ranks(), self._plugin, calls)
         if source is not WeightSource.NO_RANK:
             model.fill(dict(module.state_dict()))
-        bind(given, model, groups)
-        self._cut(model)
+        bind_optimizer(user_optimizer, model, group_of_name)
+        self._declare_other_ranks_state(model)
         model.train(module.training)
-        self.model, self._given = model, given
-        self.optimizer = MegatronOptimizer(model, given, self._plugin.gradient_clipping, seed, shared)
+        self.model, self._user_optimizer = model, user_optimizer
+        self.optimizer = MegatronOptimizer(model, user_optimizer, self._plugin.gradient_clipping, seed, shares_state)
         item.value, optimizer.value = model, self.optimizer
 
-    def _cut(self, model: MegatronModel) -> None:
+    def _declare_other_ranks_state(self, model: MegatronModel) -> None:
         """Declare the state of other ranks to checkpoints: other stages and other experts. Ranks: every rank."""
-        divided = model.ranks.ep[1] > 1
-        if self._pp.size == 1 and not divided:
+        divides_experts = model.ranks.ep[1] > 1
+        if self._pp.size == 1 and not divides_experts:
             return
-        everyone: list[list[str]] = self._pp.all_gather_object(list(model.held))
-        copies = {name for names in everyone[: self._pp.rank] for name in names}
+        names_by_stage: list[list[str]] = self._pp.all_gather_object(list(model.held))
+        copied_names = {name for names in names_by_stage[: self._pp.rank] for name in names}
         if model.ranks.ep[0] > 0:
-            copies |= {name for name, parameter in model.held.items() if not model.is_expert(parameter)}
+            copied_names |= {name for name, parameter in model.held.items() if not model.is_expert(parameter)}
         model.stage_part = StagePart(
             state_keys=tuple(model.entries),
             parameters=frozenset(model.entries),
-            own_keys=frozenset(model.held) - copies,
-            copies=frozenset(model.held) & copies,
-            axes=frozenset({Axis.PP, *(LOSS if divided else ())}),
-            first=model.ranks.first_of_experts if divided else True,
+            own_keys=frozenset(model.held) - copied_names,
+            copies=frozenset(model.held) & copied_names,
+            axes=frozenset({Axis.PP, *(LOSS if divides_experts else ())}),
+            first=model.ranks.first_of_experts if divides_experts else True,
         )
 
     # -- one step -------------------------------------------------------------------------------------------------
-    def _draw(self) -> None:
+    def _seed_batch(self) -> None:
         """Seed the random numbers of a batch from the run's seed and the number of batches, so no other state is saved."""
-        model, optimizer = self._trained()
+        model, optimizer = self._trained_pair()
         config = model.built.config
         if not (config.hidden_dropout or config.attention_dropout) or not model.training:
             return
-        seed, number = optimizer.draws
+        seed, batch_number = optimizer.draws
         optimizer.draws[1] += 1
-        place = self._ctx.mesh.index(self._ctx.rank, *LOSS), self._pp.rank
-        digest = hashlib.sha256(f"{seed}/{number}/{place}".encode()).digest()
-        random = package("tensor_parallel.random")
-        random.model_parallel_cuda_manual_seed(int.from_bytes(digest[:5], "little"), force_reset_rng=True)
+        rank_coordinates = self._ctx.mesh.index(self._ctx.rank, *LOSS), self._pp.rank
+        digest = hashlib.sha256(f"{seed}/{batch_number}/{rank_coordinates}".encode()).digest()
+        random_module = package("tensor_parallel.random")
+        random_module.model_parallel_cuda_manual_seed(int.from_bytes(digest[:5], "little"), force_reset_rng=True)
 
-    def _trained(self) -> tuple[MegatronModel, MegatronOptimizer]:
+    def _trained_pair(self) -> tuple[MegatronModel, MegatronOptimizer]:
         if self.model is None or self.optimizer is None:
             raise StepError(
                 "backward() was called before a model was prepared together with its optimizer, so there is nothing to train; call "
@@ -263,7 +271,7 @@ class MegatronStrategy:
                 "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
                 "loss_of takes the model and a batch and returns the loss."
             )
-        self._trained()[1].passed()
+        self._trained_pair()[1].passed()
         with hushed():
             backpropagate(loss, parts, **kwargs)
 
@@ -275,35 +283,46 @@ class MegatronStrategy:
         weigh: Weigh,
         weight: Callable[[Tree], float | Tensor] | None = None,
     ) -> Tensor:
-        trained, optimizer = self._trained()
+        trained_model, optimizer = self._trained_pair()
         if weight is not None:
             raise StepError(
                 "forward_backward(weight=...) is not supported under Megatron-LM, whose schedule gives all micro-batches the same "
                 "weight. Remove weight and use batches with equal numbers of labels, or strategy='auto' with pp_size."
             )
-        if model is not trained:
+        if model is not trained_model:
             raise StepError(
                 f"forward_backward() was called with a {type(model).__name__} that was not prepared with an optimizer; pass the model "
                 "that prepare() returned."
             )
-        count = self._plugin.num_micro_batches
-        rows = check_rows(trees.batch_size(batch), count)
-        micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), rows * count) for i in range(count)]
-        factor = (
-            weigh(torch.ones((), device=self._ctx.device)) / trained.ranks.cp[1]
+        num_micro_batches = self._plugin.num_micro_batches
+        micro_batch_size = check_rows(trees.batch_size(batch), num_micro_batches)
+        micro_batches = [
+            trees.slice_rows(
+                batch,
+                slice(index * micro_batch_size, (index + 1) * micro_batch_size),
+                micro_batch_size * num_micro_batches,
+            )
+            for index in range(num_micro_batches)
+        ]
+        loss_factor = (
+            weigh(torch.ones((), device=self._ctx.device)) / trained_model.ranks.cp[1]
         )  # the schedule multiplies by the number of context-parallel ranks
         optimizer.passed()
-        self._draw()
+        self._seed_batch()
 
-        def step(micro: Tree) -> tuple[Tensor, Callable[..., Any]]:
-            loss = loss_of(trained, micro)
-            return loss, lambda out: (out * factor, {"loss": out.detach()})
+        def forward_step(micro_batch: Tree) -> tuple[Tensor, Callable[..., Any]]:
+            loss = loss_of(trained_model, micro_batch)
+            return loss, lambda loss_output: (loss_output * loss_factor, {"loss": loss_output.detach()})
 
-        losses = self._schedule(trained, micros, step, forward_only=False)
-        mine = torch.stack([one["loss"].float() for one in losses]).mean() if trained.built.last else None
-        return _from_last(mine, self._pp, self._ctx.device)
+        losses = self._schedule(trained_model, micro_batches, forward_step, forward_only=False)
+        stage_loss = (
+            torch.stack([loss_values["loss"].float() for loss_values in losses]).mean()
+            if trained_model.built.last
+            else None
+        )
+        return _broadcast_from_last_stage(stage_loss, self._pp, self._ctx.device)
 
-    def _evaluate(self, model: MegatronModel, given: Given) -> Any:  # Any: an output of transformers
+    def _evaluate(self, model: MegatronModel, tensors: CallTensors) -> Any:  # Any: an output of transformers
         """Return the output of the whole model on every stage. Ranks: every rank of the pipeline."""
         if torch.is_grad_enabled():
             raise StepError(
@@ -312,36 +331,40 @@ class MegatronStrategy:
                 "model under torch.no_grad()."
             )
 
-        def step(given: Given) -> tuple[Tensor, Callable[..., Any]]:
-            out: Any = model.run(given)
-            return out.logits, lambda _, non_loss_data: out
+        def forward_step(tensors: CallTensors) -> tuple[Tensor, Callable[..., Any]]:
+            model_output: Any = model.run(tensors)
+            return model_output.logits, lambda _, non_loss_data: model_output
 
-        outputs = self._schedule(model, [given], step, forward_only=True)
-        result = outputs[0] if model.built.last else None
+        outputs = self._schedule(model, [tensors], forward_step, forward_only=True)
+        last_output = outputs[0] if model.built.last else None
         assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
-        return share(result, self._pp, self._pp.size - 1)
+        return share(last_output, self._pp, self._pp.size - 1)
 
     def _schedule(
-        self, model: MegatronModel, micros: Sequence[Any], step: Callable[[Any], Any], forward_only: bool
+        self,
+        model: MegatronModel,
+        micro_batches: Sequence[Any],
+        run_micro_batch: Callable[[Any], Any],
+        forward_only: bool,
     ) -> list[Any]:  # Any: values that the engine collects on the last stage
         """Run micro-batches through megatron-core's schedule. Ranks: every rank."""
 
         def forward_step(iterator: Iterator[Any], _: nn.Module) -> tuple[Tensor, Callable[..., Any] | None]:
             try:
-                return step(next(iterator))  # type: ignore[no-any-return]
-            except StageOutput as reached:
-                return reached.hidden, None
+                return run_micro_batch(next(iterator))  # type: ignore[no-any-return]
+            except StageOutput as stage_output:
+                return stage_output.hidden, None
 
-        tokens = _tokens(micros[0])
-        run = package("pipeline_parallel").get_forward_backward_func()
+        tokens = _token_ids_of(micro_batches[0])
+        run_schedule = package("pipeline_parallel").get_forward_backward_func()
         model.in_schedule = True
         try:
             with hushed():
-                found = run(
+                last_stage_values = run_schedule(
                     forward_step_func=forward_step,
-                    data_iterator=iter(micros),
+                    data_iterator=iter(micro_batches),
                     model=[model.engine],
-                    num_microbatches=len(micros),
+                    num_microbatches=len(micro_batches),
                     seq_length=tokens.shape[1],
                     micro_batch_size=tokens.shape[0],
                     forward_only=forward_only,
@@ -349,19 +372,22 @@ class MegatronStrategy:
                 )
         finally:
             model.in_schedule = False
-        return list(found)
+        return list(last_stage_values)
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        model, optimizer = self._trained()
+        model, optimizer = self._trained_pair()
         if norm_type != 2.0:
             raise StepError(
                 f"clip_grad_norm_(norm_type={norm_type}) is not supported under megatron, whose engine computes the 2-norm over its "
                 "ranks; remove norm_type."
             )
-        held, wanted = {id(p) for p in model.held.values()}, {id(p) for p in parameters}
-        if held != wanted:
+        local_ids, clipped_ids = (
+            {id(parameter) for parameter in model.held.values()},
+            {id(parameter) for parameter in parameters},
+        )
+        if local_ids != clipped_ids:
             raise StepError(
-                f"clip_grad_norm_() got {len(wanted)} parameters, but this rank's part of the model has {len(held)}; the engine clips "
+                f"clip_grad_norm_() got {len(clipped_ids)} parameters, but this rank's part of the model has {len(local_ids)}; the engine clips "
                 "by the norm of all trainable parameters. Pass model.parameters()."
             )
         return optimizer.clip(max_norm)
@@ -378,27 +404,29 @@ class MegatronStrategy:
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         if not isinstance(model, MegatronModel):
             return dict(self.unwrap(model).state_dict())
-        found: dict[str, Tensor] = {}
+        whole_tensors: dict[str, Tensor] = {}
         for name, parameter in model.held.items():
-            found |= dict(whole_weights(model, name, parameter))
+            whole_tensors |= dict(whole_weights(model, name, parameter))
         if self._pp.size > 1:
             assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
             for stage in range(self._pp.size):
-                found |= share(dict(found) if stage == self._pp.rank else None, self._pp, stage)
-        return to_hub(model.entries.values(), {name: tensor.cpu() for name, tensor in found.items()}, model.facts)
+                whole_tensors |= share(dict(whole_tensors) if stage == self._pp.rank else None, self._pp, stage)
+        return to_hub(
+            model.entries.values(), {name: tensor.cpu() for name, tensor in whole_tensors.items()}, model.facts
+        )
 
     @contextmanager
     def whole_weights(self, model: nn.Module) -> Iterator[None]:
         if not isinstance(model, MegatronModel) or self.optimizer is None:
             yield
             return
-        hub = {name: value.clone() for name, value in self.full_state_dict(model).items()}
-        model.hub = hub
+        hub_weights = {name: tensor.clone() for name, tensor in self.full_state_dict(model).items()}
+        model.hub = hub_weights
         try:
             yield
         finally:
             model.hub = None
-        model.fill(hub)
+        model.fill(hub_weights)
         self.optimizer.reload()
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -422,9 +450,9 @@ def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
     """Return the sizes and options of the model. Raises: PrepareError for a model that the engine does not support."""
     config = getattr(module, "config", None)
     model_facts(config)  # raises for unknown architectures, before the modules are inspected
-    words, head = module.get_input_embeddings(), module.get_output_embeddings()
-    facts = model_facts(config, None if head is None else head.weight is words.weight)
-    check_class([kind.__name__ for kind in type(module).__mro__], facts)
+    word_embeddings, output_head = module.get_input_embeddings(), module.get_output_embeddings()
+    facts = model_facts(config, None if output_head is None else output_head.weight is word_embeddings.weight)
+    check_class([base_class.__name__ for base_class in type(module).__mro__], facts)
     return facts
 
 
@@ -433,10 +461,10 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
 
 
-def _tokens(micro: Any) -> Tensor:  # Any: a micro-batch of the user
+def _token_ids_of(micro_batch: Any) -> Tensor:  # Any: a micro-batch of the user
     """Return the token ids of a micro-batch: `input_ids`, or its first 2-D tensor."""
-    given = micro.get("input_ids") if isinstance(micro, Mapping) else None
-    for tensor in (given, *trees.tensors(micro)):
+    input_ids = micro_batch.get("input_ids") if isinstance(micro_batch, Mapping) else None
+    for tensor in (input_ids, *trees.tensors(micro_batch)):
         if isinstance(tensor, Tensor) and tensor.ndim == 2:
             return tensor
     raise StepError(
@@ -444,9 +472,9 @@ def _tokens(micro: Any) -> Tensor:  # Any: a micro-batch of the user
     )
 
 
-def _from_last(value: Tensor | None, pipeline: Comm, device: torch.device) -> Tensor:
-    mine = torch.zeros((), device=device) if value is None else value
-    return pipeline.broadcast(mine, pipeline.size - 1) if pipeline.size > 1 else mine
+def _broadcast_from_last_stage(value: Tensor | None, pipeline: Comm, device: torch.device) -> Tensor:
+    local_value = torch.zeros((), device=device) if value is None else value
+    return pipeline.broadcast(local_value, pipeline.size - 1) if pipeline.size > 1 else local_value
 
 
 STRATEGY: Final = OfferedStrategy(create=MegatronStrategy)

@@ -15,23 +15,25 @@ from hasten.extensions.megatron.shard_plan import ShardLocation, TensorEntry
 
 def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
     """Return a whole tensor of the engine's model, made from tensors of the Hub layout."""
-    parts = [hub[name] for name in entry.hub]
+    hub_tensors = [hub[name] for name in entry.hub]
     match entry.fusion:
         case "same":
-            return parts[0]
+            return hub_tensors[0]
         case "transposed":
-            return parts[0].t()
+            return hub_tensors[0].t()
         case "gated":
-            return torch.stack(parts)
+            return torch.stack(hub_tensors)
         case "joint_qkv":
-            return _by_group(list((parts[0].t() if parts[0].ndim == 2 else parts[0]).chunk(3)), facts)
+            return _interleave_groups(
+                list((hub_tensors[0].t() if hub_tensors[0].ndim == 2 else hub_tensors[0]).chunk(3)), facts
+            )
         case "qkv":
-            return _by_group(parts, facts)
+            return _interleave_groups(hub_tensors, facts)
         case "expert":
-            return parts[0][entry.expert]
+            return hub_tensors[0][entry.expert]
         case "gated_expert":
-            joint = parts[0][entry.expert]
-            return joint.reshape(2, -1, *joint.shape[1:])
+            gate_and_up = hub_tensors[0][entry.expert]
+            return gate_and_up.reshape(2, -1, *gate_and_up.shape[1:])
         case other:
             assert_never(other)
 
@@ -39,76 +41,79 @@ def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Te
 def to_hub(entries: Iterable[TensorEntry], tensors: Mapping[str, Tensor], facts: ModelFacts) -> dict[str, Tensor]:
     """Return all tensors of the Hub layout, made from the whole tensors of the engine's model."""
     hub: dict[str, Tensor] = {}
-    experts: dict[str, list[Tensor]] = {}
+    expert_tensors: dict[str, list[Tensor]] = {}
     for entry in entries:
-        found = unfuse(entry, tensors[entry.name], facts)
+        hub_tensors = unfuse(entry, tensors[entry.name], facts)
         if entry.expert is None:
-            hub |= found
+            hub |= hub_tensors
         else:  # experts are listed in order
-            for name, tensor in found.items():
-                experts.setdefault(name, []).append(tensor)
-    return hub | {name: torch.stack(parts) for name, parts in experts.items()}
+            for name, tensor in hub_tensors.items():
+                expert_tensors.setdefault(name, []).append(tensor)
+    return hub | {name: torch.stack(stacked_experts) for name, stacked_experts in expert_tensors.items()}
 
 
 def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
     """Return the tensors of the Hub layout that a whole tensor of the engine's model was made from."""
     match entry.fusion:
         case "same":
-            parts = [tensor] * len(entry.hub)  # tied weights stay tied
+            hub_tensors = [tensor] * len(entry.hub)  # tied weights stay tied
         case "transposed":
-            parts = [tensor.t().contiguous()]
+            hub_tensors = [tensor.t().contiguous()]
         case "gated":
-            parts = [part.contiguous() for part in tensor.unbind(0)]
+            hub_tensors = [part.contiguous() for part in tensor.unbind(0)]
         case "joint_qkv":
-            joint = torch.cat(_by_kind(tensor, facts, 3))
-            parts = [joint.t().contiguous() if joint.ndim == 2 else joint]
+            joint_qkv = torch.cat(_separate_groups(tensor, facts, 3))
+            hub_tensors = [joint_qkv.t().contiguous() if joint_qkv.ndim == 2 else joint_qkv]
         case "qkv":
-            parts = _by_kind(tensor, facts, len(entry.hub))
+            hub_tensors = _separate_groups(tensor, facts, len(entry.hub))
         case "expert":
-            parts = [tensor]
+            hub_tensors = [tensor]
         case "gated_expert":
-            parts = [tensor.flatten(0, 1)]
+            hub_tensors = [tensor.flatten(0, 1)]
         case other:
             assert_never(other)
-    return dict(zip(entry.hub, parts, strict=True))
+    return dict(zip(entry.hub, hub_tensors, strict=True))
 
 
-def _sizes(facts: ModelFacts, kinds: int) -> tuple[int, ...]:
+def _rows_of_group(facts: ModelFacts, num_kinds: int) -> tuple[int, ...]:
     """Return the rows of queries, keys and values, or of keys and values alone, in one group of heads."""
-    return (facts.heads // facts.groups * facts.head_dim, facts.head_dim, facts.head_dim)[3 - kinds :]
+    return (facts.heads // facts.groups * facts.head_dim, facts.head_dim, facts.head_dim)[3 - num_kinds :]
 
 
-def _by_group(parts: list[Tensor], facts: ModelFacts) -> Tensor:
+def _interleave_groups(projections: list[Tensor], facts: ModelFacts) -> Tensor:
     """Interleave queries, keys and values by group of heads."""
-    rest = parts[0].shape[1:]
-    grouped = [
-        part.reshape(facts.groups, size, *rest) for part, size in zip(parts, _sizes(facts, len(parts)), strict=True)
+    inner_shape = projections[0].shape[1:]
+    grouped_projections = [
+        projection.reshape(facts.groups, rows, *inner_shape)
+        for projection, rows in zip(projections, _rows_of_group(facts, len(projections)), strict=True)
     ]
-    return torch.cat(grouped, 1).flatten(0, 1)
+    return torch.cat(grouped_projections, 1).flatten(0, 1)
 
 
-def _by_kind(tensor: Tensor, facts: ModelFacts, kinds: int) -> list[Tensor]:
+def _separate_groups(tensor: Tensor, facts: ModelFacts, num_kinds: int) -> list[Tensor]:
     """Separate interleaved queries, keys and values."""
-    grouped = tensor.reshape(facts.groups, -1, *tensor.shape[1:])
-    return [part.flatten(0, 1).contiguous() for part in grouped.split(_sizes(facts, kinds), 1)]  # type: ignore[no-untyped-call]
+    grouped_rows = tensor.reshape(facts.groups, -1, *tensor.shape[1:])
+    return [
+        projection.flatten(0, 1).contiguous() for projection in grouped_rows.split(_rows_of_group(facts, num_kinds), 1)
+    ]  # type: ignore[no-untyped-call]
 
 
-def part_of(tensor: Tensor, at: ShardLocation) -> Tensor:
+def unpadded_shard(tensor: Tensor, location: ShardLocation) -> Tensor:
     """Return the elements of a local tensor that exist in the whole tensor."""
-    found = tensor.view(at.view)
-    for dim, size in enumerate(at.size):
-        found = found.narrow(dim, 0, size)
-    return found
+    existing_elements = tensor.view(location.view)
+    for dim, size in enumerate(location.size):
+        existing_elements = existing_elements.narrow(dim, 0, size)
+    return existing_elements
 
 
-def box_of(whole: Tensor, at: ShardLocation) -> Tensor:
+def shard_of_whole(whole_tensor: Tensor, location: ShardLocation) -> Tensor:
     """Return this rank's shard of a whole tensor."""
-    for dim, (start, size) in enumerate(zip(at.offset, at.size, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
+    for dim, (start, size) in enumerate(zip(location.offset, location.size, strict=True)):
+        whole_tensor = whole_tensor.narrow(dim, start, size)
+    return whole_tensor
 
 
-def slice_of(tensor: Tensor, at: ShardLocation, owned: bool) -> Slice:
+def slice_of(tensor: Tensor, location: ShardLocation, is_owned: bool) -> Slice:
     """Return this rank's slice in the form that checkpoints store."""
-    data = part_of(tensor.detach(), at)
-    return Slice(data, at.shape, at.offset, owned=owned and data.numel() > 0)
+    data = unpadded_shard(tensor.detach(), location)
+    return Slice(data, location.shape, location.offset, owned=is_owned and data.numel() > 0)
