@@ -93,9 +93,8 @@ def _interleave_groups(projections: list[Tensor], facts: ModelFacts) -> Tensor:
 def _separate_groups(tensor: Tensor, facts: ModelFacts, num_kinds: int) -> list[Tensor]:
     """Separate interleaved queries, keys and values."""
     grouped_rows = tensor.reshape(facts.groups, -1, *tensor.shape[1:])
-    return [
-        projection.flatten(0, 1).contiguous() for projection in grouped_rows.split(_rows_of_group(facts, num_kinds), 1)
-    ]  # type: ignore[no-untyped-call]
+    projections = grouped_rows.split(_rows_of_group(facts, num_kinds), 1)  # type: ignore[no-untyped-call]
+    return [projection.flatten(0, 1).contiguous() for projection in projections]
 
 
 def unpadded_shard(tensor: Tensor, location: ShardLocation) -> Tensor:
