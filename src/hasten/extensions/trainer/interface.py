@@ -36,6 +36,8 @@ class TrainerInterface(Protocol):
     state: TrainerState
     control: TrainerControl
     accelerator: Accelerator
+    has_replicas: bool
+    """True if replicas of this run may be lost while it continues."""
     optimizer: Any  # Any: schedulers, loaders and optimizers of any class, before and after prepare()
     lr_scheduler: Any
     wrapped_model: Any

@@ -102,7 +102,7 @@ class TrainingLoop:
         """Return whether this replica has received the run's state from another since the last call, and continue from there."""
         if not self._trainer.has_replicas:
             return False
-        num_healed = components(self._trainer.accelerator).clock.parts.read_numbers()["replica_healed"]
+        num_healed = int(components(self._trainer.accelerator).clock.parts.read_numbers()["replica_healed"])
         if num_healed == self._num_healed:
             return False
         self._num_healed = num_healed
