@@ -6,6 +6,7 @@ This file is longer than others because it holds every public method once, with 
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,9 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, Typ
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from hasten import trees
 from hasten.accelerator import arguments, generating
 from hasten.accelerator import step as metrics
 from hasten.accelerator import step as profile
@@ -26,15 +30,20 @@ from hasten.accelerator.components import components
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.setup import (
-    AcceleratorObjects,
     RunLogPart,
-    build,
+    join_world,
+    numbers_settings,
+    open_run_log,
+    open_trackers,
     parts_of_extensions,
+    resolve_settings,
+    watch_stalls,
 )
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
+from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.root import Config
 from hasten.config.sections.loop import (
     AutocastKwargs,
@@ -52,16 +61,17 @@ from hasten.data.loader import Loader
 from hasten.errors import PrepareError
 from hasten.extension import load
 from hasten.optim import clip
-from hasten.optim.clock import check_every
+from hasten.optim.clock import StepClock, check_every
 from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
+from hasten.optim.loss_weights import LossWeights
 from hasten.optim.optimizer import PreparedOptimizer, settle
-from hasten.optim.run_part import Objects, parts_of_every_run
+from hasten.optim.run_part import Objects, RunPart, parts_of_every_run
 from hasten.optim.window import divided
+from hasten.precision.build import build_precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
-from hasten.runtime.logs import get_logger
-from hasten.runtime.mesh_plan import BATCH, Axis
+from hasten.runtime.mesh_plan import BATCH, LOSS, Axis
 from hasten.state.preemption import Preemption
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose_strategy
@@ -80,8 +90,9 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.state.run_state import LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
+    from hasten.trust.divergence.divergence_check import DivergenceCheck
 
-log = get_logger(__name__)
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -171,27 +182,38 @@ class Accelerator:
             for name, value in locals().items()
             if name not in ("self", "context", "extension_settings") and value is not None
         }
-        parts: AcceleratorObjects = build(given | extension_settings, context)
-        self.config: Config = parts.config
-        self.ctx = parts.ctx
-        self.process = Process(parts.ctx)
-        self._clock = parts.clock
-        self._strategy: Strategy = parts.strategy
-        self._precision = parts.precision
-        self._tracking = parts.tracking
-        self._run_log = parts.run_log
+        settings = resolve_settings(given | extension_settings)
+        self.config: Config = settings.config
+        self.ctx = join_world(settings.config, context)
+        self.process = Process(self.ctx)
+        self._strategy: Strategy = choose_strategy(self.config, self.ctx)
+        window = self.config.gradient_accumulation
+        clock = StepClock(window.num_steps, LossWeights(self.ctx.groups(*LOSS)), window.sync_with_dataloader)
+        self._clock = clock
+        self._precision = build_precision(
+            self.config.mixed_precision,
+            self.ctx.device,
+            self.ctx.world,
+            autocast=self.config.autocast,
+            scaler=self.config.scaler,
+            fp8=self.config.fp8,
+            in_flight=lambda: clock.in_flight,
+            sharded=self._strategy.caps.sharded_state,
+            scales=not self._strategy.caps.owns_precision,
+        )
+        self._tracking = open_trackers(log_with, self.config, self.ctx)
+        self._run_log = open_run_log(settings, self.ctx, self._strategy)
         self._progress: ProgressMaker | None = None
         self._throughput: Throughput | None = None
-        self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
+        self._preparer = Preparer(self.config, self.ctx, self._strategy, self._precision, clock)
         self._prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         owner = weakref.ref(self)  # the clock must not keep the Accelerator alive
-        parts.clock.read_position = lambda: (
-            None if (accelerator := owner()) is None else accelerator._saving.read_position()
-        )
-        if parts.watch is not None:
-            parts.watch(self)
-        self._add_parts(parts)
+        clock.read_position = lambda: None if (accelerator := owner()) is None else accelerator._saving.read_position()
+        if context is None or settings.source("trust.stall").kind == "code":  # who passes a context watches it
+            watch_stalls(self, clock)
+        compares = context is None or settings.source("trust.divergence").kind == "code"
+        self._add_parts(self._divergence_check() if compares else None)
 
     # -- components that are created on first use -------------------------------------------------------------------
     @cached_property
@@ -250,36 +272,47 @@ class Accelerator:
         made: ContextParallel = context.ContextParallel(sizes, self.ctx, self._clock, lambda: self._prepared.models)
         return made
 
-    def _add_parts(self, parts: AcceleratorObjects) -> None:
+    def _divergence_check(self) -> DivergenceCheck | None:
+        """Return the comparison of this rank with others; None if it is off, or for a single process."""
+        world, trust = self.ctx.world, self.config.trust
+        if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
+            return None
+        from hasten.trust.divergence import divergence_check as checks  # a single process needs none of it
+
+        settings = checks.DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
+        return checks.check_of(self._prepared, self._clock, self.ctx, world.store, settings)
+
+    def _add_parts(self, divergence_check: RunPart | None) -> None:
         """Add the parts of this run, in the order of their events."""
-        if parts.ctx.mesh.cp > 1 and not parts.strategy.caps.splits_sequences:
+        if self.ctx.mesh.cp > 1 and not self._strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self._strategy.unwrap(model))
         run_parts = self._clock.parts
         preemption = self._preemption = Preemption(self.ctx.world, self._clock)
         run_parts.add(preemption)
         self._rollback: Rollback | None = None
-        if parts.numbers is not None:
-            if parts.numbers.then == "rollback":
-                newest, times = partial(self._saving.newest, wait=True), parts.numbers.rollbacks
+        numbers = numbers_settings(self.config, self._strategy, self._precision)
+        if numbers is not None:
+            if numbers.then == "rollback":
+                newest, times = partial(self._saving.newest, wait=True), numbers.rollbacks
                 self._rollback = Rollback(newest, self.load_state, self._clock.loaders, times, self.is_main_process)
                 run_parts.add(self._rollback)
-            numbers = NumbersWatch(
+            watch = NumbersWatch(
                 self._prepared,
                 self.unwrap_model,
                 self.ctx,
                 self._clock,
-                parts.numbers,
+                numbers,
                 self._rollback,
                 lambda: self._saving.newest(),
             )
-            run_parts.add(numbers)
-        if parts.config.checkpoint_in_memory is not None:
-            self._saving.keep_in_memory(parts.config.checkpoint_in_memory)
-        if parts.sentinel is not None:
-            run_parts.add(parts.sentinel(self._prepared))
-        if parts.run_log is not None:
-            run_parts.add(RunLogPart(parts.run_log, self._clock))
-        for part in parts_of_every_run() or parts_of_extensions(parts.config):
+            run_parts.add(watch)
+        if self.config.checkpoint_in_memory is not None:
+            self._saving.keep_in_memory(self.config.checkpoint_in_memory)
+        if divergence_check is not None:
+            run_parts.add(divergence_check)
+        if self._run_log is not None:
+            run_parts.add(RunLogPart(self._run_log, self._clock))
+        for part in parts_of_every_run() or parts_of_extensions(self.config):
             run_parts.add(part)
         for begin in run_parts.built:
             begin(components(self))
@@ -396,7 +429,9 @@ class Accelerator:
         tuple. Ranks: every rank, with the same objects in the same order.
         """
         if device_placement is not None:
-            arguments.check_placement(device_placement)
+            need = "it needs a list with True or False for each object"
+            arguments.check_type("prepare(device_placement)", Sequence, need, device_placement)
+            arguments.check_type("prepare(device_placement)", bool, need, *device_placement)
         if objects and all(value is None for value in objects):
             raise PrepareError(
                 "prepare() got nothing but None, so nothing is prepared; give a model, optimizer or loader."
@@ -429,7 +464,8 @@ class Accelerator:
         With `already_sharded=True` the loader holds only this process's share. The default is the setting of
         `DataLoaderConfiguration`.
         """
-        arguments.check_loader(data_loader, "prepare_data_loader(data_loader)")
+        need = "it needs a torch.utils.data.DataLoader, whose dataset and sampler can be divided. Wrap the data in one"
+        arguments.check_type("prepare_data_loader(data_loader)", DataLoader, need, data_loader)
         loader: Any = data_loader
         for replace in self._clock.parts.preparing:
             (loader,) = replace((loader,))
@@ -444,7 +480,7 @@ class Accelerator:
         It is ceil(len(loader) / gradient_accumulation_steps) * epochs.
         """
         arguments.check_cursor(loader, "num_updates(loader)")
-        arguments.check_whole(epochs, "num_updates(epochs)")
+        arguments.check_number("num_updates(epochs)", epochs, whole=True)
         return self._preparer.num_updates(loader, epochs)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -453,7 +489,7 @@ class Accelerator:
         After loading a checkpoint saved inside an epoch, that epoch is yielded again and its loader returns the remaining batches; after
         one saved at the end of an epoch, the next number is yielded. Ranks: every rank.
         """
-        arguments.check_whole(num_epochs, "epochs(num_epochs)", least=0)
+        arguments.check_number("epochs(num_epochs)", num_epochs, least=0, whole=True)
         return self._epochs.over(num_epochs)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -470,7 +506,7 @@ class Accelerator:
             known = None
         if known is not None:
             return known
-        arguments.check_modules(models, "accumulate(models)")
+        arguments.check_type("accumulate(models)", nn.Module, arguments.MODELS, *models)
         for model in models:
             self._prepared.index_of(model)
         each = self.config.gradient_accumulation.sync_each_batch
@@ -512,7 +548,7 @@ class Accelerator:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager in which backward does not synchronise this model's gradients."""
-        arguments.check_modules((model,), "no_sync(model)")
+        arguments.check_type("no_sync(model)", nn.Module, arguments.MODELS, model)
         return self._strategy.no_sync(model)
 
     @property
@@ -522,7 +558,7 @@ class Accelerator:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        arguments.check_flag(value, "sync_gradients = value")
+        arguments.check_type("sync_gradients = value", bool, "it needs True or False", value)
         self._clock.force(value)
 
     @property
@@ -580,10 +616,9 @@ class Accelerator:
         weight=weight(batch))`. `weight(batch)` is the number of tokens or samples that the loss of a batch averages; without it
         micro-batches are weighted by their number of labels that torch's cross entropy does not ignore. Ranks: every rank. Any: a batch.
         """
-        arguments.check_modules((model,), "forward_backward(model)")
-        arguments.check_callable(loss_of, "forward_backward(loss_of)")
-        if weight is not None:
-            arguments.check_callable(weight, "forward_backward(weight)")
+        arguments.check_type("forward_backward(model)", nn.Module, arguments.MODELS, model)
+        arguments.check_type("forward_backward(loss_of)", Callable, arguments.FUNCTION, loss_of)
+        arguments.check_type("forward_backward(weight)", Callable | None, arguments.FUNCTION, weight)
         self._clock.num_passes += 1
         parts = self._clock.parts
         for begin in parts.backward:
@@ -608,7 +643,7 @@ class Accelerator:
         The step must do the same work in every call: numbers that Python reads or changes are frozen, except learning rates. Elsewhere
         the function itself runs, and the reason is logged. Tensors are returned without gradients.
         """
-        arguments.check_callable(fn, "capture_step(fn)")
+        arguments.check_type("capture_step(fn)", Callable, arguments.FUNCTION, fn)
         for note in self._clock.parts.capturing:
             note()
         wrap = load("step_wrappers", "capture_step")
@@ -631,7 +666,9 @@ class Accelerator:
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """Context manager that runs code outside a prepared model in this run's compute precision."""
-        arguments.check_kind(autocast_handler, AutocastKwargs, "autocast(autocast_handler)")
+        arguments.check_type(
+            "autocast(handler)", AutocastKwargs | None, "it needs an AutocastKwargs(...)", autocast_handler
+        )
         return self._precision.forward_context(autocast_handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:  # Any: one optimizer, several, or None for all
@@ -655,7 +692,10 @@ class Accelerator:
         """
         if not self._clock.boundary:
             return None
-        arguments.check_norm_type(norm_type)
+        need = "it needs the order of a norm, above 0: 2.0, or inf for the largest element"
+        arguments.check_type("clip_grad_norm_(norm_type)", int | float, need, norm_type)
+        if not norm_type > 0:
+            arguments.refuse("clip_grad_norm_(norm_type)", norm_type, need)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
         norm = self._strategy.clip_norm(chosen, max_norm, norm_type)
         for watch in self._clock.parts.clipped:
@@ -669,10 +709,11 @@ class Accelerator:
 
     def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
         """Return the checked parameters with their gradients unscaled."""
-        arguments.check_limit(limit, f"{call}(…, limit)")
-        arguments.check_iterable(parameters, f"{call}(parameters)", "it needs parameters. Give model.parameters()")
+        arguments.check_number(f"{call}(…, limit)", limit, least=0)
+        need = "it needs parameters (tensors). Give model.parameters()"
+        arguments.check_type(f"{call}(parameters)", Iterable, need, parameters)
         chosen = clip.as_list(parameters)
-        arguments.check_parameters(chosen, f"{call}(parameters)")
+        arguments.check_type(f"{call}(parameters)", Tensor, need, *chosen)
         settle(chosen, self._prepared.optimizers)
         if self._clock.unowned is not None:
             self._clock.unowned.settle()
@@ -687,9 +728,10 @@ class Accelerator:
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:  # Any: prepared models and optimizers
         """Context manager in which processes may run out of batches at different times."""
-        arguments.check_joinables(joinables)
-        if even_batches is not None:
-            arguments.check_flag(even_batches, "join_uneven_inputs(even_batches)")
+        need = "it needs a list of prepared models and optimizers"
+        arguments.check_type("join_uneven_inputs(joinables)", Iterable, need, joinables)
+        arguments.check_type("join_uneven_inputs(joinables)", nn.Module | Optimizer, need, *joinables)
+        arguments.check_type("join_uneven_inputs(even_batches)", bool | None, "it needs True or False", even_batches)
         return self._preparer.join(joinables, even_batches)
 
     def generate(
@@ -717,9 +759,14 @@ class Accelerator:
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
-        arguments.check_modules((model,), "mark_forward_method(model)")
+        arguments.check_type("mark_forward_method(model)", nn.Module, arguments.MODELS, model)
         self._prepared.index_of(model)
-        arguments.check_method(self.unwrap_model(model), name)
+        inner = self.unwrap_model(model)
+        if not callable(getattr(inner, str(name), None)):
+            raise PrepareError(
+                f"mark_forward_method({type(inner).__name__}, {name!r}): {type(inner).__name__} has no method {name!r} to mark, so calls "
+                "would not synchronise gradients; check the spelling."
+            )
         self._strategy.mark_forward_method(model, name)
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -733,7 +780,7 @@ class Accelerator:
     ) -> Tree:
         """Reduce tensors over processes by sum, mean, min or max, and multiply by `scale`."""
         arguments.check_tensors(tensor, "reduce(tensor)")
-        arguments.check_number(scale, "reduce(scale)")
+        arguments.check_number("reduce(scale)", scale)
         return ops.reduce(tensor, self._over(axes), reduction, scale)
 
     def gather_ragged(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
@@ -744,7 +791,7 @@ class Accelerator:
     def broadcast(self, tensor: Tree, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
         """Broadcast the tensors of one process to all."""
         arguments.check_tensors(tensor, "broadcast(tensor)")
-        arguments.check_whole(from_process, "broadcast(from_process)", least=0)
+        arguments.check_number("broadcast(from_process)", from_process, least=0, whole=True)
         return ops.broadcast(tensor, self._over(axes), from_process)
 
     def pad_across_processes(
@@ -757,10 +804,13 @@ class Accelerator:
     ) -> Tree:
         """Pad tensors along `dim` to the largest size on any process."""
         arguments.check_tensors(tensor, "pad_across_processes(tensor)")
-        arguments.check_whole(dim, "pad_across_processes(dim)")
-        arguments.check_number(pad_index, "pad_across_processes(pad_index)")
+        arguments.check_number("pad_across_processes(dim)", dim, whole=True)
+        arguments.check_number("pad_across_processes(pad_index)", pad_index)
         padded = ops.pad_across(tensor, self._over(axes), dim, pad_index, pad_first)
-        arguments.check_dim(tensor, dim, "pad_across_processes(dim)")
+        num_dims = [leaf.ndim for leaf in trees.tensors(tensor)]
+        if not any(-count <= dim < count for count in num_dims):
+            need = f"the tensors have {max(num_dims, default=0)} dimensions. Give one of these, counted from 0"
+            arguments.refuse("pad_across_processes(dim)", dim, need)
         return padded
 
     def gather_object(self, obj: Any, axes: Sequence[Axis] | None = None) -> list[Any]:  # Any: the user's objects
@@ -771,8 +821,10 @@ class Accelerator:
         self, objects: list[Any], from_process: int = 0, axes: Sequence[Axis] | None = None
     ) -> list[Any]:  # Any: the user's objects
         """Replace the items of the list in place by those of one process."""
-        arguments.check_whole(from_process, "broadcast_object_list(from_process)", least=0)
-        arguments.check_list(objects, "broadcast_object_list(objects)")
+        arguments.check_number("broadcast_object_list(from_process)", from_process, least=0, whole=True)
+        arguments.check_type(
+            "broadcast_object_list(objects)", list, "it needs a list, whose items are replaced", objects
+        )
         return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
     def gather_for_metrics(
@@ -784,7 +836,7 @@ class Accelerator:
         samples, by default the first: `dim=1` for time-major results.
         """
         if dim is not None:
-            arguments.check_whole(dim, "gather_for_metrics(dim)")
+            arguments.check_number("gather_for_metrics(dim)", dim, whole=True)
         loaders = self._clock.loaders
         cursor = loaders.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
         return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim)
@@ -915,11 +967,10 @@ class Accelerator:
     def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
         """Return a progress bar for the main process with loss, rates, memory and time left; see docs/tracking.md for options."""
         if iterable is not None:
-            arguments.check_iterable(
-                iterable, "progress(iterable)", "it needs what a loop iterates over, such as a loader"
-            )
+            need = "it needs what a loop iterates over, such as a loader"
+            arguments.check_type("progress(iterable)", Iterable, need, iterable)
         if options.get("total") is not None:
-            arguments.check_whole(options["total"], "progress(total)", least=0)
+            arguments.check_number("progress(total)", options["total"], least=0, whole=True)
         if self._progress is None:
             build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
             self._progress = build.ProgressMaker(self.ctx, self._clock.parts)
@@ -1006,12 +1057,12 @@ class Accelerator:
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, folder)` before each save; the hook may edit the weights that are written."""
-        arguments.check_callable(hook, "register_save_state_pre_hook(hook)", "at each save")
+        arguments.check_type("register_save_state_pre_hook(hook)", Callable, arguments.FUNCTION, hook)
         return self._saving.register_save_state_pre_hook(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call `hook(models, folder)` before each load; models that the hook removes from the list are not loaded."""
-        arguments.check_callable(hook, "register_load_state_pre_hook(hook)", "at each load")
+        arguments.check_type("register_load_state_pre_hook(hook)", Callable, arguments.FUNCTION, hook)
         return self._saving.register_load_state_pre_hook(hook)
 
     @property
@@ -1030,7 +1081,7 @@ class Accelerator:
         safe_serialization: bool = True,
     ) -> None:
         """Write the weights of a prepared model as safetensors in the Hub layout. Ranks: every rank."""
-        arguments.check_model(model, "save_model(model)")
+        arguments.check_type("save_model(model)", nn.Module, arguments.MODELS, model)
         self._export_weights(self.get_state_dict(model), save_directory, max_shard_size, safe_serialization)
 
     def _export_weights(
@@ -1076,7 +1127,7 @@ class Accelerator:
         `commit_message`, `max_shard_size` and `tokenizer`. After an interruption, large files that have arrived are not sent again.
         Raises: HubError, which never holds the token.
         """
-        arguments.check_model(model, "push_to_hub(model)")
+        arguments.check_type("push_to_hub(model)", nn.Module, arguments.MODELS, model)
         self._publishing.wait()
         weights = self.get_state_dict(model)
         return self._publishing.push_model(self.unwrap_model(model), weights, repo_id, metrics, blocking, options)
@@ -1106,12 +1157,12 @@ class Accelerator:
 
     def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:  # Any: tensors and extra state
         """Return the full, unsharded state dict of a prepared model. Ranks: every rank."""
-        arguments.check_model(model, "get_state_dict(model)")
+        arguments.check_type("get_state_dict(model)", nn.Module, arguments.MODELS, model)
         return self._strategy.full_state_dict(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[TorchProfile]:
         """Context manager around `torch.profiler`; writes one Chrome trace per rank if a folder is given."""
-        arguments.check_kind(profile_handler, ProfileKwargs, "profile(profile_handler)")
+        arguments.check_type("profile(handler)", ProfileKwargs | None, "it needs a ProfileKwargs(...)", profile_handler)
         return profile.profile(profile_handler or self.config.profile, self.ctx)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from hasten import trees
-from hasten.accelerator.arguments import check_callable, check_whole, refuse
+from hasten.accelerator.arguments import FUNCTION, check_number, check_type, refuse
 from hasten.comm.agreement import Flag, vote
 from hasten.errors import CommError, DataError
 from hasten.runtime import bootstrap, env
@@ -136,19 +136,19 @@ class Process:
         """Decorate a function to run on one process only; also usable as `@on_process(process_index=2)`."""
         if function is None:  # Any: a function, or a decorator when called without one
             return functools.partial(self.on_process, process_index=process_index)
-        check_whole(process_index, "on_process(process_index)", least=0)
+        check_number("on_process(process_index)", process_index, least=0, whole=True)
         return self._only(lambda: self.process_index == process_index, function)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
         """Decorate a function to run on one process of each node: `@on_local_process(local_process_index=1)`."""
         if function is None:  # Any: a function, or a decorator when called without one
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        check_whole(local_process_index, "on_local_process(local_process_index)", least=0)
+        check_number("on_local_process(local_process_index)", local_process_index, least=0, whole=True)
         return self._only(lambda: self.local_process_index == local_process_index, function)
 
     @staticmethod
     def _only(here: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
-        check_callable(function, "on_process(function) and its kind", "on the chosen process")
+        check_type("on_process(function) and its kind", Callable, FUNCTION, function)
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R | None:

@@ -10,7 +10,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -28,57 +27,49 @@ from hasten.config.handoff import unpack
 from hasten.config.masking import masked, masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
-from hasten.config.sections.loop import ProjectConfiguration
-from hasten.config.source import Path as SettingPath
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ArgumentError, ConfigError
 from hasten.extension import Offer, installed
 from hasten.optim.clock import StepClock
 from hasten.optim.loader_progress import LoaderCursor
-from hasten.optim.loss_weights import LossWeights
 from hasten.optim.run_part import RunPart, parts_of_every_run
 from hasten.optim.window import Holder
 from hasten.precision.base import Precision
 from hasten.precision.build import build_precision as build_precision
-from hasten.prepare_args import PreparedObjects
 from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import pci_address
 from hasten.runtime.logs import show_logs
-from hasten.runtime.mesh_plan import LOSS, Axis, check_mesh, mesh_of
+from hasten.runtime.mesh_plan import Axis, check_mesh, mesh_of
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
-from hasten.strategies.choose import choose_strategy, device_for
+from hasten.strategies.choose import device_for
 from hasten.tracking.base import Tracker
 from hasten.tracking.manager import TrackerManager
 from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.version import __version__
 
-if TYPE_CHECKING:  # modules that a plain run on one process does not load
+if TYPE_CHECKING:  # modules that a plain run on one process does not load, and the facade itself
+    from hasten.accelerator.facade import Accelerator
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
-    from hasten.trust.divergence.divergence_check import DivergenceCheck
 
 log = logging.getLogger(__name__)
 
 
-def open_run_log(
-    project: ProjectConfiguration,
-    ctx: ProcessContext,
-    entries: Mapping[SettingPath, SettingEntry],
-    strategy: Strategy,
-    wanted: bool,
-) -> RunLog | None:
-    """Return the log of this rank, or None if it is not wanted, without a local project folder or with `run_log` off."""
-    folder = project.project_dir
-    if not wanted or folder is None or not project.run_log or "://" in folder:
+def open_run_log(settings: Resolved, ctx: ProcessContext, strategy: Strategy) -> RunLog | None:
+    """Return the log of this rank; None without a local project folder, or with `run_log` off."""
+    config = settings.config
+    folder = config.project.project_dir
+    is_first = config.survive.replica in (None, "0")  # one replica writes for all
+    if not is_first or folder is None or not config.project.run_log or "://" in folder:
         return None
 
     def facts() -> dict[str, Any]:  # Any: JSON values
         return {
-            "settings": {".".join(path): _setting(entry) for path, entry in entries.items()},
+            "settings": {".".join(path): _setting(entry) for path, entry in settings.entries.items()},
             "strategy": strategy.name,
             "world_size": ctx.world.size,
             "mesh": {str(axis): ctx.mesh.size(axis) for axis in Axis if ctx.mesh.size(axis) > 1},
@@ -218,66 +209,10 @@ def _device(device: torch.device) -> str:
     return str(device)
 
 
-@dataclass(frozen=True, slots=True)
-class AcceleratorObjects:
-    """Parts of an Accelerator."""
-
-    config: Config
-    ctx: ProcessContext
-    strategy: Strategy
-    precision: Precision
-    clock: StepClock
-    tracking: TrackerManager
-    watch: Callable[[object], None] | None
-    """Start of the watchdog, which ends with the given object; None without it."""
-    numbers: NumbersSettings | None
-    sentinel: Callable[[PreparedObjects], DivergenceCheck] | None
-    """Factory of the divergence check over the prepared objects; None with a single process or if the check is off."""
-    run_log: RunLog | None
-
-
-def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> AcceleratorObjects:
-    """Build the parts for these constructor arguments. Ranks: every rank."""
-    if context is not None and not isinstance(context, ProcessContext):
-        raise ArgumentError(
-            f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or leave "
-            "context out to read the launcher's variables."
-        )
+def resolve_settings(given: Mapping[str, Any]) -> Resolved:  # Any: constructor arguments
+    """Return the settings of these arguments, the launcher, the environment and files."""
     for part in parts_of_every_run():
         given = part.settings(given)
-    resolved = _settings(given)
-    config = resolved.config
-    if context is not None and not parts_of_every_run():
-        check_mesh(config, context.topology.local_world_size, context.mesh)
-    ctx = context or _context(config)
-    strategy = choose_strategy(config, ctx)
-    accumulation = config.gradient_accumulation
-    loss = ctx.groups(*LOSS)
-    clock = StepClock(accumulation.num_steps, LossWeights(loss), accumulation.sync_with_dataloader)
-    precision = build_precision(
-        config.mixed_precision,
-        ctx.device,
-        ctx.world,
-        autocast=config.autocast,
-        scaler=config.scaler,
-        fp8=config.fp8,
-        in_flight=lambda: clock.in_flight,
-        sharded=strategy.caps.sharded_state,
-        scales=not strategy.caps.owns_precision,
-    )
-    numbers = _numbers(config, strategy, precision)
-    # the caller that passes a context watches it
-    own = context is None or resolved.source("trust.stall").kind == "code"
-    first = config.survive.replica in (None, "0")  # one replica writes the run's log and trackers
-    run_log = open_run_log(config.project, ctx, resolved.entries, strategy, first)
-    watch = _watch(config, ctx, clock) if own else None
-    asked = context is None or resolved.source("trust.divergence").kind == "code"
-    sentinel = _sentinel(config, ctx, clock) if asked else None
-    trackers = _trackers(given.get("log_with"), config, ctx)
-    return AcceleratorObjects(config, ctx, strategy, precision, clock, trackers, watch, numbers, sentinel, run_log)
-
-
-def _settings(given: Mapping[str, Any]) -> Resolved:
     variables = env.snapshot()
     handed = env.config(variables)
     resolved = resolve(code=given, env=variables, handed=() if handed is None else unpack(handed))
@@ -289,7 +224,17 @@ def _settings(given: Mapping[str, Any]) -> Resolved:
     return resolved
 
 
-def _context(config: Config) -> ProcessContext:
+def join_world(config: Config, context: ProcessContext | None) -> ProcessContext:
+    """Return this process's device and groups: those given, or from the launcher's variables. Ranks: every rank."""
+    if context is not None:
+        if not isinstance(context, ProcessContext):
+            raise ArgumentError(
+                f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or "
+                "leave context out to read the launcher's variables."
+            )
+        if not parts_of_every_run():
+            check_mesh(config, context.topology.local_world_size, context.mesh)
+        return context
     topology = Topology.from_env(env.snapshot())
     device = device_for(config, topology)
     if config.launch.enable_cpu_affinity:
@@ -299,10 +244,11 @@ def _context(config: Config) -> ProcessContext:
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[object], None] | None:
-    """Return the start of this rank's watchdog; None for a single process, or if it is off."""
+def watch_stalls(accelerator: Accelerator, clock: StepClock) -> None:
+    """Start this rank's watchdog, which ends with the Accelerator, unless it is off or there is a single process."""
+    config, ctx = accelerator.config, accelerator.ctx
     if config.trust.stall == "off" or not isinstance(ctx.world, ProcessGroupComm):
-        return None
+        return
     clocks = weakref.ref(clock)  # the watchdog's thread must not keep the Accelerator alive
 
     def step() -> int:
@@ -323,7 +269,7 @@ def _watch(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[o
         folder=reports_in(config, "stalls"),
         noted=noted,
     )
-    return partial(watchdog.watch, watchdog=watchdog.watchdog_of(ctx, step, settings))
+    watchdog.watch(accelerator, watchdog=watchdog.watchdog_of(ctx, step, settings))
 
 
 def reports_in(config: Config, kind: str) -> Path:
@@ -332,24 +278,7 @@ def reports_in(config: Config, kind: str) -> Path:
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
-def _sentinel(
-    config: Config, ctx: ProcessContext, clock: StepClock
-) -> Callable[[PreparedObjects], DivergenceCheck] | None:
-    """Return the factory of the divergence check of this rank; None with a single process, which has no replica."""
-    world, trust = ctx.world, config.trust
-    if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
-        return None
-    divergence = import_module("hasten.trust.divergence.divergence_check")  # a single process needs none of it
-    settings = divergence.DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
-
-    def make(prepared: PreparedObjects) -> DivergenceCheck:
-        check: DivergenceCheck = divergence.check_of(prepared, clock, ctx, world.store, settings)
-        return check
-
-    return make
-
-
-def _numbers(config: Config, strategy: Strategy, precision: Precision) -> NumbersSettings | None:
+def numbers_settings(config: Config, strategy: Strategy, precision: Precision) -> NumbersSettings | None:
     """Return the settings of the loss and gradient checks; None if off. Raises: ConfigError for impossible combinations."""
     trust = config.trust
     if trust.numbers == "off":
@@ -375,7 +304,8 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
     )
 
 
-def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
+def open_trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
+    """Return the trackers of this run. Ranks: every rank."""
     folder = config.project.logging_dir or config.project.project_dir
     asked = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
