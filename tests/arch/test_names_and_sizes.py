@@ -35,12 +35,7 @@ SMALL: Final = MappingProxyType(
         "config/sections/trust.py": "one file for each topic of settings",
         "launch/links.py": "a file format shared by `hasten test` and `hasten plan`",
         "launch/targets.py": "the table of launch targets, to which a batch system adds one line",
-        "extensions/deepspeed/rules.py": "rules import the settings, which the tree of settings imports",
-        "extensions/megatron/rules.py": "the same",
-        "extensions/xla/settings.py": "settings, which are loaded without what they configure",
-        "extensions/kubernetes/settings.py": "settings, which are loaded without what they configure",
         "extensions/deepspeed/placeholders.py": "public stand-ins, without DeepSpeed",
-        "extensions/ray/settings.py": "settings, which are loaded without what they configure",
         "extensions/public.py": "names for type checkers alone",
         "lazy.py": "imported by every module of public names",
         "progress/tqdm_bar.py": "a public name of its own",
@@ -69,7 +64,7 @@ def small_files(folder: Path) -> dict[str, int]:
     sizes = {
         path.relative_to(folder).as_posix(): len(path.read_text("utf-8").splitlines())
         for path in folder.rglob("*.py")
-        if path.name not in ("__init__.py", "extension.py", "command.py")  # of one extension, or of one command
+        if path.name not in ("__init__.py", "extension.py", "command.py", "settings.py", "rules.py")  # loaded apart
     }
     return {name: size for name, size in sorted(sizes.items()) if size < FEWEST_LINES}
 

@@ -23,6 +23,7 @@ PURE_FILES: Final = MappingProxyType(
         "optional": "imported by everything",
         "extensions.metrics.catalogue": "names and meanings of metrics",
         "extensions.metrics.server": "serves a text",
+        "extensions.survive.crew": "supervises processes",
         "extensions.survive.launch_target": "plans and supervises processes",
         "extensions.survive.replica_machines": "part of the supervision of several machines",
         "extensions.survive.replica_processes": "part of the supervision of processes",

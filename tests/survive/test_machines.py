@@ -38,7 +38,7 @@ class Job:
     def start(self, rank: int, *flags: str) -> Launcher:
         """Start the launcher of a host."""
         command = ["ip", "netns", "exec", self.hosts[rank].namespace, sys.executable, "-m", "hasten", "launch", "--cpu"]
-        command += ["--replicas", "4", "--survive", "--num_machines", "2", "--machine_rank", str(rank)]
+        command += ["--replicas", "4", "--num_machines", "2", "--machine_rank", str(rank)]
         command += ["--main_process_ip", self.hosts[0].address, "--main_process_port", "29517", *flags]
         command += rank_command(self.folder / "socket")
         command += [str(HERE / "replica_program.py"), str(self.folder), json.dumps(self.options)]

@@ -182,7 +182,7 @@ def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(tmp_path: 
 
 def test_calls_that_are_refused_say_what_to_do(tmp_path: Path) -> None:
     program, out = str(HERE / "refused_program.py"), tmp_path / "found.json"
-    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "1", "--survive", program, str(out)]
+    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "1", program, str(out)]
     subprocess.run(command, check=True, timeout=LIMIT_S)
     found = json.loads(out.read_text())
     assert "Iterate over the loader that prepare() returned" in found["skip_first_batches"]

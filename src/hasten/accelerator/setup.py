@@ -63,7 +63,7 @@ def open_run_log(settings: Resolved, ctx: ProcessContext, strategy: Strategy) ->
     """Return the log of this rank; None without a local project folder, or with `run_log` off."""
     config = settings.config
     folder = config.project.project_dir
-    is_first = config.survive.replica in (None, "0")  # one replica writes for all
+    is_first = _writes_run(config)
     if not is_first or folder is None or not config.project.run_log or "://" in folder:
         return None
 
@@ -304,13 +304,17 @@ def numbers_settings(config: Config, strategy: Strategy, precision: Precision) -
     )
 
 
+def _writes_run(config: Config) -> bool:
+    return all(section.writes_run() for section in config.sections())
+
+
 def open_trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
     """Return the trackers of this run. Ranks: every rank."""
     folder = config.project.logging_dir or config.project.project_dir
     asked = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
     rank = ctx.topology.rank
-    is_main = rank == 0 and config.survive.replica in (None, "0")
+    is_main = rank == 0 and _writes_run(config)
     if asked != ():
         with agree(ctx.world, "loading the trackers"):
             registry = import_module("hasten.tracking.registry")  # only a run with trackers needs it

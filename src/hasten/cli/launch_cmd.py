@@ -43,7 +43,7 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
     `settings` are additional settings; those given in code override flags and files.
     """
     given = make_parser(program).parse_args(argv)
-    given.settings = [*replicas_of(given.settings), *settings]
+    given.settings = [*given.settings, *settings]
     words: list[str] = given.script[1:] if given.script[:1] == ["--"] else given.script
     try:
         return _launch(given, words, argv[: len(argv) - len(given.script)])
@@ -55,11 +55,6 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
 def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
     job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
     job = job_module.prepare(words, settings=given.settings, config_file=given.config_file, typed=typed)
-    if given.survive and not job.request.config.survive.replicas:
-        raise ConfigError(
-            "--survive was given without --replicas, so there are no replicas of which some could be lost. Add --replicas N, or --replicas "
-            "LEAST..N for a run that waits while fewer than LEAST are there."
-        )
     if not job.request.config.launch.quiet:
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
@@ -82,19 +77,6 @@ def _manifest(given: argparse.Namespace, job: Any) -> str:  # Any: from a module
     return "".join(planned.text for planned in job.plan.files)
 
 
-def replicas_of(settings: Sequence[SettingEntry]) -> list[SettingEntry]:
-    """Return the settings with `--replicas LEAST..MOST` as two of them: `min_replicas` and `replicas`."""
-    found = []
-    for entry in settings:
-        least, _, most = str(entry.value).partition("..")
-        if entry.path == ("survive", "replicas") and least.isdecimal() and most.isdecimal():
-            found.append(SettingEntry(("survive", "min_replicas"), int(least), entry.source))
-            found.append(SettingEntry(entry.path, int(most), entry.source))
-        else:
-            found.append(entry)
-    return found
-
-
 def make_parser(program: str = "hasten") -> SettingsParser:
     """Return the parser of the command line, with every setting and the options of launching."""
     parser = SettingsParser(
@@ -109,11 +91,6 @@ def make_parser(program: str = "hasten") -> SettingsParser:
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
     parser.add_argument(
         "-o", "--output", choices=("yaml",), help="with --submit NAME --dry_run: print the job's manifest alone"
-    )
-    parser.add_argument(
-        "--survive",
-        action="store_true",
-        help="continue when replicas are lost; --replicas N, or LEAST..N, alone means the same",
     )
     parser.add_settings()
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script (or module, or program) and its arguments")

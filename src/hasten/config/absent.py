@@ -32,11 +32,6 @@ _CORE: Final[tuple[Absent, ...]] = (
     ),
     Absent("fp8.te.interval", "an interval between scaling factors", "Transformer Engine computes them in every step"),
     Absent(
-        "metrics.otlp_endpoint",
-        "posting metrics to a collector",
-        "set metrics.port, and let the collector scrape it with its Prometheus receiver",
-    ),
-    Absent(
         "gradient_accumulation.adjust_scheduler",
         "counting micro-steps in schedulers",
         "schedulers step once per update; leave it out",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field
 from datetime import timedelta
@@ -118,6 +118,15 @@ class Section:
     def mesh_degrees(self) -> Mapping[str, int]:
         """Return the sizes of mesh axes that an engine's settings determine; the others are those of `parallelism`."""
         return {}
+
+    def writes_run(self) -> bool:
+        """Return whether this process may write the run's log and trackers; of several copies of a run, one does."""
+        return True
+
+    def sections(self) -> Iterator[Section]:
+        """Yield the sections of these settings."""
+        values = (getattr(self, name) for name in self.__dataclass_fields__)
+        return (value for value in values if isinstance(value, Section))
 
     def section(self, cls: type[S]) -> S:
         """Return the settings of this class among those below this section. Raises: LookupError if there are none."""

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from hasten.config.base import Section, setting, settings, with_extensions
-from hasten.config.sections.launch import InitProcessGroupKwargs, LaunchConfig, SurviveSettings
+from hasten.config.sections.launch import InitProcessGroupKwargs, LaunchConfig
 from hasten.config.sections.loop import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -11,7 +11,6 @@ from hasten.config.sections.loop import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     MasterWeights,
-    MetricsSettings,
     PerformanceSettings,
     PrecisionType,
     ProfileKwargs,
@@ -70,7 +69,6 @@ class Config(Section):
         None, "random generators synchronised over all processes at the start of each epoch"
     )
     trust: TrustSettings = setting(factory=TrustSettings, help="checks of the run")
-    survive: SurviveSettings = setting(factory=SurviveSettings, help="replicas that may be lost")
     launch: LaunchConfig = setting(factory=LaunchConfig, help="processes and machines", prefix="")
     process_group: InitProcessGroupKwargs = setting(factory=InitProcessGroupKwargs, help="communication")
     parallelism: ParallelismConfig = setting(factory=ParallelismConfig, help="the mesh", prefix="parallelism_config_")
@@ -85,5 +83,4 @@ class Config(Section):
     dataloader: DataLoaderConfiguration = setting(factory=DataLoaderConfiguration, help="data")
     project: ProjectConfiguration = setting(factory=ProjectConfiguration, help="project and checkpoints", prefix="")
     tracking: TrackingConfig = setting(factory=TrackingConfig, help="trackers", prefix="")
-    metrics: MetricsSettings = setting(factory=MetricsSettings, help="metrics for operations")
     profile: ProfileKwargs = setting(factory=ProfileKwargs, help="profiler")

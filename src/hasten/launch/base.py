@@ -225,6 +225,8 @@ class LaunchTarget:
     """Run the plan and return the exit code; by default its one command is run, after its files were written."""
     runs_in_image: bool = False
     """True if the program runs in a container image or on other machines, so that this one needs neither its script nor its packages."""
+    outlives_machines: Callable[[LaunchRequest], bool] | None = None
+    """Return whether the job continues when a machine is lost; then one launcher on each machine starts all of its processes."""
     plan_machine: Callable[[LaunchRequest, Host, JobShape], LaunchPlan | None] | None = None
     """Plan the processes of this machine, of a job that no target was chosen for; None leaves that to hasten."""
 

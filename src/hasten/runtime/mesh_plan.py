@@ -9,7 +9,6 @@ from math import prod
 from types import MappingProxyType
 from typing import Final, Self
 
-from hasten.config.base import Section
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 
@@ -257,9 +256,8 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
 
 def _engine_degrees(config: Config) -> Mapping[str, int]:
     """Return the sizes of axes that the settings of the run's engine determine."""
-    for name in config.__dataclass_fields__:
-        section = getattr(config, name)
-        if isinstance(section, Section) and section.section_names.strategy == config.strategy:
+    for section in config.sections():
+        if section.section_names.strategy == config.strategy:
             return section.mesh_degrees()
     return {}
 

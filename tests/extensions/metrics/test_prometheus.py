@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.config.sections.loop import MetricsSettings
 from hasten.extensions.metrics.catalogue import RankReading, metrics_text
 from hasten.extensions.metrics.part import metrics_of
 from hasten.extensions.metrics.server import MetricsServer, access_of
+from hasten.extensions.metrics.settings import MetricsSettings
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from hasten.config.sections.loop import MetricsSettings
 from hasten.errors import ConfigError
 from hasten.extensions.metrics import server
 from hasten.extensions.metrics.server import MetricsServer, access_of
+from hasten.extensions.metrics.settings import MetricsSettings
 from tests.support import scrape
 
 TEXT = "hasten_step 1\n"

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from hasten import Accelerator
 from hasten.accelerator.components import components
-from hasten.config.sections.launch import SurviveSettings
 from hasten.errors import ConfigError, HastenError
 from hasten.extensions.survive import healing
 from hasten.extensions.survive.exchange import Bucket
 from hasten.extensions.survive.inside import Inside
 from hasten.extensions.survive.part import refuse_worlds
 from hasten.extensions.survive.run_state import RunState, as_shards
+from hasten.extensions.survive.settings import SurviveSettings
 from hasten.runtime.context import ProcessContext
 from hasten.testing import ranks
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from hasten import Accelerator
-from hasten.cli import launch_cmd
 from hasten.config.resolve import resolve
-from hasten.config.sections.launch import SurviveSettings
 from hasten.errors import ConfigError, MissingPackageError
 from hasten.extensions.survive import part
+from hasten.extensions.survive.settings import SurviveSettings
 from hasten.launch import job
 from hasten.optional import available
 
@@ -89,21 +88,6 @@ def test_launches_that_cannot_be(tmp_path: Path, flags: tuple[str, ...], words: 
     script.touch()
     with pytest.raises(ConfigError, match=words):
         _prepared(script, *flags)
-
-
-def test_survive_without_replicas_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.touch()
-    with pytest.raises(ConfigError, match=r"--survive was given without --replicas.*Add --replicas N"):
-        launch_cmd.main(["--cpu", "--survive", str(script)])
-
-
-@pytest.mark.parametrize("flags", [("--survive",), ()])
-def test_a_range_of_replicas_sets_the_minimum(flags: tuple[str, ...]) -> None:
-    given = launch_cmd.make_parser().parse_args(["--replicas", "2..8", *flags, "train.py"])
-    config = resolve(flags=launch_cmd.replicas_of(given.settings), env={}).config
-    assert (config.survive.min_replicas, config.survive.replicas) == (2, 8)
-    assert given.survive is bool(flags)
 
 
 def _prepared(script: Path, *flags: str) -> job.Job:

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from hasten.config.root import Config
-from hasten.config.sections.launch import LaunchConfig, SurviveSettings
+from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.extensions.survive.launch_target import Crew, one_replica, per_replica
+from hasten.extensions.survive.crew import Crew
+from hasten.extensions.survive.launch_target import one_replica, per_replica
 from hasten.extensions.survive.replica_machines import OneMachine
 from hasten.extensions.survive.replica_processes import ReplicaProcesses
+from hasten.extensions.survive.settings import SurviveSettings
 from hasten.launch.base import Proc
 
 WAITS = "import time; time.sleep(60)"
@@ -71,7 +73,7 @@ def test_a_replica_has_ended_when_all_of_its_ranks_have(tmp_path: Path) -> None:
     [(2, {}, 1), (2, {"num_processes": 4}, 2), (3, {"num_processes": 3}, 1), (2, {"processes_per_machine": 8}, 4)],
 )
 def test_the_processes_of_all_replicas_are_counted(replicas: int, given: dict[str, Any], count: int) -> None:
-    config = Config(launch=LaunchConfig(**given), survive=SurviveSettings(replicas=replicas))
+    config = Config(launch=LaunchConfig(**given)).replace(survive=SurviveSettings(replicas=replicas))
     assert per_replica(config) == count
     settings = {".".join(entry.path): entry.value for entry in one_replica(config)}
     assert settings["launch.num_processes"] == count
@@ -79,7 +81,7 @@ def test_the_processes_of_all_replicas_are_counted(replicas: int, given: dict[st
 
 
 def test_replicas_of_unequal_size_are_refused() -> None:
-    config = Config(launch=LaunchConfig(num_processes=1), survive=SurviveSettings(replicas=2))
+    config = Config(launch=LaunchConfig(num_processes=1)).replace(survive=SurviveSettings(replicas=2))
     with pytest.raises(ConfigError, match=r"num_processes=1 .*Give a multiple of 2"):
         per_replica(config)
 
@@ -104,7 +106,7 @@ def test_all_replicas_start_anew_when_the_last_holder_of_the_state_is_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     proc = Proc(argv=(sys.executable, "-c", HOLDS_OR_WAITS), env={})
-    config = Config(survive=SurviveSettings(replicas=2))
+    config = Config().replace(survive=SurviveSettings(replicas=2))
     common = {**os.environ, "HASTEN_SURVIVE_FOLDER": str(tmp_path)}
     assert Crew(proc, common, tmp_path, config, range(2), OneMachine("")).run() == 0
     assert "every replica that held the run's state is lost" in capfd.readouterr().err

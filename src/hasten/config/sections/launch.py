@@ -24,40 +24,6 @@ class InitProcessGroupKwargs(Section):
 
 
 @settings
-class SurviveSettings(Section):
-    """Replicas of which some may be lost while the run continues; coordinated by torchft's lighthouse.
-
-    `hasten launch --replicas N` sets everything. Without that launcher, give `lighthouse`, `replica` and `replicas` on each replica.
-    """
-
-    section_names = SectionNames(argument="survive")
-
-    replicas: int = setting(
-        0,
-        "replicas of the model over all machines, which may be lost (0: none); num_processes counts the processes of all (default: one each)",
-        minimum=0,
-        flag="replicas",
-    )
-    min_replicas: int = setting(
-        1, "replicas below which the run waits for others to return", minimum=1, flag="min_replicas"
-    )
-    lighthouse: str | None = setting(None, "host:port of torchft's lighthouse (default: the launcher starts one)")
-    replica: str | None = setting(None, "name of this replica, unlike those of the others (default: by the launcher)")
-    timeout_s: float = setting(10.0, "seconds after which a replica that does not answer counts as lost", minimum=0.5)
-    heartbeat_timeout_s: float = setting(
-        2.0, "seconds without a heartbeat after which a replica counts as lost", minimum=0.2
-    )
-    hang_timeout_s: float = setting(
-        600.0, "seconds without an update, also by an evaluation, after which a replica counts as lost", minimum=1
-    )
-    heal_timeout_s: float = setting(
-        300.0, "seconds that a returning replica waits for the end of another's update", minimum=1
-    )
-    max_restarts: int = setting(1000, "restarts of lost replicas by the launcher, over the whole run", minimum=0)
-    folder: str | None = setting(None, "folder in which the launcher notes the end of the run", path=True)
-
-
-@settings
 @with_extensions("launch.")
 class LaunchConfig(Section):
     """Machines, processes and their rendezvous."""

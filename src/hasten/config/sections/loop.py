@@ -273,30 +273,3 @@ class TrackingConfig(Section):
     missing_tracker: Literal["error", "warn"] = setting(
         "error", "what to do if the package of a named tracker is not installed; warn continues without it"
     )
-
-
-@settings
-class MetricsSettings(Section):
-    """Metrics for operations: a port for Prometheus. Off unless it is set."""
-
-    section_names = SectionNames(argument="metrics")
-
-    port: int | None = setting(
-        None,
-        "port of GET /metrics, plus the local rank; 0: any free port (default: metrics are not served)",
-        minimum=0,
-        maximum=65535,
-    )
-    host: str = setting(
-        "127.0.0.1", "address that serves metrics; one beyond this machine needs token_file or tls_client_ca"
-    )
-    job: str | None = setting(None, "value of the label job (default: name of project_dir, else of the script)")
-    token_file: str | None = setting(None, "file with the bearer token that requests must carry", path=True)
-    tls_cert_file: str | None = setting(None, "certificate of the metrics server (PEM)", path=True)
-    tls_key_file: str | None = setting(None, "key of tls_cert_file (PEM)", path=True)
-    tls_client_ca: str | None = setting(
-        None, "certificates (PEM) that must have signed those of clients: mutual TLS", path=True
-    )
-    otlp_endpoint: str | None = setting(
-        None, "no longer supported: let the collector scrape metrics.port with its Prometheus receiver"
-    )

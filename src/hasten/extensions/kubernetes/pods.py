@@ -15,7 +15,6 @@ from hasten.config.handoff import unpack
 from hasten.config.masking import masked, masked_tree, masked_value
 from hasten.config.schema import BY_PATH
 from hasten.config.sections.launch import LaunchConfig
-from hasten.config.sections.loop import MetricsSettings
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError
 from hasten.extensions.kubernetes.settings import KubernetesSettings
@@ -118,7 +117,10 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
     name = asked.name or _default_name(request.target.name)
     _check_name(name, asked, high)
     _check_settings(asked)
-    _check_metrics(config.metrics)
+    metrics: Any = getattr(config, "metrics", None)  # Any: settings of another extension
+    serves_metrics = metrics is not None and metrics.port is not None
+    if serves_metrics:
+        _check_metrics(metrics)
     return PodPlan(
         name=name,
         settings=asked,
@@ -131,16 +133,16 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
         grace_s=_grace_s(launch, asked),
         max_restarts=_max_restarts(asked),
         pod_restarts=launch.max_restarts,
-        serves_metrics=config.metrics.port is not None,
-        scrape_port=None if network.is_loopback(config.metrics.host) else config.metrics.port or None,
-        scrape_scheme="https" if config.metrics.tls_cert_file else "http",
+        serves_metrics=serves_metrics,
+        scrape_port=metrics.port or None if serves_metrics and not network.is_loopback(metrics.host) else None,
+        scrape_scheme="https" if serves_metrics and metrics.tls_cert_file else "http",
     )
 
 
-def _check_metrics(metrics: MetricsSettings) -> None:
+def _check_metrics(metrics: Any) -> None:  # Any: as above
     """Raise for metrics that every rank would refuse to serve once the pods run."""
     authenticated = metrics.token_file is not None or metrics.tls_client_ca is not None
-    if metrics.port is not None and not network.is_loopback(metrics.host) and not authenticated:
+    if not network.is_loopback(metrics.host) and not authenticated:
         raise ConfigError(
             f"metrics.host={metrics.host!r} serves metrics beyond the pod without authentication, which every rank refuses. Give "
             "--metrics_token_file with a path in the pod, or --metrics_tls_client_ca."

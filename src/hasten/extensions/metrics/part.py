@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hasten.comm.agreement import agree
 from hasten.config.root import Config
 from hasten.extensions.metrics.catalogue import RankReading, metrics_text
 from hasten.extensions.metrics.server import MetricsServer, access_of
+from hasten.extensions.metrics.settings import MetricsSettings
 from hasten.optim.run_part import RunPart
 from hasten.optional import check_installed
 from hasten.progress.meter import MemoryGauge
@@ -84,7 +85,7 @@ class Metrics(RunPart):
     def built(self, run: Components) -> None:
         """Start the thread that serves them. Ranks: every rank."""
         accelerator = run.accelerator
-        check_installed("prometheus_client", why=f"metrics.port={accelerator.config.metrics.port}")
+        check_installed("prometheus_client", why=f"metrics.port={accelerator.config.section(MetricsSettings).port}")
         run_log = run.run_log
         if run_log is None:  # counts times, and writes nothing
             run_log = RunLog(None, accelerator.ctx.rank, dict, lambda: None)
@@ -125,7 +126,7 @@ class RankMetrics:
             "strategy": accelerator.strategy,
             "script": Path(sys.argv[0]).name,
         }
-        self._world_size = ctx.world.size * max(1, accelerator.config.survive.replicas)
+        self._world_size = ctx.world.size * max(1, getattr(_replicas(config), "replicas", 1))
         self._restarts = ctx.topology.restart_count
         self._gauges = {"host": MemoryGauge(torch.device("cpu"))}
         if ctx.device.type != "cpu":
@@ -138,7 +139,7 @@ class RankMetrics:
 
     def start(self, config: Config, ctx: ProcessContext) -> None:
         """Start the thread. Ranks: every rank. Raises: ConfigError on every rank for settings that one cannot honour."""
-        metrics = config.metrics
+        metrics = config.section(MetricsSettings)
         assert metrics.port is not None, "metrics are served"
         with agree(ctx.world, "starting the metrics"):
             number = number_of(config, ctx.topology.local_rank, ctx.topology.local_world_size)
@@ -211,12 +212,21 @@ def labels_of(config: Config, ctx: ProcessContext) -> dict[str, str]:
     folder = config.project.project_dir
     named = Path(folder.rstrip("/")).name if folder else Path(sys.argv[0]).stem
     rank = str(number_of(config, ctx.rank, ctx.world.size))
-    return {"job": config.metrics.job or named or "hasten", "rank": rank, "machine": socket.gethostname()}
+    return {
+        "job": config.section(MetricsSettings).job or named or "hasten",
+        "rank": rank,
+        "machine": socket.gethostname(),
+    }
+
+
+def _replicas(config: Config) -> Any:  # Any: settings of another extension
+    """Return the settings of replicas that may be lost; None if nothing provides them."""
+    return getattr(config, "survive", None)
 
 
 def number_of(config: Config, rank: int, num_ranks: int) -> int:
     """Return the number of this rank among those of all replicas, of `num_ranks` each; `rank` for other runs and for replicas with names."""
-    name = config.survive.replica
+    name = getattr(_replicas(config), "replica", None)
     return int(name) * num_ranks + rank if name is not None and name.isdecimal() else rank
 
 

@@ -19,8 +19,8 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any, Final
 
-from hasten.config.sections.loop import MetricsSettings
 from hasten.errors import ConfigError
+from hasten.extensions.metrics.settings import MetricsSettings
 
 log = logging.getLogger(__name__)
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

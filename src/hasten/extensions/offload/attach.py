@@ -47,11 +47,6 @@ def refuse_combinations(config: Config, ctx: ProcessContext, compiles: bool) -> 
         )
     if config.offload != "optimizer":
         _refuse_with_parameters(config, ctx, asked, compiles)
-    if config.survive.lighthouse is not None:
-        raise ConfigError(
-            f"{asked} is not supported with replicas that may be lost (survive), which send the state of optimizers to each other from the "
-            "device. Leave offload out, or run without survive."
-        )
 
 
 def _refuse_with_parameters(config: Config, ctx: ProcessContext, asked: str, compiles: bool) -> None:

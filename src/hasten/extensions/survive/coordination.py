@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
-from hasten.config.sections.launch import SurviveSettings
 from hasten.errors import CommError
 from hasten.extensions.survive.roles_plan import Member, divide
+from hasten.extensions.survive.settings import SurviveSettings
 from hasten.optional import need
 
 log = logging.getLogger(__name__)

@@ -12,5 +12,6 @@ extension: Final = Extension(
     run_parts={"survive": "hasten.extensions.survive.part:Survive"},
     public_names={"survival_report": "hasten.extensions.survive.part:survival_report"},
     run_part_settings={"survive": "survive"},
+    settings={"survive": "hasten.extensions.survive.settings:SurviveSettings"},
     launch_targets={"replicas": "hasten.extensions.survive.launch_target:TARGET"},
 )

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from hasten.comm.base import Comm
-from hasten.config.sections.launch import SurviveSettings
 from hasten.errors import CommError
 from hasten.extensions.survive.healing import connected, digest, read
+from hasten.extensions.survive.settings import SurviveSettings
 
 _BEATS: Final = 8
 """Heartbeats of a rank in the time after which a silent replica counts as lost."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hasten.config.root import Config
-from hasten.config.sections.launch import SurviveSettings
 from hasten.data.source import BatchSource
 from hasten.errors import ConfigError
 from hasten.extensions.survive.coordination import VERSIONS, WHY
 from hasten.extensions.survive.replica import Replica
 from hasten.extensions.survive.report import SurvivalReport
 from hasten.extensions.survive.run_state import RunState
+from hasten.extensions.survive.settings import SurviveSettings
 from hasten.extensions.survive.source import LedgerSource
 from hasten.optim.run_part import RunPart, RunParts
 from hasten.optim.window import Holder
@@ -28,7 +28,7 @@ def check(config: Config) -> None:
     Raises: ConfigError; MissingPackageError without torchft.
     """
     check_installed("torchft", VERSIONS, WHY)
-    settings = config.survive
+    settings = config.section(SurviveSettings)
     if settings.replica is None or settings.replicas < 1:
         raise ConfigError(
             f"survive.lighthouse={settings.lighthouse} was given with replica={settings.replica} and replicas={settings.replicas}, so the others could "
@@ -75,6 +75,12 @@ def _refused(config: Config) -> list[tuple[str, str, str]]:
             "Leave it out.",
         ),
         (
+            config.offload is not None,
+            f"offload={config.offload!r}",
+            "replicas send the state of optimizers to each other from the device",
+            "Leave it out.",
+        ),
+        (
             config.gradient_accumulation.sync_each_batch,
             "sync_each_batch=True",
             "gradients are exchanged once for each update, where all replicas agree on its members",
@@ -114,18 +120,20 @@ class Survive(RunPart):
     def built(self, run: Any) -> None:  # Any: the components of the Accelerator, in an upper layer
         """Make this replica known to the lighthouse. Ranks: every rank. Raises: ConfigError for settings and worlds without support."""
         accelerator, config = run.accelerator, run.accelerator.config
-        if config.survive.lighthouse is None:
+        if config.section(SurviveSettings).lighthouse is None:
             raise ConfigError(
-                f"survive.replicas={config.survive.replicas} without a lighthouse, so this process would train alone; start the script with "
-                f"`hasten launch --replicas {config.survive.replicas}`, or remove the setting."
+                f"survive.replicas={config.section(SurviveSettings).replicas} without a lighthouse, so this process would train alone; start the script with "
+                f"`hasten launch --replicas {config.section(SurviveSettings).replicas}`, or remove the setting."
             )
         check(config)
-        refuse_worlds(accelerator.ctx, config.survive)
+        refuse_worlds(accelerator.ctx, config.section(SurviveSettings))
         variables = env.snapshot()
         token = secret.given_token(variables) or secret.user_secret(variables)
         state = RunState(run.prepared, run.strategy.unwrap)
-        self.replica = replica = Replica(config.survive, run.prepared, state, run.clock, accelerator.ctx, token)
-        self._clock, self._num_replicas = run.clock, config.survive.replicas
+        self.replica = replica = Replica(
+            config.section(SurviveSettings), run.prepared, state, run.clock, accelerator.ctx, token
+        )
+        self._clock, self._num_replicas = run.clock, config.section(SurviveSettings).replicas
         if run.run_log is not None:
             replica.note = run.run_log.event
         accelerator.process.leads = lambda: replica.leads

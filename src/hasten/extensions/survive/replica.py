@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 
-from hasten.config.sections.launch import SurviveSettings
 from hasten.data.batch_plan import derive_seed
 from hasten.errors import CommError, HastenError, StepError
 from hasten.extensions.survive import healing
@@ -24,6 +23,7 @@ from hasten.extensions.survive.ledger_plan import Ledger, Range
 from hasten.extensions.survive.report import SurvivalReport
 from hasten.extensions.survive.roles_plan import Member, Roles
 from hasten.extensions.survive.run_state import RunState
+from hasten.extensions.survive.settings import SurviveSettings
 from hasten.optim.clock import StepClock
 from hasten.optim.window import Holder
 from hasten.prepare_args import PreparedObjects

@@ -33,7 +33,7 @@ while [ -n "$told" ]; do told=; wait "$step"; code=$?; done
 """
 _SRUN: Final = ("srun --kill-on-bad-exit=1 --wait=60 \\",)
 # Replicas on the machines that are left continue. This shell is on the same node as task 0, which is machine 0 and knows the result of the run.
-_SRUN_REPLICAS: Final = (
+_SRUN_OUTLIVING: Final = (
     "# A lost machine ends neither the others nor the job. The exit code is that of machine 0, which runs on this node.",
     "found=$(mktemp)",
     "srun --no-kill --kill-on-bad-exit=0 --wait=0 \\",
@@ -97,7 +97,12 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
 
 def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
-    launch, replicas = request.config.launch, request.config.survive.replicas > 0
+    from hasten.launch.targets import all_targets  # which lists this target
+
+    launch = request.config.launch
+    outlives_machines = any(
+        target.outlives_machines is not None and target.outlives_machines(request) for target in all_targets()
+    )
     given = _dashed(launch.submit_options)
     if "nodes" in given and str(given["nodes"]) != (nodes := _nodes(launch)) and nodes != "1":
         raise ConfigError(
@@ -107,7 +112,7 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
     options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **given}
     options.setdefault("requeue", not options.get("no-requeue"))
-    if replicas:
+    if outlives_machines:
         options.setdefault("no-kill", True)
     command = [host.python, "-m", "hasten.cli.main", "launch", *without_submit(request.flags)]
     lines = [
@@ -120,11 +125,11 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     ]
     lines += [
         "# One command per machine; ranks, addresses and devices are read from SLURM and the machine.",
-        *(_SRUN_REPLICAS if replicas else _SRUN),
+        *(_SRUN_OUTLIVING if outlives_machines else _SRUN),
         f"    {shlex.join(command)} \\",
         f"    {shlex.join([request.target.name, *request.target.args])} &",
         *_WAIT.splitlines()[1:],
-        *(_CODE_OF_MACHINE_0 if replicas else ()),
+        *(_CODE_OF_MACHINE_0 if outlives_machines else ()),
         *(_REQUEUE.splitlines() if options["requeue"] else []),
         'exit "$code"',
     ]
@@ -133,7 +138,7 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
         launcher="slurm",
         procs=(Proc(("sbatch", path)),),
         notes=(
-            f"the script requests one task per machine; hasten starts {'its replicas' if replicas else 'one process per device'}",
+            f"the script requests one task per machine; hasten starts {'its processes' if outlives_machines else 'one process per device'}",
         ),
         submitter=Submitter("sbatch", "add --dry-run to see the script"),
         files=(PlannedFile(path, "\n".join(lines) + "\n", executable=True),),
