@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hasten.accelerator.process import Process as Process
     from hasten.bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from hasten.bigmodel.meta import init_empty_weights as init_empty_weights
-    from hasten.cli.config_cmd import write_basic_config as write_basic_config
     from hasten.config.legacy import fsdp_from_fsdp1 as fsdp_from_fsdp1
     from hasten.config.sections.launch import InitProcessGroupKwargs as InitProcessGroupKwargs
     from hasten.config.sections.loop import AORecipeKwargs as AORecipeKwargs
@@ -73,7 +72,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Process": "hasten.accelerator.process",
         "load_checkpoint_and_dispatch": "hasten.bigmodel.load",
         "init_empty_weights": "hasten.bigmodel.meta",
-        "write_basic_config": "hasten.cli.config_cmd",
         "fsdp_from_fsdp1": "hasten.config.legacy",
         "InitProcessGroupKwargs": "hasten.config.sections.launch",
         "AORecipeKwargs": "hasten.config.sections.loop",

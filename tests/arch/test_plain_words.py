@@ -19,7 +19,6 @@ FOLDERS: Final = (
     "modules",
     "progress",
     "strategies",
-    "tools",
     "tracking",
     "trainer",
     "trust",

@@ -29,9 +29,9 @@ PURE_FILES: Final = MappingProxyType(
         "extensions.survive.replica_processes": "part of the supervision of processes",
         "runtime.affinity": "a rank's cores, from /sys and its local rank",
         "extensions.megatron.families": "sizes of a model, read from its Hub configuration",
-        "tools.machine": "the machine, described for the commands that need no torch",
+        "extensions.setup.machine": "the machine, described for the commands that need no torch",
         "extensions.selfcheck.matrix": "starts and compares runs; each run imports torch in its own process",
-        "tools.wizard": "questions of `hasten config`, which needs no torch",
+        "extensions.setup.wizard": "questions of `hasten config`, which needs no torch",
         "extensions.trainer.arguments": "a Trainer's settings",
         "extensions.trainer.state": "a Trainer's counters and requests",
     }

@@ -16,9 +16,7 @@ from hasten.version import __version__
 
 COMMANDS: Final = MappingProxyType(
     {
-        "config": ("hasten.cli.config_cmd:main", "write, show and check settings"),
         "launch": ("hasten.cli.launch_cmd:main", "start a script on all devices and machines"),
-        "env": ("hasten.cli.env_cmd:main", "print a report of this machine for an issue"),
         "ckpt": ("hasten.cli.ckpt_cmd:main", "list, verify, compare and convert checkpoints"),
         "data": ("hasten.cli.data_cmd:main", "show the samples of a batch of a saved run"),
         "completion": (

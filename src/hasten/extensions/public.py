@@ -13,6 +13,7 @@ from hasten.extensions.pipeline.inference import prepare_pipeline as prepare_pip
 from hasten.extensions.quantization.quantize import dequantize_weights as dequantize_weights  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.quantization.quantize import quantize_weights as quantize_weights  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.ray.in_worker import ray as ray  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.setup.config_command import write_basic_config as write_basic_config  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.survive.part import survival_report as survival_report  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.arguments import TrainingArguments as TrainingArguments  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback  # type: ignore[import-not-found, unused-ignore]

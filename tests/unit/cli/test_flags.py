@@ -141,10 +141,10 @@ def test_main_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_main_suggests_the_nearest_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["confg"]) == 2
-    assert capsys.readouterr().err == "hasten confg: there is no command 'confg'; did you mean `hasten config`?\n"
+    assert main(["launhc"]) == 2
+    assert capsys.readouterr().err == "hasten launhc: there is no command 'launhc'; did you mean `hasten launch`?\n"
     assert main(["zzzzzz"]) == 2
-    assert "the commands are config" in capsys.readouterr().err
+    assert "the commands are launch" in capsys.readouterr().err
 
 
 def seconds_of(code: str) -> float:

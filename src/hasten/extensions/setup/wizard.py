@@ -15,7 +15,7 @@ from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.extension import installed
-from hasten.tools.machine import MachineFacts, offers_fp8, recommended_precision
+from hasten.extensions.setup.machine import MachineFacts, offers_fp8, recommended_precision
 
 Answers = Mapping[str, Any]
 Kind = Literal["choice", "number", "yesno", "text"]

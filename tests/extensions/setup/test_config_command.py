@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 
 import hasten
-from hasten.cli.config_cmd import basic_config
 from hasten.cli.main import main
 from hasten.config import files, handoff
 from hasten.config.resolve import resolve
-from hasten.tools.machine import MachineFacts, cluster_of, examine, parse_devices, parse_links, recommended_precision
+from hasten.extensions.setup.config_command import basic_config
+from hasten.extensions.setup.machine import (
+    MachineFacts,
+    cluster_of,
+    examine,
+    parse_devices,
+    parse_links,
+    recommended_precision,
+)
 
 H200 = MachineFacts(device="cuda", num_devices=8, device_name="NVIDIA H200", capability=9.0, memory_bytes=150 << 30)
 V100 = MachineFacts(device="cuda", num_devices=1, device_name="Tesla V100", capability=7.0)

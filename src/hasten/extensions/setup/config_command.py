@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -28,8 +27,8 @@ from hasten.config.root import Config
 from hasten.config.schema import SETTABLE, FieldInfo
 from hasten.config.source import SettingEntry, shown
 from hasten.errors import ConfigError
+from hasten.extensions.setup.machine import MachineFacts, examine, recommended_precision
 from hasten.runtime import env as environment
-from hasten.tools.machine import MachineFacts, examine, recommended_precision
 
 log = logging.getLogger(__name__)
 
@@ -156,9 +155,9 @@ def ask(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     env = environment.snapshot()
     path = Path(given.config_file) if given.config_file else files.default_path(env)
-    wizard = import_module("hasten.tools.wizard")  # only the wizard imports questionary
-    code: int = wizard.run(examine(), path)
-    return code
+    from hasten.extensions.setup import wizard  # the other commands do not need questionary
+
+    return wizard.run(examine(), path)
 
 
 def default(argv: Sequence[str]) -> int:

@@ -14,11 +14,11 @@ from hasten.config import files
 from hasten.config.files import effective
 from hasten.config.masking import masked_tree, masked_value
 from hasten.errors import HastenError
+from hasten.extensions.setup.machine import examine
 from hasten.launch.checkin import package_versions
 from hasten.launch.shape import read_allocation
 from hasten.optional import need
 from hasten.runtime import env as environment
-from hasten.tools.machine import examine
 from hasten.version import __version__
 
 _VARIABLES: Final = re.compile(

@@ -18,8 +18,8 @@ from hasten.config import files
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ContradictionError
-from hasten.tools.machine import MachineFacts
-from hasten.tools.wizard import Question, interview, questions, to_arguments
+from hasten.extensions.setup.machine import MachineFacts
+from hasten.extensions.setup.wizard import Question, interview, questions, to_arguments
 
 MACHINES: Final = (
     MachineFacts(cores=4),
