@@ -37,18 +37,16 @@ def check_type(call: str, kind: Any, need: str, *values: object) -> None:  # Any
 
 def check_number(call: str, value: Any, least: float | None = None, whole: bool = False) -> None:  # Any: the user's
     """Raise unless `value` is one number, a whole one if asked for, and at least `least`."""
-    if whole and (isinstance(value, bool) or not isinstance(value, Integral)):
-        refuse(call, value, "it needs a whole number")
-    if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
-        refuse(call, value, "it needs a number, such as 1.0")
-    if least is None or (
-        isinstance(value, Tensor) and not value.is_cpu
-    ):  # reading it would synchronise with the device
+    need = "it needs a whole number" if whole else "it needs a number"
+    if least is not None:
+        need = f"{need} of at least {least}"
+    is_scalar = isinstance(value, Tensor) and value.numel() == 1
+    if isinstance(value, bool) or not (is_scalar or isinstance(value, Integral if whole else Real)):
+        refuse(call, value, need)
+    if least is None or (is_scalar and not value.is_cpu):  # reading it would synchronise with the device
         return
-    if isinstance(value, bool) or not float(value) >= least:
-        refuse(
-            call, value, f"it needs a number of at least {least}, such as 1.0; nan and smaller ones destroy gradients"
-        )
+    if not float(value) >= least:
+        refuse(call, value, f"{need}, since nan and smaller ones make no sense")
 
 
 def check_loss(loss: object, batch: object) -> None:

@@ -186,12 +186,16 @@ class RunParts:
 
     def _set(self, members: tuple[RunPart, ...]) -> None:
         self.members = members
-        for event in EVENTS:
-            setattr(self, event, tuple(getattr(member, event) for member in members if event in _events_of(member)))
+        listeners: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}  # Any: each event's result
+        for member in members:
+            for event in events_of(member):
+                listeners[event].append(getattr(member, event))
+        for event, functions in listeners.items():
+            setattr(self, event, tuple(functions))
 
     def names(self, event: str) -> str:
         """Return the names of the parts that act at an event."""
-        return ", ".join(type(member).__name__ for member in self.members if event in _events_of(member))
+        return ", ".join(type(member).__name__ for member in self.members if event in events_of(member))
 
     def read_status(self) -> dict[str, float | str]:
         """Return the values of all parts for displays, in any thread."""
@@ -206,14 +210,16 @@ class RunParts:
 
     def __str__(self) -> str:
         """Return the parts with their events, one a line."""
-        return "\n".join(f"{type(member).__name__}: {', '.join(_events_of(member))}" for member in self.members)
+        return "\n".join(f"{type(member).__name__}: {', '.join(events_of(member))}" for member in self.members)
 
 
-def _events_of(part: RunPart) -> list[str]:
+def events_of(part: RunPart) -> list[str]:
     """Return the events that a part overrides and needs."""
-    kind = type(part)
-    overridden = [event for event in EVENTS if getattr(kind, event) is not getattr(RunPart, event)]
-    return [event for event in overridden if event not in part.unused_events]
+    events = []
+    for event in EVENTS:
+        if getattr(type(part), event) is not getattr(RunPart, event) and event not in part.unused_events:
+            events.append(event)
+    return events
 
 
 @cache  # scripts create Accelerators without arguments from hasten, so these parts are process-wide

@@ -71,4 +71,4 @@ def test_all_ranks_together_count_what_one_process_counts(ctx: ProcessContext, l
     assert throughput.tokens_counted == ROWS * CONTEXT
     assert throughput.flops == {"fp32": plain_operations()}
     assert throughput.mfu is not None
-    assert set(throughput.values()) == {"tokens_per_second", "mfu"}
+    assert set(throughput.status()) == {"tokens_per_second", "mfu"}

@@ -469,9 +469,10 @@ class Accelerator(SavingFace):
     ) -> AbstractContextManager[Any]:
         """Return a block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
         if "_cp_context" in vars(self):  # of a client's _prepare_cp
-            return self._cp_context(
+            region: AbstractContextManager[Any] = self._cp_context(
                 buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
             )
+            return region
         if self.ctx.mesh.size(Axis.CP) == 1 or not self._divides_sequences:
             logger.warning_once(message("no_context_parallelism"))
             return nullcontext()
