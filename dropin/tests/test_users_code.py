@@ -7,6 +7,7 @@ import logging
 import pickle
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -170,3 +171,25 @@ def test_no_processes_are_the_default_number(tmp_path: Path, capfd: pytest.Captu
     script.write_text("print('ran')\n")
     assert launch.run(["--num_processes", "0", "--cpu", str(script)]) == 0
     assert "ran" in capfd.readouterr().out
+
+
+class FirstOfTwo(Accelerator):  # type: ignore[misc]  # loaded on first use
+    num_processes = property(lambda self: 2)
+
+
+@pytest.mark.parametrize("by_accumulate", [False, True])
+def test_a_batch_that_the_other_process_lacks_is_an_error_in_words(by_accumulate: bool) -> None:
+    accelerator = FirstOfTwo(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=2))
+    seen = 0
+    with pytest.raises(RuntimeError, match=r"process 0 has one batch more .*join_uneven_inputs"):
+        for (batch,) in loader:
+            seen += 1
+            with accelerator.accumulate(model) if by_accumulate else nullcontext():
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+    assert seen == 3
+    for (batch,) in loader:  # an evaluation may end at different times
+        model(batch)

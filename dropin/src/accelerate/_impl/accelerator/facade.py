@@ -281,6 +281,7 @@ class Accelerator(SavingFace):
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
         """Return one micro-step over these models; models that were not prepared take part without a window of their own."""
+        self._check_others_have_batches()
         known = [model for model in models if any(model is one for one in self._prepared.models)]
         each = self.config.gradient_accumulation.sync_each_batch
         if self.step != self._counted:  # the script has set it
@@ -317,6 +318,7 @@ class Accelerator(SavingFace):
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     def backward(self, loss: Any, **kwargs: Any) -> None:  # type: ignore[override]  # weight is a keyword, if given
+        self._check_others_have_batches()
         learning_rate = kwargs.pop("learning_rate", None)
         if self.has_lomo_optimizer:
             self.lomo_backward(loss, learning_rate)
@@ -327,6 +329,14 @@ class Accelerator(SavingFace):
         if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
             loss = loss * self._clock.every
         super().backward(loss, **kwargs)
+
+    def _check_others_have_batches(self) -> None:
+        """Raise before gradients are synchronised with a process that has no batch left, which gloo ends without words."""
+        loader = self.gradient_state.active_dataloader
+        if loader is None or not getattr(loader, "outlasts_others", False) or self._clock.apart:
+            return
+        if all(getattr(model, "require_backward_grad_sync", True) for model in self._prepared.models):
+            raise RuntimeError(message("batch_of_one_process", self.process_index))
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
         if learning_rate is None:

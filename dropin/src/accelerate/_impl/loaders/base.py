@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -299,6 +299,9 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         loader.__dict__.update(clock=self.clock, cut=self.cut, skip_batches=self.skip_batches + num_batches)
         return loader
 
+    outlasts_others = False
+    """Whether the current batch is one that another process does not have."""
+
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:
         """A block in which batches are shared with this `even_batches`, where this process itself takes its share."""
@@ -307,6 +310,13 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
 class DataLoaderShard(PreparedLoader):
     """A loader that reads this process's share and puts it on its device."""
+
+    @property
+    def outlasts_others(self) -> bool:  # type: ignore[override]  # known at the end only
+        sampler = self.batch_sampler
+        if not (self.end_of_dataloader and isinstance(sampler, BatchSamplerShard)) or sampler.even_batches:
+            return False
+        return len(sampler) > len(replace(sampler, process_index=sampler.num_processes - 1))
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:
