@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
@@ -219,34 +218,34 @@ class Accelerator:
     @cached_property
     def _saving(self) -> Saving:
         """Saving and loading of this run's checkpoints."""
-        state, saving = import_module("hasten.state.run_state"), import_module("hasten.state.saving")  # on first use
-        made: Saving = saving.Saving(
+        from hasten.state.run_state import Randomness, RunObjects  # on first use
+        from hasten.state.saving import Saving  # the same
+
+        objects = RunObjects(
+            self._prepared,
+            self._strategy.unwrap,
+            self._clock,
+            self._precision,
+            Randomness(self.ctx.device),
+            self._tracking if self._tracking.names else None,
+            self._strategy.drop_gradients,
+            self._epochs,
+            averages=self._prepared.averages,
+        )
+        return Saving(
             self.ctx,
             self.config.project,
-            state.RunObjects(
-                self._prepared,
-                self._strategy.unwrap,
-                self._clock,
-                self._precision,
-                state.Randomness(self.ctx.device),
-                self._tracking if self._tracking.names else None,
-                self._strategy.drop_gradients,
-                self._epochs,
-                averages=self._prepared.averages,
-            ),
+            objects,
             notes={"strategy": self._strategy.name, "mixed_precision": self.config.mixed_precision},
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
-        return made
 
     @cached_property
     def _publishing(self) -> Publishing:
         """Uploads of this run's models to the Hub."""
-        publishing = import_module("hasten.state.publishing")  # on first use
-        made: Publishing = publishing.Publishing(
-            self.ctx.world, self.is_main_process, self._facts, self.config.project.project_dir
-        )
-        return made
+        from hasten.state.publishing import Publishing  # on first use
+
+        return Publishing(self.ctx.world, self.is_main_process, self._facts, self.config.project.project_dir)
 
     def _facts(self) -> dict[str, Any]:  # Any: numbers and strings
         """Return a description of the run for model cards."""
@@ -262,15 +261,15 @@ class Accelerator:
 
     @cached_property
     def _epochs(self) -> EpochLoops:
-        made: EpochLoops = import_module("hasten.state.epochs").EpochLoops(self._prepared, self._clock)  # on first use
-        return made
+        from hasten.state.epochs import EpochLoops  # on first use
+
+        return EpochLoops(self._prepared, self._clock)
 
     @cached_property
     def _context(self) -> ContextParallel:
-        context = import_module("hasten.strategies.context.strategy")  # on first use
-        sizes = self.config.parallelism
-        made: ContextParallel = context.ContextParallel(sizes, self.ctx, self._clock, lambda: self._prepared.models)
-        return made
+        from hasten.strategies.context.strategy import ContextParallel  # on first use
+
+        return ContextParallel(self.config.parallelism, self.ctx, self._clock, lambda: self._prepared.models)
 
     def _divergence_check(self) -> DivergenceCheck | None:
         """Return the comparison of this rank with others; None if it is off, or for a single process."""
@@ -918,12 +917,13 @@ class Accelerator:
         """
         if self._throughput is not None:
             self._throughput.detach()
-        counter = import_module("hasten.progress.throughput")  # imports torch's formulas, not needed without it
-        self._throughput = made = counter.Throughput(
-            self.ctx, self._clock, tokens, peak_tflops, flops_per_token, lambda: len(self._prepared.optimizers)
-        )
-        made.attach()
-        return self._throughput
+        from hasten.progress.throughput import Throughput  # imports torch's formulas, not needed without it
+
+        optimizers = self._prepared.optimizers
+        throughput = Throughput(self.ctx, self._clock, tokens, peak_tflops, flops_per_token, lambda: len(optimizers))
+        throughput.attach()
+        self._throughput = throughput
+        return throughput
 
     @property
     def trackers(self) -> list[Tracker]:
@@ -972,8 +972,9 @@ class Accelerator:
         if options.get("total") is not None:
             arguments.check_number("progress(total)", options["total"], least=0, whole=True)
         if self._progress is None:
-            build = import_module("hasten.progress.build")  # imports rich, which is not needed without a bar
-            self._progress = build.ProgressMaker(self.ctx, self._clock.parts)
+            from hasten.progress.build import ProgressMaker  # imports rich, which is not needed without a bar
+
+            self._progress = ProgressMaker(self.ctx, self._clock.parts)
         return self._progress(iterable, **options)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -1094,7 +1095,8 @@ class Accelerator:
         """Write a whole state in the Hub layout. Ranks: every rank."""
         with agree(self.ctx.world, "save_model"):
             if self._writes:
-                export = import_module("hasten.checkpoint.export")  # on first use
+                from hasten.checkpoint import export  # on first use
+
                 export.save_model(state, save_directory, max_shard_size, safe_serialization)
 
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
@@ -1104,12 +1106,13 @@ class Accelerator:
         machine downloads.
         """
         if str(directory).startswith("hf://"):
-            publishing = import_module("hasten.state.publishing")  # on first use
-            directory = publishing.download_together(self.ctx.world, str(directory), self.is_local_main_process)
+            from hasten.state.publishing import download_together  # on first use
+
+            directory = download_together(self.ctx.world, str(directory), self.is_local_main_process)
         with agree(self.ctx.world, "load_model"), self._strategy.whole_weights(model):
-            export = import_module("hasten.checkpoint.export")  # on first use
-            report: LoadReport = export.load_weights(self._strategy.unwrap(model), directory, strict)
-            return report
+            from hasten.checkpoint.export import load_weights  # on first use
+
+            return load_weights(self._strategy.unwrap(model), directory, strict)
 
     def push_to_hub(
         self,
@@ -1135,14 +1138,18 @@ class Accelerator:
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
         """Write an object to a file, atomically and on the main process only. Ranks: any."""
         if self._writes:
-            import_module("hasten.checkpoint.export").save_object(obj, f, safe_serialization)  # on first use
+            from hasten.checkpoint.export import save_object  # on first use
+
+            save_object(obj, f, safe_serialization)
 
     def load(self, f: str | Path, allow_pickle: bool = False) -> Any:  # Any: the user's object
         """Read an object written by `save`, with its tensors on the CPU; a `.safetensors` file gives a dict. Ranks: any.
 
         Raises: UnsafeCheckpointError for a file that runs code when it is unpickled, unless `allow_pickle`.
         """
-        return import_module("hasten.checkpoint.export").load_object(f, allow_pickle)  # on first use
+        from hasten.checkpoint.export import load_object  # on first use
+
+        return load_object(f, allow_pickle)
 
     @property
     def _writes(self) -> bool:
@@ -1168,6 +1175,9 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release all prepared objects and empty the device's cache; returns None for each argument."""
         self._prepared.clear()
+        for part in self._clock.parts.members:
+            if isinstance(part, EMA):
+                self._clock.parts.remove(part)
         self._clock.unowned = None
         self._accumulations.clear()
         cleared = [None] * len(objects)

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, Final
 
 import torch
@@ -161,8 +160,10 @@ class Preparer:
             if self.done.holds(item.value):
                 item.kind = "nothing"
         if "bitsandbytes" in sys.modules:
+            from hasten.modules.quantized import restore_states_on_load  # only for quantized models
+
             for item in bundle.of("model"):
-                import_module("hasten.modules.quantized").restore_states_on_load(item.value)  # on first use
+                restore_states_on_load(item.value)
         bundle.earlier = [self._strategy.unwrap(model) for model in self.done.models]
         self._strategy.prepare(bundle, self._ctx, self._precision, train)
         models = [item.value for item in bundle.of("model")]
@@ -308,10 +309,11 @@ class Preparer:
         self, loader: Any, place: bool, seed: int, slice_fn: Any = None, already_sharded: bool | None = None
     ) -> Any:
         """Prepare a loader."""
-        building = import_module("hasten.data.build")  # on first use
+        from hasten.data.build import prepare_loader  # on first use
+
         wraps = () if self.done.loaders else self._clock.parts.source
         config = self._config.dataloader
-        prepared: Loader = building.prepare_loader(
+        prepared: Loader = prepare_loader(
             loader,
             ctx=self._ctx,
             config=config.replace(prefetch=0) if wraps else config,

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,17 +85,17 @@ def open_run_log(settings: Resolved, ctx: ProcessContext, strategy: Strategy) ->
         }
 
     collectives = ctx.world.collectives if isinstance(ctx.world, ProcessGroupComm) else CollectiveRecord()
-    run_log = import_module("hasten.tracking.run_log")  # only a run with a folder has one
-    gauge = import_module("hasten.progress.meter").MemoryGauge(ctx.device)  # the same
-    made: RunLog = run_log.RunLog(
-        Path(folder) / run_log.FOLDER,
+    from hasten.progress.meter import MemoryGauge  # only a run with a folder has a log
+    from hasten.tracking.run_log import FOLDER, RunLog  # the same
+
+    return RunLog(
+        Path(folder) / FOLDER,
         ctx.rank,
         facts,
-        gauge.used_bytes,
+        MemoryGauge(ctx.device).used_bytes,
         collectives_s=lambda: collectives.spent_s,
         gradients_s=strategy.caps.gradients_s,
     )
-    return made
 
 
 class RunLogPart(RunPart):
@@ -238,8 +237,9 @@ def join_world(config: Config, context: ProcessContext | None) -> ProcessContext
     topology = Topology.from_env(env.snapshot())
     device = device_for(config, topology)
     if config.launch.enable_cpu_affinity:
-        affinity = import_module("hasten.runtime.affinity")  # only a run that sets it needs it
-        plan = affinity.set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
+        from hasten.runtime.affinity import set_affinity  # only a run that sets it needs it
+
+        plan = set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
         log.info("cpu affinity: %s", plan.reason)
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
@@ -317,8 +317,9 @@ def open_trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tra
     is_main = rank == 0 and _writes_run(config)
     if asked != ():
         with agree(ctx.world, "loading the trackers"):
-            registry = import_module("hasten.tracking.registry")  # only a run with trackers needs it
-            trackers = registry.build(asked, missing=config.tracking.missing_tracker, is_main=is_main)
+            from hasten.tracking.registry import build  # only a run with trackers needs it
+
+            trackers = build(asked, missing=config.tracking.missing_tracker, is_main=is_main)
     return TrackerManager(
         trackers,
         is_main=is_main,

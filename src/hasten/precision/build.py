@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import assert_never
 
 import torch
@@ -42,16 +41,20 @@ def build_precision(
             precision = FullPrecision()
         case "bf16":
             check_autocast(spec, torch.bfloat16, device)
-            half = import_module("hasten.precision.autocast")  # a run in full precision needs none of it
-            precision = half.AutocastPrecision(spec, device, torch.bfloat16, kwargs)
+            from hasten.precision.autocast import AutocastPrecision  # a run in full precision needs none of it
+
+            precision = AutocastPrecision(spec, device, torch.bfloat16, kwargs)
         case "fp16":
             check_autocast(spec, torch.float16, device)
-            half = import_module("hasten.precision.autocast")  # the same
-            loss_scaler = half.LossScaler(device, scaler or GradScalerKwargs(), comm) if scales else None
-            precision = half.AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
+            from hasten.precision.autocast import AutocastPrecision  # the same
+            from hasten.precision.scaler import LossScaler  # the same
+
+            loss_scaler = LossScaler(device, scaler or GradScalerKwargs(), comm) if scales else None
+            precision = AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
         case "fp8":
-            eighth = import_module("hasten.precision.fp8")  # the same
-            precision = eighth.Fp8Precision(device, fp8 or FP8Config(), kwargs, sharded)
+            from hasten.precision.fp8 import Fp8Precision  # the same
+
+            precision = Fp8Precision(device, fp8 or FP8Config(), kwargs, sharded)
         case other:
             assert_never(other)
     return precision
