@@ -227,7 +227,7 @@ def test_a_forked_copy_does_not_release_the_lock(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         draft.abort = None  # type: ignore[method-assign,assignment]
-        draft._draft.lock.release()  # type: ignore[union-attr]  # as if the copy went out of scope
+        draft._lock.release()  # type: ignore[union-attr]  # as if the copy went out of scope
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     save(store, "other")
