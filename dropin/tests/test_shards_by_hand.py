@@ -21,10 +21,10 @@ from accelerate.utils import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from hasten.checkpoint.format.torch_folder import whole_tensors
-from hasten.checkpoint.inspect import merge
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
+from hasten.extensions.checkpoint_tools.inspect import merge
+from hasten.extensions.checkpoint_tools.torch_folder import whole_tensors
 
 # Any in this file: a stand-in of an Accelerator, and peft's models.
 

@@ -29,7 +29,7 @@ SMALL: Final = MappingProxyType(
         "__main__.py": "`python -m hasten`",
         "accelerator/inference.py": "a public function",
         "accelerator/generating.py": "one feature of the facade, loaded on first use",
-        "cli/data_cmd.py": "one file for each command",
+        "extensions/checkpoint_tools/data_command.py": "one file for each command",
         "extensions/report/command.py": "one file for each command",
         "config/handoff.py": "used by the launcher and by the Accelerator, which share nothing else",
         "config/sections/trust.py": "one file for each topic of settings",

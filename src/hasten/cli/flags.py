@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import pathlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
@@ -352,3 +353,26 @@ def seconds(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return number
+
+
+def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the user's function
+    """Return the function or class that `module:function` names; `instead` describes the alternative in errors.
+
+    Raises: ConfigError when there is no such module or function.
+    """
+    module_name, _, name = target.partition(":")
+    if str(pathlib.Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(pathlib.Path.cwd()))
+    try:
+        module = import_module(module_name)  # the module that the user named
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise ConfigError(f"{target}: there is no module {module_name!r}; {instead}.") from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        known = ", ".join(
+            sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        )
+        raise ConfigError(f"{target}: {module_name} has no function {name!r}; it has {known or 'none'}.")
+    return function

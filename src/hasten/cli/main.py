@@ -17,8 +17,6 @@ from hasten.version import __version__
 COMMANDS: Final = MappingProxyType(
     {
         "launch": ("hasten.cli.launch_cmd:main", "start a script on all devices and machines"),
-        "ckpt": ("hasten.cli.ckpt_cmd:main", "list, verify, compare and convert checkpoints"),
-        "data": ("hasten.cli.data_cmd:main", "show the samples of a batch of a saved run"),
         "completion": (
             "hasten.cli.completion_cmd:main",
             "print the completion of commands and flags for bash, zsh or fish",

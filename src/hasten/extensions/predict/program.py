@@ -16,10 +16,10 @@ import torch
 import xxhash
 
 from hasten.accelerator.facade import Accelerator
+from hasten.cli.flags import find_named
 from hasten.comm.agreement import agree
 from hasten.errors import DataError
 from hasten.extensions.predict.rows import RowParts, read_rows
-from hasten.state.saved_batches import find_named
 
 # Any in this file: rows and results are JSON values.
 Rows = Sequence[dict[str, Any]]

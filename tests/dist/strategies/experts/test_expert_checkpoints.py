@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hasten import Accelerator, ParallelismConfig
 from hasten.checkpoint.export import read_model
-from hasten.checkpoint.inspect import merge
+from hasten.extensions.checkpoint_tools.inspect import merge
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import next_token_loss, seeded

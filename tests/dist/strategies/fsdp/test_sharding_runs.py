@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator
 from hasten.checkpoint.export import read_model
-from hasten.cli.ckpt_cmd import main as ckpt
 from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.errors import ConfigError
+from hasten.extensions.checkpoint_tools.command import main as ckpt
 from hasten.modules import forwarding
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks

@@ -36,7 +36,7 @@ formats = Deferred("hasten.checkpoint.format.formats")
 reader = Deferred("hasten.checkpoint.reader")
 reshard = Deferred("hasten.checkpoint.reshard")
 state_dicts = Deferred("hasten.checkpoint.state_dicts")
-torch_folder = Deferred("hasten.checkpoint.format.torch_folder")
+torch_folder = Deferred("hasten.extensions.checkpoint_tools.torch_folder")
 _POLICY = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 
 

@@ -11,8 +11,8 @@ from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 
-inspect = Deferred("hasten.checkpoint.inspect")
-torch_folder = Deferred("hasten.checkpoint.format.torch_folder")
+inspect = Deferred("hasten.extensions.checkpoint_tools.inspect")
+torch_folder = Deferred("hasten.extensions.checkpoint_tools.torch_folder")
 # Any in this file: argparse's subparsers and namespaces.
 
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from hasten import Accelerator
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
 from hasten.checkpoint.export import load_object, read_model, save_model
-from hasten.checkpoint.format.torch_folder import whole_tensors
-from hasten.checkpoint.inspect import convert, merge
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from hasten.extensions.checkpoint_tools.inspect import convert, merge
+from hasten.extensions.checkpoint_tools.torch_folder import whole_tensors
 
 Edit = Callable[[Metadata, Path], Any]
 W = "model.w"

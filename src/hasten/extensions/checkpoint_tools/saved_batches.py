@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from importlib import import_module
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.inspect import find as find_checkpoint
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.cli.flags import find_named
 from hasten.comm.local import LocalComm
 from hasten.data import batch_plan as lookup
 from hasten.data.batch_plan import FoundSample
-from hasten.errors import ConfigError, DataError
+from hasten.errors import DataError
+from hasten.extensions.checkpoint_tools.inspect import find as find_checkpoint
 from hasten.runtime.mesh_plan import BATCH, Axis, MeshSpec
 from hasten.state.run_state import load_packed, numbered_name
-
-
-def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the user's function
-    """Return the function or class that `module:function` names; `instead` describes the alternative in errors.
-
-    Raises: ConfigError when there is no such module or function.
-    """
-    module_name, _, name = target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = import_module(module_name)  # the module that the user named
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise ConfigError(f"{target}: there is no module {module_name!r}; {instead}.") from error
-    made: Callable[..., Any] | None = getattr(found, name, None)
-    if not callable(made):
-        known = ", ".join(
-            sorted(one for one, value in vars(found).items() if callable(value) and not one.startswith("_"))
-        )
-        raise ConfigError(f"{target}: {module_name} has no function {name!r}; it has {known or 'none'}.")
-    return made
-
 
 _SHOWN: Final = 200
 

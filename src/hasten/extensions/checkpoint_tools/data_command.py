@@ -53,4 +53,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tool() -> Any:  # Any: a module; imported late because torch is slow to import and --help does not need it
-    return import_module("hasten.state.saved_batches")
+    return import_module("hasten.extensions.checkpoint_tools.saved_batches")

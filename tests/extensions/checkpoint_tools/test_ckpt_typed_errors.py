@@ -216,7 +216,7 @@ def test_a_forged_loader_in_a_checkpoint_changes_nothing(tmp_path: Path) -> None
     accelerator.save_state(tmp_path / "a")
     with torch.no_grad():
         model.weight.fill_(5.0)
-    with pytest.raises((CheckpointError, DataError), match="epoch='soon'"):
+    with pytest.raises((CheckpointError, DataError), match="epoch"):
         accelerator.load_state(tmp_path / "a")
     assert float(model.weight.detach()) == 5.0
 

@@ -21,7 +21,6 @@ from hasten import Accelerator, ProjectConfiguration
 from hasten.checkpoint.base import Component, Slice, StateTree
 from hasten.checkpoint.export import read_model, save_model
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest, decode, encode
-from hasten.checkpoint.inspect import find, merge, verify
 from hasten.checkpoint.reader import open_checkpoint, read_one_version
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.disk import Disk, cannot_write
@@ -37,6 +36,7 @@ from hasten.errors import (
     IncompleteCheckpointError,
     UnsafeCheckpointError,
 )
+from hasten.extensions.checkpoint_tools.inspect import find, merge, verify
 
 
 def run(folder: Path | None = None, **settings: Any) -> tuple[Accelerator, nn.Module]:

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tools() -> Any:  # Any: a module
-    return import_module("hasten.checkpoint.inspect")  # loads torch, which --help does not need
+    return import_module("hasten.extensions.checkpoint_tools.inspect")  # loads torch, which --help does not need
 
 
 def _list(given: argparse.Namespace) -> int:

@@ -16,7 +16,6 @@ from hasten.checkpoint.export import is_checkpoint, read_model, save_model
 from hasten.checkpoint.format.formats import load_torch
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hasten.checkpoint.format.packing import pack
-from hasten.checkpoint.format.torch_folder import is_torch_folder, whole_tensors
 from hasten.checkpoint.reader import Checkpoint, Progress, open_checkpoint, read_one_version, verify_files
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.save import save_tree
@@ -25,6 +24,7 @@ from hasten.checkpoint.store.locate import check_local, is_url, locate, newest, 
 from hasten.checkpoint.store.occupied import FOREIGN, listed, names_to_replace
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, CheckpointReplacedError, IncompleteCheckpointError
+from hasten.extensions.checkpoint_tools.torch_folder import is_torch_folder, whole_tensors
 
 
 @dataclass(frozen=True, slots=True)
