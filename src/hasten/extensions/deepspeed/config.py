@@ -51,8 +51,8 @@ def _check_nvme(config: dict[str, Any], part: str, stage: int, notes: list[str])
         zero["sub_group_size"] = 1
 
 
-AUTO: Final = "auto"
-_HALVES: Final = ("fp16", "bf16")
+AUTO_VALUE: Final = "auto"
+_HALF_PRECISIONS: Final = ("fp16", "bf16")
 _DROPPED: Final = (
     # without the model's hidden size, DeepSpeed's defaults are better than a guess
     ("zero_optimization", "reduce_bucket_size"),
@@ -99,53 +99,53 @@ class _Filling:
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the section, created when it is missing."""
-        made: dict[str, Any] = self.config.setdefault(name, {})
-        if not isinstance(made, dict):
+        section: dict[str, Any] = self.config.setdefault(name, {})
+        if not isinstance(section, dict):
             raise ConfigError(
-                f"deepspeed.hf_ds_config has {name}={made!r}, but DeepSpeed expects a mapping there and would stop. "
+                f"deepspeed.hf_ds_config has {name}={section!r}, but DeepSpeed expects a mapping there and would stop. "
                 f"Write {name} as a mapping of its options."
             )
-        return made
+        return section
 
-    def fill(self, section: str, key: str, value: Any, why: str) -> None:
+    def fill(self, section: str, key: str, value: Any, reason: str) -> None:
         """Set a value that is missing or "auto"; note the value if it was "auto"."""
-        place = self.section(section) if section else self.config
-        if place.get(key, AUTO) == AUTO:
-            if key in place:
-                self.notes.append(f"{section + '.' if section else ''}{key}: {value!r} ({why})")
-            place[key] = value
+        options = self.section(section) if section else self.config
+        if options.get(key, AUTO_VALUE) == AUTO_VALUE:
+            if key in options:
+                self.notes.append(f"{section + '.' if section else ''}{key}: {value!r} ({reason})")
+            options[key] = value
 
 
-def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def read_config(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a copy of DeepSpeed's configuration as a dict; a path is read as JSON.
 
     Raises: ConfigError for a file that is missing or does not hold a JSON object.
     """
-    if given is None:
+    if config is None:
         return {}
-    if isinstance(given, Mapping):
-        return {key: _unshared(value) for key, value in given.items()}
-    path = Path(given).expanduser()
+    if isinstance(config, Mapping):
+        return {section: _copy_unshared(options) for section, options in config.items()}
+    path = Path(config).expanduser()
     try:
-        read = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"deepspeed.hf_ds_config={given!r} cannot be read ({type(error).__name__}: {error}), so the engine cannot be configured. "
+            f"deepspeed.hf_ds_config={config!r} cannot be read ({type(error).__name__}: {error}), so the engine cannot be configured. "
             "Give the path of a JSON file in DeepSpeed's format, or a mapping."
         ) from error
-    if not isinstance(read, dict):
+    if not isinstance(content, dict):
         raise ConfigError(
-            f"deepspeed.hf_ds_config={given!r} contains a {type(read).__name__}, not a JSON object. "
+            f"deepspeed.hf_ds_config={config!r} contains a {type(content).__name__}, not a JSON object. "
             "Write DeepSpeed's settings as {...}."
         )
-    return read
+    return content
 
 
-def _unshared(value: Any) -> Any:
+def _copy_unshared(value: Any) -> Any:
     """Return a deep copy in which a mapping shared by two sections becomes two, so that each is filled separately."""
     if isinstance(value, Mapping):
-        return {key: _unshared(inner) for key, inner in value.items()}
-    return [_unshared(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _copy_unshared(inner_value) for key, inner_value in value.items()}
+    return [_copy_unshared(inner_value) for inner_value in value] if isinstance(value, list) else value
 
 
 def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
@@ -153,10 +153,10 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
 
     Raises: ConfigError where DeepSpeed's file and the run contradict each other, or "auto" has no value.
     """
-    filling = _Filling(_given(plugin))
-    stage = _zero(filling, plugin)
-    _precision(filling, facts)
-    _batches(filling, plugin, facts)
+    filling = _Filling(_config_of(plugin))
+    stage = _fill_zero(filling, plugin)
+    _fill_precision(filling, facts)
+    _fill_batches(filling, plugin, facts)
     clipping = _clipping(filling, plugin)
     _optimizer(filling, facts)
     _scheduler(filling, facts)
@@ -167,7 +167,7 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
 
 def stage_of(plugin: DeepSpeedPlugin) -> int:
     """Return the ZeRO stage of the settings. Raises: ConfigError for a stage that does not exist."""
-    return _zero(_Filling(_given(plugin)), plugin)
+    return _fill_zero(_Filling(_config_of(plugin)), plugin)
 
 
 def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  # Any: DeepSpeed's keys and values
@@ -175,24 +175,24 @@ def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  
 
     Raises: ConfigError as `translate` does, and for other stages.
     """
-    filling = _Filling(_given(plugin))
-    if (stage := _zero(filling, plugin)) != 3:
+    filling = _Filling(_config_of(plugin))
+    if (stage := _fill_zero(filling, plugin)) != 3:
         raise ConfigError(
             f"deepspeed.zero3_init_flag=True needs ZeRO stage 3, but the stage is {stage}, which does not partition parameters. Set "
             "zero_optimization.stage to 3, or remove zero3_init_flag."
         )
     facts = Facts(mixed_precision=mixed_precision)
-    _precision(filling, facts)
+    _fill_precision(filling, facts)
     _hidden_size(filling, facts)
-    parts = ("zero_optimization", "aio", *_HALVES)
-    config = {name: filling.config[name] for name in parts if name in filling.config}
+    section_names = ("zero_optimization", "aio", *_HALF_PRECISIONS)
+    config = {name: filling.config[name] for name in section_names if name in filling.config}
     zero = config["zero_optimization"]
     zero["memory_efficient_linear"] = False  # torch's linear function stays until an engine computes
     _refuse_autos(config)
     return {**config, "train_micro_batch_size_per_gpu": 1}
 
 
-def _given(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+def _config_of(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     config = read_config(plugin.hf_ds_config)
     if plugin.hf_ds_config is None:
         _from_options(config, plugin)
@@ -201,9 +201,9 @@ def _given(plugin: DeepSpeedPlugin) -> dict[str, Any]:
 
 
 def _refuse_autos(config: dict[str, Any]) -> None:
-    if left := sorted(_autos(config)):
+    if unfilled_keys := sorted(_autos(config)):
         raise ConfigError(
-            f'deepspeed.hf_ds_config says "auto" for {", ".join(left)}, which hasten cannot fill, '
+            f'deepspeed.hf_ds_config says "auto" for {", ".join(unfilled_keys)}, which hasten cannot fill, '
             "and DeepSpeed would read it as a string. Write the value."
         )
 
@@ -221,23 +221,23 @@ def _from_options(config: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
     config["zero_optimization"] = zero
 
 
-def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
+def _fill_zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     zero = filling.section("zero_optimization")
     stage = zero.setdefault("stage", 0)
-    if stage == AUTO:
+    if stage == AUTO_VALUE:
         filling.fill("zero_optimization", "stage", plugin.zero_stage, "deepspeed.zero_stage")
         stage = zero["stage"]
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage={stage!r} is not a ZeRO stage. Set 0, 1, 2 or 3.")
-    for part in ("optimizer", "param"):
-        device = _offload(zero, part)
+    for kind in ("optimizer", "param"):
+        device = _offload_device(zero, kind)
         if device == "nvme":
-            _check_nvme(filling.config, part, int(stage), filling.notes)
-        if device == "cpu" and (stage == 0 or (part == "param" and stage < 3)):
-            needed = "stage 3" if part == "param" else "stage 1, 2 or 3"
+            _check_nvme(filling.config, kind, int(stage), filling.notes)
+        if device == "cpu" and (stage == 0 or (kind == "param" and stage < 3)):
+            needed_stage = "stage 3" if kind == "param" else "stage 1, 2 or 3"
             raise ConfigError(
-                f"zero_optimization.offload_{part}.device='cpu' needs {needed}, but the stage is {stage}, so nothing would be "
-                f"offloaded. Set zero_optimization.stage, or remove offload_{part}."
+                f"zero_optimization.offload_{kind}.device='cpu' needs {needed_stage}, but the stage is {stage}, so nothing would be "
+                f"offloaded. Set zero_optimization.stage, or remove offload_{kind}."
             )
     if stage == 1 and zero.get("overlap_comm"):
         zero["overlap_comm"] = False
@@ -250,9 +250,9 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     return int(stage)
 
 
-def _offload(zero: dict[str, Any], part: str) -> str:
+def _offload_device(zero: dict[str, Any], part: str) -> str:
     section = zero.get(f"offload_{part}") or {}
-    if section.get("device") == AUTO:
+    if section.get("device") == AUTO_VALUE:
         section["device"] = "none"
     device = str(section.get("device", "none"))
     if device != "none":
@@ -260,29 +260,29 @@ def _offload(zero: dict[str, Any], part: str) -> str:
     return device
 
 
-def _precision(filling: _Filling, facts: Facts) -> None:
-    wanted = facts.mixed_precision
-    if wanted == "fp8":
+def _fill_precision(filling: _Filling, facts: Facts) -> None:
+    mixed_precision = facts.mixed_precision
+    if mixed_precision == "fp8":
         raise ConfigError(
             "mixed_precision='fp8' is not supported under DeepSpeed, which has no fp8 training; use 'bf16'."
         )
-    for name in _HALVES:
+    for name in _HALF_PRECISIONS:
         if name not in filling.config:
-            if name == wanted:
+            if name == mixed_precision:
                 filling.config[name] = {"enabled": True}
             continue
-        filling.fill(name, "enabled", name == wanted, f"mixed_precision={wanted!r}")
+        filling.fill(name, "enabled", name == mixed_precision, f"mixed_precision={mixed_precision!r}")
         enabled = filling.section(name)["enabled"]
-        if bool(enabled) != (name == wanted):
+        if bool(enabled) != (name == mixed_precision):
             raise ConfigError(
-                f"DeepSpeed's configuration has {name}.enabled={enabled}, but the run has mixed_precision={wanted!r}; they "
+                f"DeepSpeed's configuration has {name}.enabled={enabled}, but the run has mixed_precision={mixed_precision!r}; they "
                 f"would compute in different precisions. Set mixed_precision={name if enabled else 'no'!r}, or "
                 f'{name}.enabled to "auto".'
             )
-    if wanted == "fp16":
+    if mixed_precision == "fp16":
         scale = filling.section("fp16")
         for key, value in (("loss_scale", 0), ("initial_scale_power", 16), ("loss_scale_window", 1000)):
-            if scale.get(key) == AUTO:
+            if scale.get(key) == AUTO_VALUE:
                 filling.fill("fp16", key, value, "dynamic scale")
     if filling.config.get("torch_autocast", {}).get("enabled"):
         raise ConfigError(
@@ -291,43 +291,46 @@ def _precision(filling: _Filling, facts: Facts) -> None:
         )
 
 
-def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
+def _fill_batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
     """Fill the batch sizes; DeepSpeed's accumulation is off, because the loop's clock accumulates."""
     config, world = filling.config, facts.world_size
-    requested = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO)]
-    for steps in requested:
-        if steps not in (None, AUTO, facts.accumulation):
+    requested_steps = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO_VALUE)]
+    for steps in requested_steps:
+        if steps not in (None, AUTO_VALUE, facts.accumulation):
             raise ConfigError(
                 f"DeepSpeed's gradient_accumulation_steps={steps} and the loop's gradient_accumulation_steps="
                 f"{facts.accumulation} differ; the updates would occur at different batches than with other strategies. Give "
                 f'Accelerator(gradient_accumulation_steps={steps}), or write "auto".'
             )
-    micro, total = config.get("train_micro_batch_size_per_gpu", AUTO), config.get("train_batch_size", AUTO)
-    if micro == AUTO and total != AUTO:
-        micro, rest = divmod(int(total), facts.accumulation * world)
-        if rest or not micro:
+    micro_batch, whole_batch = (
+        config.get("train_micro_batch_size_per_gpu", AUTO_VALUE),
+        config.get("train_batch_size", AUTO_VALUE),
+    )
+    if micro_batch == AUTO_VALUE and whole_batch != AUTO_VALUE:
+        micro_batch, remainder = divmod(int(whole_batch), facts.accumulation * world)
+        if remainder or not micro_batch:
             raise ConfigError(
-                f"train_batch_size={total} is not divisible by {facts.accumulation} accumulated micro-steps on {world} "
+                f"train_batch_size={whole_batch} is not divisible by {facts.accumulation} accumulated micro-steps on {world} "
                 f"processes, so the micro-batch size is not an integer. Set a multiple of {facts.accumulation * world}."
             )
-        filling.notes.append(f"train_micro_batch_size_per_gpu: {micro} (train_batch_size={total})")
-    if micro == AUTO:
-        micro = facts.micro_batch or 1
-        why = (
+        filling.notes.append(f"train_micro_batch_size_per_gpu: {micro_batch} (train_batch_size={whole_batch})")
+    if micro_batch == AUTO_VALUE:
+        micro_batch = facts.micro_batch or 1
+        reason = (
             "the loader's batch size"
             if facts.micro_batch
             else "no loader was prepared in the same call; no effect on training"
         )
-        filling.notes.append(f"train_micro_batch_size_per_gpu: {micro} ({why})")
-    if total not in (AUTO, micro * facts.accumulation * world):
+        filling.notes.append(f"train_micro_batch_size_per_gpu: {micro_batch} ({reason})")
+    if whole_batch not in (AUTO_VALUE, micro_batch * facts.accumulation * world):
         raise ConfigError(
-            f"train_batch_size={total}, but {micro} samples a micro-batch x {facts.accumulation} micro-steps x {world} processes "
-            f'are {micro * facts.accumulation * world}. Write "auto" for one of them.'
+            f"train_batch_size={whole_batch}, but {micro_batch} samples a micro-batch x {facts.accumulation} micro-steps x {world} processes "
+            f'are {micro_batch * facts.accumulation * world}. Write "auto" for one of them.'
         )
     config |= {
-        "train_micro_batch_size_per_gpu": int(micro),
+        "train_micro_batch_size_per_gpu": int(micro_batch),
         "gradient_accumulation_steps": 1,
-        "train_batch_size": int(micro) * world,
+        "train_batch_size": int(micro_batch) * world,
     }
     if facts.accumulation > 1:
         filling.notes.append(
@@ -338,10 +341,10 @@ def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
 def _clipping(filling: _Filling, plugin: DeepSpeedPlugin) -> float:
     """Return the norm to clip to, and turn the engine's clipping off, so that gradients are clipped only once."""
     value = filling.config.get("gradient_clipping", plugin.gradient_clipping)
-    if value == AUTO:
+    if value == AUTO_VALUE:
         filling.notes.append("gradient_clipping: off (the loop calls clip_grad_norm_)")
     filling.config["gradient_clipping"] = 0.0
-    return 0.0 if value in (None, AUTO) else float(value)
+    return 0.0 if value in (None, AUTO_VALUE) else float(value)
 
 
 def _optimizer(filling: _Filling, facts: Facts) -> None:
@@ -360,7 +363,7 @@ def _optimizer(filling: _Filling, facts: Facts) -> None:
         )
     params = section.setdefault("params", {})
     for key, value in list(params.items()):
-        if value == AUTO:
+        if value == AUTO_VALUE:
             if key not in facts.optimizer:
                 raise ConfigError(
                     f'optimizer.params.{key} is "auto", but DummyOptim was not given {key}. Pass it to DummyOptim, or write the value.'
@@ -380,7 +383,7 @@ def _scheduler(filling: _Filling, facts: Facts) -> None:
     rate = (filling.config.get("optimizer") or {}).get("params", {}).get("lr")
     known = {"warmup_min_lr": 0, "warmup_max_lr": rate, "lr": rate, "cycle_max_lr": rate, **given}
     for key, value in list(params.items()):
-        if value == AUTO:
+        if value == AUTO_VALUE:
             if known.get(key) is None:
                 raise ConfigError(
                     f'scheduler.params.{key} is "auto", but there is no value to fill in. Prepare hasten.DummyScheduler(optimizer, '
@@ -394,7 +397,7 @@ def _hidden_size(filling: _Filling, facts: Facts) -> None:
     size = facts.hidden_size
     for section, key in _DROPPED:
         place = filling.config.get(section, {})
-        if place.get(key) != AUTO:
+        if place.get(key) != AUTO_VALUE:
             continue
         if size is None or key == "allgather_bucket_size":
             del place[key]
@@ -407,4 +410,4 @@ def _hidden_size(filling: _Filling, facts: Facts) -> None:
 def _autos(value: Any, path: Sequence[str] = ()) -> list[str]:  # Any: nested settings
     if isinstance(value, Mapping):
         return [found for key, item in value.items() for found in _autos(item, (*path, str(key)))]
-    return [".".join(path)] if value == AUTO else []
+    return [".".join(path)] if value == AUTO_VALUE else []

@@ -83,19 +83,19 @@ def start(
 ) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
     """Return an engine for the model and its optimizer, and the engine's linear function. Ranks: every rank."""
     deepspeed = join(ctx)
-    _leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
+    _mark_leaf_modules(deepspeed, model, plugin.transformer_moe_cls_names or ())
     given: dict[str, Any] = {"optimizer": optimizer}
     if isinstance(optimizer, Placeholder):
         groups = [{"params": group["params"]} for group in optimizer.param_groups]
         given = {"model_parameters": groups if len(groups) > 1 else groups[0]["params"]}
     with env.restored(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed still uses
-        for name, value in _place(ctx).items():
+        for name, value in _launcher_variables(ctx).items():
             env.put_default(name, value)
         zero = made.config["zero_optimization"]
         with agree(ctx.world, "a folder on NVMe"):
             deepspeed_nvme.load_library(zero)
-            state = deepspeed_nvme.own_folder(zero)
+            state = deepspeed_nvme.create_engine_folder(zero)
         with torchs_linear() as own, deepspeed_nvme.removed_on_error(state):
             engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
     if state is not None:
@@ -109,22 +109,22 @@ def start(
 @contextmanager
 def torchs_linear() -> Iterator[Callable[..., Tensor]]:
     """Context manager that yields DeepSpeed's linear function and restores torch's at its end."""
-    own: Callable[..., Tensor] = need("deepspeed.runtime.zero.linear").zero3_linear_wrap
-    before = functional.linear
-    if before is own:  # a library has built a partitioned model
-        before = need("deepspeed.runtime.zero.partition_parameters").Init.linear_bk
+    deepspeed_linear: Callable[..., Tensor] = need("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    torch_linear = functional.linear
+    if torch_linear is deepspeed_linear:  # a library has built a partitioned model
+        torch_linear = need("deepspeed.runtime.zero.partition_parameters").Init.linear_bk
     try:
-        yield own
+        yield deepspeed_linear
     finally:
-        functional.linear = before
+        functional.linear = torch_linear
 
 
-def _place(ctx: ProcessContext) -> dict[str, str]:
-    place = ctx.topology
+def _launcher_variables(ctx: ProcessContext) -> dict[str, str]:
+    topology = ctx.topology
     return {
-        "LOCAL_RANK": str(place.local_rank),
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(topology.local_rank),
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.world_size),
         "MASTER_ADDR": "127.0.0.1",  # the group exists already; DeepSpeed only checks that these are set
         "MASTER_PORT": "29500",
     }
@@ -139,31 +139,31 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
     # Its compilation takes a minute at first use, and only DeepSpeed's inference calls it.
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
     if ctx.device.type == "cpu" and deepspeed.get_accelerator().device_name() != "cpu":
-        cpu = need("deepspeed.accelerator.cpu_accelerator")
-        deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
+        cpu_accelerator = need("deepspeed.accelerator.cpu_accelerator")
+        deepspeed.accelerator.set_accelerator(cpu_accelerator.CPU_Accelerator())
     # ZeRO-3 reads its local rank from the environment while it runs, where a process without a launcher has none.
     for name in _ASK_LOCAL_RANK:
         need(name).os = SimpleNamespace(environ={"LOCAL_RANK": str(ctx.topology.local_rank)})
-    talk = deepspeed.comm.comm
-    if getattr(talk.cdb, "hasten_world", None) is not dist.group.WORLD:
-        talk.cdb = None
+    comm_module = deepspeed.comm.comm
+    if getattr(comm_module.cdb, "hasten_world", None) is not dist.group.WORLD:
+        comm_module.cdb = None
         deepspeed.utils.groups._release_process_group_references()
-        _count_anew()
+        _reset_counters()
         with env.restored():
-            for name, value in _place(ctx).items():
+            for name, value in _launcher_variables(ctx).items():
                 env.put_default(name, value)
             deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
-        talk.cdb.hasten_world = dist.group.WORLD
-        for ours, name in (
+        comm_module.cdb.hasten_world = dist.group.WORLD
+        for engine_name, name in (
             ("all_gather_function", "all_gather_single"),
             ("reduce_scatter_function", "reduce_scatter_single"),
         ):
-            if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 has the old names only
-                setattr(talk.cdb, ours, renamed)
+            if (torch_function := getattr(dist, name, None)) is not None:  # torch<2.13 has the old names only
+                setattr(comm_module.cdb, engine_name, torch_function)
     return deepspeed
 
 
-def _count_anew() -> None:
+def _reset_counters() -> None:
     """Number ZeRO-3's modules and parameters from 0: ranks of a new group may have had different engines before."""
     need("deepspeed.runtime.zero.partition_parameters").Init.param_id = 0
     offload = need("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
@@ -171,23 +171,25 @@ def _count_anew() -> None:
     counter[0] = 0
 
 
-def _leaves(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:
+def _mark_leaf_modules(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:
     """Mark the classes whose parameters ZeRO-3 gathers together."""
     if not names:
         return
-    kinds = {type(module).__name__: type(module) for module in model.modules()}
-    if missing := [name for name in names if name not in kinds]:
+    module_classes = {type(module).__name__: type(module) for module in model.modules()}
+    if unknown_names := [name for name in names if name not in module_classes]:
         raise PrepareError(
-            f"deepspeed.transformer_moe_cls_names names {missing}, but {type(model).__name__} has no module of these classes, so their "
-            f"parameters would be gathered one by one. Name classes of the model, such as {sorted(kinds)[:3]}."
+            f"deepspeed.transformer_moe_cls_names names {unknown_names}, but {type(model).__name__} has no module of these classes, so their "
+            f"parameters would be gathered one by one. Name classes of the model, such as {sorted(module_classes)[:3]}."
         )
-    deepspeed.utils.set_z3_leaf_modules(model, [kinds[name] for name in names])
+    deepspeed.utils.set_z3_leaf_modules(model, [module_classes[name] for name in names])
 
 
 # Any in this file: DeepSpeed and transformers are untyped.
 _TRANSFORMERS: Final = "transformers.integrations.deepspeed"
 _CONFIG: Final = "_hf_deepspeed_config_weak_ref"
-_LEFT_ALONE: Final = frozenset({"__get__", "__set__", "__hash__", "__repr__", "register_hook", "requires_grad_"})
+_FUNCTIONS_WITHOUT_VALUES: Final = frozenset(
+    {"__get__", "__set__", "__hash__", "__repr__", "register_hook", "requires_grad_"}
+)
 """Functions of a parameter that do not read its values."""
 
 
@@ -203,27 +205,27 @@ def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed still uses
         init = deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=set())
-    partition: Callable[[Any], None] = init._zero_init_param
-    built: list[Any] = []
+    partition_parameter: Callable[[Any], None] = init._zero_init_param
+    built_parameters: list[Any] = []
 
-    def noted(parameter: Any) -> None:
-        partition(parameter)
-        built.append(parameter)
+    def partition_and_note(parameter: Any) -> None:
+        partition_parameter(parameter)
+        built_parameters.append(parameter)
 
-    init._zero_init_param = noted
+    init._zero_init_param = partition_and_note
     # Importing transformers takes seconds; a script that builds one of its models has imported transformers already.
     registered = RegisteredConfig(config) if "transformers" in sys.modules else None
     try:
-        with torchs_linear(), init, _Gathering(deepspeed.zero.GatheredParameters):
+        with torchs_linear(), init, _GatherAround(deepspeed.zero.GatheredParameters):
             yield
     finally:
         if registered is not None:
             registered.forget()
-    for parameter in built:
-        _round(parameter, init.dtype)
+    for parameter in built_parameters:
+        _convert_dtype(parameter, init.dtype)
 
 
-def _round(parameter: Any, dtype: torch.dtype) -> None:
+def _convert_dtype(parameter: Any, dtype: torch.dtype) -> None:
     """Convert a partitioned parameter to the engine's precision; constructors initialise in the parameter's dtype."""
     if parameter.is_floating_point() and parameter.dtype != dtype:
         parameter.all_gather()
@@ -242,7 +244,7 @@ class RegisteredConfig:
         self._module = need(_TRANSFORMERS) if available(_TRANSFORMERS) else None
         if self._module is None:
             return
-        self._before = getattr(self._module, _CONFIG)
+        self._previous_config = getattr(self._module, _CONFIG)
         if config is None:
             self._module.unset_hf_deepspeed_config()
         elif not self._module.is_deepspeed_zero3_enabled():  # else the arguments of a Trainer have registered one
@@ -255,10 +257,10 @@ class RegisteredConfig:
     def forget(self) -> None:
         """Restore the configuration that transformers had before."""
         if self._module is not None:
-            setattr(self._module, _CONFIG, self._before)
+            setattr(self._module, _CONFIG, self._previous_config)
 
 
-class _Gathering(TorchFunctionMode):
+class _GatherAround(TorchFunctionMode):
     """Torch function mode that gathers partitioned parameters around operations on them.
 
     A parameter holds no values once its module is built, so a constructor that initialises the weights of its children would
@@ -270,35 +272,37 @@ class _Gathering(TorchFunctionMode):
         self._gather = gather
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        apart: list[Tensor] = []
-        trees.map_tensors(lambda x: apart.append(x) if _is_apart(x) else x, (args, given))
-        name = getattr(func, "__name__", "")
-        if apart and func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        keywords = kwargs or {}
+        partitioned: list[Tensor] = []
+        trees.map_tensors(
+            lambda tensor: partitioned.append(tensor) if _is_partitioned_away(tensor) else tensor, (args, keywords)
+        )
+        function_name = getattr(func, "__name__", "")
+        if partitioned and func == Tensor.data.__get__:  # type: ignore[attr-defined]
             raise PrepareError(
                 "a constructor accesses the .data of a parameter that is already partitioned and empty here, so values written to it "
                 "would be lost. Modify the parameter under torch.no_grad() instead of its .data, as the functions of torch.nn.init do, "
                 "or build the model outside init_module()."
             )
-        if not apart or name in _LEFT_ALONE:
-            return func(*args, **given)
-        with self._gather(apart, modifier_rank=0):
-            return func(*args, **given)
+        if not partitioned or function_name in _FUNCTIONS_WITHOUT_VALUES:
+            return func(*args, **keywords)
+        with self._gather(partitioned, modifier_rank=0):
+            return func(*args, **keywords)
 
 
-def _is_apart(tensor: Any) -> bool:
+def _is_partitioned_away(tensor: Any) -> bool:
     return getattr(getattr(tensor, "ds_status", None), "name", "") == "NOT_AVAILABLE"
 
 
 def make_whole(model: nn.Module, gather: Callable[..., Any]) -> None:
     """Replace the model's partitioned parameters by whole ones, for a model without an engine. Ranks: every rank."""
-    made: dict[int, nn.Parameter] = {}  # tied weights stay tied
+    whole_parameters: dict[int, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not hasattr(parameter, "ds_id"):
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in whole_parameters:
                 with gather([parameter]):
-                    copy = parameter.detach().clone()
-                made[id(parameter)] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
+                    values = parameter.detach().clone()
+                whole_parameters[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            setattr(module, name, whole_parameters[id(parameter)])

@@ -16,8 +16,10 @@ _ENV_FILE = ".hasten_deepspeed_env"
 
 def _is_chosen(request: LaunchRequest) -> bool:
     launch, config = request.config.launch, request.config
-    named = config.strategy == "deepspeed" and config.section(DeepSpeedPlugin).multinode_launcher != "standard"
-    return launch.launcher == "deepspeed" or (launch.launcher == "auto" and named)
+    names_deepspeed = (
+        config.strategy == "deepspeed" and config.section(DeepSpeedPlugin).multinode_launcher != "standard"
+    )
+    return launch.launcher == "deepspeed" or (launch.launcher == "auto" and names_deepspeed)
 
 
 def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -25,10 +27,10 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
 
     Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
     """
-    launch, engine = request.config.launch, request.config.section(DeepSpeedPlugin)
-    if engine.hostfile is None:
+    launch, plugin = request.config.launch, request.config.section(DeepSpeedPlugin)
+    if plugin.hostfile is None:
         raise ConfigError(
-            f"deepspeed.multinode_launcher={engine.multinode_launcher!r} needs a hostfile. Give --deepspeed_hostfile, or use the "
+            f"deepspeed.multinode_launcher={plugin.multinode_launcher!r} needs a hostfile. Give --deepspeed_hostfile, or use the "
             "standard launcher (the same hasten command on each machine)."
         )
     if launch.max_restarts:
@@ -39,19 +41,19 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     if per_machine is None and launch.num_processes is not None:
         per_machine = launch.num_processes // launch.num_machines
     shape = elsewhere(request, host, per_machine or max(1, host.num_devices))
-    options = ["--hostfile", engine.hostfile, "--launcher", engine.multinode_launcher]
-    options += ["--include", engine.inclusion_filter] if engine.inclusion_filter else []
-    options += ["--exclude", engine.exclusion_filter] if engine.exclusion_filter else []
+    options = ["--hostfile", plugin.hostfile, "--launcher", plugin.multinode_launcher]
+    options += ["--include", plugin.inclusion_filter] if plugin.inclusion_filter else []
+    options += ["--exclude", plugin.exclusion_filter] if plugin.exclusion_filter else []
     if launch.num_machines > 1:
         options += ["--num_nodes", str(launch.num_machines)]
-    if per_machine is not None and not engine.inclusion_filter and not engine.exclusion_filter:
+    if per_machine is not None and not plugin.inclusion_filter and not plugin.exclusion_filter:
         options += ["--num_gpus", str(per_machine)]
     if launch.main_process_ip:
         options += ["--master_addr", launch.main_process_ip]
     options += ["--master_port", str(launch.main_process_port or DEFAULT_PORT), "--no_local_rank"]
     options += ["--module"] if request.target.module else []
     options += ["--no_python"] if request.target.no_python else []
-    remote = "".join(f"{name}={value}\n" for name, value in shape.env)
+    remote_variables = "".join(f"{name}={value}\n" for name, value in shape.env)
     return LaunchPlan(
         launcher="deepspeed",
         procs=(Proc(("deepspeed", *options, request.target.name, *request.target.args), {"DS_ENV_FILE": _ENV_FILE}),),
@@ -59,7 +61,7 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
             f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} passes the settings to them",
             *shape.notes,
         ),
-        files=(PlannedFile(_ENV_FILE, remote),),
+        files=(PlannedFile(_ENV_FILE, remote_variables),),
         supervision=supervision(request, shape),
         target=request.target,
     )

@@ -38,7 +38,7 @@ def build_library() -> None:
         ) from error
 
 
-def own_folder(zero: dict[str, Any]) -> Path | None:
+def create_engine_folder(zero: dict[str, Any]) -> Path | None:
     """Create a folder in `nvme_path` for one engine of this process and set it in `zero`; None without offload to NVMe.
 
     DeepSpeed names its files by parameter, so two engines in one folder would overwrite each other's files.
@@ -46,13 +46,13 @@ def own_folder(zero: dict[str, Any]) -> Path | None:
     section = zero.get("offload_optimizer") or {}
     if section.get("device") != "nvme":
         return None
-    given = str(section["nvme_path"])
+    nvme_path = str(section["nvme_path"])
     try:
-        Path(given).mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="deepspeed-", dir=given)
+        Path(nvme_path).mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="deepspeed-", dir=nvme_path)
     except OSError as error:
         raise PrepareError(
-            f"zero_optimization.offload_optimizer.nvme_path={given!r} cannot be written ({error}), so the optimizer's state cannot be "
+            f"zero_optimization.offload_optimizer.nvme_path={nvme_path!r} cannot be written ({error}), so the optimizer's state cannot be "
             "stored. Give a folder on the NVMe drive that this process may write to."
         ) from error
     section["nvme_path"] = folder
@@ -68,7 +68,7 @@ def load_library(zero: dict[str, Any]) -> None:
 
 def remove_with(owner: object, folder: Path) -> None:
     """Remove the folder when its owner is garbage-collected or this process ends."""
-    weakref.finalize(owner, _remove, folder, os.getpid())
+    weakref.finalize(owner, _remove_folder, folder, os.getpid())
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def removed_on_error(folder: Path | None) -> Iterator[None]:
         raise
 
 
-def _remove(folder: Path, process: int) -> None:
+def _remove_folder(folder: Path, process: int) -> None:
     if os.getpid() == process:  # not in a forked process
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -95,7 +95,9 @@ class SwappedState:
 
     def move_gradients(self) -> None:
         """Move the window's gradients to the buffers that the step reads; parameters that were not used get zeros."""
-        self._zero._offload_boundary_param_ids = {p.ds_id for group in self._zero.fp16_groups for p in group}
+        self._zero._offload_boundary_param_ids = {
+            parameter.ds_id for group in self._zero.fp16_groups for parameter in group
+        }
         self._zero.finalize_gradient_accumulation_boundary()
 
     def finish_writes(self) -> None:
@@ -109,23 +111,25 @@ class SwappedState:
         `written` writes them back at the end; so does `replaced`, with the new state that the block sets for the optimizer.
         """
         zero = self._zero
-        number = next(i for i, one in enumerate(zero.fp32_partitioned_groups_flat) if one is flat)
-        if not zero._swappable_optimizer_subgroup(number):  # DeepSpeed keeps tensors below 1 MiB in memory
+        tensor_index = next(
+            index for index, group_tensor in enumerate(zero.fp32_partitioned_groups_flat) if group_tensor is flat
+        )
+        if not zero._swappable_optimizer_subgroup(tensor_index):  # DeepSpeed keeps tensors below 1 MiB in memory
             if replaced:
                 zero.optimizer.state.pop(flat, None)
             yield False
             return
-        info = zero.optimizer_swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
-        info.swapped_gradients.clear()  # of the last step; they would occupy a buffer
+        swap_info = zero.optimizer_swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
+        swap_info.swapped_gradients.clear()  # of the last step; they would occupy a buffer
         if replaced:
             zero.optimizer.state.pop(flat, None)
-            del info.tensors[1:]
-            info.has_state_tensors = False
-        zero._optimizer_states_and_gradient_swap_in(number)
+            del swap_info.tensors[1:]
+            swap_info.has_state_tensors = False
+        zero._optimizer_states_and_gradient_swap_in(tensor_index)
         try:
             yield True
         finally:
             if written or replaced:
-                zero._optimizer_states_and_gradient_swap_out(number)
+                zero._optimizer_states_and_gradient_swap_out(tensor_index)
             else:
-                zero._release_swap_buffers(number)
+                zero._release_swap_buffers(tensor_index)

@@ -22,7 +22,7 @@ from hasten.extensions.deepspeed.shards import (
     GradientOrder,
     ZeroShard,
     gradients_of,
-    own_weights,
+    rank_weights_of,
     shards_of,
 )
 from hasten.optim import clip
@@ -31,7 +31,7 @@ from hasten.precision.base import APPLIED, StepResult
 
 log = logging.getLogger(__name__)
 
-_SCALE: Final = "loss_scale"
+_SCALE_KEY: Final = "loss_scale"
 
 
 class DeepSpeedOptimizer(EngineOptimizer):
@@ -57,9 +57,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self.schedule: Any = None
         """Scheduler that the loop steps for this engine."""
         self._clipping = made.clipping
-        self._told = False
-        self._clipped = False
-        self._final = False
+        self._has_logged_clipping = False
+        self._gradients_are_clipped = False
+        self._gradients_are_final = False
         engine.set_gradient_accumulation_boundary(False)
         if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
             engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros, which would distort bias corrections
@@ -68,7 +68,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         )
         self._norm = EngineNorm.of(engine, self.stage)
         """DeepSpeed's own norm; None if its step does not compute one that the loop can use."""
-        self._swapped = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
+        self._swapped_state = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
         """Access to master weights and moments on NVMe; None if they are in memory."""
         self._count_passes()
 
@@ -81,7 +81,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         def counted() -> None:
             if self.entered:  # a second output of this engine in the same loss
                 return
-            if self._final:
+            if self._gradients_are_final:
                 refuse_late_backward()
             self.num_passes += 1
             self.entered = True
@@ -119,48 +119,52 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
     def finalize(self) -> None:
         """Reduce the window's accumulated gradients to their final values, once. Ranks: every rank."""
-        if self._final or not self.num_passes:
+        if self._gradients_are_final or not self.num_passes:
             return
         self.engine.set_gradient_accumulation_boundary(True)
         if self.stage < 2:
             self.engine.allreduce_gradients()
-        elif self._swapped is None:
+        elif self._swapped_state is None:
             self.engine.optimizer.finalize_gradient_accumulation_boundary()
-        self._final = True
+        self._gradients_are_final = True
 
     def apply(self) -> StepResult:
         if not self.num_passes:  # like torch: no gradients, no update
             return APPLIED
         self.finalize()
-        if self._clipping and not self._clipped:
+        if self._clipping and not self._gradients_are_clipped:
             self.clip(self._clipping)
         self.give_options()
-        before = self.loss_scale
-        if self._swapped is not None:
-            self._swapped.move_gradients()
+        previous_scale = self.loss_scale
+        if self._swapped_state is not None:
+            self._swapped_state.move_gradients()
         self.engine.step()
         self._opt_called = True  # set for torch's schedulers
         applied = bool(self.engine.was_step_applied())
-        if not applied and self._swapped is not None:
-            self._swapped.finish_writes()
+        if not applied and self._swapped_state is not None:
+            self._swapped_state.finish_writes()
         if not applied:
             log.warning(
                 "DeepSpeed skipped an update because gradients were inf or nan; the loss scale went from %g to %g",
-                before,
+                previous_scale,
                 self.loss_scale,
             )
         self._reset()
-        return StepResult(applied=applied, scale=before if before != 1.0 else None)
+        return StepResult(applied=applied, scale=previous_scale if previous_scale != 1.0 else None)
 
     def give_options(self) -> None:
         """Copy the options that schedulers and the script have set to the engine's groups. Local."""
-        for own, inner in self._paired_groups():
-            inner.update({key: value for key, value in own.items() if key != "params"})
+        for loop_group, engine_group in self._paired_groups():
+            engine_group.update(
+                {option: option_value for option, option_value in loop_group.items() if option != "params"}
+            )
 
     def take_options(self) -> None:
         """Copy the options of the engine's groups, which the engine has created or loaded, to the loop's. Local."""
-        for own, inner in self._paired_groups():
-            own.update({key: value for key, value in inner.items() if key != "params"})
+        for loop_group, engine_group in self._paired_groups():
+            loop_group.update(
+                {option: option_value for option, option_value in engine_group.items() if option != "params"}
+            )
 
     def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         return zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True)
@@ -168,10 +172,15 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the window's gradients to a norm and return the norm before clipping. Ranks: every rank."""
         self.finalize()
-        if self._clipping and not self._clipped and max_norm != self._clipping and not self._told:
-            self._told = True
+        if (
+            self._clipping
+            and not self._gradients_are_clipped
+            and max_norm != self._clipping
+            and not self._has_logged_clipping
+        ):
+            self._has_logged_clipping = True
             log.info("the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used", max_norm, self._clipping)
-        self._clipped = True
+        self._gradients_are_clipped = True
         wrapper = self.engine.optimizer
         if self._norm is not None and self.num_passes and norm_type == 2.0 and max_norm != 0:
             wrapper.clip_grad = float(max_norm)
@@ -195,21 +204,23 @@ class DeepSpeedOptimizer(EngineOptimizer):
         bound = limit * self.loss_scale
         for grad in grads:
             grad.detach().clamp_(-bound, bound)
-        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload computes norms while it copies
-        for number, key in enumerate(kept):
-            kept[key] = _local_norm(grads, 2.0) if number == 0 else torch.zeros(())
+        stored_norms = getattr(
+            self.engine.optimizer, "norm_for_param_grads", {}
+        )  # offload computes norms while it copies
+        for index, parameter_id in enumerate(stored_norms):
+            stored_norms[parameter_id] = _local_norm(grads, 2.0) if index == 0 else torch.zeros(())
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the unscaled gradients over all ranks. Ranks: every rank."""
         if not self.num_passes:
             return torch.zeros((), device=self.engine.device)
-        largest = norm_type == float("inf")
-        local = _local_norm(gradients_of(self.engine, self.stage), norm_type)
-        total = local if largest else local**norm_type
+        is_max_norm = norm_type == float("inf")
+        local_norm = _local_norm(gradients_of(self.engine, self.stage), norm_type)
+        total_power = local_norm if is_max_norm else local_norm**norm_type
         if self.stage:
-            total = total.to(self.engine.device)
-            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
-        return (total if largest else total ** (1 / norm_type)) / self.loss_scale
+            total_power = total_power.to(self.engine.device)
+            dist.all_reduce(total_power, dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM)
+        return (total_power if is_max_norm else total_power ** (1 / norm_type)) / self.loss_scale
 
     def multiply_gradients(self, factor: float | Tensor) -> None:
         self.finalize()
@@ -217,9 +228,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
         with torch.no_grad():
             for grad in gradients_of(self.engine, self.stage) if self.num_passes else ():
                 grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
-        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload computes norms while it copies
-        for key, value in kept.items():
-            kept[key] = value * abs(factor)
+        stored_norms = getattr(
+            self.engine.optimizer, "norm_for_param_grads", {}
+        )  # offload computes norms while it copies
+        for parameter_id, stored_norm in stored_norms.items():
+            stored_norms[parameter_id] = stored_norm * abs(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated since the engine's last update."""
@@ -253,35 +266,39 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """Start a new window."""
         self._forget_norm()
         self.num_passes = 0
-        self._final = self._clipped = False
+        self._gradients_are_final = self._gradients_are_clipped = False
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "clip_grad"):
             optimizer.clip_grad = 0.0
-        if self.stage == 3 and (room := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
-            room.zero_()  # otherwise a parameter unused in the next window would be updated by this window's gradient
+        if self.stage == 3 and (gradient_buffer := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+            gradient_buffer.zero_()  # otherwise a parameter unused in the next window would be updated by this window's gradient
         self.engine.set_gradient_accumulation_boundary(False)
 
     # -- state ----------------------------------------------------------------------------------------------------
     @property
     def on_nvme(self) -> bool:
         """True if master weights and moments are on NVMe between steps."""
-        return self._swapped is not None
+        return self._swapped_state is not None
 
-    def _shards(self) -> dict[int, ZeroShard]:
+    def _shard_of_parameter(self) -> dict[int, ZeroShard]:
         return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
 
-    def _numbered(self) -> dict[int, ZeroShard]:
+    def _shards_by_index(self) -> dict[int, ZeroShard]:
         """Return the shards by the index of their parameter in the groups."""
-        known = self._shards()
-        params = [p for group in self.param_groups for p in group["params"]]
-        return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
+        shard_of_parameter = self._shard_of_parameter()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {
+            index: shard_of_parameter[id(parameter)]
+            for index, parameter in enumerate(parameters)
+            if id(parameter) in shard_of_parameter
+        }
 
     @contextmanager
     def _in_memory(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
         """Context manager in which a tensor of the inner optimizer is in memory; yields whether it leaves memory afterwards."""
-        if self._swapped is not None:
-            with self._swapped.here(flat, written=written, replaced=replaced) as moved:
-                yield moved
+        if self._swapped_state is not None:
+            with self._swapped_state.here(flat, written=written, replaced=replaced) as is_moved:
+                yield is_moved
             return
         if replaced:
             self.engine.basic_optimizer.state.pop(flat, None)
@@ -289,26 +306,36 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
-        inner = self.engine.basic_optimizer.state
+        inner_state = self.engine.basic_optimizer.state
         state: dict[int, dict[str, Any]] = {}
-        for number, shard in self._numbered().items():
+        for parameter_index, shard in self._shards_by_index().items():
             with self._in_memory(shard.flat) as leaves:
-                values = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
-                for key, value in inner.get(shard.flat, {}).items():
-                    laid_out = isinstance(value, Tensor) and value.shape == shard.flat.shape and value.ndim > 0
-                    values[key] = shard.stored(value) if laid_out else value
-                if values:
-                    state[number] = _copied(values) if leaves else values
-        scale = self._scaler()
+                parameter_state = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+                for state_key, state_value in inner_state.get(shard.flat, {}).items():
+                    laid_out = (
+                        isinstance(state_value, Tensor)
+                        and state_value.shape == shard.flat.shape
+                        and state_value.ndim > 0
+                    )
+                    parameter_state[state_key] = shard.stored(state_value) if laid_out else state_value
+                if parameter_state:
+                    state[parameter_index] = _copy_state(parameter_state) if leaves else parameter_state
+        scale = self._loss_scaler()
         return {
             "state": state,
             "param_groups": self.numbered_groups(),
-            _SCALE: {} if scale is None else {k: v for k, v in vars(scale).items() if type(v) in (bool, int, float)},
+            _SCALE_KEY: {}
+            if scale is None
+            else {
+                name: scale_value
+                for name, scale_value in vars(scale).items()
+                if type(scale_value) in (bool, int, float)
+            },
         }
 
     def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
         """Allocate memory for a stored tensor of a parameter: this rank's slice, or the whole tensor if it is not sharded."""
-        shard = self._shards().get(id(parameter))
+        shard = self._shard_of_parameter().get(id(parameter))
         if shard is None or shape not in ((shard.total,), tuple(shard.flat.shape)) or shape == ():
             return torch.empty(shape, dtype=dtype)
         return shard.room(dtype)
@@ -316,32 +343,36 @@ class DeepSpeedOptimizer(EngineOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict made of slices in this rank's layout. Local."""
-        inner = self.engine.basic_optimizer.state
-        options = [group for group in self.param_groups for _ in group["params"]]
-        together: dict[Tensor, list[tuple[int, ZeroShard]]] = defaultdict(list)
-        for number, shard in self._numbered().items():
-            together[shard.flat].append((number, shard))
-        for flat, shards in together.items():
+        inner_state = self.engine.basic_optimizer.state
+        group_of_parameter = [group for group in self.param_groups for _ in group["params"]]
+        shards_by_tensor: dict[Tensor, list[tuple[int, ZeroShard]]] = defaultdict(list)
+        for parameter_index, shard in self._shards_by_index().items():
+            shards_by_tensor[shard.flat].append((parameter_index, shard))
+        for flat, shards in shards_by_tensor.items():
             with self._in_memory(flat, replaced=True):
-                fresh: dict[str, Any] = {}
-                for number, shard in shards:
-                    kept = dict(state_dict["state"].get(number, {}))
-                    master = kept.pop(MASTER, None)
-                    if master is not None and shard.has_master:
-                        shard.part(flat).copy_(local_data(master))
+                loaded_state: dict[str, Any] = {}
+                for parameter_index, shard in shards:
+                    saved_state = dict(state_dict["state"].get(parameter_index, {}))
+                    master_weights = saved_state.pop(MASTER, None)
+                    if master_weights is not None and shard.has_master:
+                        shard.part(flat).copy_(local_data(master_weights))
                     elif not shard.whole:
-                        shard.part(flat).copy_(self._weights(shard))
-                    for key, value in kept.items():
-                        _put(fresh, key, value, shard, options[number])
-                if fresh:
-                    inner[flat] = fresh
-        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own.update({key: value for key, value in saved.items() if key != "params"})
-        scale = self._scaler()
-        for key, value in state_dict.get(_SCALE, {}).items():
+                        shard.part(flat).copy_(self._model_weights_of(shard))
+                    for state_key, state_value in saved_state.items():
+                        _store_loaded_value(
+                            loaded_state, state_key, state_value, shard, group_of_parameter[parameter_index]
+                        )
+                if loaded_state:
+                    inner_state[flat] = loaded_state
+        for param_group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            param_group.update(
+                {state_key: state_value for state_key, state_value in saved_group.items() if state_key != "params"}
+            )
+        scale = self._loss_scaler()
+        for state_key, state_value in state_dict.get(_SCALE_KEY, {}).items():
             if scale is not None:
-                setattr(scale, key, value)
-        if inner and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+                setattr(scale, state_key, state_value)
+        if inner_state and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             # refresh the state that deepspeed.utils returns
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -350,8 +381,10 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def take_over(self, carried: Mapping[int, dict[str, Any]]) -> None:
         """Load the state of an optimizer stepped before prepare(): whole tensors by the index of the parameter."""
         state = {}
-        for number, shard in self._numbered().items():
-            state[number] = {key: shard.cut(value) for key, value in carried.get(number, {}).items()}
+        for parameter_index, shard in self._shards_by_index().items():
+            state[parameter_index] = {
+                state_key: shard.cut(state_value) for state_key, state_value in carried.get(parameter_index, {}).items()
+            }
         self.load_state_dict({"state": state, "param_groups": self.param_groups})
 
     def refresh(self) -> None:
@@ -362,22 +395,22 @@ class DeepSpeedOptimizer(EngineOptimizer):
         for parameter in self.engine.module.parameters():
             if parameter.ds_status.name == "AVAILABLE":  # gathered with the old weights for a step that did not happen
                 parameter.partition(has_been_updated=False)
-        if kept := list(self.engine.optimizer.persistent_parameters):
-            kept[0].all_gather(kept)
+        if resident_parameters := list(self.engine.optimizer.persistent_parameters):
+            resident_parameters[0].all_gather(resident_parameters)
 
     def take_weights(self) -> None:
         """Copy weights that were written into the model to the master weights. Local."""
-        for shard in self._numbered().values():
+        for shard in self._shards_by_index().values():
             with self._in_memory(shard.flat, written=True):
-                shard.part(shard.flat.detach()).copy_(self._weights(shard))
+                shard.part(shard.flat.detach()).copy_(self._model_weights_of(shard))
 
-    def _weights(self, shard: ZeroShard) -> Tensor:
+    def _model_weights_of(self, shard: ZeroShard) -> Tensor:
         """Return the slice of the model's weights that the shard updates."""
         if self.stage == 3:
-            return own_weights(shard.parameter)
+            return rank_weights_of(shard.parameter)
         return shard.parameter.detach().reshape(-1).narrow(0, shard.offset, shard.size)
 
-    def _scaler(self) -> Any:
+    def _loss_scaler(self) -> Any:
         optimizer = self.engine.optimizer
         return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
@@ -387,21 +420,27 @@ def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
 
-def _put(
-    room: dict[str, Any], key: str, value: Any, shard: ZeroShard, group: Mapping[str, Any]
+def _store_loaded_value(
+    tensor_state: dict[str, Any], state_key: str, loaded_value: Any, shard: ZeroShard, group: Mapping[str, Any]
 ) -> None:  # Any: arbitrarily nested state
     """Store one loaded value of a parameter in the state of the tensor that contains its shard."""
-    if isinstance(value, Slice) or (shard.whole and isinstance(value, Tensor) and value.ndim):
-        if key not in room:
-            room[key] = torch.zeros_like(shard.flat, dtype=local_data(value).dtype, requires_grad=False)
-        shard.part(room[key]).copy_(local_data(value))
+    if isinstance(loaded_value, Slice) or (shard.whole and isinstance(loaded_value, Tensor) and loaded_value.ndim):
+        if state_key not in tensor_state:
+            tensor_state[state_key] = torch.zeros_like(
+                shard.flat, dtype=local_data(loaded_value).dtype, requires_grad=False
+            )
+        shard.part(tensor_state[state_key]).copy_(local_data(loaded_value))
     else:
-        room[key] = put_where_used(key, value, group, shard.flat.device)
+        tensor_state[state_key] = put_where_used(state_key, loaded_value, group, shard.flat.device)
 
 
-def _copied(value: Any) -> Any:  # Any: a nested state
-    if isinstance(value, Slice):
-        return Slice(value.data.clone(), value.shape, value.offset, value.owned)
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _copy_state(state: Any) -> Any:  # Any: a nested state
+    if isinstance(state, Slice):
+        return Slice(state.data.clone(), state.shape, state.offset, state.owned)
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    return (
+        {state_key: _copy_state(inner_state) for state_key, inner_state in state.items()}
+        if isinstance(state, dict)
+        else state
+    )

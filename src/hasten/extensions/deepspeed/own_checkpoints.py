@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 # Any in this file: DeepSpeed is untyped.
 
 
-def complete(optimizer: DeepSpeedOptimizer) -> None:
+def add_schedule_to_checkpoints(optimizer: DeepSpeedOptimizer) -> None:
     """Include the loop's options and schedule in the engine's checkpoints, and restore them at a load."""
     engine = optimizer.engine
     save, load = engine.save_checkpoint, engine.load_checkpoint
 
     @functools.wraps(save)
-    def saved(*args: Any, **kwargs: Any) -> Any:
+    def save_with_schedule(*args: Any, **kwargs: Any) -> Any:
         _refuse_nvme(optimizer, "save_checkpoint")
         if optimizer.num_passes:
             log.warning(
@@ -32,21 +32,21 @@ def complete(optimizer: DeepSpeedOptimizer) -> None:
                 "%d backward passes are not in the checkpoint. Save after optimizer.step() to lose nothing.",
                 optimizer.num_passes,
             )
-        with _scheduled(optimizer):
+        with _loop_schedule(optimizer):
             return save(*args, **kwargs)
 
     @functools.wraps(load)
-    def loaded(*args: Any, **kwargs: Any) -> Any:
+    def load_with_schedule(*args: Any, **kwargs: Any) -> Any:
         _refuse_nvme(optimizer, "load_checkpoint")
         optimizer.zero_grad()  # gradients of the previous weights
-        with _scheduled(optimizer):
-            found = load(*args, **kwargs)
+        with _loop_schedule(optimizer):
+            load_path = load(*args, **kwargs)
         optimizer.take_options()
         if optimizer.schedule is not None and not isinstance(optimizer.schedule, LRScheduler):
             show_rates(optimizer.schedule, optimizer)
-        return found
+        return load_path
 
-    engine.save_checkpoint, engine.load_checkpoint = saved, loaded
+    engine.save_checkpoint, engine.load_checkpoint = save_with_schedule, load_with_schedule
 
 
 def show_rates(scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:
@@ -75,17 +75,17 @@ class _Schedule:
 
 
 @contextmanager
-def _scheduled(optimizer: DeepSpeedOptimizer) -> Iterator[None]:
+def _loop_schedule(optimizer: DeepSpeedOptimizer) -> Iterator[None]:
     """Context manager in which the engine uses the loop's schedule and options."""
     engine = optimizer.engine
     optimizer.give_options()
-    own = engine.lr_scheduler
+    engine_schedule = engine.lr_scheduler
     if optimizer.schedule is not None:
         engine.lr_scheduler = _Schedule(optimizer.schedule)
     try:
         yield
     finally:
-        engine.lr_scheduler = own
+        engine.lr_scheduler = engine_schedule
 
 
 def _refuse_nvme(optimizer: DeepSpeedOptimizer, call: str) -> None:

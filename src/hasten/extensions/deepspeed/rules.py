@@ -13,26 +13,34 @@ from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 
 def check_offload(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that offload fits the ZeRO stage, NVMe has its folder, and DeepSpeed's file is not combined with single options."""
-    ds = config.section(DeepSpeedPlugin)
+    plugin = config.section(DeepSpeedPlugin)
     stage = at(config, entries, "deepspeed.zero_stage")
-    if ds.hf_ds_config is not None:
-        whole = at(config, entries, "deepspeed.hf_ds_config")
+    if plugin.hf_ds_config is not None:
+        config_entry = at(config, entries, "deepspeed.hf_ds_config")
         for name in ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping"):
-            single = entries.get(("deepspeed", name))
-            if single and single.source.level >= whole.source.level and single.source.kind != "environment":
-                yield contradiction(whole, single, "DeepSpeed's own configuration says it too", "say it in one place")
+            option_entry = entries.get(("deepspeed", name))
+            if (
+                option_entry
+                and option_entry.source.level >= config_entry.source.level
+                and option_entry.source.kind != "environment"
+            ):
+                yield contradiction(
+                    config_entry, option_entry, "DeepSpeed's own configuration says it too", "say it in one place"
+                )
         return
-    for part, lowest in (("param", 3), ("optimizer", 1)):
-        device, folder = getattr(ds, f"offload_{part}_device"), getattr(ds, f"offload_{part}_nvme_path")
-        entry = at(config, entries, f"deepspeed.offload_{part}_device")
-        if device != "none" and ds.zero_stage < lowest:
-            yield contradiction(entry, stage, f"this offload needs ZeRO stage {lowest}", f"set zero_stage: {lowest}")
+    for kind, lowest_stage in (("param", 3), ("optimizer", 1)):
+        device, folder = getattr(plugin, f"offload_{kind}_device"), getattr(plugin, f"offload_{kind}_nvme_path")
+        entry = at(config, entries, f"deepspeed.offload_{kind}_device")
+        if device != "none" and plugin.zero_stage < lowest_stage:
+            yield contradiction(
+                entry, stage, f"this offload needs ZeRO stage {lowest_stage}", f"set zero_stage: {lowest_stage}"
+            )
         if (device == "nvme") != (folder is not None):
-            other = at(config, entries, f"deepspeed.offload_{part}_nvme_path")
-            yield contradiction(entry, other, "NVMe offload needs both device and folder", "set both or neither")
-    if ds.zero3_init_flag and ds.zero_stage != 3:
-        flag = at(config, entries, "deepspeed.zero3_init_flag")
-        yield contradiction(flag, stage, "parameters are sharded by stage 3 only", "set zero_stage: 3")
+            folder_entry = at(config, entries, f"deepspeed.offload_{kind}_nvme_path")
+            yield contradiction(entry, folder_entry, "NVMe offload needs both device and folder", "set both or neither")
+    if plugin.zero3_init_flag and plugin.zero_stage != 3:
+        flag_entry = at(config, entries, "deepspeed.zero3_init_flag")
+        yield contradiction(flag_entry, stage, "parameters are sharded by stage 3 only", "set zero_stage: 3")
 
 
 RULES: Final[tuple[Rule, ...]] = (check_offload,)

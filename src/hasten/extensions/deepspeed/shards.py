@@ -66,9 +66,9 @@ def shards_of(engine: Any, stage: int) -> Iterator[ZeroShard]:
     """Yield a shard for each trainable parameter."""
     optimizer = engine.optimizer
     if stage == 3:
-        yield from _partitioned(optimizer)
+        yield from _shards_of_partitioned_groups(optimizer)
     elif stage:
-        yield from _flattened(optimizer)
+        yield from _shards_of_flat_groups(optimizer)
     elif hasattr(optimizer, "fp16_groups"):
         for models, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for parameter, master in zip(models, masters, strict=True):
@@ -80,56 +80,64 @@ def shards_of(engine: Any, stage: int) -> Iterator[ZeroShard]:
                 yield ZeroShard(parameter, parameter, 0, 0, size, size, whole=True, has_master=False)
 
 
-def _flattened(optimizer: Any) -> Iterator[ZeroShard]:
+def _shards_of_flat_groups(optimizer: Any) -> Iterator[ZeroShard]:
     """Yield the shards of stages 1 and 2, where each rank updates a range of the concatenated parameters."""
-    for number, group in enumerate(optimizer.bit16_groups):
-        flat = optimizer.single_partition_of_fp32_groups[number]
+    for group_index, group in enumerate(optimizer.bit16_groups):
+        flat = optimizer.single_partition_of_fp32_groups[group_index]
         for parameter in group:
-            mine, total = parameter._hp_mapping, parameter.numel()
-            half = parameter.dtype != flat.dtype
-            if mine is None:
-                yield ZeroShard(parameter, flat, 0, 0, 0, total, has_master=half)
+            mapping, num_elements = parameter._hp_mapping, parameter.numel()
+            is_half = parameter.dtype != flat.dtype
+            if mapping is None:
+                yield ZeroShard(parameter, flat, 0, 0, 0, num_elements, has_master=is_half)
                 continue
-            inner, outer = mine.hp_fragment_address, mine.lp_fragment_address
-            yield ZeroShard(parameter, flat, inner.start, outer.start, outer.numel, total, has_master=half)
+            flat_range, parameter_range = mapping.hp_fragment_address, mapping.lp_fragment_address
+            yield ZeroShard(
+                parameter,
+                flat,
+                flat_range.start,
+                parameter_range.start,
+                parameter_range.numel,
+                num_elements,
+                has_master=is_half,
+            )
 
 
-def _partitioned(optimizer: Any) -> Iterator[ZeroShard]:
+def _shards_of_partitioned_groups(optimizer: Any) -> Iterator[ZeroShard]:
     """Yield the shards of stage 3, where each rank updates an equal, padded slice of every parameter."""
     for group in optimizer.fp16_groups:
         for parameter in group:
-            number, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            flat = optimizer.fp32_partitioned_groups_flat[number]
-            offset, size = own_range(parameter)
-            half = parameter.ds_tensor.dtype != flat.dtype
-            yield ZeroShard(parameter, flat, start, offset, size, parameter.ds_numel, has_master=half)
+            group_index, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            flat = optimizer.fp32_partitioned_groups_flat[group_index]
+            offset, size = rank_range(parameter)
+            is_half = parameter.ds_tensor.dtype != flat.dtype
+            yield ZeroShard(parameter, flat, start, offset, size, parameter.ds_numel, has_master=is_half)
 
 
-def own_range(parameter: Any) -> tuple[int, int]:
+def rank_range(parameter: Any) -> tuple[int, int]:
     """Return the offset of this rank's slice of a ZeRO-3 parameter, and its size without padding."""
-    share = parameter.partition_numel()
-    offset = min(share * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
-    return offset, min(share, parameter.ds_numel - offset)
+    rank_elements = parameter.partition_numel()
+    offset = min(rank_elements * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    return offset, min(rank_elements, parameter.ds_numel - offset)
 
 
 def weight_slice(parameter: Any) -> Slice:
     """Return this rank's slice of a ZeRO-3 parameter's weights, which checkpoints read and write."""
-    offset, size = own_range(parameter)
-    part: Tensor = parameter.ds_tensor
-    return Slice(part.detach().narrow(0, 0, size), (parameter.ds_numel,), (offset,), owned=size > 0)
+    offset, size = rank_range(parameter)
+    rank_weights: Tensor = parameter.ds_tensor
+    return Slice(rank_weights.detach().narrow(0, 0, size), (parameter.ds_numel,), (offset,), owned=size > 0)
 
 
-def own_weights(parameter: Any) -> Tensor:
+def rank_weights_of(parameter: Any) -> Tensor:
     """Return this rank's slice of a ZeRO-3 parameter's weights, without padding, for reading."""
-    part: Tensor = parameter.ds_tensor
-    return part.detach().narrow(0, 0, own_range(parameter)[1])
+    rank_weights: Tensor = parameter.ds_tensor
+    return rank_weights.detach().narrow(0, 0, rank_range(parameter)[1])
 
 
 def gradients_of(engine: Any, stage: int) -> list[Tensor]:
     """Return the gradients that this rank uses in the next step; at stage 0 they are the same on every rank."""
     optimizer = engine.optimizer
     if stage == 0:
-        return [p.grad for p in engine.module.parameters() if p.grad is not None]
+        return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
     if stage == 3:
         if optimizer.swap_optimizer:  # they are moved to the drive at the step
             return [optimizer.grad_partitions_flat_buffer]
@@ -137,7 +145,9 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
             return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
     elif optimizer.cpu_offload:
         return [flat.grad for flat in optimizer.single_partition_of_fp32_groups]
-    return [grad for group in optimizer.averaged_gradients.values() for grad in group or () if grad is not None]
+    return [
+        gradient for group in optimizer.averaged_gradients.values() for gradient in group or () if gradient is not None
+    ]
 
 
 class EngineNorm:
@@ -150,17 +160,19 @@ class EngineNorm:
         self._compute: Callable[[], Any] = getattr(optimizer, name)
         self._combine: Callable[[Any], Tensor] = need("deepspeed.runtime.utils").combine_grad_norm_groups
         self._value: Any = None
-        setattr(optimizer, name, self._take)
+        setattr(optimizer, name, self._take_value)
 
     @classmethod
     def of(cls, engine: Any, stage: int) -> EngineNorm | None:
         """Return the norm of an engine whose step computes it by a method; None for others, and where it is not that of the gradients."""
         optimizer = engine.optimizer
-        name = "_get_norm_groups" if stage == 3 else "scaled_global_norm"
-        differs = getattr(optimizer, "use_muon", False) or getattr(optimizer, "swap_optimizer", False)
-        return None if differs or not stage or not hasattr(optimizer, name) else cls(optimizer, name)
+        norm_method = "_get_norm_groups" if stage == 3 else "scaled_global_norm"
+        uses_other_norm = getattr(optimizer, "use_muon", False) or getattr(optimizer, "swap_optimizer", False)
+        return (
+            None if uses_other_norm or not stage or not hasattr(optimizer, norm_method) else cls(optimizer, norm_method)
+        )
 
-    def _take(self) -> Any:
+    def _take_value(self) -> Any:
         value, self._value = self._value, None
         return self._compute() if value is None else value
 
@@ -189,39 +201,39 @@ class GradientOrder:
     def __init__(self, parameters: Mapping[str, Tensor], comm: Comm) -> None:
         self._names = list(parameters)
         self._comm = comm
-        self._came: list[int] = []
-        for number, parameter in enumerate(parameters.values()):
+        self._ready_order: list[int] = []
+        for index, parameter in enumerate(parameters.values()):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(partial(self._add_ready, index))  # type: ignore[no-untyped-call]
 
-    def _note(self, number: int, _: Tensor) -> None:
-        self._came.append(number)
+    def _add_ready(self, number: int, _: Tensor) -> None:
+        self._ready_order.append(number)
 
     def begin(self) -> None:
         """Start recording a backward; the previous one may have failed."""
-        self._came = []
+        self._ready_order = []
 
     def check(self) -> None:
         """Compare the order of the finished backward over ranks. Ranks: every rank.
 
         Raises: StepError on every rank, with the first parameter that differs.
         """
-        came, digest = self._came, 0
-        for number in came:
-            digest = (digest * _FACTOR + number + 1) % _MODULUS
-        ends = self._comm.all_reduce(torch.tensor([digest, -digest]), "max").tolist()
-        if ends[0] == -ends[1]:
+        ready_order, digest = self._ready_order, 0
+        for index in ready_order:
+            digest = (digest * _FACTOR + index + 1) % _MODULUS
+        digest_bounds = self._comm.all_reduce(torch.tensor([digest, -digest]), "max").tolist()
+        if digest_bounds[0] == -digest_bounds[1]:
             return
-        orders: list[list[int]] = self._comm.all_gather_object(came)
-        other = next(rank for rank, order in enumerate(orders) if order != orders[0])
-        place, here, there = next(
-            (place, *pair)
-            for place, pair in enumerate(zip_longest(orders[0], orders[other], fillvalue=-1))
-            if pair[0] != pair[1]
+        orders: list[list[int]] = self._comm.all_gather_object(ready_order)
+        other_rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
+        position, first_index, other_index = next(
+            (position, *indices)
+            for position, indices in enumerate(zip_longest(orders[0], orders[other_rank], fillvalue=-1))
+            if indices[0] != indices[1]
         )
         raise StepError(
-            f"ranks passed gradients to ZeRO 2 in different orders: gradient {place + 1} of the backward was {self._name(here)} on rank "
-            f"{self._comm.ranks[0]} and {self._name(there)} on rank {self._comm.ranks[other]}, so gradients of different parameters "
+            f"ranks passed gradients to ZeRO 2 in different orders: gradient {position + 1} of the backward was {self._name(first_index)} on rank "
+            f"{self._comm.ranks[0]} and {self._name(other_index)} on rank {self._comm.ranks[other_rank]}, so gradients of different parameters "
             "would be added. Use the same parameters in the same order on every rank, without a forward on only one rank, or use "
             "zero_stage 1 or 3."
         )

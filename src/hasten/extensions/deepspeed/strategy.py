@@ -21,7 +21,7 @@ from hasten.extensions.deepspeed.config import EngineConfig, Facts, stage_of, tr
 from hasten.extensions.deepspeed.config import building as partitioning
 from hasten.extensions.deepspeed.engine import RegisteredConfig, building, is_partitioned, make_whole
 from hasten.extensions.deepspeed.optimizer import DeepSpeedOptimizer
-from hasten.extensions.deepspeed.own_checkpoints import complete, show_rates
+from hasten.extensions.deepspeed.own_checkpoints import add_schedule_to_checkpoints, show_rates
 from hasten.extensions.deepspeed.placeholders import DummyScheduler
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.extensions.deepspeed.shards import weight_slice
@@ -38,7 +38,7 @@ from hasten.trees import Tree
 
 log = logging.getLogger(__name__)
 
-_HALF: Final = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
+_HALF_DTYPES: Final = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 @dataclass(slots=True)
@@ -92,10 +92,12 @@ class DeepSpeedStrategy:
         self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
         self.engines: list[Engine] = []
         """Engines in the order in which they were prepared."""
-        self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by id of the script's optimizer
-        self._told: RegisteredConfig | None = None
+        self._replaced_optimizers: dict[
+            int, tuple[Optimizer, DeepSpeedOptimizer]
+        ] = {}  # by id of the script's optimizer
+        self._registered_config: RegisteredConfig | None = None
         if plugin.zero3_init_flag:
-            self._told = RegisteredConfig(partitioning(plugin, config.mixed_precision))
+            self._registered_config = RegisteredConfig(partitioning(plugin, config.mixed_precision))
             deepspeed_engine.join(ctx)  # transformers starts to partition models right away
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
@@ -107,128 +109,130 @@ class DeepSpeedStrategy:
     def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models = bundle.of("model")
         make_optimizers(bundle.of("optimizer"), [item.value for item in models], placeholders=True)
-        owners = _owners(models, bundle.of("optimizer"))
+        optimizer_of_model = _owners(models, bundle.of("optimizer"))
         for item in models:
-            optimizer = owners.get(id(item))
+            optimizer = optimizer_of_model.get(id(item))
             if optimizer is None or not train:
                 if is_partitioned(item.value):
                     make_whole(item.value, deepspeed_engine.package().zero.GatheredParameters)
                 request = PrepareRequest(place=item.place, train=False)
-                placed = self._place.apply(item.value, request, ctx, precision)
-                item.value = self._convert.apply(placed, request, ctx, precision)
+                placed_model = self._place.apply(item.value, request, ctx, precision)
+                item.value = self._convert.apply(placed_model, request, ctx, precision)
             else:
-                self._start(item, optimizer, bundle, ctx)
+                self._start_engine(item, optimizer, bundle, ctx)
         for item in bundle.of("scheduler"):
-            item.value = self._scheduler(item.value)
+            item.value = self._rebind_scheduler(item.value)
 
-    def _start(self, item: Item, optimizer: Item, bundle: PrepareArguments, ctx: ProcessContext) -> None:
+    def _start_engine(self, item: Item, optimizer: Item, bundle: PrepareArguments, ctx: ProcessContext) -> None:
         model: nn.Module = item.value
-        given: Optimizer = optimizer.value
-        carried = _carried(given)
-        made = translate(self._plugin, self._facts(model, given, bundle, ctx))
+        user_optimizer: Optimizer = optimizer.value
+        earlier_state = _carried(user_optimizer)
+        engine_config = translate(self._plugin, self._facts_of_run(model, user_optimizer, bundle, ctx))
         if ctx.is_main:
-            for note in made.notes:
+            for note in engine_config.notes:
                 log.info("deepspeed: %s", note)
-        groups = [dict(group) for group in given.param_groups if group["params"]]
-        engine, linear = deepspeed_engine.start(model, given, made, self._plugin, ctx)
+        groups = [dict(group) for group in user_optimizer.param_groups if group["params"]]
+        engine, linear = deepspeed_engine.start(model, user_optimizer, engine_config, self._plugin, ctx)
         if ctx.device.type != "cpu":
             for buffer in model.buffers():  # DeepSpeed does not move the buffers of a model that was built partitioned
                 buffer.data = buffer.to(ctx.device)
-        prepared = DeepSpeedOptimizer(engine, groups, made, ctx.world)
-        complete(prepared)
-        if isinstance(given, Placeholder):
-            prepared.take_options()
-        if carried:
-            prepared.take_over(carried)
-        one = Engine(engine, prepared, made, linear)
-        if made.stage == 3:
+        engine_optimizer = DeepSpeedOptimizer(engine, groups, engine_config, ctx.world)
+        add_schedule_to_checkpoints(engine_optimizer)
+        if isinstance(user_optimizer, Placeholder):
+            engine_optimizer.take_options()
+        if earlier_state:
+            engine_optimizer.take_over(earlier_state)
+        prepared_engine = Engine(engine, engine_optimizer, engine_config, linear)
+        if engine_config.stage == 3:
             _show_slices(model.parameters(), True)
-        self._watch(one)
-        self.engines.append(one)
-        self._moved[id(given)] = given, prepared
-        item.value, optimizer.value = engine, prepared
+        self._add_hooks(prepared_engine)
+        self.engines.append(prepared_engine)
+        self._replaced_optimizers[id(user_optimizer)] = user_optimizer, engine_optimizer
+        item.value, optimizer.value = engine, engine_optimizer
 
-    def _facts(self, model: nn.Module, optimizer: Optimizer, bundle: PrepareArguments, ctx: ProcessContext) -> Facts:
-        sizes = [size for item in bundle.of("loader") if (size := getattr(item.value, "batch_size", None))]
-        pick = min if self._plugin.is_train_batch_min else max
-        dummies = [item.value for item in bundle.of("scheduler") if isinstance(item.value, DummyScheduler)]
+    def _facts_of_run(
+        self, model: nn.Module, optimizer: Optimizer, bundle: PrepareArguments, ctx: ProcessContext
+    ) -> Facts:
+        batch_sizes = [size for item in bundle.of("loader") if (size := getattr(item.value, "batch_size", None))]
+        choose_size = min if self._plugin.is_train_batch_min else max
+        dummy_schedulers = [item.value for item in bundle.of("scheduler") if isinstance(item.value, DummyScheduler)]
         return Facts(
             mixed_precision=self._config.mixed_precision,
             accumulation=self._config.gradient_accumulation.num_steps,
             world_size=ctx.world.size,
-            micro_batch=pick(sizes) if sizes else None,
+            micro_batch=choose_size(batch_sizes) if batch_sizes else None,
             hidden_size=_hidden_size(model),
             optimizer=optimizer.options if isinstance(optimizer, Placeholder) else None,
-            scheduler=dummies[0].options if dummies else None,
+            scheduler=dummy_schedulers[0].options if dummy_schedulers else None,
             on_cpu=ctx.device.type == "cpu",
         )
 
-    def _watch(self, one: Engine) -> None:
+    def _add_hooks(self, watched: Engine) -> None:
         """Register hooks that cast inputs and outputs as autocast would, and record which engines a loss may come from."""
-        dtype = _HALF.get(self._config.mixed_precision)
-        keep = self._config.autocast.output_dtype == "keep"
+        dtype = _HALF_DTYPES.get(self._config.mixed_precision)
+        keeps_outputs = self._config.autocast.output_dtype == "keep"
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:  # Any: the model's arguments
-            one.ran = one.ran or torch.is_grad_enabled()
-            one.optimizer.refresh()
+        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:  # Any: the model's arguments
+            watched.ran = watched.ran or torch.is_grad_enabled()
+            watched.optimizer.refresh()
             return None if dtype is None else _cast((args, kwargs), dtype)
 
-        def after(_: nn.Module, args: Any, out: Any) -> Any:
-            return out if dtype is None or keep else trees.to_fp32(out)
+        def cast_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
+            return outputs if dtype is None or keeps_outputs else trees.to_fp32(outputs)
 
-        one.model.register_forward_pre_hook(before, with_kwargs=True)
-        one.model.register_forward_hook(after)
+        watched.model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        watched.model.register_forward_hook(cast_outputs)
         evaluation = EvaluationMode()
-        one.model.register_forward_pre_hook(evaluation.enter, prepend=True)
-        one.model.register_forward_hook(evaluation.leave, always_call=True)
-        if one.linear is not None:
-            one.model.register_forward_pre_hook(one.linear.enter, prepend=True)
-            one.model.register_forward_hook(one.linear.leave, always_call=True)
+        watched.model.register_forward_pre_hook(evaluation.enter, prepend=True)
+        watched.model.register_forward_hook(evaluation.leave, always_call=True)
+        if watched.linear is not None:
+            watched.model.register_forward_pre_hook(watched.linear.enter, prepend=True)
+            watched.model.register_forward_hook(watched.linear.leave, always_call=True)
 
-    def _scheduler(self, scheduler: Any) -> Any:  # Any: schedulers share no base class
+    def _rebind_scheduler(self, scheduler: Any) -> Any:  # Any: schedulers share no base class
         """Return the scheduler, changed to update the groups of the engine's optimizer."""
-        found = self._moved.get(id(getattr(scheduler, "optimizer", None)))
-        if found is None:
+        replacement = self._replaced_optimizers.get(id(getattr(scheduler, "optimizer", None)))
+        if replacement is None:
             return scheduler
-        prepared = found[1]
+        prepared = replacement[1]
         if not isinstance(scheduler, DummyScheduler):
             scheduler.optimizer = prepared
         elif scheduler.lr_scheduler_callable is not None:
             scheduler = scheduler.lr_scheduler_callable(prepared)
         else:
-            scheduler = self._made_scheduler(prepared)
+            scheduler = self._take_engine_scheduler(prepared)
         prepared.schedule = prepared.schedule or scheduler
         return scheduler
 
-    def _made_scheduler(self, prepared: DeepSpeedOptimizer) -> Any:  # Any: DeepSpeed is untyped
+    def _take_engine_scheduler(self, prepared: DeepSpeedOptimizer) -> Any:  # Any: DeepSpeed is untyped
         engine = prepared.engine
-        made, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like any scheduler
-        if made is None:
+        engine_scheduler, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like any scheduler
+        if engine_scheduler is None:
             raise PrepareError(
                 "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so no scheduler can be created. "
                 'Add {"scheduler": {"type": "WarmupLR", "params": {...}}}, or prepare a real scheduler.'
             )
-        made.optimizer = prepared
+        engine_scheduler.optimizer = prepared
         prepared.take_options()
-        show_rates(made, prepared)
-        return made
+        show_rates(engine_scheduler, prepared)
+        return engine_scheduler
 
     # -- one step -------------------------------------------------------------------------------------------------
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # the end of a window reaches the engine with its step
 
     def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
-        before = [one.optimizer.num_passes for one in self.engines]
+        passes_before = [engine.optimizer.num_passes for engine in self.engines]
         loss, scale = divided(loss, parts), self._scale()
         with ExitStack() as stack:
-            for one in self.engines:
-                stack.enter_context(one.optimizer.in_backward())
-                if one.linear is not None:
-                    stack.enter_context(one.linear.in_place())  # for recomputed blocks
+            for engine in self.engines:
+                stack.enter_context(engine.optimizer.in_backward())
+                if engine.linear is not None:
+                    stack.enter_context(engine.linear.in_place())  # for recomputed blocks
             (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
-        for one, passes in zip(self.engines, before, strict=True):
-            if one.optimizer.num_passes != passes:
-                one.ran = False
+        for engine, passes in zip(self.engines, passes_before, strict=True):
+            if engine.optimizer.num_passes != passes:
+                engine.ran = False
 
     def forward_backward(
         self,
@@ -244,8 +248,8 @@ class DeepSpeedStrategy:
 
     def _scale(self) -> float:
         """Return the loss scale of the engines that this loss may come from."""
-        scales = {one.optimizer.loss_scale for one in self.engines if one.ran} or {
-            one.optimizer.loss_scale for one in self.engines
+        scales = {engine.optimizer.loss_scale for engine in self.engines if engine.ran} or {
+            engine.optimizer.loss_scale for engine in self.engines
         }
         if len(scales) > 1:
             raise StepError(
@@ -256,41 +260,41 @@ class DeepSpeedStrategy:
         return scales.pop() if scales else 1.0
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return self._clipped(parameters, "clip_grad_norm_").clip(max_norm, norm_type)
+        return self._optimizer_of(parameters, "clip_grad_norm_").clip(max_norm, norm_type)
 
     def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
-        self._clipped(parameters, "clip_grad_value_").clamp(limit)
+        self._optimizer_of(parameters, "clip_grad_value_").clamp(limit)
 
-    def _clipped(self, parameters: Sequence[Tensor], call: str) -> DeepSpeedOptimizer:
+    def _optimizer_of(self, parameters: Sequence[Tensor], call: str) -> DeepSpeedOptimizer:
         """Return the optimizer of the engine that trains exactly these parameters. Raises: StepError if there is none."""
-        wanted = {id(parameter) for parameter in parameters}
-        chosen = [one for one in self.engines if wanted & _held(one)]
-        held = {number for one in chosen for number in _held(one)}
-        if len(chosen) != 1 or not held <= wanted:
+        clipped_ids = {id(parameter) for parameter in parameters}
+        clipped_engines = [engine for engine in self.engines if clipped_ids & _held(engine)]
+        trained_ids = {parameter_id for engine in clipped_engines for parameter_id in _held(engine)}
+        if len(clipped_engines) != 1 or not trained_ids <= clipped_ids:
             raise StepError(
-                f"{call}() got {len(wanted)} parameters, of {len(chosen)} engines with {len(held)} parameters in all; an engine stores "
+                f"{call}() got {len(clipped_ids)} parameters, of {len(clipped_engines)} engines with {len(trained_ids)} parameters in all; an engine stores "
                 "the gradients of all its parameters together, so they can only be clipped together. Call it once per model, with "
                 "model.parameters()."
             )
-        if loose := sum(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
+        if num_unowned := sum(parameter.requires_grad and id(parameter) not in trained_ids for parameter in parameters):
             raise StepError(
-                f"{call}() got {loose} trainable parameters that are in no optimizer. An engine has no gradients for them, whereas "
+                f"{call}() got {num_unowned} trainable parameters that are in no optimizer. An engine has no gradients for them, whereas "
                 "plain torch includes them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
             )
-        return chosen[0].optimizer
+        return clipped_engines[0].optimizer
 
     # -- the user's module ----------------------------------------------------------------------------------------
-    def _engine(self, model: nn.Module) -> Engine | None:
-        return next((one for one in self.engines if one.model is model), None)
+    def _engine_of(self, model: nn.Module) -> Engine | None:
+        return next((engine for engine in self.engines if engine.model is model), None)
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
-        if (one := self._engine(model)) is not None:
+        if (one := self._engine_of(model)) is not None:
             module: nn.Module = one.model.module
             return module
         return model if keep_precision else self._convert.undo(model)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
-        one = self._engine(model)
+        one = self._engine_of(model)
         if one is None or one.made.stage < 3:
             return dict(self.unwrap(model).state_dict())
         one.optimizer.refresh()
@@ -308,7 +312,7 @@ class DeepSpeedStrategy:
 
     @contextmanager
     def whole_weights(self, model: nn.Module) -> Iterator[None]:
-        one = self._engine(model)
+        one = self._engine_of(model)
         if one is None:
             yield
             return
@@ -337,7 +341,7 @@ class DeepSpeedStrategy:
                     master.copy_(parameter)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        if self._engine(model) is not None:
+        if self._engine_of(model) is not None:
             raise PrepareError(
                 f"{name!r} cannot be marked under deepspeed: an engine gathers parameters only in the model's forward. Call the model, "
                 "with an argument that selects the method."
