@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hasten.tracking.run_folder import read_run
+from hasten.extensions.report.run_folder import read_run
 from tests.survive.driving import finish, recent, wait_for
 from tests.survive.test_whole_loop import start
 

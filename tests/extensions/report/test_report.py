@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from hasten.cli.main import main
+from hasten.errors import ConfigError
 from hasten.extensions.report import report_data
 from hasten.extensions.report.report_data import MOST_POINTS, thinned
-from hasten.tracking.run_folder import Curve, read_run
+from hasten.extensions.report.run_folder import Curve, read_run
 from hasten.tracking.run_log import PARTS, step_dtype
 
 BEGAN = 1_700_000_000.0
@@ -167,3 +168,8 @@ def test_a_folder_without_a_run_ends_with_a_sentence(tmp_path: Path, capsys: pyt
 def test_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(write_run(tmp_path / "run", 0.1)), "-o", "report.pdf"]) == 2
     assert "does not end in .html" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="log_with='jsonl'"):
+        read_run(tmp_path)

@@ -15,7 +15,7 @@ import pytest
 from hasten.cli.main import main
 from hasten.extensions.report import report_data
 from hasten.extensions.report.report_page import script_json
-from hasten.tracking.run_folder import read_run
+from hasten.extensions.report.run_folder import read_run
 from hasten.tracking.values import png
 
 BEGAN = 1_700_000_000.0

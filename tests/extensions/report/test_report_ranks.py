@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, Trainer, TrainerCallback, TrainingArguments
 from hasten.extensions.report import report_data
 from hasten.extensions.report.command import main
+from hasten.extensions.report.run_folder import read_run
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import seeded
-from hasten.tracking.run_folder import read_run
 from hasten.tracking.run_log import PARTS
 from tests.support.toys import Blobs, Classifier, Rows, Scored
 

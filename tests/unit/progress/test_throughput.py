@@ -21,11 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from hasten import Accelerator
 from hasten.errors import ConfigError
 from hasten.extensions.report import report_data
+from hasten.extensions.report.run_folder import read_run
 from hasten.progress.meter import MeterReading
 from hasten.progress.text import line
 from hasten.progress.throughput import Throughput
 from hasten.runtime.hardware import KNOWN
-from hasten.tracking.run_folder import read_run
 
 TOKENS, WIDTH = 5, 8
 FORWARD = 2 * TOKENS * WIDTH * WIDTH

@@ -12,9 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, ProjectConfiguration
-from hasten.errors import ConfigError
 from hasten.testing.toys import seeded
-from hasten.tracking.run_folder import read_run
 from hasten.tracking.run_log import PARTS, RunLog, read_run_log
 from tests.support.toys import Blobs, Classifier
 
@@ -158,8 +156,3 @@ def test_marking_a_step_takes_microseconds(tmp_path: Path) -> None:
     each = (time.process_time() - began) / 5000
     assert each < 50e-6
     assert len(read_run_log(tmp_path)[0].steps) == 5000
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="log_with='jsonl'"):
-        read_run(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from hasten.cli.flags import CommandParser
 from hasten.errors import ConfigError
 from hasten.extensions.report.report_page import page
-from hasten.tracking.run_folder import RunFolder, read_run
+from hasten.extensions.report.run_folder import RunFolder, read_run
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from hasten.extensions.report.run_folder import Curve, LoggedImage, RunFolder
 from hasten.tracking.goodput import Goodput
-from hasten.tracking.run_folder import Curve, LoggedImage, RunFolder
 from hasten.tracking.run_log import PARTS, STEP_PARTS, LoggedRank
 
 MOST_POINTS: Final = 4000

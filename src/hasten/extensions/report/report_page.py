@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from hasten.extensions.report import report_data
+from hasten.extensions.report.run_folder import RunFolder
 from hasten.tracking import goodput
-from hasten.tracking.run_folder import RunFolder
 from hasten.tracking.run_log import PARTS
 
 
