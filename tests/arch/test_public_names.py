@@ -105,7 +105,7 @@ def test_a_public_module_holds_its_table_alone(face: ModuleType) -> None:
     other = [node for node in parsed(face).body if type(node).__name__ not in FORM]
     assert not other, f"{face.__name__} holds {ast.unparse(other[0])[:60]}; logic belongs in another module"
     assert [ast.unparse(node) for node in parsed(face).body[-1].body if isinstance(node, ast.Assign)] == [  # type: ignore[attr-defined]
-        f"__getattr__, __dir__ = exports(__name__, _PUBLIC{', _MODULES, extensible=True' if face is hasten else ', extensible=True' if face is hasten.bigmodel else ''})"
+        f"__getattr__, __dir__ = exports(__name__, _PUBLIC{', _MODULES, extensible=True' if face is hasten else ', extensible=True' if face in (hasten.bigmodel, hasten.data) else ''})"
     ]
 
 

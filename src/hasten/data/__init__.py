@@ -5,7 +5,7 @@ user's. `source.py` reads map-style data, `stream.py` and `stream_shard.py` stre
 device: `prefetch.py` (`Prefetch`), a plain copy with `prefetch=0`, or the strategy's transfer; the copy itself is `trees.to_device`.
 A resumed loader finds its next sample in `sampler.py` (`Assignment.index_batches`: this rank's next indices, from a position and the order of `order.py`),
 for streams in `stream_shard.py` (`_Cutter._seek`); `position.py` is what is saved, with random states (`random_states.py`) and the state of the
-user's samplers and streams (`carried_state.py`). `rank_check.py` refuses ranks with different data. `packing.py` packs samples into rows of a token budget. The names in `__all__` are public.
+user's samplers and streams (`carried_state.py`). `rank_check.py` refuses ranks with different data.
 """
 
 from __future__ import annotations
@@ -16,24 +16,12 @@ from typing import TYPE_CHECKING, Final
 from hasten.lazy import exports
 
 if TYPE_CHECKING:
-    from hasten.data.packing import PackedBatchSampler as PackedBatchSampler
-    from hasten.data.packing import PackedCollator as PackedCollator
-    from hasten.data.packing import num_label_tokens as num_label_tokens
-    from hasten.data.packing import packed_attention_mask as packed_attention_mask
-    from hasten.data.packing import packed_block_mask as packed_block_mask
+    from hasten.extensions.public import *  # noqa: F403
 
 # public name -> the module that defines it
-_PUBLIC: Final = MappingProxyType[str, str](
-    {
-        "PackedBatchSampler": "hasten.data.packing",
-        "PackedCollator": "hasten.data.packing",
-        "num_label_tokens": "hasten.data.packing",
-        "packed_attention_mask": "hasten.data.packing",
-        "packed_block_mask": "hasten.data.packing",
-    }
-)
+_PUBLIC: Final = MappingProxyType[str, str]({})
 
 __all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
-    __getattr__, __dir__ = exports(__name__, _PUBLIC)
+    __getattr__, __dir__ = exports(__name__, _PUBLIC, extensible=True)

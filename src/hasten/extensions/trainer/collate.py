@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler, default_collate
 
-from hasten.data.packing import PackedCollator
+from hasten.data import PackedCollator
 from hasten.errors import ArgumentError, ConfigError, DataError
 
 _RENAMED: Final = ("label", "label_ids")

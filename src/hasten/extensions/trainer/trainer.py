@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.accelerator.components import components
 from hasten.accelerator.facade import Accelerator
+from hasten.data import PackedBatchSampler
 from hasten.data.loader import Loader
-from hasten.data.packing import PackedBatchSampler
 from hasten.errors import ArgumentError, ConfigError
 from hasten.extensions.trainer import checkpoints
 from hasten.extensions.trainer.arguments import TrainingArguments, check_given_optimizers

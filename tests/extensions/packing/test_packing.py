@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator, TorchContextParallelConfig
 from hasten.config.sections.parallel import ParallelismConfig
-from hasten.data.packing import (
+from hasten.errors import ConfigError, DataError, StepError
+from hasten.extensions.packing.packing import (
     IGNORED,
     PackedBatchSampler,
     PackedCollator,
@@ -24,7 +25,6 @@ from hasten.data.packing import (
     packed_block_mask,
     sample_numbers,
 )
-from hasten.errors import ConfigError, DataError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 
