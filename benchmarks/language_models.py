@@ -213,7 +213,7 @@ def fp8_auto(size: Size, device: torch.device) -> Step:
 
 
 def chunked(size: Size, device: torch.device) -> Step:
-    from hasten.modules import use_chunked_loss
+    from hasten import use_chunked_loss
 
     def change(model: Any) -> Any:
         use_chunked_loss(model)

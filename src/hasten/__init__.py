@@ -1,7 +1,7 @@
 """Public names of hasten, each imported from its module on first use.
 
 `import hasten` costs next to nothing: it imports no torch. Here is what most training scripts import; more is in the public modules
-`hasten.bigmodel`, `hasten.data`, `hasten.errors`, `hasten.extending`, `hasten.modules`, `hasten.testing` and `hasten.trainer`. To add a
+`hasten.bigmodel`, `hasten.data`, `hasten.errors`, `hasten.extending`, `hasten.testing` and `hasten.trainer`. To add a
 public name, write one line in the `TYPE_CHECKING` block (for type checkers and editors) and one in `_PUBLIC` (for the running program), both
 in alphabetical order of modules; tests/arch compares the two and the committed snapshot of names.
 """
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hasten import data as data
     from hasten import errors as errors
     from hasten import extending as extending
-    from hasten import modules as modules
     from hasten import testing as testing
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.inference import map_dataset as map_dataset
@@ -111,7 +110,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
     }
 )
 
-_MODULES: Final = ("bigmodel", "data", "errors", "extending", "modules", "testing")
+_MODULES: Final = ("bigmodel", "data", "errors", "extending", "testing")
 """Public modules, imported on first use as well."""
 
 __all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]

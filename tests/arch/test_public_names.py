@@ -24,7 +24,6 @@ import hasten.errors
 import hasten.extending
 import hasten.extensions.public
 import hasten.extensions.trainer
-import hasten.modules
 import hasten.testing
 from hasten.extension import offers
 
@@ -35,7 +34,6 @@ FACES: Final = (
     hasten.bigmodel,
     hasten.data,
     hasten.extending,
-    hasten.modules,
     hasten.testing,
     hasten.extensions.trainer,
 )

@@ -267,7 +267,7 @@ NAMES: Final = (
     Name(
         "torch",
         "_C",
-        ("src/hasten/modules/lazy_logits.py", "src/hasten/strategies/context/attention.py", _THROUGHPUT),
+        ("src/hasten/extensions/chunked_loss/logits.py", "src/hasten/strategies/context/attention.py", _THROUGHPUT),
         "loss_parallel=True, use_chunked_loss() and track_throughput() fail",
     ),
     Name(

@@ -3,6 +3,8 @@
 An import whose folder was deleted is ignored: `# type: ignore[import-not-found, unused-ignore]` on its line says so.
 """
 
+from hasten.extensions.chunked_loss.cross_entropy import ChunkedCrossEntropyLoss as ChunkedCrossEntropyLoss  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.chunked_loss.logits import use_chunked_loss as use_chunked_loss  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.placeholders import DummyOptim as DummyOptim  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.placeholders import DummyScheduler as DummyScheduler  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin as DeepSpeedPlugin  # type: ignore[import-not-found, unused-ignore]

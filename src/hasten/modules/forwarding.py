@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
-CHUNKED_LOSS: Final = "chunked loss"
-"""Tag of a head whose loss is computed in chunks (`lazy_logits.py`)."""
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 FORWARD = "forward"
 PLACED: Final = "placed"
 """Tag of a forward on a device of its own."""
@@ -71,6 +73,18 @@ class GraphForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         return self.__func__(self.module, *args, **kwargs)
+
+
+class LateHead(Forward):
+    """Forward of a linear head whose logits are computed when they are used, and never all at once for a loss."""
+
+    tag = "late head"
+    gathered_by: ref[Any] | None = None  # Any: FSDP2's class of a module
+    """Module whose shard group has the head's weight; it frees the weight at the end of its forward."""
+
+    def split_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
+        """Return the logits of a head of which this rank holds some rows. Ranks: the group."""
+        raise NotImplementedError
 
 
 def _overridden(module: nn.Module) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded:
 
 def _is_chunked(module: nn.Module) -> bool:
     """Return whether the layer is a head whose loss is computed from its weight, and so is not converted."""
-    return forwarding.find(module, forwarding.CHUNKED_LOSS) is not None
+    return forwarding.find(module, forwarding.LateHead.tag) is not None
 
 
 class TEForward(forwarding.Forward):

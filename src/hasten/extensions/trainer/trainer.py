@@ -17,6 +17,7 @@ from hasten.accelerator.facade import Accelerator
 from hasten.data import PackedBatchSampler
 from hasten.data.loader import Loader
 from hasten.errors import ArgumentError, ConfigError
+from hasten.extension import load
 from hasten.extensions.trainer import checkpoints
 from hasten.extensions.trainer.arguments import TrainingArguments, check_given_optimizers
 from hasten.extensions.trainer.callbacks import CallbackList, ProgressCallback, TrainerCallback
@@ -57,7 +58,6 @@ from hasten.extensions.trainer.schedules import (
 from hasten.extensions.trainer.settings import accelerator_settings
 from hasten.extensions.trainer.state import TrainerControl, TrainerState
 from hasten.extensions.trainer.step_plan import TrainingPlan, plan_training
-from hasten.modules.lazy_logits import use_chunked_loss
 from hasten.optim.batch_size import find_executable_batch_size
 from hasten.optim.ema import EMA
 from hasten.optional import need
@@ -75,7 +75,7 @@ def apply_liger(model: nn.Module, options: Mapping[str, Any], device: torch.devi
     if device.type not in ("cuda", "xpu"):
         raise ConfigError(
             f"use_liger_kernel=True replaces layers by Triton kernels, which a {device.type} device cannot run; remove it, or "
-            "train on a GPU. `hasten.modules.use_chunked_loss(model)` saves the memory of the logits on any device."
+            "train on a GPU. `hasten.use_chunked_loss(model)` saves the memory of the logits on any device."
         )
     get_base = getattr(model, "get_base_model", None)  # of a PEFT model
     base: Any = model if get_base is None else get_base()
@@ -83,7 +83,7 @@ def apply_liger(model: nn.Module, options: Mapping[str, Any], device: torch.devi
     if kind not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(
             f"use_liger_kernel=True has no kernels for {type(base).__name__} (model_type={kind!r}), so nothing would be replaced; "
-            "remove it, or use `hasten.modules.use_chunked_loss(model)` for the memory of its logits."
+            "remove it, or use `hasten.use_chunked_loss(model)` for the memory of its logits."
         )
     patches._apply_liger_kernel_to_instance(model=base, **options)
     log.info("liger kernels replace parts of %s (%s)", type(base).__name__, kind)
@@ -139,7 +139,7 @@ class Trainer:
         if args.use_liger_kernel:
             apply_liger(model, args.liger_kernel_config or {}, self.accelerator.device)
         if args.use_chunked_loss:
-            use_chunked_loss(model)
+            load("public_names", "use_chunked_loss")(model)
         self.state = TrainerState(
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,

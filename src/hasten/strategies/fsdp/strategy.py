@@ -27,7 +27,6 @@ from hasten.config.sections.loop import PrecisionType
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
 from hasten.modules import forwarding
-from hasten.modules.lazy_logits import ChunkedHead
 from hasten.modules.quantized import PackedLayers, frozen_integers
 from hasten.optim.gradients import drop_gradients
 from hasten.precision.base import Precision
@@ -194,7 +193,7 @@ class ShardModel:
         resharding = ReshardWithoutGradients(model)
         resharding.wrap_generate(model, options["reshard_after_forward"])
         if options["reshard_after_forward"]:
-            _tell_chunked_heads(model)
+            _note_late_heads(model)
         self._prefetch(layout.blocks)
 
     # Any: keywords of fully_shard
@@ -298,13 +297,13 @@ def mixed_precision(
     )
 
 
-def _tell_chunked_heads(model: nn.Module) -> None:
-    """Give heads with a chunked loss the module that gathers their weight, which is freed when the model returns."""
+def _note_late_heads(model: nn.Module) -> None:
+    """Give heads whose logits are computed late the module that gathers their weight, which is freed when the model returns."""
     owners = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for name, module in model.named_modules():
-        if isinstance(chunked := forwarding.find(module, forwarding.CHUNKED_LOSS), ChunkedHead):
+        if isinstance(head := forwarding.find(module, forwarding.LateHead.tag), forwarding.LateHead):
             around = [owner for prefix, owner in owners if not prefix or f"{name}.".startswith(f"{prefix}.")]
-            chunked.sharded = ref(around[-1])
+            head.gathered_by = ref(around[-1])
 
 
 def _make_dense(model: nn.Module, whole: set[nn.Parameter]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, assert_never
 
 import torch
@@ -14,8 +13,6 @@ from torch.nn import functional as F
 from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import StepError
 from hasten.modules import forwarding
-from hasten.modules.chunked_loss import Head, compute_dtype
-from hasten.modules.lazy_logits import ChunkedHead, LazyLogits, LogitsSource
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import BLOCKS, matrix_of
 from hasten.strategies.tensor.ops import ApartStream, BlockShares, enter, gather, leave, split
@@ -68,7 +65,7 @@ class SplitForward(forwarding.Forward):
 class Colwise(SplitForward):
     """Forward that computes this rank's output features from the whole input."""
 
-    output: Literal["part", "whole", "logits"] = "part"
+    output: Literal["part", "whole"] = "part"
     gathered = False
     """The surrounding module has already gathered the tokens."""
 
@@ -82,20 +79,14 @@ class Colwise(SplitForward):
             x = enter(x, self.group)
         elif not self.gathered:
             x = self.region.gathered(x)
-        chunked = None if self.output == "part" else forwarding.find(self.module, ChunkedHead.tag)
-        if self.output == "logits" or chunked is not None:
-            return self._logits(x, weight, bias, chunked if isinstance(chunked, ChunkedHead) else ChunkedHead(None))
+        late_head = None if self.output == "part" else forwarding.find(self.module, forwarding.LateHead.tag)
+        if isinstance(late_head, forwarding.LateHead):
+            return late_head.split_logits(x, weight, bias, self.group)
         out = self.multiplied(x, weight, bias)
         if self.output == "whole":
             return gather(out, -1, self.group)
         self.apart.begin(self.module)
         return out
-
-    def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, chunked: ChunkedHead) -> Tensor:
-        """Return logits whose loss is computed in chunks from each rank's part of the vocabulary."""
-        head = Head(weight, bias, self.group, weight.shape[0] * self.group.size(), compute_dtype(x))
-        finish = partial(gather, dim=-1, group=self.group)
-        return LazyLogits.of(x, head, LogitsSource(chunked.chunk_tokens, finish, chunked.gather()))
 
 
 class ColwiseBlocks(Colwise):
@@ -209,7 +200,6 @@ def forward_of(
     group: dist.ProcessGroup,
     apart: ApartStream,
     place: tuple[SequenceRegion, bool] | None,
-    keep_logits: bool,
     number: int,
 ) -> forwarding.Forward:
     """Return the forward of one layer; `number` is the number of experts (`experts`)."""
@@ -223,7 +213,7 @@ def forward_of(
                 colwise = ColwiseBlocks(group, apart, region)
                 colwise.blocks = dict(BLOCKS)[style]
             elif style == "colwise_gather_output":
-                colwise.output = "logits" if keep_logits else "whole"
+                colwise.output = "whole"
             colwise.gathered, colwise.transposed = gathered, transposed
             return colwise
         case "rowwise" | "rowwise_split_input":

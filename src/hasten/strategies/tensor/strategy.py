@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hasten.comm.agreement import agree
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.errors import ConfigError
+from hasten.extension import load
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
@@ -54,7 +55,9 @@ class SplitLayers:
             _check_ties(model, found)
             stacks = tensor_sequence.check(model, found.styles) if self._handler.sequence_parallel else []
             if self._handler.loss_parallel:
-                _check_head(model, found)
+                head = _head_of(model, found)
+                if forwarding.find(model.get_submodule(head), forwarding.LateHead.tag) is None:
+                    load("public_names", "use_chunked_loss")(model, head)
             whole = _left_whole(model, found)
             refuse_gradient_hooks(model, whole)
         if source_of(model, self._fsdp, ctx) is WeightSource.RANK_0:
@@ -62,7 +65,7 @@ class SplitLayers:
         copy_from_rank_0(model, ctx)
         mesh = self._mesh.along(ctx, Axis.TP)
         hooks = hooks_to_carry(model, whole)
-        _split(model, found, mesh, ctx.device, stacks, self._handler.loss_parallel)
+        _split(model, found, mesh, ctx.device, stacks)
         carry_hooks(model, hooks)
         for parent, values in found.attributes.items():
             vars(model.get_submodule(parent)).update(values)
@@ -103,7 +106,6 @@ def _split(
     mesh: DeviceMesh,
     device: torch.device,
     stacks: list[list[tuple[str, nn.Module]]],
-    keep_logits: bool,
 ) -> None:
     group = mesh.get_group()
     apart = ApartStream(model, group.rank())
@@ -117,7 +119,7 @@ def _split(
         if style == "experts" and getattr(layer, "num_experts", None) == number:
             layer.num_experts = number // mesh.size()  # type: ignore[assignment]  # an int, not a module
         if forwarding.find(layer, SplitForward.tag) is None:  # a layer with two names is split once
-            forwarding.replace(layer, forward_of(layer, style, group, apart, regions.get(name), keep_logits, number))
+            forwarding.replace(layer, forward_of(layer, style, group, apart, regions.get(name), number))
     for name, by_part in found.dropouts.items():
         forwarding.replace(model.get_submodule(name), DrawnApart(apart, by_part))
     for name in found.summed:
@@ -167,8 +169,8 @@ def _check_ties(model: nn.Module, found: LayerSplit) -> None:
             )
 
 
-def _check_head(model: nn.Module, found: LayerSplit) -> None:
-    """Raise unless exactly one layer, the head, gathers its output, so that its logits can stay sharded."""
+def _head_of(model: nn.Module, found: LayerSplit) -> str:
+    """Return the one layer that gathers its output, whose logits can stay sharded. Raises: ConfigError unless there is one."""
     heads = [name for name, style in found.styles.items() if style == "colwise_gather_output"]
     if len(heads) != 1:
         raise ConfigError(
@@ -176,6 +178,7 @@ def _check_head(model: nn.Module, found: LayerSplit) -> None:
             f"({found.source}) gathers the output of {', '.join(heads) or 'no layer'}; name the one head with "
             "tp_plan={'head': 'colwise_gather_output', ...}, or set loss_parallel=False."
         )
+    return heads[0]
 
 
 def _account(model: nn.Module, found: LayerSplit, ranks: int, num_blocks: int, keep_logits: bool) -> str:

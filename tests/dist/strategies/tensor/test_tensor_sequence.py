@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from hasten import Accelerator, TorchTensorParallelConfig
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError, StepError
-from hasten.modules.chunked_loss import Head
-from hasten.modules.lazy_logits import LazyLogits, LogitsSource
+from hasten.extensions.chunked_loss.cross_entropy import Head
+from hasten.extensions.chunked_loss.logits import LazyLogits, LogitsSource
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor.ops import enter, gather
 from hasten.testing.pool import ranks

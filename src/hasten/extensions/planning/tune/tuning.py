@@ -36,7 +36,7 @@ NAMES: Final = (
 UNTRIED: Final = MappingProxyType(
     {
         "fp8": 'set mixed_precision="fp8" and compare the losses of two runs',
-        "chunked_loss": "call hasten.modules.use_chunked_loss(model) before prepare()",
+        "chunked_loss": "call hasten.use_chunked_loss(model) before prepare()",
         "batch_size": "use find_executable_batch_size()",
         "recompute": "set recompute to the class of the model's blocks",
     }

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.errors import PrepareError, StepError
+from hasten.extensions.chunked_loss.logits import LazyLogits, use_chunked_loss
 from hasten.modules import forwarding
-from hasten.modules.lazy_logits import LazyLogits, use_chunked_loss
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
 SIZES: dict[str, Any] = {
@@ -252,7 +252,7 @@ def test_copies_and_pickles_use_their_own_head() -> None:
 def test_it_is_removed_by_its_tag_and_repeated_without_stacking() -> None:
     model = chunked(tiny(), "head")
     use_chunked_loss(model, model.head)
-    assert forwarding.restore(model.head, forwarding.CHUNKED_LOSS)
+    assert forwarding.restore(model.head, forwarding.LateHead.tag)
     assert type(model(tokens())) is Tensor
 
 

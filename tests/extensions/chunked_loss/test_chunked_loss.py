@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hasten.errors import ArgumentError, ConfigError, StepError
-from hasten.modules.chunked_loss import ChunkedCrossEntropyLoss
+from hasten.extensions.chunked_loss.cross_entropy import ChunkedCrossEntropyLoss
 from tests.support.live_bytes import LiveBytes
 
 OPTIONS: list[dict[str, Any]] = [

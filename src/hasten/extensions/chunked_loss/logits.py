@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.errors import PrepareError, StepError
+from hasten.extensions.chunked_loss.cross_entropy import Head, LogitsChange, LossOptions, compute_dtype, summed_loss
 from hasten.modules import forwarding
-from hasten.modules.chunked_loss import Head, LogitsChange, LossOptions, compute_dtype, summed_loss
+from hasten.strategies.tensor.ops import gather
 
 log = logging.getLogger(__name__)
 
@@ -269,19 +271,15 @@ def _whole(values: Any) -> Any:
     return values
 
 
-class ChunkedHead(forwarding.Forward):
+class ChunkedHead(forwarding.LateHead):
     """Forward of a linear head that returns logits to be computed later."""
-
-    tag = forwarding.CHUNKED_LOSS
-    sharded: weakref.ref[Any] | None = None
-    """Module of FSDP2 whose shard group has the head's weight; it frees the weight at the end of its forward."""
 
     def __init__(self, chunk_tokens: int | None) -> None:
         self.chunk_tokens = chunk_tokens
 
     def __call__(self, x: Tensor) -> Tensor:
         # a split head's own forward makes its logits; without gradients the ranks of a sharded head need not meet again
-        if forwarding.find(self.module, "tensor") or (self.sharded is not None and not torch.is_grad_enabled()):
+        if forwarding.find(self.module, "tensor") or (self.gathered_by is not None and not torch.is_grad_enabled()):
             made: Tensor = self.inner(x)
             return made
         assert isinstance(self.module, nn.Linear), "use_chunked_loss checked it"
@@ -289,9 +287,15 @@ class ChunkedHead(forwarding.Forward):
         head = Head(weight, bias, None, weight.shape[0], compute_dtype(x))
         return LazyLogits.of(x, head, LogitsSource(self.chunk_tokens, gather=self.gather()))
 
+    def split_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+        head = Head(weight, bias, group, weight.shape[0] * group.size(), compute_dtype(x))
+        return LazyLogits.of(
+            x, head, LogitsSource(self.chunk_tokens, partial(gather, dim=-1, group=group), self.gather())
+        )
+
     def gather(self) -> Callable[[], object] | None:
         """Return a function that gathers a sharded weight again; None for a weight that is whole. Ranks: every rank."""
-        owner = None if self.sharded is None else self.sharded()
+        owner = None if self.gathered_by is None else self.gathered_by()
         return None if owner is None else owner.unshard
 
 

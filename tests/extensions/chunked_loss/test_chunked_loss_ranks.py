@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from hasten import Accelerator
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig
 from hasten.errors import ConfigError, StepError
-from hasten.modules.chunked_loss import ChunkedCrossEntropyLoss
-from hasten.modules.lazy_logits import LazyLogits, use_chunked_loss
+from hasten.extensions.chunked_loss.cross_entropy import ChunkedCrossEntropyLoss
+from hasten.extensions.chunked_loss.logits import LazyLogits, use_chunked_loss
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
