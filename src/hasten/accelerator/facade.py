@@ -306,7 +306,7 @@ class Accelerator:
             )
             run_parts.add(watch)
         if self.config.checkpoint_in_memory is not None:
-            self._saving.keep_in_memory(self.config.checkpoint_in_memory)
+            load("run_parts", "checkpoint_in_memory")  # an error if nothing provides it
         if divergence_check is not None:
             run_parts.add(divergence_check)
         if self._run_log is not None:

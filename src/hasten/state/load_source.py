@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any, Protocol
 
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.store.locate import join_place, locate_existing, newest_of_all, open_store
 from hasten.comm.agreement import Agreement
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import ConfigError, IncompleteCheckpointError
-from hasten.state.memory_copies import MemoryCopies
 
 log = logging.getLogger(__name__)
+
+
+class NewerStates(Protocol):
+    """States of this run besides its checkpoints on the disk; provided by a part of the run."""
+
+    def newest(self, together: Agreement) -> Any:  # Any: a value with a `step`, of the part's own kind
+        """Return the newest state; None if there is none. Ranks: every rank."""
+
+    def fetch(self, choice: Any, together: Agreement) -> tuple[CheckpointStore, str]:  # Any: as `newest` returned it
+        """Return the store and name of a state. Ranks: every rank."""
+
+    def loaded(self, step: int | None) -> None:
+        """Handle the load of the state of this step; None: of a checkpoint from elsewhere."""
 
 
 def automatic_root(project: ProjectConfiguration) -> str:
@@ -27,7 +40,7 @@ def automatic_root(project: ProjectConfiguration) -> str:
 
 def find_source(
     project: ProjectConfiguration,
-    memory: MemoryCopies | None,
+    memory: NewerStates | None,
     together: Agreement,
     input_dir: str | Path | None,
     must_exist: bool,

@@ -8,7 +8,7 @@ import platform
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -37,9 +37,8 @@ from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, Axis
-from hasten.state.load_source import automatic_root, find_source
+from hasten.state.load_source import NewerStates, automatic_root, find_source
 from hasten.state.loop_position import LoopPosition
-from hasten.state.memory_copies import CopyHolder, MemoryCopies, memory_root
 from hasten.state.preemption import FinishFirst
 from hasten.state.rank_state import with_own_state
 from hasten.state.restore import plan_restore
@@ -99,8 +98,8 @@ class Saving:
         """Ids of the runs that this one continues; their checkpoints are its own."""
         self._newest: str | None = None
         """The checkpoint that was saved or loaded last."""
-        self.memory: MemoryCopies | None = None
-        """Copies of the newest state in the memory of machines, if enabled."""
+        self.newer_states: NewerStates | None = None
+        """States that may be newer than the checkpoints, from a part of the run."""
         self._machine_owners = MachineOwners()
 
     @property
@@ -210,28 +209,24 @@ class Saving:
             )
         return save
 
-    def keep_in_memory(self, every: int) -> None:
-        """Copy the state into the memory of this machine and its neighbour, every `every` updates."""
-        project, updates = self.project, partial(num_updates, self._parts)
-        root = memory_root(self._ctx, every)
-        clock = self._parts.clock
-        self.memory = MemoryCopies(
-            self._ctx, root, every, updates, self._write_copy, project.checkpoint_arrival_s, clock.loaders
-        )
-        clock.parts.add(self.memory)
-
-    def _write_copy(
-        self, store: LocalStore, name: str, machine: CopyHolder, together: Agreement, announce: Callable[[int], None]
+    def write_machine(
+        self,
+        store: LocalStore,
+        name: str,
+        machine: int,
+        machine_ranks: Sequence[int],
+        together: Agreement,
+        announce: Callable[[int], None],
     ) -> None:
         """Write the state of this machine's ranks; `announce` is called with this rank's bytes first. Ranks: every rank."""
         self.wait_for_saves()
         position = self._parts.saved_position()
         with Save(store, self._ctx.world, self.layout) as save:
-            save.start(together, name, node=machine.index, each_node=True)
+            save.start(together, name, node=machine, each_node=True)
             together.label = f"collecting the state for {name!r}"
             weights = run_save_hooks(self.save_hooks, self._parts, str(save.draft.folder), together)
             tree = collect(self._parts, "safetensors", weights, position)
-            tree = self._machine_owners.owned(tree, machine.ranks, together)
+            tree = self._machine_owners.owned(tree, machine_ranks, together)
             save.plan(with_own_state(tree, self._parts, together, position), together)
             announce(sum(blob.size for blob in save.blobs.values()))
             save.write(self._header(name, {}), together)
@@ -406,7 +401,7 @@ class Saving:
         with agreeing(world, "load_state", arrival_s) as together:
             if self._background is not None:
                 self.wait_for_saves()
-            if (source := find_source(self.project, self.memory, together, input_dir, must_exist)) is None:
+            if (source := find_source(self.project, self.newer_states, together, input_dir, must_exist)) is None:
                 return None
             store, name, from_memory = source
             verify = verify and not from_memory  # memory copies are verified already
@@ -422,8 +417,8 @@ class Saving:
             place = join_place(store.address, name)
             if self._rank == 0:
                 log.info("loaded %s%s", place, " from memory" if from_memory else "")
-        if self.memory is not None:
-            self.memory.loaded(number if from_memory else None)
+        if self.newer_states is not None:
+            self.newer_states.loaded(number if from_memory else None)
         if not from_memory:
             if number is not None and input_dir is None:
                 self.iteration = max(self.iteration, number + 1)

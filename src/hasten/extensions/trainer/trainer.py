@@ -168,7 +168,7 @@ class Trainer:
                 "load_best_model_at_end=True is not supported with replicas that may be lost, one of which saves for all; remove it, and load "
                 "the checkpoint of the best metric with load_model() after the run."
             )
-        if components(made).saving.memory is not None:
+        if made.config.checkpoint_in_memory is not None:
             raise ConfigError(
                 f"checkpoint_in_memory={made.config.checkpoint_in_memory} is not supported by the Trainer, whose state (sums of losses, "
                 "callbacks) is only complete when it saves. Remove it, and set save_steps."

@@ -204,7 +204,7 @@ def test_without_copies_the_disk_is_taken_and_the_reason_logged(ctx: ProcessCont
             shutil.rmtree(roots[1] / "0" / "ranks_1-1")
         ctx.world.barrier("lost")
         second = Run(ctx, "ddp", tmp_path)
-        logger = logging.getLogger("hasten.state.memory_copies")
+        logger = logging.getLogger("hasten.extensions.memory_copies.part")
         logger.addHandler(handler)
         assert second.accelerator.load_state(must_exist=False)
         logger.removeHandler(handler)

@@ -9,14 +9,20 @@ import pytest
 import torch
 
 from hasten import Accelerator, Trainer, TrainingArguments
-from hasten.checkpoint.store.memory_folder import MemoryCopy, group_by_folder, neighbour, newest_common, why_none
 from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, StepError
+from hasten.extensions.memory_copies.memory_folder import (
+    MemoryCopy,
+    group_by_folder,
+    neighbour,
+    newest_common,
+    why_none,
+)
+from hasten.extensions.memory_copies.part import memory_root
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
-from hasten.state.memory_copies import memory_root
 
 
 def machines(count: int, each: int) -> list[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hasten.accelerator.components import Components
 from hasten.checkpoint.base import numbered
 from hasten.checkpoint.format.manifest import FileRecord, Manifest, decode
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.memory_folder import (
+from hasten.comm.agreement import Agreement, agreeing
+from hasten.errors import ConfigError
+from hasten.extensions.memory_copies.memory_folder import (
     Choice,
     MemoryCopy,
     MemoryFolder,
@@ -22,9 +25,7 @@ from hasten.checkpoint.store.memory_folder import (
     newest_common,
     why_none,
 )
-from hasten.comm.agreement import Agreement, agreeing
-from hasten.errors import ConfigError
-from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor
+from hasten.optim.loader_progress import LoaderCursor
 from hasten.optim.run_part import RunPart
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
@@ -32,9 +33,6 @@ from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import Axis
 
 log = get_logger(__name__)
-
-Write = Callable[[LocalStore, str, "CopyHolder", Agreement, Callable[[int], None]], None]
-"""Function that writes the state into a store under a name; its callback gets this rank's bytes before the write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,47 +73,42 @@ class CopyTransfer:
 class MemoryCopies(RunPart):
     """In-memory copies of two steps: the newest that every machine has, and the one that is being copied."""
 
-    def __init__(
-        self,
-        ctx: ProcessContext,
-        folder: Path,
-        every: int,
-        updates: Callable[[], int],
-        write: Write,
-        arrival_s: float,
-        loaders: ActiveLoaders,
-    ) -> None:
-        self._loaders = loaders
-        self._ctx = ctx
-        self._folder = MemoryFolder.of_this_process(folder)
+    def built(self, run: Components) -> None:
+        """Find the folder of the launcher. Raises: ConfigError where copies could not be used."""
+        accelerator = run.accelerator
+        every = accelerator.config.checkpoint_in_memory
+        assert every is not None, "the setting turns this part on"
+        self._ctx = accelerator.ctx
+        self._saving = run.saving
+        self._loaders = run.clock.loaders
         self._every = every
-        self._updates = updates
-        self._write = write
-        self._arrival_s = arrival_s
+        self._folder = MemoryFolder.of_this_process(memory_root(self._ctx, every))
         self._machine: CopyHolder | None = None
         self._newest: int | None = None
         """The newest step that every machine and its neighbour hold in memory."""
         self._space_checked = False
+        self._saving.newer_states = self
 
     # -- copying ----------------------------------------------------------------------------------------------------
     def batch(self, cursor: LoaderCursor) -> None:
         """Copy when the training loop requests the next batch from its loader: no update is in progress then."""
         watched = self._loaders.watched
         is_outermost = bool(watched) and watched[0] is cursor
-        if is_outermost and self._updates() - (self._newest or 0) >= self._every:
+        if is_outermost and self._saving.step - (self._newest or 0) >= self._every:
             self.copy()
 
     def copy(self) -> None:
         """Copy the current state, on this machine and to its neighbour. Ranks: every rank."""
-        world, step = self._ctx.world, self._updates()
-        with agreeing(world, "checkpoint_in_memory", self._arrival_s) as together:
+        world, step = self._ctx.world, self._saving.step
+        with agreeing(world, "checkpoint_in_memory", self._saving.project.checkpoint_arrival_s) as together:
             machine = self._machine_group(together)
             if self._first(machine):
                 self._folder.keep_only({self._newest} if self._newest is not None else ())
-            self._write(
+            self._saving.write_machine(
                 self._folder.store(machine.ranks),
                 numbered(step),
-                machine,
+                machine.index,
+                machine.ranks,
                 together,
                 lambda size: self._check_space(size, together),
             )
