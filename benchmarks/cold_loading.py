@@ -42,8 +42,8 @@ from offload import Stack, original_accelerate
 from recording import record
 from torch import nn
 
-from hasten.bigmodel.load import load_checkpoint_in_model
 from hasten.checkpoint.export import save_model
+from hasten.extensions.bigmodel.load import load_checkpoint_in_model
 
 GB = 1e9
 MIB = 2**20

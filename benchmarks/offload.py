@@ -35,10 +35,10 @@ from loading import versions
 from recording import record
 from torch import Tensor, nn
 
-from hasten.bigmodel.dispatch import cpu_offload, dispatch_model
-from hasten.bigmodel.load import load_checkpoint_in_model
-from hasten.bigmodel.placed import detach
 from hasten.checkpoint.export import save_model
+from hasten.extensions.bigmodel.dispatch import cpu_offload, dispatch_model
+from hasten.extensions.bigmodel.load import load_checkpoint_in_model
+from hasten.extensions.bigmodel.placed import detach
 
 GB = 1e9
 Row = dict[str, Any]

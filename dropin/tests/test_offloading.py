@@ -130,7 +130,7 @@ def disk_index(state: dict[str, Tensor], folder: Path) -> dict[str, dict[str, st
 
 
 def test_all_free_memory_is_offered() -> None:
-    with patch("hasten.bigmodel.device_map.free_host_bytes", return_value=1000):
+    with patch("hasten.extensions.bigmodel.device_map.free_host_bytes", return_value=1000):
         assert accelerate.utils.modeling.get_max_memory() == {"cpu": 1000}
 
 

@@ -15,7 +15,6 @@ from hasten.lazy import exports
 from hasten.version import __version__
 
 if TYPE_CHECKING:
-    from hasten import bigmodel as bigmodel
     from hasten import data as data
     from hasten import errors as errors
     from hasten import extending as extending
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.inference import map_dataset as map_dataset
     from hasten.accelerator.process import Process as Process
-    from hasten.bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-    from hasten.bigmodel.meta import init_empty_weights as init_empty_weights
     from hasten.config.legacy import fsdp_from_fsdp1 as fsdp_from_fsdp1
     from hasten.config.sections.launch import InitProcessGroupKwargs as InitProcessGroupKwargs
     from hasten.config.sections.loop import AORecipeKwargs as AORecipeKwargs
@@ -54,6 +51,7 @@ if TYPE_CHECKING:
     from hasten.extensions.public import *  # noqa: F403  # the names of bundled extensions
     from hasten.launch.notebook import debug_launcher as debug_launcher
     from hasten.launch.notebook import notebook_launcher as notebook_launcher
+    from hasten.modules.meta import init_empty_weights as init_empty_weights
     from hasten.optim.batch_size import find_executable_batch_size as find_executable_batch_size
     from hasten.optim.local_sgd import LocalSGD as LocalSGD
     from hasten.progress.tqdm_bar import tqdm as tqdm
@@ -69,8 +67,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Accelerator": "hasten.accelerator.facade",
         "map_dataset": "hasten.accelerator.inference",
         "Process": "hasten.accelerator.process",
-        "load_checkpoint_and_dispatch": "hasten.bigmodel.load",
-        "init_empty_weights": "hasten.bigmodel.meta",
+        "init_empty_weights": "hasten.modules.meta",
         "fsdp_from_fsdp1": "hasten.config.legacy",
         "InitProcessGroupKwargs": "hasten.config.sections.launch",
         "AORecipeKwargs": "hasten.config.sections.loop",
@@ -110,7 +107,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
     }
 )
 
-_MODULES: Final = ("bigmodel", "data", "errors", "extending", "testing")
+_MODULES: Final = ("data", "errors", "extending", "testing")
 """Public modules, imported on first use as well."""
 
 __all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -18,10 +18,10 @@ from typing import Final
 import pytest
 
 import hasten
-import hasten.bigmodel
 import hasten.data
 import hasten.errors
 import hasten.extending
+import hasten.extensions.bigmodel
 import hasten.extensions.public
 import hasten.extensions.trainer
 import hasten.testing
@@ -31,7 +31,7 @@ REPOSITORY: Final = Path(__file__).parents[2]
 SNAPSHOT: Final = Path(__file__).with_name("public_names.txt")
 FACES: Final = (
     hasten,
-    hasten.bigmodel,
+    hasten.extensions.bigmodel,
     hasten.data,
     hasten.extending,
     hasten.testing,
@@ -103,7 +103,7 @@ def test_a_public_module_holds_its_table_alone(face: ModuleType) -> None:
     other = [node for node in parsed(face).body if type(node).__name__ not in FORM]
     assert not other, f"{face.__name__} holds {ast.unparse(other[0])[:60]}; logic belongs in another module"
     assert [ast.unparse(node) for node in parsed(face).body[-1].body if isinstance(node, ast.Assign)] == [  # type: ignore[attr-defined]
-        f"__getattr__, __dir__ = exports(__name__, _PUBLIC{', _MODULES, extensible=True' if face is hasten else ', extensible=True' if face in (hasten.bigmodel, hasten.data) else ''})"
+        f"__getattr__, __dir__ = exports(__name__, _PUBLIC{', _MODULES, extensible=True' if face is hasten else ', extensible=True' if face in (hasten.extensions.bigmodel, hasten.data) else ''})"
     ]
 
 
@@ -145,15 +145,15 @@ def test_dir_lists_every_name_before_it_is_loaded(face: ModuleType) -> None:
 
 
 def test_public_modules_are_attributes_without_an_import_of_their_own() -> None:
-    code = "import hasten, sys; assert hasten.bigmodel.__all__ and hasten.errors.HastenError and 'torch' not in sys.modules"
+    code = "import hasten, sys; assert hasten.data.__all__ and hasten.errors.HastenError and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'Acelerator'; public names are listed in hasten.__all__"):
         _ = hasten.Acelerator  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"no attribute 'dispatch_model'; it is in hasten.bigmodel$"):
-        _ = hasten.dispatch_model  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'PackedCollator'; it is in hasten.data$"):
+        _ = hasten.PackedCollator  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"module 'hasten.extensions.trainer' has no attribute 'Treiner'"):
         _ = hasten.extensions.trainer.Treiner  # type: ignore[attr-defined]
 

@@ -70,7 +70,7 @@ def exists(name: str) -> bool:
     holders = (
         Accelerator,
         hasten,
-        hasten.bigmodel,
+        hasten.extensions.bigmodel,
         hasten.data,
         hasten.extensions.trainer,
         hasten.Trainer,

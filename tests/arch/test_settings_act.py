@@ -223,7 +223,7 @@ BASES: Final = frozenset({"ModelHook", "SequentialHook"})  # every method has an
 
 def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every public function, and every public method of the public classes."""
-    faces = (hasten, hasten.bigmodel, hasten.extending, hasten.testing, hasten.extensions.trainer)
+    faces = (hasten, hasten.extensions.bigmodel, hasten.extending, hasten.testing, hasten.extensions.trainer)
     for name, module in {name: home for face in faces for name, home in vars(face)["_PUBLIC"].items()}.items():
         path = SOURCE.parent / Path(*module.split(".")).with_suffix(".py")
         for node in trees(SOURCE)[path].body:

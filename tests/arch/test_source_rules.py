@@ -19,7 +19,7 @@ ENVIRONMENT_READER: Final = "src/hasten/runtime/env.py"
 LAZY_IMPORTERS: Final = ("src/hasten/lazy.py", "src/hasten/optional.py")
 PUBLIC_FOLDERS: Final = frozenset(
     f"src/hasten/{folder}__init__.py"
-    for folder in ("", "bigmodel/", "data/", "modules/", "testing/", "extensions/trainer/")
+    for folder in ("", "data/", "modules/", "testing/", "extensions/bigmodel/", "extensions/trainer/")
 )
 """The files with a table of public names; test_public_names.py holds their form."""
 FORBIDDEN_NAMES: Final = ("util", "utils", "helper", "helpers", "common", "misc")

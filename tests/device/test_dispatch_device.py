@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel import cpu_offload, dispatch_model
-from hasten.bigmodel.placed import detach, streamers_of
+from hasten.extensions.bigmodel import cpu_offload, dispatch_model
+from hasten.extensions.bigmodel.placed import detach, streamers_of
 
 pytestmark = pytest.mark.device
 

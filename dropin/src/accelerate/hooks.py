@@ -2,5 +2,5 @@
 
 from accelerate._impl.models.align import AlignDevicesHook
 from accelerate._impl.models.hooks import *
-from hasten.bigmodel.dispatch import CpuOffload
+from hasten.extensions.bigmodel.dispatch import CpuOffload
 from hasten.modules.hooks import LayerwiseCastingHook, ModelHook, SequentialHook

@@ -3,6 +3,7 @@
 An import whose folder was deleted is ignored: `# type: ignore[import-not-found, unused-ignore]` on its line says so.
 """
 
+from hasten.extensions.bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.chunked_loss.cross_entropy import ChunkedCrossEntropyLoss as ChunkedCrossEntropyLoss  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.chunked_loss.logits import use_chunked_loss as use_chunked_loss  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.placeholders import DummyOptim as DummyOptim  # type: ignore[import-not-found, unused-ignore]

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from hasten import Accelerator
-from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
 from hasten.checkpoint.export import load_object, read_model, save_model
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from hasten.extensions.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
 from hasten.extensions.checkpoint_tools.inspect import convert, merge
 from hasten.extensions.checkpoint_tools.torch_folder import whole_tensors
 

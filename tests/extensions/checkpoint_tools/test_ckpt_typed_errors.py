@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten import Accelerator
-from hasten.bigmodel import get_max_memory
 from hasten.checkpoint.export import parse_size, save_model, save_object
 from hasten.checkpoint.format.manifest import decode
 from hasten.cli.main import main
 from hasten.errors import ArgumentError, CheckpointError, ConfigError, DataError, UnsafeCheckpointError
+from hasten.extensions.bigmodel import get_max_memory
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hasten import quantize_weights
-from hasten.bigmodel import cpu_offload, remove_hook_from_submodules
 from hasten.errors import ConfigError, MissingPackageError, PrepareError
+from hasten.extensions.bigmodel import cpu_offload, remove_hook_from_submodules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

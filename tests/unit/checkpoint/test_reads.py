@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.load import load_checkpoint_in_model
 from hasten.checkpoint.export import save_model
 from hasten.checkpoint.format.formats import MappedFile
 from hasten.checkpoint.reshard import Copy, run_copies
 from hasten.errors import CorruptCheckpointError
+from hasten.extensions.bigmodel.load import load_checkpoint_in_model
 
 SIZE = 3 * 2**20 + 777
 

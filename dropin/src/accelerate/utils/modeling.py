@@ -3,4 +3,4 @@
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from accelerate._impl.models.modeling import *
 from accelerate._impl.models.planning import *
-from hasten.bigmodel.device_map import retie_parameters
+from hasten.extensions.bigmodel.device_map import retie_parameters

@@ -2,4 +2,4 @@
 
 from accelerate._impl.models.align import PrefixedDataset
 from accelerate._impl.models.modeling import extract_submodules_state_dict
-from hasten.bigmodel.offload_files import *
+from hasten.extensions.bigmodel.offload_files import *

@@ -7,25 +7,32 @@ import inspect
 import io
 import tokenize
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
+from importlib import import_module
+from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
 import hasten
-from hasten import bigmodel, data, extending, modules
+from hasten import data, extending, modules
 from hasten.config.layers import nearest
+from hasten.extension import offers
 from hasten.extensions.migrate.attributes import INSTEAD
 
 OLD: Final = "accelerate"
 NEW: Final = "hasten"
 _MAIN: Final = "Accelerator"
-HOMES: Final = MappingProxyType(
-    {
-        name: module
-        for module in (data, modules, extending, bigmodel, hasten)  # the last one wins
-        for name in module.__all__
-    }
-)
+
+
+def _homes() -> dict[str, ModuleType]:
+    modules_of_names: list[ModuleType] = [data, modules, extending]
+    with suppress(ModuleNotFoundError):  # the extension may have been deleted
+        modules_of_names.append(import_module(f"{NEW}.bigmodel"))  # the users' module of another extension
+    homes = {name: module for module in modules_of_names for name in module.__all__}
+    return homes | dict.fromkeys((*hasten.__all__, *offers("public_names")), hasten)
+
+
+HOMES: Final = MappingProxyType(_homes())
 """The public module from which a migrated script imports each name."""
 NOTES: Final = MappingProxyType(
     {

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hasten.bigmodel.packs import aligned
 from hasten.modules.names import local_tensor
+from hasten.runtime.host_pool import aligned
 from hasten.runtime.streams import Mark
 
 MOST_PIECE_BYTES: Final = 128 * 1024**2

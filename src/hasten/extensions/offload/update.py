@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.bigmodel.packs import HostPool
 from hasten.errors import StepError
 from hasten.extensions.offload.memory_budget import MemoryBudget, MemoryUse
 from hasten.extensions.offload.pieces import (
@@ -36,6 +35,7 @@ from hasten.extensions.offload.pieces import (
 )
 from hasten.modules.names import is_dtensor, like_parameter, local_tensor
 from hasten.optim.optimizer import SETTLE_STATE
+from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark
 
 _AHEAD: Final = 2  # pieces fetched while one is updated

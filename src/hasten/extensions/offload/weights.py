@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hasten import trees
-from hasten.bigmodel.packs import HostPool
 from hasten.errors import PrepareError
 from hasten.extensions.offload.pieces import StateSlot, lay_out
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark, lanes_for
 from hasten.strategies.base import PrepareRequest, Stage, is_trainable
 from hasten.strategies.blocks import repeated_blocks

@@ -12,8 +12,8 @@ from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.models.other import convert_bytes
 from accelerate._impl.models.planning import calculate_maximum_sizes
 from accelerate._impl.surface.messages import message
-from hasten.bigmodel.meta import init_empty_weights
 from hasten.cli.main import main as hasten
+from hasten.modules.meta import init_empty_weights
 from hasten.optional import need
 
 # Any in this file: argparse's namespaces, models and what the Hub says of them.

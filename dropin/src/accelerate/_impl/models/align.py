@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.dispatch import Place, device_of
-from hasten.bigmodel.placed import moved
-from hasten.bigmodel.tensors import TiedMap, set_tensor
-from hasten.bigmodel.units import tensors_in
+from hasten.extensions.bigmodel.dispatch import Place, device_of
+from hasten.extensions.bigmodel.placed import moved
+from hasten.extensions.bigmodel.tensors import TiedMap, set_tensor
+from hasten.extensions.bigmodel.units import tensors_in
 from hasten.modules.hooks import Args, Kwargs, ModelHook, SequentialHook, add_hook_to_module, hook_of
 from hasten.modules.surgery import named_tensors, own_buffers
 from hasten.trees import tensors

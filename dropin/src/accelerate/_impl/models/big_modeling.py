@@ -20,10 +20,11 @@ from accelerate._impl.models.modeling import fill_model, has_offloaded_params, l
 from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import dispatch, meta
-from hasten.bigmodel import tensors as casting
-from hasten.bigmodel.device_map import OFFLOAD, WAYS, owner_in
-from hasten.bigmodel.placed import Immovable, streamers_of
+from hasten.extensions.bigmodel import dispatch
+from hasten.extensions.bigmodel import tensors as casting
+from hasten.extensions.bigmodel.device_map import OFFLOAD, WAYS, owner_in
+from hasten.extensions.bigmodel.placed import Immovable, streamers_of
+from hasten.modules import meta
 from hasten.modules.forwarding import is_dispatched
 from hasten.modules.surgery import named_tensors
 

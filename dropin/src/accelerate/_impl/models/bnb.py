@@ -15,9 +15,9 @@ from accelerate._impl.environment.packages import is_4bit_bnb_available, is_8bit
 from accelerate._impl.models.modeling import set_module_tensor_to_device
 from accelerate._impl.settings.general import BnbQuantizationConfig
 from accelerate._impl.surface.messages import message
-from hasten import bigmodel
-from hasten.bigmodel.device_map import WAYS
-from hasten.bigmodel.offload_files import offload_weight
+from hasten.extensions import bigmodel
+from hasten.extensions.bigmodel.device_map import WAYS
+from hasten.extensions.bigmodel.offload_files import offload_weight
 from hasten.extensions.quantization.quantize import BnbSettings, chosen_linears, replace_linears
 from hasten.modules.surgery import linear_names
 

@@ -17,11 +17,11 @@ from accelerate._impl.models.align import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from hasten.bigmodel.device_map import OFFLOAD, owner_in, retie_parameters
-from hasten.bigmodel.dispatch import Place
-from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
-from hasten.bigmodel.tensors import TiedMap
-from hasten.bigmodel.units import tensors_in
+from hasten.extensions.bigmodel.device_map import OFFLOAD, owner_in, retie_parameters
+from hasten.extensions.bigmodel.dispatch import Place
+from hasten.extensions.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
+from hasten.extensions.bigmodel.tensors import TiedMap
+from hasten.extensions.bigmodel.units import tensors_in
 from hasten.modules.hooks import add_hook_to_module
 from hasten.modules.names import tied_groups
 

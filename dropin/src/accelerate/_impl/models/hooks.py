@@ -13,8 +13,8 @@ from accelerate._impl.models import align
 from accelerate._impl.models.align import AlignDevicesHook
 from accelerate._impl.models.hooked import Planned
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import dispatch
-from hasten.bigmodel.placed import StreamedForward, detach
+from hasten.extensions.bigmodel import dispatch
+from hasten.extensions.bigmodel.placed import StreamedForward, detach
 from hasten.modules import forwarding, hooks
 from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
 

@@ -15,9 +15,9 @@ from accelerate._impl import ambient
 from accelerate._impl.models.planning import infer_auto_device_map
 from accelerate._impl.tensors import copy_tensor_to_devices
 from hasten import trees
-from hasten.bigmodel.device_map import clean_device_map, tree
-from hasten.bigmodel.placement_plan import Device, atoms, balanced, place
 from hasten.checkpoint.export import parse_size
+from hasten.extensions.bigmodel.device_map import clean_device_map, tree
+from hasten.extensions.bigmodel.placement_plan import Device, atoms, balanced, place
 from hasten.extensions.pipeline.inference import stage_starts
 
 # Any in this file: arguments and outputs of the user's model.

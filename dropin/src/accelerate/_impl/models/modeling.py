@@ -22,13 +22,13 @@ from accelerate._impl.models.align import offloading_hook
 from accelerate._impl.models.planning import check_tied_parameters_on_same_device, ties_of
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
-from hasten.bigmodel import device_map as maps
-from hasten.bigmodel import load, tensors
-from hasten.bigmodel.dispatch import device_of
-from hasten.bigmodel.load import Loaded
-from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_weight, save_offload_index
 from hasten.checkpoint.export import read_model, weight_files
 from hasten.errors import CheckpointError
+from hasten.extensions.bigmodel import device_map as maps
+from hasten.extensions.bigmodel import load, tensors
+from hasten.extensions.bigmodel.dispatch import device_of
+from hasten.extensions.bigmodel.load import Loaded
+from hasten.extensions.bigmodel.offload_files import OffloadedWeightsLoader, offload_weight, save_offload_index
 from hasten.modules.names import is_dtensor
 from hasten.optional import need
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from accelerate._impl.enums import CustomDtype
 from accelerate._impl.environment.packages import is_mps_available
 from accelerate._impl.surface.messages import message
-from hasten.bigmodel import device_map as maps
+from hasten.extensions.bigmodel import device_map as maps
 from hasten.modules.names import tied_groups
 
 # Any in this file: limits as ints and floats, dtypes that torch does not know, modules and tensors in one list.

@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader
 
 from hasten.accelerator.components import Components
 from hasten.accelerator.facade import Accelerator
-from hasten.bigmodel.meta import init_on_device
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan.gpu_rules import gpu_rules
 from hasten.extensions.planning.plan.traced import OWN, OptimizerFacts, PrecisionName
 from hasten.extensions.planning.plan.watch import ModuleRoles, Saved, SavedNotes, StepWatch, Watched, fake_copy
 from hasten.extensions.planning.tune.tuning import happened
+from hasten.modules.meta import init_on_device
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import Objects, RunPart, in_every_run
 from hasten.optim.window import Holder

@@ -13,12 +13,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.device_map import tensor_of
 from hasten.checkpoint.export import replace_files_only
 from hasten.checkpoint.format.formats import MappedFile, Piece, checked_shape, encode_safetensors, read_safetensors
 from hasten.checkpoint.format.manifest import FORGED, inside, read_outside, size_of
 from hasten.checkpoint.store.disk import Disk, as_bytes, byte_view
 from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
+from hasten.extensions.bigmodel.device_map import tensor_of
 
 INDEX_NAME = "index.json"
 WeightInfo = Mapping[str, Any]  # "dtype" and "shape", or "safetensors_file" and "weight_name"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.placement_plan import Device, Node, atoms, balanced, place
 from hasten.checkpoint.export import parse_size
 from hasten.errors import ConfigError
+from hasten.extensions.bigmodel.placement_plan import Device, Node, atoms, balanced, place
 from hasten.modules.names import tied_groups
 from hasten.modules.surgery import module_bytes, named_tensors, parent_of, tensor_bytes
-from hasten.optional import available, need
+from hasten.runtime.host_pool import free_host_bytes
 
 DeviceKey = int | str
 _SHARE = 0.9  # of the memory that is free now; the rest is left to other programs
@@ -71,21 +70,6 @@ def _free(index: int) -> int:
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(index)[0])
     return free_host_bytes()  # devices that share the host's memory
-
-
-def free_host_bytes() -> int:
-    """Return the host memory available without swapping, as estimated by the kernel and limited by the container."""
-    free = 8 * 1024**3
-    meminfo = Path("/proc/meminfo")
-    if available("psutil"):  # reads the same on Linux, and knows other systems
-        free = int(need("psutil").virtual_memory().available)
-    elif meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text("utf-8").splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text("utf-8").strip()).isdigit():
-        free = min(free, max(int(text) - int(used.read_text("utf-8")), 0))
-    return free
 
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten import bigmodel
-from hasten.bigmodel.dispatch import CpuOffload
 from hasten.errors import PrepareError
+from hasten.extensions import bigmodel
+from hasten.extensions.bigmodel.dispatch import CpuOffload
 from hasten.modules.hooks import hook_of
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.packs import Pack, PackedTensor, Table
 from hasten.errors import PrepareError
+from hasten.extensions.bigmodel.packs import Pack, PackedTensor, Table
 from hasten.modules.quantized import is_bitsandbytes
 from hasten.modules.surgery import repeated_blocks
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hasten.bigmodel.placement_plan import STREAMED_AT_ONCE, Atom, Device, Node, atoms, balanced, place
 from hasten.errors import ConfigError
+from hasten.extensions.bigmodel.placement_plan import STREAMED_AT_ONCE, Atom, Device, Node, atoms, balanced, place
 
 
 def random_tree(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hasten.checkpoint.export import save_model
 from hasten.cli.main import main
 from hasten.errors import ConfigError
-from hasten.extensions.estimate.estimate import estimate, of_model, shape_of
+from hasten.extensions.bigmodel.estimate import estimate, of_model, shape_of
 
 
 class Net(nn.Module):

@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.device_map import OFFLOAD, check_device_map, owner_in, tensor_of
-from hasten.bigmodel.meta import meta_names
-from hasten.bigmodel.offload_files import DiskWeights
-from hasten.bigmodel.packs import HostPool, PackedTensor, Table, aligned, mapped_entry
-from hasten.bigmodel.placed import PlacedForward, StreamedForward, detach, keep_in_place, moved
-from hasten.bigmodel.placement_plan import readable
-from hasten.bigmodel.stream import Streamer
-from hasten.bigmodel.units import FoundBlocks, cut, make_units, tensors_in
 from hasten.checkpoint.export import parse_size
 from hasten.errors import PrepareError
+from hasten.extensions.bigmodel.device_map import OFFLOAD, check_device_map, owner_in, tensor_of
+from hasten.extensions.bigmodel.offload_files import DiskWeights
+from hasten.extensions.bigmodel.packs import PackedTensor, Table, mapped_entry
+from hasten.extensions.bigmodel.placed import PlacedForward, StreamedForward, detach, keep_in_place, moved
+from hasten.extensions.bigmodel.placement_plan import readable
+from hasten.extensions.bigmodel.stream import Streamer
+from hasten.extensions.bigmodel.units import FoundBlocks, cut, make_units, tensors_in
 from hasten.modules import forwarding
 from hasten.modules.hooks import Args, Kwargs, ModelHook, add_hook_to_module, remove_hook_from_module
+from hasten.modules.meta import meta_names
 from hasten.modules.surgery import parent_of
 from hasten.runtime.devices import choose_device, empty_cache
+from hasten.runtime.host_pool import HostPool, aligned
 
 log = logging.getLogger(__name__)
 Place = int | str | torch.device

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from hasten.bigmodel.placement_plan import readable
 from hasten.cli.flags import CommandParser, whole
+from hasten.extensions.bigmodel.placement_plan import readable
 
 if TYPE_CHECKING:
-    from hasten.extensions.estimate.estimate import ModelShape
+    from hasten.extensions.bigmodel.estimate import ModelShape
 
 _ABOUT = """target:
   a folder or file with weights     sizes come from the headers of its files
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `hasten estimate-memory …`; return 0 if the model was found."""
     given = _parser().parse_args(argv)
     from hasten.checkpoint.export import parse_size  # these import torch, which --help does not need
-    from hasten.extensions.estimate.estimate import STRATEGIES, estimate, shape_of
+    from hasten.extensions.bigmodel.estimate import STRATEGIES, estimate, shape_of
 
     inputs = [tuple(int(size) for size in text.split("x")) for text in given.input]
     shape = shape_of(given.target, inputs, given.trust_remote_code)

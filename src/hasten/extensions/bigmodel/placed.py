@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hasten.bigmodel.packs import Pack
-from hasten.bigmodel.stream import Streamer
 from hasten.errors import DeviceError
+from hasten.extensions.bigmodel.packs import Pack
+from hasten.extensions.bigmodel.stream import Streamer
 from hasten.modules import forwarding
 from hasten.trees import map_tensors, tensors
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
-from hasten.bigmodel.placed import PlacedForward, detach, moved, streamers_of
-from hasten.bigmodel.tensors import remove_hook_from_submodules
 from hasten.errors import DeviceError, PrepareError
+from hasten.extensions.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+from hasten.extensions.bigmodel.placed import PlacedForward, detach, moved, streamers_of
+from hasten.extensions.bigmodel.tensors import remove_hook_from_submodules
 from hasten.modules import forwarding
 
 

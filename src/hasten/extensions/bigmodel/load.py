@@ -17,7 +17,11 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn
 from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
-from hasten.bigmodel.device_map import (
+from hasten.checkpoint.export import weight_files
+from hasten.checkpoint.format.formats import Piece, read_tensors
+from hasten.checkpoint.reshard import Copy, run_copies
+from hasten.errors import CheckpointError, ConfigError
+from hasten.extensions.bigmodel.device_map import (
     WAYS,
     DeviceKey,
     DType,
@@ -27,14 +31,10 @@ from hasten.bigmodel.device_map import (
     infer_auto_device_map,
     owner_in,
 )
-from hasten.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
-from hasten.bigmodel.offload_files import save_offload_index
-from hasten.bigmodel.placement_plan import readable
-from hasten.bigmodel.units import FoundBlocks, tensors_in
-from hasten.checkpoint.export import weight_files
-from hasten.checkpoint.format.formats import Piece, read_tensors
-from hasten.checkpoint.reshard import Copy, run_copies
-from hasten.errors import CheckpointError, ConfigError
+from hasten.extensions.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
+from hasten.extensions.bigmodel.offload_files import save_offload_index
+from hasten.extensions.bigmodel.placement_plan import readable
+from hasten.extensions.bigmodel.units import FoundBlocks, tensors_in
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes loaded so far and the total bytes."""

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel import dispatch
-from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
-from hasten.bigmodel.stream import Streamer
+from hasten.extensions.bigmodel import dispatch
+from hasten.extensions.bigmodel.placed import StreamedForward, detach, streamers_of
+from hasten.extensions.bigmodel.stream import Streamer
 from hasten.modules import forwarding
 from hasten.runtime.streams import HostLanes, Mark, Pairs
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.device_map import (
+from hasten.errors import ConfigError, PrepareError
+from hasten.extensions.bigmodel.device_map import (
     check_device_map,
     clean_device_map,
     compute_module_sizes,
@@ -22,9 +23,8 @@ from hasten.bigmodel.device_map import (
     retie_parameters,
     tree,
 )
-from hasten.bigmodel.meta import init_empty_weights, init_on_device, meta_names
-from hasten.bigmodel.placement_plan import atoms, place
-from hasten.errors import ConfigError, PrepareError
+from hasten.extensions.bigmodel.placement_plan import atoms, place
+from hasten.modules.meta import init_empty_weights, init_on_device, meta_names
 
 
 class Block(nn.Module):

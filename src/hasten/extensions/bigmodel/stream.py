@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.packs import HostPool, Pack
-from hasten.bigmodel.staging import BlockOrder, Ring, Span, spread
-from hasten.bigmodel.units import Unit, put_loose, relist, window
 from hasten.errors import PrepareError
+from hasten.extensions.bigmodel.packs import Pack
+from hasten.extensions.bigmodel.staging import BlockOrder, Ring, Span, spread
+from hasten.extensions.bigmodel.units import Unit, put_loose, relist, window
+from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark, lanes_for
 
 BLOCKS_AT_ONCE = 3

@@ -16,13 +16,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.dispatch import dispatch_model
-from hasten.bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model
-from hasten.bigmodel.meta import init_empty_weights
-from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict, offload_weight, read_offload_index
-from hasten.bigmodel.placed import detach, streamers_of
 from hasten.checkpoint.export import save_model
 from hasten.errors import CheckpointError, ConfigError, PrepareError, UnsafeCheckpointError
+from hasten.extensions.bigmodel.dispatch import dispatch_model
+from hasten.extensions.bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from hasten.extensions.bigmodel.offload_files import (
+    OffloadedWeightsLoader,
+    offload_state_dict,
+    offload_weight,
+    read_offload_index,
+)
+from hasten.extensions.bigmodel.placed import detach, streamers_of
+from hasten.modules.meta import init_empty_weights
 
 
 class Net(nn.Module):
@@ -216,8 +221,8 @@ def test_a_kill_while_writing_leaves_nothing_half_written(tmp_path: Path) -> Non
         f"""
         import torch
         from torch import nn
-        from hasten.bigmodel.dispatch import disk_offload
-        from hasten.bigmodel.load import load_checkpoint_and_dispatch
+        from hasten.extensions.bigmodel.dispatch import disk_offload
+        from hasten.extensions.bigmodel.load import load_checkpoint_and_dispatch
         model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(16)))
         print("go", flush=True)
         for number in range(0, 200, 2):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from hasten.bigmodel.device_map import DType, as_dtype
-from hasten.bigmodel.dispatch import Place, device_of
-from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
 from hasten.errors import PrepareError
+from hasten.extensions.bigmodel.device_map import DType, as_dtype
+from hasten.extensions.bigmodel.dispatch import Place, device_of
+from hasten.extensions.bigmodel.placed import StreamedForward, detach, streamers_of
 from hasten.modules import forwarding
 from hasten.modules.hooks import LayerwiseCastingHook, add_hook_to_module, remove_hook_from_module
 from hasten.modules.surgery import parent_of

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hasten.bigmodel.device_map import tree
-from hasten.bigmodel.meta import init_empty_weights
-from hasten.bigmodel.placement_plan import atoms
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.format.formats import read_tensors
 from hasten.errors import CheckpointError, ConfigError
+from hasten.extensions.bigmodel.device_map import tree
+from hasten.extensions.bigmodel.placement_plan import atoms
+from hasten.modules.meta import init_empty_weights
 from hasten.modules.surgery import repeated_blocks
 from hasten.optional import available, need
 from hasten.trees import tensors
