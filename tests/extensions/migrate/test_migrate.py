@@ -60,7 +60,7 @@ def test_names_that_hasten_has_elsewhere_are_said_with_their_home(name: str) -> 
 
 def test_modules_of_accelerate_are_not_taken_for_names() -> None:
     done = migrate("import accelerate\naccelerate.big_modeling.dispatch_model\n")
-    assert (done.text, done.findings) == ("import hasten\nhasten.extensions.bigmodel.dispatch_model\n", ())
+    assert (done.text, done.findings) == ("import hasten\nhasten.bigmodel.dispatch_model\n", ())
     [found] = migrate("from accelerate import utils\n").findings
     assert found.text == "the module accelerate.utils stays; import names from hasten instead"
 
@@ -129,10 +129,10 @@ def test_names_of_public_modules_are_imported_from_there() -> None:
         "import hasten as acc",
         "import hasten",
         "from hasten import Accelerator, init_empty_weights",
-        "from hasten.extensions.bigmodel import cpu_offload",
-        "from hasten.extensions.bigmodel import dispatch_model  # one",
+        "from hasten.bigmodel import cpu_offload",
+        "from hasten.bigmodel import dispatch_model  # one",
         "from hasten.extending import ModelHook",
-        "acc.bigmodel.set_module_tensor_to_device, hasten.extensions.bigmodel.disk_offload",
+        "acc.bigmodel.set_module_tensor_to_device, hasten.bigmodel.disk_offload",
     ]
     exec(compile(done.text, "script", "exec"), {})  # every name exists
 

@@ -372,5 +372,5 @@ def _refusal(run: Components) -> str:
     if config.gradient_accumulation.num_steps > 1:
         return "gradients are accumulated over micro-steps, which the host counts"
     if config.dynamo.makes_cuda_graphs:
-        return f"dynamo backend {config.dynamo.backend!r} in mode {config.dynamo.mode!r} makes CUDA graphs of its own"
+        return f"dynamo backend {config.dynamo.backend!r} in mode {config.dynamo.mode!r} makes CUDA graphs itself"
     return ""
