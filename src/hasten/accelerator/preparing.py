@@ -145,17 +145,8 @@ class Preparer:
             raise PrepareError(
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."
             )
-        places = list(placement or [self._config.device_placement] * len(objects))
-        return self._replaced(self._prepare(objects, places, train))
-
-    def _replaced(self, objects: Objects) -> Objects:
-        """Return what the parts of the run put in place of prepared objects."""
-        for replace_objects in self._clock.parts.prepared:
-            objects = replace_objects(objects)
-        return objects
-
-    def _prepare(self, objects: Objects, places: list[bool], train: bool) -> Objects:
-        bundle = PrepareArguments.sort(objects, places)
+        placements = list(placement or [self._config.device_placement] * len(objects))
+        bundle = PrepareArguments.sort(objects, placements)
         for item in bundle.items:
             if self.done.holds(item.value):
                 item.kind = "nothing"
@@ -165,12 +156,13 @@ class Preparer:
             for item in bundle.of("model"):
                 restore_states_on_load(item.value)
         bundle.earlier = [self._strategy.unwrap(model) for model in self.done.models]
+        # Models are transformed, in the order of their strategy's transforms, and optimizers get their new parameters.
         self._strategy.prepare(bundle, self._ctx, self._precision, train)
-        models = [item.value for item in bundle.of("model")]
-        self.done.models += models
-        for model in models:
+        for item in bundle.of("model"):
+            self.done.models.append(item.value)
             if self.on_call is not None:
-                self.on_call(model)
+                self.on_call(item.value)
+        # Optimizers follow the accumulation window, schedulers their optimizers, and loaders read this rank's share.
         for item in bundle.of("optimizer"):
             item.value = self._optimizer(item.value)
         self._note_unowned()
@@ -179,7 +171,13 @@ class Preparer:
         self._loaders(bundle.of("loader"))
         if self._config.debug:
             plain_log.info(banner(self._facts()))
-        return bundle.in_call_order()
+        return self._replaced(bundle.in_call_order())
+
+    def _replaced(self, objects: Objects) -> Objects:
+        """Return what the parts of the run put in place of prepared objects."""
+        for replace_objects in self._clock.parts.prepared:
+            objects = replace_objects(objects)
+        return objects
 
     def _facts(self) -> StartUp:
         place = self._ctx.topology
@@ -229,23 +227,17 @@ class Preparer:
 
     def _note_unowned(self) -> None:
         """Register trained parameters that no optimizer holds with the clock, so that their gradients are handled too."""
-        if self._clock.unowned is None and not self._any_unowned():
+        owned_ids = {id(parameter) for optimizer in self.done.optimizers for parameter in optimizer.parameters}
+        if not owned_ids:
             return
-        found = self._clock.unowned or Unowned(self._clock, self._precision, self.done.optimizers)
-        found.learn(self.done.models)
-        if self.done.optimizers and found.parameters():
-            self._clock.unowned = found
-
-    def _any_unowned(self) -> bool:
-        """Return whether a prepared model has a trained parameter that is in none of the prepared optimizers."""
-        owned = set[int]()
-        for optimizer in self.done.optimizers:
-            owned.update(map(id, optimizer.parameters))
-        for model in self.done.models if owned else ():
-            for parameter in model.parameters():
-                if parameter.requires_grad and id(parameter) not in owned:
-                    return True
-        return False
+        trained = [p for model in self.done.models for p in model.parameters() if p.requires_grad]
+        unowned = self._clock.unowned
+        if unowned is None and all(id(parameter) in owned_ids for parameter in trained):
+            return
+        unowned = unowned or Unowned(self._clock, self._precision, self.done.optimizers)
+        unowned.learn(self.done.models)
+        if unowned.parameters():
+            self._clock.unowned = unowned
 
     def _scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
         inner = getattr(scheduler, "optimizer", None)
