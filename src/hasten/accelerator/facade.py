@@ -289,22 +289,24 @@ class Accelerator:
         preemption = self._preemption = Preemption(self.ctx.world, self._clock)
         run_parts.add(preemption)
         self._rollback: Rollback | None = None
-        numbers = numbers_settings(self.config, self._strategy, self._precision)
-        if numbers is not None:
-            if numbers.then == "rollback":
-                newest, times = partial(self._saving.newest, wait=True), numbers.rollbacks
-                self._rollback = Rollback(newest, self.load_state, self._clock.loaders, times, self.is_main_process)
+        number_settings = numbers_settings(self.config, self._strategy, self._precision)
+        if number_settings is not None:
+            if number_settings.then == "rollback":
+                find_newest, max_rollbacks = partial(self._saving.newest, wait=True), number_settings.rollbacks
+                self._rollback = Rollback(
+                    find_newest, self.load_state, self._clock.loaders, max_rollbacks, self.is_main_process
+                )
                 run_parts.add(self._rollback)
-            watch = NumbersWatch(
+            numbers_watch = NumbersWatch(
                 self._prepared,
                 self.unwrap_model,
                 self.ctx,
                 self._clock,
-                numbers,
+                number_settings,
                 self._rollback,
                 lambda: self._saving.newest(),
             )
-            run_parts.add(watch)
+            run_parts.add(numbers_watch)
         if self.config.checkpoint_in_memory is not None:
             load("run_parts", "checkpoint_in_memory")  # an error if nothing provides it
         if divergence_check is not None:
@@ -500,19 +502,21 @@ class Accelerator:
         """
         self._clock.loaders.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
         try:
-            known = self._accumulations.get(models)
+            accumulation = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
-            known = None
-        if known is not None:
-            return known
+            accumulation = None
+        if accumulation is not None:
+            return accumulation
         arguments.check_type("accumulate(models)", nn.Module, arguments.MODELS, *models)
         for model in models:
             self._prepared.index_of(model)
-        each = self.config.gradient_accumulation.sync_each_batch
-        made = Accumulation(self._clock, self._strategy, models or tuple(self._prepared.models), each)
+        syncs_each_batch = self.config.gradient_accumulation.sync_each_batch
+        new_accumulation = Accumulation(
+            self._clock, self._strategy, models or tuple(self._prepared.models), syncs_each_batch
+        )
         if models:  # the default, all prepared models, may differ in the next call
-            self._accumulations[models] = made
-        return made
+            self._accumulations[models] = new_accumulation
+        return new_accumulation
 
     def ema(
         self,
@@ -532,7 +536,7 @@ class Accelerator:
         Ranks: every rank.
         """
         self._preparer.done.index_of(model)
-        made = EMA(
+        average = EMA(
             self._strategy.unwrap(model),
             self._preparer.done.optimizers,
             decay=decay,
@@ -541,9 +545,9 @@ class Accelerator:
             only_trained=only_trained,
             average_buffers=average_buffers,
         )
-        self._preparer.done.averages.append(made.state)
-        self._clock.parts.add(made)
-        return made
+        self._preparer.done.averages.append(average.state)
+        self._clock.parts.add(average)
+        return average
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager in which backward does not synchronise this model's gradients."""
@@ -674,11 +678,13 @@ class Accelerator:
         """Unscale and normalise the gradients at the end of a window; calling it again does nothing. Ranks: every rank."""
         if not self._clock.boundary:
             return
-        chosen = self._prepared.optimizers if optimizer is None else optimizer
-        for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
-            if not isinstance(one, PreparedOptimizer):
-                arguments.refuse("unscale_gradients(optimizer)", one, "it needs optimizers that prepare() returned")
-            one.settle()
+        optimizers = self._prepared.optimizers if optimizer is None else optimizer
+        for prepared_optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            if not isinstance(prepared_optimizer, PreparedOptimizer):
+                arguments.refuse(
+                    "unscale_gradients(optimizer)", prepared_optimizer, "it needs optimizers that prepare() returned"
+                )
+            prepared_optimizer.settle()
         if self._clock.unowned is not None:
             self._clock.unowned.settle()
 
@@ -695,8 +701,8 @@ class Accelerator:
         arguments.check_type("clip_grad_norm_(norm_type)", int | float, need, norm_type)
         if not norm_type > 0:
             arguments.refuse("clip_grad_norm_(norm_type)", norm_type, need)
-        chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
-        norm = self._strategy.clip_norm(chosen, max_norm, norm_type)
+        clipped_parameters = self._to_clip(parameters, max_norm, "clip_grad_norm_")
+        norm = self._strategy.clip_norm(clipped_parameters, max_norm, norm_type)
         for watch in self._clock.parts.clipped:
             watch(norm)
         return norm
@@ -711,12 +717,12 @@ class Accelerator:
         arguments.check_number(f"{call}(…, limit)", limit, least=0)
         need = "it needs parameters (tensors). Give model.parameters()"
         arguments.check_type(f"{call}(parameters)", Iterable, need, parameters)
-        chosen = clip.as_list(parameters)
-        arguments.check_type(f"{call}(parameters)", Tensor, need, *chosen)
-        settle(chosen, self._prepared.optimizers)
+        checked_parameters = clip.as_list(parameters)
+        arguments.check_type(f"{call}(parameters)", Tensor, need, *checked_parameters)
+        settle(checked_parameters, self._prepared.optimizers)
         if self._clock.unowned is not None:
             self._clock.unowned.settle()
-        return chosen
+        return checked_parameters
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -751,10 +757,10 @@ class Accelerator:
         tokens = self.pad_across_processes(
             tokens, dim=1, pad_index=generating.padding_token(inner, options), axes=tuple(BATCH)
         )
-        found: Tensor = (
+        gathered_tokens: Tensor = (
             self.gather(tokens, axes=tuple(BATCH)) if self._clock.active is None else self.gather_for_metrics(tokens)
         )
-        return found
+        return gathered_tokens
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""

@@ -32,14 +32,14 @@ def generate(
             f"generate(batch) has the fields {sorted(inputs)} and no 'input_ids', the prompts; give the tokens, or a batch that "
             "holds them."
         )
-    chosen = dict(options)
+    method_options = dict(options)
     if num_processes > 1 and any(is_dtensor(parameter) for parameter in model.parameters()):
-        chosen.setdefault("synced_gpus", True)
+        method_options.setdefault("synced_gpus", True)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            made = method(**inputs, **chosen)
+            made = method(**inputs, **method_options)
     finally:
         model.train(was_training)
     tokens: Tensor = made if isinstance(made, Tensor) else made.sequences

@@ -30,10 +30,10 @@ def map_dataset(
     Ranks: every rank, with the same dataset. Raises: on every rank if the function raises on one.
     """
     world = accelerator.ctx.world
-    mine = range(world.rank, len(dataset), world.size)
+    own_indices = range(world.rank, len(dataset), world.size)
     results: list[Any] = []
     with agree(world, f"mapping {getattr(function, '__name__', 'a function')} over {len(dataset)} items"):
-        for index in accelerator.progress(mine, desc=description):
+        for index in accelerator.progress(own_indices, desc=description):
             results.append(to_device(function(dataset[index]), "cpu"))
-    shares: list[list[Any]] = world.all_gather_object(results)
-    return [shares[index % world.size][index // world.size] for index in range(len(dataset))]
+    results_by_rank: list[list[Any]] = world.all_gather_object(results)
+    return [results_by_rank[index % world.size][index // world.size] for index in range(len(dataset))]

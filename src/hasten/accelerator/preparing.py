@@ -50,9 +50,11 @@ def fused_refusal(optimizer: Optimizer) -> str:
             return "fused=False was given"
         if group.get("foreach") or group.get("differentiable"):
             return f"{'foreach' if group.get('foreach') else 'differentiable'}=True was given"
-        other = next((p for p in group["params"] if p.device.type != "cuda" or not p.is_floating_point()), None)
-        if other is not None:
-            return f"it updates parameters on {other.device.type} as {other.dtype}"
+        unfit_parameter = next(
+            (p for p in group["params"] if p.device.type != "cuda" or not p.is_floating_point()), None
+        )
+        if unfit_parameter is not None:
+            return f"it updates parameters on {unfit_parameter.device.type} as {unfit_parameter.dtype}"
     return ""
 
 
@@ -180,29 +182,31 @@ class Preparer:
         return objects
 
     def _facts(self) -> StartUp:
-        place = self._ctx.topology
+        topology = self._ctx.topology
         mesh = self._ctx.mesh
-        apart = mesh.ep > 1 or mesh.dp_replicate < mesh.world_size
-        rows = mesh_table(mesh, place.local_world_size) if place.rank == 0 and apart else []
+        is_divided = mesh.ep > 1 or mesh.dp_replicate < mesh.world_size
+        mesh_rows = mesh_table(mesh, topology.local_world_size) if topology.rank == 0 and is_divided else []
         models = [self._strategy.unwrap(model) for model in self.done.models]
-        lays_out = place.world_size > 1 and not self._strategy.caps.owns_precision  # engines lay out state themselves
+        lays_out = (
+            topology.world_size > 1 and not self._strategy.caps.owns_precision
+        )  # engines lay out state themselves
         if lays_out:
             from hasten.strategies import account  # imports torch.distributed.tensor: most of a second
         return StartUp(
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
-            node_rank=place.node_rank,
-            source=place.source,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            local_rank=topology.local_rank,
+            node_rank=topology.node_rank,
+            source=topology.source,
             device=str(self._ctx.device),
             backend=dist.get_backend() if dist.is_initialized() else None,
-            mesh=[title, *rows] if (title := mesh_title(mesh)) else (),
+            mesh=[title, *mesh_rows] if (title := mesh_title(mesh)) else (),
             wrapping=[
                 f"{type(inner).__name__}: {self._strategy.name}, {type(model).__name__}"
                 for inner, model in zip(models, self.done.models, strict=True)
             ],
             modules=[line for model in models for line in account.module_lines(model)]
-            if lays_out and not place.rank
+            if lays_out and not topology.rank
             else (),
             memory=[account.memory_line(model) for model in models] if lays_out else (),
             sampler=[
@@ -240,8 +244,15 @@ class Preparer:
             self._clock.unowned = unowned
 
     def _scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
-        inner = getattr(scheduler, "optimizer", None)
-        owner = next((known for known in self.done.optimizers if inner in (known, known.optimizer)), None)
+        scheduled_optimizer = getattr(scheduler, "optimizer", None)
+        owner = next(
+            (
+                prepared_optimizer
+                for prepared_optimizer in self.done.optimizers
+                if scheduled_optimizer in (prepared_optimizer, prepared_optimizer.optimizer)
+            ),
+            None,
+        )
         if owner is None:
             raise PrepareError(
                 f"{type(scheduler).__name__} schedules an optimizer that is not prepared, so it could not follow its "
@@ -264,8 +275,8 @@ class Preparer:
 
     def _seed(self) -> int:
         """Return the seed of the first rank, which all ranks shuffle with."""
-        world, own = self._ctx.world, torch.initial_seed()
-        return own if world.size == 1 else int(world.broadcast_object(own))
+        world, own_seed = self._ctx.world, torch.initial_seed()
+        return own_seed if world.size == 1 else int(world.broadcast_object(own_seed))
 
     def prepare_loader(
         self, loader: Any, placement: bool | None = None, slice_fn: Any = None, already_sharded: bool | None = None
@@ -292,9 +303,11 @@ class Preparer:
             if even_batches is not None:
                 for loader in self.done.loaders:
                     stack.enter_context(loader.even(even_batches))
-            stack.enter_context(self._strategy.join([one for one in joinables if isinstance(one, nn.Module)]))
-            before, self._clock.apart = self._clock.apart, True
-            stack.callback(setattr, self._clock, "apart", before)
+            stack.enter_context(
+                self._strategy.join([joinable for joinable in joinables if isinstance(joinable, nn.Module)])
+            )
+            was_apart, self._clock.apart = self._clock.apart, True
+            stack.callback(setattr, self._clock, "apart", was_apart)
             yield
 
     def loader(

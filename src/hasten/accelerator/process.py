@@ -147,12 +147,12 @@ class Process:
         return self._only(lambda: self.local_process_index == local_process_index, function)
 
     @staticmethod
-    def _only(here: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+    def _only(runs_here: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
         check_type("on_process(function) and its kind", Callable, FUNCTION, function)
 
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            return function(*args, **kwargs) if here() else None
+            return function(*args, **kwargs) if runs_here() else None
 
         return run
 
@@ -184,9 +184,9 @@ def start_here(cpu: bool = False) -> ProcessContext:
 
 def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
     """Return the start and end of contiguous share `index` of `length` elements; the first shares may have one more."""
-    each, rest = divmod(length, shares)
-    start = index * each + min(index, rest)
-    return start, start + each + (index < rest)
+    share_length, num_longer = divmod(length, shares)
+    start = index * share_length + min(index, num_longer)
+    return start, start + share_length + (index < num_longer)
 
 
 def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> Any:  # Any: the caller's container
@@ -208,16 +208,16 @@ def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> 
     if shares == 1:
         return inputs
     start, end = bounds(len(inputs), index, shares)
-    missing = -(-len(inputs) // shares) - (end - start) if apply_padding and len(inputs) else 0
+    num_missing = -(-len(inputs) // shares) - (end - start) if apply_padding and len(inputs) else 0
     if isinstance(inputs, Tensor):
         return (
-            torch.cat([inputs[start:end], inputs[-1:].expand(missing, *inputs.shape[1:])])
-            if missing
+            torch.cat([inputs[start:end], inputs[-1:].expand(num_missing, *inputs.shape[1:])])
+            if num_missing
             else inputs[start:end]
         )
     if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # a Hugging Face dataset
-        return inputs.select([*range(start, end), *([len(inputs) - 1] * missing)])
+        return inputs.select([*range(start, end), *([len(inputs) - 1] * num_missing)])
     if isinstance(inputs, Dataset):
-        return Subset(inputs, [*range(start, end), *([len(inputs) - 1] * missing)])  # type: ignore[arg-type]
-    part = inputs[start:end]
-    return part + inputs[-1:] * missing if missing else part
+        return Subset(inputs, [*range(start, end), *([len(inputs) - 1] * num_missing)])  # type: ignore[arg-type]
+    own_share = inputs[start:end]
+    return own_share + inputs[-1:] * num_missing if num_missing else own_share

@@ -311,15 +311,15 @@ def _writes_run(config: Config) -> bool:
 def open_trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
     """Return the trackers of this run. Ranks: every rank."""
     folder = config.project.logging_dir or config.project.project_dir
-    asked = log_with if log_with is not None else config.tracking.log_with
+    requested_trackers = log_with if log_with is not None else config.tracking.log_with
     trackers: list[Tracker] = []
     rank = ctx.topology.rank
     is_main = rank == 0 and _writes_run(config)
-    if asked != ():
+    if requested_trackers != ():
         with agree(ctx.world, "loading the trackers"):
             from hasten.tracking.registry import build  # only a run with trackers needs it
 
-            trackers = build(asked, missing=config.tracking.missing_tracker, is_main=is_main)
+            trackers = build(requested_trackers, missing=config.tracking.missing_tracker, is_main=is_main)
     return TrackerManager(
         trackers,
         is_main=is_main,

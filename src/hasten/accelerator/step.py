@@ -151,16 +151,16 @@ def _check_layout(x: Tensor, cursor: LoaderCursor) -> None:
     real, rows = cursor.num_real, cursor.num_rows
     if not real or rows is None or real == rows or rows not in x.shape[1:]:
         return
-    other = 1 + tuple(x.shape[1:]).index(rows)
-    found = f"gather_for_metrics() got a tensor of shape {tuple(x.shape)} for a batch of {rows} samples of which {real} are real"
+    other_dim = 1 + tuple(x.shape[1:]).index(rows)
+    problem = f"gather_for_metrics() got a tensor of shape {tuple(x.shape)} for a batch of {rows} samples of which {real} are real"
     if x.shape[0] % rows:
         raise DataError(
-            f"{found}: the samples are in dimension {other}, not in the first, and cutting the first would drop real results. "
-            f"Pass dim={other}."
+            f"{problem}: the samples are in dimension {other_dim}, not in the first, and cutting the first would drop real results. "
+            f"Pass dim={other_dim}."
         )
     warnings.warn(
-        f"{found}: both dimension 0 and dimension {other} could be the samples. Dimension 0 was taken; if that is wrong, real "
-        f"results were dropped and repeated ones counted. Pass dim=0 or dim={other} to say which.",
+        f"{problem}: both dimension 0 and dimension {other_dim} could be the samples. Dimension 0 was taken; if that is wrong, real "
+        f"results were dropped and repeated ones counted. Pass dim=0 or dim={other_dim} to say which.",
         HastenWarning,
         stacklevel=2,
     )
@@ -246,10 +246,10 @@ def _trace_writer(folder: Path, rank: int) -> Callable[[profiler.profile], None]
 
 
 def _activities(config: ProfileKwargs) -> list[Any]:  # Any: torch's ProfilerActivity is an untyped C enum
-    here: set[Any] = profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    supported_activities: set[Any] = profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     if config.activities is None:
-        return sorted(here, key=str)
-    names = {str(activity).rpartition(".")[2].lower(): activity for activity in here}
+        return sorted(supported_activities, key=str)
+    names = {str(activity).rpartition(".")[2].lower(): activity for activity in supported_activities}
     missing = [name for name in config.activities if name not in names]
     if missing:
         raise ConfigError(

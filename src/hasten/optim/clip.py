@@ -51,7 +51,7 @@ def clip_norm(
 
 
 def _clip_over_ranks(
-    chosen: list[Tensor],
+    clipped_parameters: list[Tensor],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
@@ -60,8 +60,10 @@ def _clip_over_ranks(
     counts: Callable[[Tensor], bool] | None,
 ) -> Tensor:
     """Clip gradients that are sharded, or have a norm that torch's function does not know."""
-    grads = gradients(chosen)
-    counted = grads if counts is None else gradients([parameter for parameter in chosen if counts(parameter)])
+    grads = gradients(clipped_parameters)
+    counted = (
+        grads if counts is None else gradients([parameter for parameter in clipped_parameters if counts(parameter)])
+    )
     total = global_norm(counted, norm_type, foreach=foreach, across=across)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StepError(

@@ -42,8 +42,8 @@ class AverageState(torch.optim.Optimizer):
 
     def average(self, parameter: Tensor) -> Tensor:
         """Return this rank's shard of a parameter's average."""
-        found: Tensor = self.state[parameter][_KEY]
-        return local_tensor(found)
+        average: Tensor = self.state[parameter][_KEY]
+        return local_tensor(average)
 
     def state_dict(self) -> dict[str, Any]:  # Any: as in torch
         """Return the averages by index of their parameter, the averaged buffers and the number of updates."""
@@ -94,9 +94,11 @@ class EMA(RunPart):
                 f"ema() does not work with {type(engine.optimizer).__name__}: the engine holds the weights in a layout of "
                 "its own, so that they cannot be averaged beside it. Use strategy='ddp' or 'fsdp'."
             )
-        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        averaged = [p for p in model.parameters() if p.is_floating_point() and (id(p) in held or not only_trained)]
-        if not held & {id(p) for p in averaged}:
+        optimized_ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        averaged = [
+            p for p in model.parameters() if p.is_floating_point() and (id(p) in optimized_ids or not only_trained)
+        ]
+        if not optimized_ids & {id(p) for p in averaged}:
             raise ConfigError(
                 f"ema() was called for {type(model).__name__}, none of whose parameters is in a prepared optimizer, so the "
                 "average would never change. Call ema() after prepare() with the model that prepare() returned, and "
@@ -133,13 +135,13 @@ class EMA(RunPart):
                 "an optimizer was stepped inside `with ema.swapped():`, where the model holds the averaged weights; the "
                 "update would be lost at the end of the block. Train outside the block."
             )
-        seen = self.state.num_updates[key] = self.state.num_updates[key] + 1
-        if seen <= self._start:
+        num_seen = self.state.num_updates[key] = self.state.num_updates[key] + 1
+        if num_seen <= self._start:
             weight = 1.0
-        elif (seen - self._start) % self._every:
+        elif (num_seen - self._start) % self._every:
             return
         else:
-            decay = self._decay(seen) if callable(self._decay) else self._decay
+            decay = self._decay(num_seen) if callable(self._decay) else self._decay
             weight = 1.0 - decay
         averages = [self.state.average(parameter) for parameter in parameters]
         current = [local_tensor(parameter.detach()).to(torch.float32) for parameter in parameters]
@@ -165,7 +167,7 @@ class EMA(RunPart):
             raise StepError("`ema.swapped()` was entered twice; the inner block would swap the weights back.")
         pairs = [(local_tensor(p.detach()), self.state.average(p)) for p in self.state.param_groups[0]["params"]]
         pairs += [(buffer, self.state.buffers[name]) for name, buffer in self._float_buffers()]
-        kept = [value.clone() for value, _ in pairs]
+        trained_values = [value.clone() for value, _ in pairs]
         self.state.swapped = True
         try:
             with torch.no_grad():
@@ -174,8 +176,8 @@ class EMA(RunPart):
             yield self._model
         finally:
             with torch.no_grad():
-                for (value, _), before in zip(pairs, kept, strict=True):
-                    value.copy_(before)
+                for (value, _), trained_value in zip(pairs, trained_values, strict=True):
+                    value.copy_(trained_value)
             self.state.swapped = False
 
 

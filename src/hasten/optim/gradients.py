@@ -30,19 +30,21 @@ def _part(grad: Tensor) -> Tensor:
 
 def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return this rank's shards of the gradients, as dense tensors grouped by device and dtype for foreach kernels."""
-    places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    parts_by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        part = _part(grad)
-        part = part._values() if part.is_sparse else part
-        places.setdefault((part.device, part.dtype), []).append(part)
-    return list(places.values())
+        local_part = _part(grad)
+        local_part = local_part._values() if local_part.is_sparse else local_part
+        parts_by_place.setdefault((local_part.device, local_part.dtype), []).append(local_part)
+    return list(parts_by_place.values())
 
 
 @torch.no_grad()
 def multiply(param_groups: Iterable[dict[str, Any]], factor: float | Tensor) -> None:
     """Multiply all gradients by `factor`, in place."""
-    for same in alike(grad for group in param_groups for grad in gradients(group["params"])):
-        torch._foreach_mul_(same, factor.to(same[0].device) if isinstance(factor, Tensor) else factor)
+    for alike_gradients in alike(grad for group in param_groups for grad in gradients(group["params"])):
+        torch._foreach_mul_(
+            alike_gradients, factor.to(alike_gradients[0].device) if isinstance(factor, Tensor) else factor
+        )
 
 
 _DEPTH: Final = 4

@@ -130,12 +130,12 @@ class ActiveLoaders:
         if len(watched) < 2:
             return watched
         return [
-            one
-            for one in watched
+            cursor
+            for cursor in watched
             if not any(
-                other.opened > max(one.moved, one.opened) and id(other) not in one.partners
+                other.opened > max(cursor.moved, cursor.opened) and id(other) not in cursor.partners
                 for other in watched
-                if other is not one
+                if other is not cursor
             )
         ]
 
@@ -152,7 +152,8 @@ class ActiveLoaders:
         active = self.active()
         first = active[0] if active else None
         if first is not None and any(
-            one.pads_like is None or (one.pads_like, one.batch) != (first.pads_like, first.batch) for one in active[1:]
+            cursor.pads_like is None or (cursor.pads_like, cursor.batch) != (first.pads_like, first.batch)
+            for cursor in active[1:]
         ):
             raise DataError(
                 f"gather_for_metrics() was called while {len(active)} loaders are being iterated beside each other, so it "
@@ -178,10 +179,10 @@ class ActiveLoaders:
         active = self.active()
         if len(active) < 2:
             return active[0] if active else None
-        fresh = [one for one in active if one.moved > self._ticked]
-        if fresh:
-            return min(fresh, key=lambda one: one.moved)
-        return self._leader if any(one is self._leader for one in active) else active[-1]
+        moved_cursors = [cursor for cursor in active if cursor.moved > self._ticked]
+        if moved_cursors:
+            return min(moved_cursors, key=lambda cursor: cursor.moved)
+        return self._leader if any(cursor is self._leader for cursor in active) else active[-1]
 
     def _check_cut(self, within_window: bool) -> None:
         assert self._cut_short is not None, "asked only when a leader was cut short"

@@ -217,12 +217,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _refuse_lost_gradients(self) -> None:
         """Raise StepError if zero_grad() would have to clear the gradients of one loss and keep those of earlier micro-steps."""
-        clock, seen = self._clock, self._seen_gradients
+        clock, seen_gradients = self._clock, self._seen_gradients
         self._seen_gradients = None
-        if seen is None:
+        if seen_gradients is None:
             is_late = clock.boundary and clock.shared and clock.in_flight > clock.num_earlier_losses
         else:
-            is_late = not _are_same(seen, self._gradient_versions())
+            is_late = not _are_same(seen_gradients, self._gradient_versions())
         if is_late:
             raise StepError(
                 f"{type(self.optimizer).__name__}.zero_grad() would have to clear gradients that arrived outside of its backward() and step(), and "
@@ -276,13 +276,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Ranks: every rank.
         """
         clock = self._clock
-        due = clock.pending and self._settled != clock.serial
-        if due:
+        is_due = clock.pending and self._settled != clock.serial
+        if is_due:
             self._settled = clock.serial
         if self._scaled:
             self._refuse_unscaled_gradients()
             self._precision.unscale(self.optimizer)
-        if due and (factor := clock.correction()) is not None:
+        if is_due and (factor := clock.correction()) is not None:
             if self._engine is None:
                 multiply(self.optimizer.param_groups, factor)
             else:
@@ -355,13 +355,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return value
 
 
-def _are_same(before: object, after: object) -> bool:
+def _are_same(first: object, second: object) -> bool:
     """Compare two results of `_gradient_versions`."""
-    if not isinstance(before, list) or not isinstance(after, list):
-        return before == after
-    if len(before) != len(after):
+    if not isinstance(first, list) or not isinstance(second, list):
+        return first == second
+    if len(first) != len(second):
         return False
-    return all(a is b and m == n for (a, m), (b, n) in zip(before, after, strict=True))
+    return all(a is b and m == n for (a, m), (b, n) in zip(first, second, strict=True))
 
 
 def settle(parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]) -> None:
@@ -369,8 +369,8 @@ def settle(parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]
 
     Ranks: every rank.
     """
-    due = [optimizer for optimizer in optimizers if optimizer.due]
-    wanted = {id(p) for p in parameters} if due else ()
-    for optimizer in due:
-        if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+    due_optimizers = [optimizer for optimizer in optimizers if optimizer.due]
+    parameter_ids = {id(p) for p in parameters} if due_optimizers else ()
+    for optimizer in due_optimizers:
+        if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
             optimizer.settle()

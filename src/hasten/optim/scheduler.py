@@ -142,12 +142,12 @@ def total_of(scheduler: Any) -> int | None:
 def _of_function(function: Callable[..., Any]) -> int | None:
     """Return the length in a function of transformers or diffusers: an argument or variable num_training_steps."""
     if isinstance(function, functools.partial):
-        found = function.keywords.get("num_training_steps")
+        total = function.keywords.get("num_training_steps")
     elif inspect.isfunction(function):
-        found = inspect.getclosurevars(function).nonlocals.get("num_training_steps")
+        total = inspect.getclosurevars(function).nonlocals.get("num_training_steps")
     else:
         return None
-    return int(found) if isinstance(found, int | float) else None
+    return int(total) if isinstance(total, int | float) else None
 
 
 @dataclass(frozen=True, slots=True)
