@@ -31,9 +31,9 @@ ON_FIRST_USE: Final = (
     "hasten.strategies.ddp",
     "hasten.strategies.fsdp",
     "hasten.tracking.registry",
-    "hasten.trust.divergence",
+    "hasten.extensions.divergence.divergence_check",
     "hasten.trust.memory",
-    "hasten.trust.stall",
+    "hasten.extensions.watch.watchdog",
     "safetensors",
     "statistics",
 )

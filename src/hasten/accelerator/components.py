@@ -90,6 +90,10 @@ class Components:
         """The loops over epochs."""
         return self._accelerator._epochs
 
+    def is_checked(self, setting: str) -> bool:
+        """Return whether this Accelerator runs the check of a setting: one with a context of its caller, only if code asks for it."""
+        return self._accelerator._is_checked(setting)
+
     @property
     def rolling_back(self) -> bool:
         """True if the newest checkpoint will be loaded before the next batch."""

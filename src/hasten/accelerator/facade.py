@@ -36,13 +36,11 @@ from hasten.accelerator.setup import (
     open_trackers,
     parts_of_extensions,
     resolve_settings,
-    watch_stalls,
 )
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
-from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.root import Config
 from hasten.config.sections.loop import (
     AutocastKwargs,
@@ -65,7 +63,7 @@ from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.loss_weights import LossWeights
 from hasten.optim.optimizer import PreparedOptimizer, settle
-from hasten.optim.run_part import Objects, RunPart, parts_of_every_run
+from hasten.optim.run_part import Objects, parts_of_every_run
 from hasten.optim.window import divided
 from hasten.precision.build import build_precision
 from hasten.runtime.context import ProcessContext
@@ -89,7 +87,6 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.state.run_state import LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
-    from hasten.trust.divergence.divergence_check import DivergenceCheck
 
 log = logging.getLogger(__name__)
 
@@ -209,10 +206,10 @@ class Accelerator:
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         owner = weakref.ref(self)  # the clock must not keep the Accelerator alive
         clock.read_position = lambda: None if (accelerator := owner()) is None else accelerator._saving.read_position()
-        if context is None or settings.source("trust.stall").kind == "code":  # who passes a context watches it
-            watch_stalls(self, clock)
-        compares = context is None or settings.source("trust.divergence").kind == "code"
-        self._add_parts(self._divergence_check() if compares else None)
+        self._is_checked: Callable[[str], bool] = lambda setting: (
+            context is None or settings.source(setting).kind == "code"  # who passes a context watches it
+        )
+        self._add_parts()
 
     # -- components that are created on first use -------------------------------------------------------------------
     @cached_property
@@ -271,17 +268,7 @@ class Accelerator:
 
         return ContextParallel(self.config.parallelism, self.ctx, self._clock, lambda: self._prepared.models)
 
-    def _divergence_check(self) -> DivergenceCheck | None:
-        """Return the comparison of this rank with others; None if it is off, or for a single process."""
-        world, trust = self.ctx.world, self.config.trust
-        if not isinstance(world, ProcessGroupComm) or trust.divergence == "off":
-            return None
-        from hasten.trust.divergence import divergence_check as checks  # a single process needs none of it
-
-        settings = checks.DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
-        return checks.check_of(self._prepared, self._clock, self.ctx, world.store, settings)
-
-    def _add_parts(self, divergence_check: RunPart | None) -> None:
+    def _add_parts(self) -> None:
         """Add the parts of this run, in the order of their events."""
         if self.ctx.mesh.cp > 1 and not self._strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self._strategy.unwrap(model))
@@ -309,8 +296,6 @@ class Accelerator:
             run_parts.add(numbers_watch)
         if self.config.checkpoint_in_memory is not None:
             load("run_parts", "checkpoint_in_memory")  # an error if nothing provides it
-        if divergence_check is not None:
-            run_parts.add(divergence_check)
         if self._run_log is not None:
             run_parts.add(RunLogPart(self._run_log, self._clock))
         for part in parts_of_every_run() or parts_of_extensions(self.config):

@@ -51,7 +51,6 @@ from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.version import __version__
 
 if TYPE_CHECKING:  # modules that a plain run on one process does not load, and the facade itself
-    from hasten.accelerator.facade import Accelerator
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
 
@@ -242,34 +241,6 @@ def join_world(config: Config, context: ProcessContext | None) -> ProcessContext
         plan = set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
         log.info("cpu affinity: %s", plan.reason)
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
-
-
-def watch_stalls(accelerator: Accelerator, clock: StepClock) -> None:
-    """Start this rank's watchdog, which ends with the Accelerator, unless it is off or there is a single process."""
-    config, ctx = accelerator.config, accelerator.ctx
-    if config.trust.stall == "off" or not isinstance(ctx.world, ProcessGroupComm):
-        return
-    clocks = weakref.ref(clock)  # the watchdog's thread must not keep the Accelerator alive
-
-    def step() -> int:
-        clock = clocks()
-        return 0 if clock is None else clock.num_updates
-
-    def noted(seconds: float, over: bool) -> None:
-        if (clock := clocks()) is not None:
-            for tell in clock.parts.stalled:
-                tell(seconds, over)
-
-    from hasten.trust.stall import watchdog  # a single process needs none of it
-
-    settings = watchdog.WatchSettings(
-        after_s=config.trust.stall_after_s,
-        then=config.trust.stall,
-        timeout_s=_group(config).timeout_s,
-        folder=reports_in(config, "stalls"),
-        noted=noted,
-    )
-    watchdog.watch(accelerator, watchdog=watchdog.watchdog_of(ctx, step, settings))
 
 
 def reports_in(config: Config, kind: str) -> Path:

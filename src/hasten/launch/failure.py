@@ -55,7 +55,7 @@ _SECONDARY: Final = re.compile(
 
 PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module imports torch
 
-STALLED: Final = 86  # hasten.trust.stall.observe.STALLED, whose module imports torch
+STALLED: Final = 86  # hasten.extensions.watch.observe.STALLED, whose module imports torch
 
 # (pattern in the traceback or log, hint)
 _HINTS: Final = (

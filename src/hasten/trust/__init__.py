@@ -1,1 +1,1 @@
-"""Monitors of a run: stalls, diverging ranks, NaN and inf losses, and memory; one folder or file each."""
+"""Monitors of a run: NaN and inf losses, and memory. Stalls and diverging ranks are watched by extensions."""

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 from hasten.comm.collective_log import LIBRARIES, CollectiveRecord, caller
-from hasten.trust.divergence.state import CodeLine, Note, SeenState, State, Status
-from hasten.trust.stall import observe as processes
-from hasten.trust.stall import stacks
-from hasten.trust.stall import wording as words
-from hasten.trust.stall.diagnose import diagnose
-from hasten.trust.stall.evidence import Evidence
-from hasten.trust.stall.stacks import StackCall, place_of
+from hasten.extensions.watch import observe as processes
+from hasten.extensions.watch import stacks
+from hasten.extensions.watch import wording as words
+from hasten.extensions.watch.diagnose import diagnose
+from hasten.extensions.watch.evidence import Evidence
+from hasten.extensions.watch.stacks import StackCall, place_of
+from hasten.extensions.watch.state import CodeLine, Note, SeenState, State, Status
 
 SIZES = (2, 3, 8, 64)
 

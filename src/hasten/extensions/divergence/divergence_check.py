@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.distributed import Store
 
 from hasten.errors import DivergenceError, HastenWarning
+from hasten.extensions.divergence.divergence import EVIDENCE, Divergence, Record, find
+from hasten.extensions.divergence.fingerprint import Fingerprints, FingerprintStore
+from hasten.extensions.divergence.replicas import ComparedTensor, Replicas
 from hasten.optim.clock import StepClock
 from hasten.optim.run_part import RunPart
 from hasten.optim.window import Holder
@@ -31,9 +34,6 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.store import LOST
-from hasten.trust.divergence.divergence import EVIDENCE, Divergence, Record, find
-from hasten.trust.divergence.fingerprint import Fingerprints, FingerprintStore
-from hasten.trust.divergence.replicas import ComparedTensor, Replicas
 
 log = logging.getLogger(__name__)
 

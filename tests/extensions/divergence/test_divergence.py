@@ -6,8 +6,8 @@ from itertools import combinations
 
 import pytest
 
+from hasten.extensions.divergence.divergence import Record, find
 from hasten.runtime.mesh_plan import Axis, MeshSpec
-from hasten.trust.divergence.divergence import Record, find
 
 MESHES = (
     MeshSpec(dp_replicate=5),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from torch.distributed import Store
 
-from hasten.trust.divergence.state import Note, State
+from hasten.extensions.watch.state import Note, State
 
 
 class StallStore:

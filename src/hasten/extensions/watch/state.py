@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from hasten.trust.stall.stacks import MAY_WAIT, Kind
+from hasten.extensions.watch.stacks import MAY_WAIT, Kind
 
 Status = Literal["here", "left", "failed", "gone", "stopped", "silent"]
 Cause = Literal[

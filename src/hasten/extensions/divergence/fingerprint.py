@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from hasten.extensions.divergence.divergence import Record
 from hasten.runtime.mesh_plan import Axis, MeshSpec
-from hasten.trust.divergence.divergence import Record
 
 CHUNK: Final = 1 << 18
 """Elements per piece of a tensor."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hasten import Accelerator
-from hasten.extensions.top.status_server import RecentLog
+from hasten.extensions.watch.status_server import RecentLog
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ import torch
 from hasten.cli.main import main
 from hasten.comm.collective_log import CollectiveRecord
 from hasten.errors import CommError
-from hasten.extensions.top.job_sockets import Address, ask, listening, private_folder
-from hasten.extensions.top.status_server import RecentLog, StatusServer
+from hasten.extensions.watch.job_sockets import Address, ask, listening, private_folder
+from hasten.extensions.watch.observe import Observer
+from hasten.extensions.watch.status_server import RecentLog, StatusServer
 from hasten.runtime.topology import Topology
-from hasten.trust.stall.observe import Observer
 
 NOBODY = 65534
 

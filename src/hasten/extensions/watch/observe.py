@@ -16,10 +16,10 @@ from typing import Final
 
 from hasten.comm.collective_log import CollectiveRecord, begun_collectives
 from hasten.errors import StallError
+from hasten.extensions.watch import stacks
+from hasten.extensions.watch.state import CodeLine, Note, State, Status, Thread
 from hasten.runtime import env
 from hasten.runtime import launcher_files as last_words
-from hasten.trust.divergence.state import CodeLine, Note, State, Status, Thread
-from hasten.trust.stall import stacks
 
 _STATUS, _FAULTS, _STARTED = 0, 9, 19
 """Positions in /proc/PID/stat, counted from the state field."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hasten.trust.divergence.state import SeenState, State
-from hasten.trust.stall.diagnose import Diagnosis
+from hasten.extensions.watch.diagnose import Diagnosis
+from hasten.extensions.watch.state import SeenState, State
 
 _SLACK: Final = 5.0
 """Number of ticks by which a post may be late: watchdogs are delayed on a busy machine, too."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.main import main
-from hasten.extensions.top.job_sockets import Address, private_folder
+from hasten.extensions.watch.job_sockets import Address, private_folder
 
 
 def answer(listener: socket.socket, pattern: list[bool]) -> None:

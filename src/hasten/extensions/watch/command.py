@@ -19,7 +19,7 @@ from rich.text import Text
 
 from hasten.cli.flags import CommandParser, seconds
 from hasten.errors import ConfigError
-from hasten.extensions.top.job_sockets import Address, ask, listening
+from hasten.extensions.watch.job_sockets import Address, ask, listening
 from hasten.runtime import env
 
 _LOOKS: Final = 10

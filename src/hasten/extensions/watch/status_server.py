@@ -21,12 +21,12 @@ import torch
 
 from hasten.accelerator.components import Components
 from hasten.errors import CommError
-from hasten.extensions.top.job_sockets import Address, peer_is_owner, private_folder, receive_line
+from hasten.extensions.watch.job_sockets import Address, peer_is_owner, private_folder, receive_line
+from hasten.extensions.watch.observe import Observer
 from hasten.optim.run_part import RunPart
 from hasten.runtime import env
 from hasten.runtime.topology import Topology
 from hasten.trust.memory import process_memory
-from hasten.trust.stall.observe import Observer
 
 _KEPT: Final = 20
 _WIDTH: Final = 300

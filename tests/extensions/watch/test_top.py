@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.main import main
-from hasten.extensions.top.job_sockets import listening
+from hasten.extensions.watch.job_sockets import listening
 
 JOB = """
 import logging, pathlib, sys, time, torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from hasten.extensions.watch.diagnose import Diagnosis
+from hasten.extensions.watch.state import SeenState, State
 from hasten.runtime.nodelist import ranks_in_words
-from hasten.trust.divergence.state import SeenState, State
-from hasten.trust.stall.diagnose import Diagnosis
 
 _SHOWN_RANKS: Final = 16
 _STACK_RANKS: Final = 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.trust.divergence.fingerprint import CHUNK, Fingerprints
+from hasten.extensions.divergence.fingerprint import CHUNK, Fingerprints
 
 CPU = torch.device("cpu")
 DTYPES = (

@@ -18,8 +18,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from hasten.cli.main import main
+from hasten.extensions.watch import observe as ending
 from hasten.launch import failure
-from hasten.trust.stall import observe as ending
 
 pytestmark = pytest.mark.timed
 

@@ -11,9 +11,9 @@ import pytest
 from hasten import Accelerator
 from hasten.config.resolve import resolve
 from hasten.errors import ConfigError
-from hasten.trust.divergence.divergence import Cause
-from hasten.trust.stall import observe as ending
-from hasten.trust.stall.watchdog import LEAST_S, MOST_S
+from hasten.extensions.divergence.divergence import Cause
+from hasten.extensions.watch import observe as ending
+from hasten.extensions.watch.watchdog import LEAST_S, MOST_S
 
 SNIPPETS: dict[str, dict[str, object]] = {
     'trust=TrustSettings(divergence_ignore=["*.rank_local_*", "codebook.usage"])': {

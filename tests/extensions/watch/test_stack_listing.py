@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import faulthandler, gc, os, threading, time
-from hasten.trust.stall import stacks
+from hasten.extensions.watch import stacks
 
 faulthandler.dump_traceback_later(20, exit=True)
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from hasten.extensions.watch.state import IDLE_SHARE, Cause, SeenState, State
 from hasten.runtime.nodelist import ranks_in_words
-from hasten.trust.divergence.state import IDLE_SHARE, Cause, SeenState, State
 
 
 def occupation(state: State) -> tuple[Cause, str, str]:

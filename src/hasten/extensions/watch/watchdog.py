@@ -24,18 +24,18 @@ from typing import Final, Literal
 import msgspec
 
 from hasten.comm.process_group import ProcessGroupComm
+from hasten.extensions.watch import observe as ending
+from hasten.extensions.watch import observe as processes
+from hasten.extensions.watch import wording as words
+from hasten.extensions.watch.diagnose import Diagnosis, diagnose
+from hasten.extensions.watch.evidence import HEARTBEAT_TICKS, Evidence, pause_s
+from hasten.extensions.watch.observe import Observer, error_words
+from hasten.extensions.watch.stall_store import StallStore
+from hasten.extensions.watch.state import Note, SeenState, State, Status
 from hasten.runtime import env, launcher_files
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.store import LOST
 from hasten.runtime.topology import Topology
-from hasten.trust.divergence.state import Note, SeenState, State, Status
-from hasten.trust.stall import observe as ending
-from hasten.trust.stall import observe as processes
-from hasten.trust.stall import wording as words
-from hasten.trust.stall.diagnose import Diagnosis, diagnose
-from hasten.trust.stall.evidence import HEARTBEAT_TICKS, Evidence, pause_s
-from hasten.trust.stall.observe import Observer, error_words
-from hasten.trust.stall.stall_store import StallStore
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,13 @@
+"""Comparison of weights and state that must be equal on ranks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hasten.extension import Extension
+
+extension: Final = Extension(
+    name="divergence",
+    summary="comparison of weights and state that must be equal on ranks",
+    run_parts={"divergence": "hasten.extensions.divergence.part:DivergencePart"},
+)

@@ -1,0 +1,23 @@
+"""The comparison of ranks as a part of a run."""
+
+from __future__ import annotations
+
+from hasten.accelerator.components import Components
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.optim.run_part import RunPart
+
+
+class DivergencePart(RunPart):
+    """Start of the comparison."""
+
+    def built(self, run: Components) -> None:
+        """Add the comparison to the parts of the run, unless it is off or there is a single process."""
+        ctx, trust = run.accelerator.ctx, run.accelerator.config.trust
+        if trust.divergence == "off" or not isinstance(ctx.world, ProcessGroupComm):
+            return
+        if not run.is_checked("trust.divergence"):
+            return
+        from hasten.extensions.divergence import divergence_check as checks  # a single process needs none of it
+
+        settings = checks.DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
+        run.clock.parts.add(checks.check_of(run.prepared, run.clock, ctx, ctx.world.store, settings))
