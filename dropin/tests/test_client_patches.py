@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,3 +269,23 @@ def test_models_that_a_client_has_sharded_over_a_mesh_of_its_own(monkeypatch: py
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_masks_are_dropped_by_hooks_that_clients_find_by_their_module() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor, attention_mask: Any = None, is_causal: bool = False) -> Any:
+            return x, attention_mask, is_causal
+
+    big_modeling = importlib.import_module("accelerate.big_modeling")
+    model = nn.ModuleDict({"self_attn": Attention(), "other": Attention()})
+    big_modeling._attach_context_parallel_hooks(model)
+    x = torch.ones(1)
+    assert model["self_attn"](x, attention_mask=x) == (x, None, True)
+    assert model["other"](x, attention_mask=x) == (x, x, False)
+    hooks = list(model["self_attn"]._forward_pre_hooks.values())
+    assert [hook.__module__ for hook in hooks] == ["accelerate.big_modeling"]
+    model.config = SimpleNamespace(layer_types=["full_attention", "sliding_attention", "linear_attention"])
+    with pytest.raises(ValueError, match=r"\['linear_attention', 'sliding_attention'\]"):
+        big_modeling._attach_context_parallel_hooks(model)
+    with pytest.raises(ValueError, match=r"does not support .*\['linear_attention'\]"):
+        big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)

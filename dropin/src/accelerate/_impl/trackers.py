@@ -129,8 +129,6 @@ _ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "
 
 
 class TensorBoardTracker(_Package):
-    """TensorBoard."""
-
     name, requires_logging_directory, kept_as, ended_by = "tensorboard", True, "writer", "close"
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
@@ -174,8 +172,6 @@ class TensorBoardTracker(_Package):
 
 
 class _Tables(_Package):
-    """A tracker that records tables, too."""
-
     @on_main_process
     def log_table(
         self,
@@ -190,14 +186,10 @@ class _Tables(_Package):
 
 
 class TrackioTracker(_Package):
-    """Trackio."""
-
     name, main_process_only = "trackio", False
 
 
 class WandBTracker(_Tables):
-    """Weights & Biases."""
-
     name, main_process_only = "wandb", False
 
     @on_main_process
@@ -209,8 +201,6 @@ class WandBTracker(_Tables):
 
 
 class SwanLabTracker(_Package):
-    """SwanLab."""
-
     name, main_process_only = "swanlab", False
     log_images = WandBTracker.log_images
 
@@ -221,8 +211,6 @@ class SwanLabTracker(_Package):
 
 
 class CometMLTracker(_Package):
-    """Comet."""
-
     name, kept_as, ended_by, settings = "comet_ml", "writer", "end", "log_parameters"
 
     def _open(self) -> Any:
@@ -243,8 +231,6 @@ class CometMLTracker(_Package):
 
 
 class AimTracker(_Package):
-    """Aim."""
-
     name, requires_logging_directory, kept_as, ended_by = "aim", True, "writer", "close"
 
     def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:

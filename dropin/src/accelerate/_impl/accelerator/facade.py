@@ -322,8 +322,7 @@ class Accelerator(SavingFace):
         learning_rate = kwargs.pop("learning_rate", None)
         if self.has_lomo_optimizer:
             self.lomo_backward(loss, learning_rate)
-            return
-        if not isinstance(loss, torch.Tensor) and hasattr(loss, "backward"):
+        elif not isinstance(loss, torch.Tensor) and hasattr(loss, "backward"):
             (loss / self._clock.every).backward(**kwargs)
             return
         if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already

@@ -190,7 +190,6 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
 
 def _deepspeed_words(args: argparse.Namespace) -> list[str]:
-    """DeepSpeed's own launcher and its flags."""
     launcher = str(args.deepspeed_multinode_launcher)
     words = ["deepspeed", "--hostfile", str(_asked(args, "deepspeed_hostfile"))]
     one_host = ["--node_rank", str(_asked(args, "machine_rank", 0)), "--no_ssh"]

@@ -420,8 +420,6 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class SkipDataLoader(DataLoaderStateMixin, SkippingLoader, DataLoaderAdapter):
-    """A plain loader without its first batches."""
-
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:

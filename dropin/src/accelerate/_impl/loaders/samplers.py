@@ -142,8 +142,6 @@ def _seat(part: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:
 
 
 class SkipBatchSampler(SkippedBatches):
-    """A batch sampler without its first batches."""
-
     total_length = shown(lambda self: len(self.batch_sampler), "Batches before any are skipped.")
 
 

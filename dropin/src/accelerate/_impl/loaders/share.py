@@ -95,8 +95,6 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One process's share of a plain loader."""
-
     plain: DataLoader[Any]
     size: int
     index: int

@@ -180,3 +180,36 @@ def _worked_out(model: nn.Module, ways: Any, limits: Any, no_split: Any, dtype: 
 
 
 attach_layerwise_casting_hooks = mirrored(casting.attach_layerwise_casting_hooks)
+
+
+def _layer_types(model: nn.Module) -> set[str]:
+    """Return the kinds of attention that the configuration of a model of transformers lists, or stands for."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if (listed := getattr(config, "layer_types", None)) is not None:
+        return set(listed)
+    return {"sliding_attention"} if getattr(config, "sliding_window", None) else set()
+
+
+def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
+    """Raise a ValueError for layers that carry a state along the sequence, which each process would begin anew."""
+    if recurrent := sorted(kind for kind in _layer_types(model) if "linear_attention" in kind):
+        raise ValueError(message("recurrent_layers", recurrent, type(model).__name__))
+
+
+def _attach_context_parallel_hooks(model: nn.Module) -> None:
+    """Let attention of transformers be causal without the masks it is given. Raises: ValueError for masks that are stricter."""
+    if stricter := sorted(_layer_types(model) - {"full_attention"}):
+        raise ValueError(message("masks_dropped", stricter, type(model).__name__))
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_pre_hook(_without_mask, with_kwargs=True, prepend=True)
+
+
+def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dropped = {"attention_mask": None, "is_causal": True} if "attention_mask" in kwargs else {}
+    return args, {**kwargs, **dropped}
+
+
+for _hook_maker in (_refuse_recurrent_layers_under_sequence_parallelism, _attach_context_parallel_hooks, _without_mask):
+    _hook_maker.__module__ = "accelerate.big_modeling"  # by which clients find the hooks

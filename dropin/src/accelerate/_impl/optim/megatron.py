@@ -38,8 +38,6 @@ class MegatronLMDummyDataLoader:
 
 
 class MegatronLMDummyScheduler:
-    """A stand-in for Megatron's own scheduler."""
-
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
     ) -> None:

@@ -46,8 +46,6 @@ def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
 
 @dataclass
 class BaseConfig:
-    """The settings that every file has."""
-
     compute_environment: Any
     distributed_type: Any
     mixed_precision: str | None

@@ -24,8 +24,6 @@ _DTYPES: Final = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", tor
 
 @dataclass
 class DataLoaderConfiguration:
-    """The settings for splitting loaders over processes."""
-
     split_batches: bool = False
     dispatch_batches: bool | None = None
     even_batches: bool = True
@@ -79,8 +77,6 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Options of tensor parallelism."""
-
     enable_async_tp: bool = False
 
     def __post_init__(self) -> None:
@@ -90,8 +86,6 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Options of context parallelism."""
-
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
@@ -102,8 +96,6 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Options of DeepSpeed's sequence parallelism."""
-
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
     sp_attn_implementation: str | None = None
@@ -128,8 +120,6 @@ def _length(word: str) -> int | None:
 
 @dataclass
 class BnbQuantizationConfig:
-    """The settings of bitsandbytes' quantization."""
-
     load_in_8bit: bool = False
     llm_int8_threshold: float = 6.0
     load_in_4bit: bool = False

@@ -46,22 +46,17 @@ class KwargsHandler:
         return kind(**{name: value for name, value in self._values().items() if value is not None})
 
     def _values(self) -> dict[str, Any]:
-        """Return the fields as hasten takes them."""
         return dict(self.__dict__)
 
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Options of autocast."""
-
     enabled: bool = True
     cache_enabled: bool | None = None
 
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of torch's DistributedDataParallel."""
-
     dim: int = 0
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
@@ -94,8 +89,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Options of dynamic loss scaling under fp16."""
-
     init_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -105,8 +98,6 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Options of torch.distributed.init_process_group."""
-
     backend: str | None = "nccl"
     init_method: str | None = None
     timeout: timedelta | None = None
@@ -122,8 +113,6 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Options of torch.profiler."""
-
     activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
     schedule_option: dict[str, int] | None = None
     on_trace_ready: Callable[..., Any] | None = None
@@ -155,8 +144,6 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """The settings of gradient accumulation."""
-
     num_steps: int | None = None
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
@@ -168,8 +155,6 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """fp8 through torchao."""
-
     config: Any = None
     module_filter_func: Callable[..., bool] | None = None
     pad_inner_dim: bool | None = None
@@ -186,8 +171,6 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """fp8 through NVIDIA Transformer Engine."""
-
     use_autocast_during_eval: bool | None = None
     margin: int | None = None
     interval: int | None = None
@@ -222,8 +205,6 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The deprecated union of fp8 recipes."""
-
     backend: Literal["MSAMP", "TE"] | None = None
 
     def __post_init__(self) -> None:
@@ -242,8 +223,6 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of torch.compile."""
-
     backend: DynamoBackend | str | None = None
     mode: str | None = None
     fullgraph: bool | None = None

@@ -14,8 +14,6 @@ _DEFAULTS = {one.name: one.default for one in fields(hasten.MegatronLMPlugin) if
 
 
 class _Options:
-    """The handling of options that plugins share."""
-
     def __post_init__(self) -> None:
         variables = environment()
         for name, default in _DEFAULTS.items():

@@ -15,6 +15,7 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.loaders.sequence_parts import SequenceSplitter
+from accelerate._impl.models import big_modeling
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.surface.messages import message
 from hasten.accelerator.components import components
@@ -63,6 +64,7 @@ class SpannedAttention:
     def attach(self, model: nn.Module, wanted: str | None) -> None:
         """Make the model attend to whole sequences. Raises: PrepareError unless it uses transformers' attention functions."""
         inner: Any = model
+        big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)
         if not getattr(inner, "_supports_attention_backend", False):
             raise PrepareError(message("attention_not_replaceable", type(model).__name__, self._ranks))
         if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", SPANNING_ATTENTION):

@@ -121,8 +121,6 @@ class TempDirTestCase(unittest.TestCase):
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """Tests after which process-wide states are forgotten."""
-
     def tearDown(self) -> None:
         super().tearDown()
         AcceleratorState._reset_state(True)

@@ -18,8 +18,6 @@ _SAMPLES = {"train": "tests/test_samples/MRPC/train.csv", "validation": "tests/t
 
 
 class RegressionDataset(Dataset[dict[str, float]]):
-    """Points on a line, with noise."""
-
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
         rng = np.random.default_rng(seed)
         self.length = length
@@ -34,8 +32,6 @@ class RegressionDataset(Dataset[dict[str, float]]):
 
 
 class RegressionModel(nn.Module):
-    """A line."""
-
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.tensor(a).float())

@@ -27,8 +27,6 @@ _KNOWN = "_cpu _mixed_precision backend device debug distributed_type num_proces
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A dictionary for each thread."""
-
     def __init__(self, thread_local: bool = False) -> None:
         self._storage: dict[Any, Any] = {}
 

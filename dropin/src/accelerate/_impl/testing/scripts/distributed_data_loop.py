@@ -22,8 +22,6 @@ NUM_ELEMENTS, NUM_WORKERS, BATCH_SIZE = 22, 4, 4
 
 
 class DummyIterableDataset(IterableDataset[Any]):
-    """A stream of given items."""
-
     def __init__(self, data: Any) -> None:
         self.data = data
 
@@ -35,8 +33,6 @@ class DummyIterableDataset(IterableDataset[Any]):
 
 
 class DummyDataset(Dataset[Any]):
-    """A row of numbers."""
-
     def __len__(self) -> int:
         return NUM_ELEMENTS
 

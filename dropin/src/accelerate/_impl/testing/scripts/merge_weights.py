@@ -23,8 +23,6 @@ from accelerate._impl.testing.cases import torch_device as torch_device
 
 
 class TinyModel(nn.Module):
-    """Two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear1, self.activation, self.linear2 = nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)
