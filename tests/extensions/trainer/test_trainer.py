@@ -322,7 +322,7 @@ def test_auto_starts_fresh_without_a_checkpoint(tmp_path: Path) -> None:
 def test_the_file_of_an_engine_reaches_it(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), deepspeed="zero3.json")
     found = accelerator_settings(args, nn.Linear(1, 1))
-    assert (found["strategy"], found["deepspeed_plugin"].hf_ds_config) == ("deepspeed", "zero3.json")
+    assert (found["strategy"], found["deepspeed_plugin"]["hf_ds_config"]) == ("deepspeed", "zero3.json")
 
 
 def test_saved_models_load_again(tmp_path: Path) -> None:

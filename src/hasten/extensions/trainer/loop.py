@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hasten.accelerator.components import components
-from hasten.errors import ConfigError
 from hasten.extensions.trainer.checkpoints import finish_upload
 from hasten.extensions.trainer.evaluation import slowest
 from hasten.extensions.trainer.interface import TrainerInterface
+from hasten.extensions.trainer.replicas import Replicas
 from hasten.extensions.trainer.step_plan import TrainingPlan
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
@@ -43,17 +43,11 @@ class TrainingLoop:
         self._rate: Any = (
             0.0  # Any: the learning rate of the latest update, which capturable optimizers store as a tensor
         )
+        self._begins_window = True
+        """True if the next batch is the first of an accumulation window."""
         self._began_s = time.perf_counter()
         self._began_at, self._began_at_epoch = trainer.state.global_step, trainer.state.epoch
-        self._by_replicas = trainer.has_replicas and trainer.args.max_steps <= 0
-        """True if the training ends with the last epoch, whose number of updates depends on the replicas that are present."""
-        epochs = trainer.args.num_train_epochs
-        if self._by_replicas and epochs % 1:
-            raise ConfigError(
-                f"num_train_epochs={epochs} ends inside an epoch, whose updates depend on the replicas that survive; give a whole "
-                "number of epochs, or max_steps."
-            )
-        self._num_healed = 0
+        self._replicas = Replicas(trainer, self._continue_with_loaded_state)
 
     def run(self, resumed: bool) -> TrainOutput:
         """Train to the end. Ranks: every rank."""
@@ -66,13 +60,13 @@ class TrainingLoop:
         while not self._complete() and not control.should_training_stop:
             control.should_epoch_stop = False
             trainer.callbacks.call("on_epoch_begin")
-            whole = self._epoch()
-            self._was_healed()
-            if self._gone_back() or (whole and self._counted()):
+            is_complete = self._train_epoch()
+            self._replicas.receive_state()
+            if self._roll_back() or (is_complete and self._replicas.have_counted_epoch()):
                 continue
-            if control.should_epoch_stop and not whole:
+            if control.should_epoch_stop and not is_complete:
                 trainer.train_loader.set_epoch(trainer.train_loader.epoch + 1)
-            self._end_epoch(whole or control.should_epoch_stop)
+            self._end_epoch(is_complete or control.should_epoch_stop)
         return self._finish()
 
     def _count_updates(self, loaded: bool) -> None:
@@ -89,26 +83,9 @@ class TrainingLoop:
     def _complete(self) -> bool:
         """Return whether all updates were made."""
         state, plan = self._trainer.state, self._plan
-        if self._by_replicas:
+        if self._replicas.end_with_epochs:
             return state.epochs_done >= plan.num_epochs
         return plan.is_complete(state.global_step, state.epochs_done, state.batches_in_epoch)
-
-    def _counted(self) -> bool:
-        """Return True if a healed replica runs through an epoch that the run has completed and the state already counts."""
-        trainer = self._trainer
-        return trainer.has_replicas and trainer.state.epochs_done >= trainer.train_loader.epoch
-
-    def _was_healed(self) -> bool:
-        """Return whether this replica has received the run's state from another since the last call, and continue from there."""
-        if not self._trainer.has_replicas:
-            return False
-        num_healed = int(components(self._trainer.accelerator).clock.parts.read_numbers()["replica_healed"])
-        if num_healed == self._num_healed:
-            return False
-        self._num_healed = num_healed
-        self._forget()
-        self._trainer.callbacks.restore_states()
-        return True
 
     def _leaves(self) -> bool:
         """Return whether to leave the epoch now; after its last batch it ends by itself."""
@@ -117,57 +94,62 @@ class TrainingLoop:
             return False
         return control.should_training_stop or control.should_epoch_stop or self._complete()
 
-    def _epoch(self) -> bool:
+    def _train_epoch(self) -> bool:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
-        trainer, accelerator, state = self._trainer, self._trainer.accelerator, self._trainer.state
-        model, optimizer, scheduler = trainer.wrapped_model, trainer.optimizer, trainer.lr_scheduler
-        call, max_norm, parts = trainer.callbacks.call, trainer.args.max_grad_norm, components(accelerator)
-        fresh = accelerator.sync_gradients or state.global_step == 0
-        model.train()
+        trainer, state, parts = self._trainer, self._trainer.state, components(self._trainer.accelerator)
+        self._begins_window = trainer.accelerator.sync_gradients or state.global_step == 0
+        trainer.wrapped_model.train()
         for batch in trainer.train_loader:
-            self._was_healed()
-            if fresh:
-                call("on_step_begin")
-            with accelerator.accumulate(model):
-                self._add(*trainer.training_step(model, batch))
-                if max_norm:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                    self._norm = self._norm if norm is None else norm
-                if accelerator.sync_gradients:
-                    call("on_pre_optimizer_step")
-                optimizer.step()
-                if accelerator.sync_gradients:
-                    self._rate = optimizer.param_groups[0]["lr"]
-                    call("on_optimizer_step")
-                scheduler.step()
-                optimizer.zero_grad()
+            self._replicas.receive_state()
+            self._train_on(batch)
             if parts.rolling_back:
                 return False
-            fresh = accelerator.sync_gradients
-            if self._was_healed():
+            if self._replicas.receive_state():
                 continue  # the update was skipped, and the state that was received counts it
             state.batches_in_epoch += 1
-            if not fresh:
-                call("on_substep_end")  # requests of callbacks wait for the window's end
+            if not self._begins_window:
+                trainer.callbacks.call("on_substep_end")  # requests of callbacks wait for the window's end
                 continue
             self._end_step()
             if self._leaves():
                 return False
         return True
 
-    def _gone_back(self) -> bool:
+    def _train_on(self, batch: Any) -> None:  # Any: a batch of the user's
+        """Run forward and backward on a batch, and at the end of a window the update."""
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        model, optimizer = trainer.wrapped_model, trainer.optimizer
+        call, max_norm = trainer.callbacks.call, trainer.args.max_grad_norm
+        if self._begins_window:
+            call("on_step_begin")
+        with accelerator.accumulate(model):
+            self._add(*trainer.training_step(model, batch))
+            if max_norm:
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                self._norm = self._norm if norm is None else norm
+            if accelerator.sync_gradients:
+                call("on_pre_optimizer_step")
+            optimizer.step()
+            if accelerator.sync_gradients:
+                self._rate = optimizer.param_groups[0]["lr"]
+                call("on_optimizer_step")
+            trainer.lr_scheduler.step()
+            optimizer.zero_grad()
+        self._begins_window = accelerator.sync_gradients
+
+    def _roll_back(self) -> bool:
         """Load the newest checkpoint if a bad update requires it; return whether it was loaded. Ranks: every rank."""
         if not self._trainer.accelerator.roll_back():
             return False
-        self._forget()
+        self._continue_with_loaded_state()
         self._count_updates(loaded=True)
-        self._trainer.callbacks.restore_states()
         return True
 
-    def _forget(self) -> None:
-        """Drop the losses that were not added to the state, which was replaced by one that holds those of its own updates."""
+    def _continue_with_loaded_state(self) -> None:
+        """Drop the losses that are not in the state, which was replaced, and give callbacks their states in it."""
         self._losses.clear()
         self._sums.clear()
+        self._trainer.callbacks.restore_states()
 
     def _add(self, loss: Tensor, weight: Tensor | None) -> None:
         """Store a batch's loss for the next log; losses are summed in groups, since each sum costs time."""
@@ -218,7 +200,7 @@ class TrainingLoop:
             self._set_epoch()
         control.should_log |= args.logging_strategy == "epoch"
         control.should_evaluate |= args.eval_strategy == "epoch" and state.epoch >= args.eval_delay
-        ends = self._by_replicas and self._complete() and args.save_strategy == "steps"
+        ends = self._replicas.end_with_epochs and self._complete() and args.save_strategy == "steps"
         saved = self._plan.due(args.save_strategy, self._plan.save_steps, state.global_step)
         control.should_save |= args.save_strategy == "epoch" or (ends and not saved)
         trainer.callbacks.call("on_epoch_end")
