@@ -21,7 +21,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-import hasten
+import hasten.ray
 from hasten import Accelerator, set_seed
 
 

@@ -1,7 +1,7 @@
 """Public names of hasten, each imported from its module on first use.
 
 `import hasten` costs next to nothing: it imports no torch. Here is what most training scripts import; more is in the public modules
-`hasten.bigmodel`, `hasten.data`, `hasten.errors`, `hasten.extending`, `hasten.testing` and `hasten.trainer`. To add a
+`hasten.bigmodel`, `hasten.data`, `hasten.errors`, `hasten.extending`, `hasten.ray`, `hasten.testing` and `hasten.trainer`. To add a
 public name, write one line in the `TYPE_CHECKING` block (for type checkers and editors) and one in `_PUBLIC` (for the running program), both
 in alphabetical order of modules; tests/arch compares the two and the committed snapshot of names.
 """

@@ -131,7 +131,7 @@ def test_the_core_without_an_extension_is_whole(name: str, tmp_path: Path) -> No
 
 
 def test_the_core_imports_no_extension() -> None:
-    """Only the list of public names for type checkers imports extensions, so that deleting one breaks no import."""
+    """Only the list of names for type checkers, and modules under the names that users write, import extensions."""
     importers = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
@@ -139,4 +139,4 @@ def test_the_core_imports_no_extension() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hasten.extensions")
     }
-    assert importers == {"__init__.py", "bigmodel.py", "trainer.py"}  # two are the module names that users write
+    assert importers <= {"__init__.py", "bigmodel.py", "ray.py", "trainer.py"}

@@ -42,6 +42,7 @@ SMALL: Final = MappingProxyType(
         "extensions/survive/report.py": "a public class without torch",
         "progress/waiting.py": "strategies import it, and its neighbour with the other displays loads rich",
         "bigmodel.py": "the module name that users write for the extension of large models",
+        "ray.py": "the module name that users write for the extension of Ray",
         "trainer.py": "the module name that users write for the extension of the Trainer",
         "runtime/context.py": "ProcessContext, imported by forty modules",
         "extensions/survive/folder.py": "names of files, shared by both sides",

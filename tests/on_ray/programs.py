@@ -21,7 +21,7 @@ from ray.train.torch import TorchTrainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-import hasten
+import hasten.ray
 from hasten import Accelerator
 from hasten.errors import PeerFailedError
 from tests.on_ray.toy import Numbered, network

@@ -20,7 +20,6 @@ from hasten.extensions.pipeline.cut import balanced_split_points as balanced_spl
 from hasten.extensions.pipeline.inference import prepare_pipeline as prepare_pipeline  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.quantization.quantize import dequantize_weights as dequantize_weights  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.quantization.quantize import quantize_weights as quantize_weights  # type: ignore[import-not-found, unused-ignore]
-from hasten.extensions.ray.in_worker import ray as ray  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.setup.config_command import write_basic_config as write_basic_config  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.survive.part import survival_report as survival_report  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.trainer.arguments import TrainingArguments as TrainingArguments  # type: ignore[import-not-found, unused-ignore]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hasten import ray as public
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import CheckpointError, ConfigError, DeviceError, MissingPackageError
+from hasten.extensions.ray import in_worker as public
 from hasten.extensions.ray.launch_target import failures_of, run_program, verdict
 from hasten.launch.base import Host, LaunchPlan, LaunchRequest, Target
 from hasten.launch.job import make_plan

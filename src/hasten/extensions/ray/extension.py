@@ -1,4 +1,4 @@
-"""What the extension offers: a launch target with its settings, and the module `hasten.ray`."""
+"""What the extension offers: a launch target with its settings."""
 
 from __future__ import annotations
 
@@ -11,5 +11,4 @@ extension: Final = Extension(
     summary="Ray Train: scripts on the workers of a cluster, and their metrics and checkpoints",
     launch_targets={"ray": "hasten.extensions.ray.launch_target:TARGET"},
     settings={"launch.ray": "hasten.extensions.ray.settings:RaySettings"},
-    public_names={"ray": "hasten.extensions.ray.in_worker:ray"},
 )

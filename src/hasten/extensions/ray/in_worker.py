@@ -6,7 +6,6 @@ are Ray's. The functions here connect the state of such a run with `ray.train.re
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator
 
 __all__ = ["fit", "report", "resume"]
-
-ray: Final = sys.modules[__name__]
-"""This module, which users know as `hasten.ray`."""
 
 _SCHEMES: Final = (("s3", "s3"), ("gcs", "gs"), ("abfs", "abfs"), ("hdfs", "hdfs"))
 """Type names of pyarrow's file systems and the URL schemes of the same stores in fsspec."""
