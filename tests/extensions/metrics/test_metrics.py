@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
-from hasten.cli.main import main
 from hasten.config.resolve import resolve
 from hasten.errors import ConfigError, MissingPackageError, SettingValueError
 from hasten.extensions.metrics.part import SampledScalars, metrics_of
@@ -102,32 +100,6 @@ def test_a_training_is_scraped_while_it_runs(tmp_path: Path) -> None:
     assert causes == pytest.approx(found["hasten_uptime_seconds"], abs=0.5)
     assert found["hasten_goodput_ratio"] == pytest.approx(found["hasten_time_seconds/useful"] / causes, abs=0.01)
     accelerator.end_training()
-
-
-def test_top_shows_ranks_by_their_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path / "mine"), metrics={"port": 0, "job": "nightly"})
-    model, optimizer, loader = prepared(accelerator)
-    for x, y in loader:
-        accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    here = f"127.0.0.1:{port_of(accelerator)}"
-    targets = tmp_path / "targets.json"
-    targets.write_text(json.dumps([{"targets": [here, "127.0.0.1:1"]}]))
-    assert main(["top", "--from", str(targets), "--once", "--interval", "0.1"]) == 0
-    out = capsys.readouterr().out
-    assert "nightly on 1 machine: 1 of 1 ranks" in out
-    assert "goodput" in out
-    assert "startup" in out
-    assert "127.0.0.1:1: ConnectionRefusedError" in out
-    assert main(["top", "--from", here, "--json", "--interval", "0.1"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["ranks"]
-    assert (row["job"], row["rank"], row["step"], row["steps_per_s"]) == ("nightly", 0, 8, 0.0)
-    accelerator.end_training()
-    assert main(["top", "--from", here, "--once", "--interval", "0.1"]) == 1
-    assert "1 targets without metrics" in capsys.readouterr().out
-    assert main(["top", "--from", here, "--stacks"]) == 2
-    assert main(["top", "--from", "nowhere"]) == 2
 
 
 def test_nothing_listens_unless_it_is_asked_for() -> None:
