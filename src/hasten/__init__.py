@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from hasten.launch.notebook import notebook_launcher as notebook_launcher
     from hasten.modules.meta import init_empty_weights as init_empty_weights
     from hasten.optim.batch_size import find_executable_batch_size as find_executable_batch_size
-    from hasten.optim.local_sgd import LocalSGD as LocalSGD
     from hasten.progress.tqdm_bar import tqdm as tqdm
     from hasten.runtime.logs import get_logger as get_logger
     from hasten.runtime.seeding import set_seed as set_seed
@@ -97,7 +96,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "debug_launcher": "hasten.launch.notebook",
         "notebook_launcher": "hasten.launch.notebook",
         "find_executable_batch_size": "hasten.optim.batch_size",
-        "LocalSGD": "hasten.optim.local_sgd",
         "tqdm": "hasten.progress.tqdm_bar",
         "get_logger": "hasten.runtime.logs",
         "set_seed": "hasten.runtime.seeding",

@@ -1,3 +1,3 @@
 """Local SGD."""
 
-from hasten.optim.local_sgd import LocalSGD as LocalSGD
+from hasten.extensions.local_sgd.local_sgd import LocalSGD as LocalSGD

@@ -117,7 +117,7 @@ class Accelerator:
         gradient_accumulation_steps: Micro-steps per optimizer update.
         cpu: Train on the CPU even if an accelerator is available.
         device_placement: Move models and batches to the process's device.
-        strategy: How training is distributed: auto, none, ddp, fsdp, deepspeed, megatron or xla.
+        strategy: How training is distributed: auto, none, ddp, fsdp, or a strategy of an extension.
         project_dir: Folder (or URL) of the run: logs, metrics and checkpoints.
         log_with: Name of a tracker, a tracker, or a list of both.
         parallelism_config: Sizes of the mesh axes, with the settings of tensor, context and pipeline parallelism.
@@ -347,7 +347,7 @@ class Accelerator:
 
     @property
     def strategy(self) -> str:
-        """The name of the strategy that this run uses: none, ddp, fsdp, deepspeed, …"""
+        """The name of the strategy that this run uses: none, ddp, fsdp, …"""
         return self._strategy.name
 
     @property
@@ -386,7 +386,7 @@ class Accelerator:
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def _reconfigure(self, **sections: Any) -> None:  # Any: sections of every type
-        """Replace whole sections of the settings (`fsdp=`, `deepspeed=`, …) before the first model is prepared.
+        """Replace whole sections of the settings (`fsdp=`, `dataloader=`, …) before the first model is prepared.
 
         Raises: PrepareError if a model has been prepared already.
         """

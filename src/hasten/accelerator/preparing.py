@@ -290,11 +290,9 @@ class Preparer:
 
     def join(self, joinables: Sequence[Any], even_batches: bool | None) -> AbstractContextManager[None]:
         """Context manager in which ranks may run out of batches at different times."""
-        if self._config.checkpoint_in_memory is not None:
-            raise StepError(
-                "join_uneven_inputs() cannot be combined with checkpoint_in_memory: all ranks make the copies together, and here some have no batch left "
-                "after which to make one. Use even_batches=True, or leave checkpoint_in_memory out."
-            )
+        for part in self._clock.parts.members:
+            if part.needs_even_batches:
+                raise StepError(f"join_uneven_inputs() cannot be combined with {part.needs_even_batches}")
         return self._joined(joinables, even_batches)
 
     @contextmanager

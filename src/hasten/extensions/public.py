@@ -9,6 +9,7 @@ from hasten.extensions.chunked_loss.logits import use_chunked_loss as use_chunke
 from hasten.extensions.deepspeed.placeholders import DummyOptim as DummyOptim  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.placeholders import DummyScheduler as DummyScheduler  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin as DeepSpeedPlugin  # type: ignore[import-not-found, unused-ignore]
+from hasten.extensions.local_sgd.local_sgd import LocalSGD as LocalSGD  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.megatron.settings import MegatronLMPlugin as MegatronLMPlugin  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.muon.optimizers import optimizers as optimizers  # type: ignore[import-not-found, unused-ignore]
 from hasten.extensions.packing.packing import PackedBatchSampler as PackedBatchSampler  # type: ignore[import-not-found, unused-ignore]

@@ -28,6 +28,8 @@ class RunPart:
 
     unused_events: Collection[str] = ()
     """Events that this part overrides and does not need in this run."""
+    needs_even_batches: str = ""
+    """Reason why `join_uneven_inputs()` cannot be used with this part, and what to do; empty if it can."""
 
     # -- construction and prepare() -----------------------------------------------------------------------------------
     def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator

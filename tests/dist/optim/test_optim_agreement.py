@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from hasten import LocalSGD
 from hasten.accelerator.facade import Accelerator
 from hasten.config.sections.loop import GradScalerKwargs
 from hasten.optim.batch_size import find_executable_batch_size
 from hasten.optim.clip import clip_norm, clip_value
 from hasten.optim.gradients import multiply
-from hasten.optim.local_sgd import LocalSGD
 from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.build import build_precision
 from hasten.runtime.context import ProcessContext

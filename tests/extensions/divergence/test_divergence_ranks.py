@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hasten import Accelerator
+from hasten import Accelerator, LocalSGD
 from hasten.config.sections.parallel import DistributedDataParallelKwargs, ParallelismConfig
 from hasten.errors import DivergenceError, HastenWarning
-from hasten.optim.local_sgd import LocalSGD
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hasten import Accelerator, AutocastKwargs, GradientAccumulationPlugin, LocalSGD, set_seed
+from hasten import Accelerator, AutocastKwargs, GradientAccumulationPlugin, set_seed
 from hasten.errors import HastenError
 
 NAN: Final = float("nan")
@@ -32,7 +32,6 @@ class Prepared:
 
 
 SEED: Final[Any] = set_seed
-LOCAL: Final[Any] = LocalSGD
 
 
 def method(name: str, *args: Any, **kwargs: Any) -> Call:
@@ -132,8 +131,6 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
     "fraction as seed": (lambda _: SEED(1.5), "not a whole number from 0"),
     "no seed": (lambda _: SEED(None), "not a whole number from 0"),
     "huge seed": (lambda _: SEED(2**70), "not a whole number from 0"),
-    "text local steps": (lambda g: LOCAL(g.a, g.model, "x"), "whole number of at least 1"),
-    "local steps of nothing": (lambda g: LOCAL(3, g.model, 2), "Give the Accelerator"),
 }
 
 

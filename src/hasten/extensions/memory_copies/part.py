@@ -73,6 +73,11 @@ class CopyTransfer:
 class MemoryCopies(RunPart):
     """In-memory copies of two steps: the newest that every machine has, and the one that is being copied."""
 
+    needs_even_batches = (
+        "checkpoint_in_memory: all ranks make the copies together, and here some have no batch left after which to make one. Use "
+        "even_batches=True, or leave checkpoint_in_memory out."
+    )
+
     def built(self, run: Components) -> None:
         """Find the folder of the launcher. Raises: ConfigError where copies could not be used."""
         accelerator = run.accelerator
