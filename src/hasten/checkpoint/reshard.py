@@ -239,14 +239,8 @@ class _DiskReadAhead:
                     read_ahead(fd, file_range.start, file_range.stop)
 
 
-def run_copies(
-    copies: Sequence[Copy],
-    threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> None:
+def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
     """Fill live tensors on any device with several threads, about one chunk at a time.
-
-    `progress` is called with the number of bytes of every finished job.
 
     Raises: CheckpointError when a file can no longer be read; the tensors are then in an undefined state, which the
     caller must undo.
@@ -266,8 +260,6 @@ def run_copies(
             for done in pool.map(_guarded, jobs):
                 if isinstance(done, CheckpointError):
                     raise done
-                if progress is not None:
-                    progress(done)
     finally:
         ahead.stop()
         files.close()

@@ -1,4 +1,4 @@
-"""Collectives on trees: gather, reduce, broadcast, scatter and pad nested structures of tensors.
+"""Collectives on trees: gather, reduce, broadcast and pad nested structures of tensors.
 
 Every operation starts with one exchange of headers of a fixed size. Ranks that must agree but do not raise MismatchError on every
 rank with a table of their inputs, instead of a hang or garbage. Gathered CPU tensors of a few hundred bytes are sent with the header, so
@@ -13,7 +13,6 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -76,32 +75,6 @@ def broadcast(tree: Tree, comm: Comm, src: int = 0) -> Tree:
     """Return the tensors of rank `src`; every rank must pass tensors of the same shapes."""
     _meet(f"broadcast from {src}", tree, comm)
     return trees.map_tensors(lambda x: comm.broadcast(x, src), tree)
-
-
-def scatter(parts: Sequence[Tree] | None, comm: Comm, src: int = 0) -> Tree:
-    """Return this rank's tree from the list of one tree per rank that `src` passes; the others pass None.
-
-    The trees may differ in structure and shape. Each rank receives only its bytes, in one message, on the
-    device of the group. Ranks: every rank; an error on `src` is raised everywhere.
-    """
-    if comm.size == 1:
-        return _own_parts(parts, comm)[0]
-    plan: Any = None  # Any: (largest byte count, one skeleton per rank), or the text of an error
-    packed: list[Tensor] | None = None
-    if comm.rank == src:
-        try:
-            packs = [_pack(part) for part in _own_parts(parts, comm)]
-            largest = max(buffer.numel() for buffer, _ in packs)
-            plan = (largest, [skeleton for _, skeleton in packs])
-            packed = [_padded(buffer, largest).to(comm.device) for buffer, _ in packs]
-        except CommError as error:
-            plan = str(error)
-    plan = comm.broadcast_object(plan, src)
-    if isinstance(plan, str):
-        raise CommError(plan)
-    largest, skeletons = plan
-    like = torch.empty(largest, dtype=torch.uint8, device=comm.device)
-    return _unpack(comm.scatter(packed, like, src), skeletons[comm.rank])
 
 
 def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
@@ -246,26 +219,6 @@ def _mismatch(op: str, descriptions: Sequence[str], comm: Comm) -> MismatchError
     )
 
 
-def _own_parts(parts: Sequence[Tree] | None, comm: Comm) -> Sequence[Tree]:
-    if parts is None or len(parts) != comm.size:
-        got = "None" if parts is None else f"{len(parts)} parts"
-        raise CommError(f"scatter got {got} on the sending rank for a group of {comm.size}; give one tree per rank.")
-    return parts
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 16) * 16
-
-
-def _pack(tree: Tree) -> tuple[Tensor, Tree]:
-    """Return the tree's tensors as one byte buffer, and the tree with their shapes and dtypes in place of tensors."""
-    buffers, skeleton = [], trees.map_tensors(lambda x: _TensorHole(tuple(x.shape), x.dtype), tree)
-    for x in trees.tensors(tree):
-        raw = _raw(x)
-        buffers.append(_padded(raw, _aligned(raw.numel())))
-    return (torch.cat(buffers) if buffers else torch.empty(0, dtype=torch.uint8)), skeleton
-
-
 def _raw(x: Tensor) -> Tensor:
     """Return the tensor's bytes."""
     x = x.detach()
@@ -275,37 +228,3 @@ def _raw(x: Tensor) -> Tensor:
     if flat.stride(0) != 1:  # one element of a column keeps the column's stride
         flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
     return flat.view(torch.uint8)
-
-
-def _unpack(buffer: Tensor, skeleton: Tree) -> Tree:
-    offset = 0
-
-    def fill(leaf: Any) -> Any:  # Any: holes become tensors, other leaves stay
-        nonlocal offset
-        if not isinstance(leaf, _TensorHole):
-            return leaf
-        num_bytes = leaf.num_bytes()
-        raw = buffer[offset : offset + num_bytes]
-        offset += _aligned(num_bytes)
-        return leaf.view(raw)
-
-    return trees.map_leaves(fill, skeleton)
-
-
-def _padded(raw: Tensor, num_bytes: int) -> Tensor:
-    return raw if raw.numel() == num_bytes else torch.nn.functional.pad(raw, (0, num_bytes - raw.numel()))
-
-
-class _TensorHole(msgspec.Struct, frozen=True):
-    """Placeholder of a tensor in a skeleton that is sent ahead of the bytes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
-
-    def view(self, raw: Tensor) -> Tensor:
-        if not self.dtype.is_complex:
-            return raw.view(self.dtype).reshape(self.shape)
-        return torch.view_as_complex(raw.view(self.dtype.to_real()).reshape(*self.shape, 2))

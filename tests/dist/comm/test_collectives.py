@@ -145,26 +145,6 @@ def test_broadcast_and_objects(ctx: ProcessContext) -> None:
         comm.broadcast(torch.ones(1), src=comm.size)
 
 
-@ranks(2, exhaustive=(1, 4))
-def test_scatter_gives_each_rank_its_own_tree(ctx: ProcessContext) -> None:
-    comm = ctx.world
-
-    def part(rank: int) -> dict[str, Any]:
-        return {
-            "x": torch.arange(rank + 1, dtype=torch.float64),
-            "c": torch.tensor(1j * rank),
-            "b": torch.ones(0, 3, dtype=torch.bool),
-            "name": f"for {rank}",
-        }
-
-    src = comm.size - 1
-    mine = ops.scatter([part(r) for r in range(comm.size)] if comm.rank == src else None, comm, src)
-    for key, expected in part(comm.rank).items():
-        assert torch.equal(mine[key], expected) if isinstance(expected, Tensor) else mine[key] == expected
-    with pytest.raises(CommError, match="one tree per rank"):
-        ops.scatter([1] if comm.rank == 0 else None, comm) if comm.size > 1 else ops.scatter(None, comm)
-
-
 @ranks(1, 2, exhaustive=(3,))
 def test_pad_across_any_dim(ctx: ProcessContext) -> None:
     comm = ctx.world

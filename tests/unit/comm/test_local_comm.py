@@ -21,7 +21,6 @@ def test_collectives_are_the_identity_with_rows() -> None:
         assert gathered["s"].tolist() == [3.0]
         assert (gathered["n"], gathered["t"]) == (None, "x")
     assert torch.equal(ops.pad_across(tree, comm)["a"], tree["a"])
-    assert ops.scatter([tree], comm)["t"] == "x"
     assert ops.gather_object([1, 2], comm) == [1, 2]
     assert ops.reduce(torch.tensor([1, 2]), comm, "mean", scale=2.0).tolist() == [2.0, 4.0]
 
@@ -36,8 +35,6 @@ def test_results_never_share_memory_with_arguments() -> None:
 def test_foreign_members_and_wrong_parts_are_errors() -> None:
     with pytest.raises(CommError, match="use src=0"):
         LocalComm().broadcast(torch.ones(1), src=1)
-    with pytest.raises(CommError, match="one tree per rank"):
-        ops.scatter([1, 2], LocalComm())
     with pytest.raises(CommError, match="'sum', 'mean'"):
         ops.reduce(torch.ones(1), LocalComm(), "median")  # type: ignore[arg-type]  # a user's typo
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn
-from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
 from hasten.checkpoint.export import weight_files
@@ -35,32 +30,6 @@ from hasten.extensions.bigmodel.dispatch import Place, device_of, dispatch_model
 from hasten.extensions.bigmodel.offload_files import save_offload_index
 from hasten.extensions.bigmodel.placement_plan import readable
 from hasten.extensions.bigmodel.units import FoundBlocks, tensors_in
-
-Progress = Callable[[int, int], None]
-"""Callback with the bytes loaded so far and the total bytes."""
-
-
-@contextmanager
-def reporting(progress: Progress | bool | None, console: Console | None = None) -> Iterator[Progress | None]:
-    """Context manager that yields a progress callback: the caller's function, a bar on standard error for True, or None."""
-    if not isinstance(progress, bool):
-        yield progress
-        return
-    if not progress:
-        yield None
-        return
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]}"))
-    # rich also takes FORCE_COLOR, which notebooks set in their child processes, as the sign of a terminal
-    console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
-    with Bar(*columns, console=console, auto_refresh=False) as bar:
-        task, started = bar.add_task("loading", total=None, speed=""), time.perf_counter()
-
-        def advance(done: int, total: int) -> None:
-            speed = done / 1e9 / max(time.perf_counter() - started, 1e-9)
-            bar.update(task, completed=done, total=total, speed=f"{speed:.2f} GB/s", refresh=True)
-
-        yield advance
-
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +56,6 @@ def load_checkpoint_in_model(
     strict: bool = False,
     *,
     allow_pickle: bool = False,
-    progress: Progress | bool | None = None,
     _leave_for_streaming: bool = False,
 ) -> Loaded:
     """Fill the model from a file, a folder in the Hub layout or an index of shards.
@@ -95,8 +63,7 @@ def load_checkpoint_in_model(
     Weights are copied directly to their device in the map, and converted to `dtype` (except modules that stay in
     fp32). Those of a model on the meta device that go to the CPU as they are become views of the mapped safetensors file, which is
     read at their first use; writing to them changes only this process's memory. Those on "disk" stay in the checkpoint's safetensors
-    files; an index of them is written to `offload_folder`. Host memory holds only a few more buffers. `progress=True` shows a bar with GB/s; a
-    function is called with the bytes loaded so far and the total bytes.
+    files; an index of them is written to `offload_folder`. Host memory holds only a few more buffers.
     Raises: CheckpointError for missing weights or other shapes; with `strict`, also for unexpected weights.
     """
     places = {"": "cpu"} if device_map is None else device_map
@@ -128,15 +95,16 @@ def load_checkpoint_in_model(
             if not target.is_meta:
                 copies.append(Copy(target.detach(), piece.data, piece.file))
     started = time.perf_counter()
-    with reporting(progress) as report_bytes:
-        done = _run(copies, sum(piece.data.nbytes for piece in mapped_pieces.values()), report_bytes)
+    run_copies(copies)
+    mapped_bytes = sum(piece.data.nbytes for piece in mapped_pieces.values())
+    num_bytes = mapped_bytes + sum(copy.target.nbytes for copy in copies)
     seconds = time.perf_counter() - started
     if index and offload_folder is not None and not _leave_for_streaming:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
         save_offload_index(index, offload_folder)
-    if done:
-        log.info("loaded %s in %.2f s (%.2f GB/s)", readable(done), seconds, done / 1e9 / max(seconds, 1e-9))
-    return Loaded(report[0], report[1], done, seconds, index)
+    if num_bytes:
+        log.info("loaded %s in %.2f s (%.2f GB/s)", readable(num_bytes), seconds, num_bytes / 1e9 / max(seconds, 1e-9))
+    return Loaded(report[0], report[1], num_bytes, seconds, index)
 
 
 def _stored_pieces(checkpoint: str | Path, allow_pickle: bool) -> dict[str, tuple[Path, str, Piece]]:
@@ -248,22 +216,6 @@ def _put(group: Sequence[FoundBlocks], fresh: Tensor) -> Tensor:
     return fresh
 
 
-def _run(copies: Sequence[Copy], mapped_bytes: int, progress: Progress | None) -> int:
-    """Copy, and return the number of bytes together with those that are mapped."""
-    total = mapped_bytes + sum(copy.target.nbytes for copy in copies)
-    done = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if progress is not None:
-            progress(min(done, total), total)
-
-    advance(mapped_bytes)
-    run_copies(copies, progress=advance)
-    return total
-
-
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | Path,
@@ -280,7 +232,6 @@ def load_checkpoint_and_dispatch(
     *,
     resident: float | str = 0,
     allow_pickle: bool = False,
-    progress: Progress | bool | None = None,
 ) -> nn.Module:
     """Return the model with the weights of a checkpoint, every module on its device in the map.
 
@@ -298,7 +249,6 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         strict=strict,
         allow_pickle=allow_pickle,
-        progress=progress,
         _leave_for_streaming=places is not None and main_device_of(places).type != "cpu",
     )
     if places is None:
