@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from hasten.extension import Extension, installed
+from hasten.extension import Extension, Kind, installed
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "hasten"
@@ -84,19 +85,7 @@ def run_python(arguments: Sequence[str], environment: dict[str, str], folder: Pa
 
 def names_of(extension: Extension) -> list[tuple[str, str]]:
     """Return everything that an extension offers, as kind and name."""
-    kinds = (
-        "strategies",
-        "offload_modes",
-        "mesh_axes",
-        "step_wrappers",
-        "launch_targets",
-        "commands",
-        "settings",
-        "trackers",
-        "run_parts",
-        "public_names",
-    )
-    return [(kind, name) for kind in kinds for name in extension.offers(kind)]
+    return [(kind, name) for kind in get_args(Kind) for name in extension.offers(kind)]
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
