@@ -28,7 +28,7 @@ from hasten.runtime.topology import Topology
 def test_settings_without_effect_are_refused(settings: dict[str, Any], words: str) -> None:
     config = resolve(code={"strategy": "xla", **settings}).config
     with pytest.raises(ConfigError, match=words):
-        xla.refuse(config)
+        xla.refuse_unsupported_settings(config)
 
 
 @pytest.mark.parametrize("settings", [{"fsdp.reshard_after_forward": False}, {"parallelism.tp_size": 2}])
@@ -38,7 +38,9 @@ def test_options_of_other_strategies_are_refused(settings: dict[str, Any]) -> No
 
 
 def test_other_settings_pass() -> None:
-    xla.refuse(resolve(code={"strategy": "xla", "mixed_precision": "bf16", "xla.fsdp_v2": True}).config)
+    xla.refuse_unsupported_settings(
+        resolve(code={"strategy": "xla", "mixed_precision": "bf16", "xla.fsdp_v2": True}).config
+    )
 
 
 def test_one_process_drives_a_host() -> None:

@@ -22,7 +22,7 @@ from hasten.runtime import tpu_hosts
 from hasten.runtime.tpu_hosts import TpuSlice
 
 _ONE_VM: Final = re.compile(r"(?!all$)(?!\d+-\d+$)[^,]+")
-_PAIR: Final = re.compile(r"[A-Za-z_]\w*=")
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
 _POD_FLAGS: Final = ("--tpu_cluster", "--tpu-cluster", "--tpu_use_cluster", "--tpu-use-cluster")
 
 
@@ -35,10 +35,10 @@ def plan_machine(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchP
     if not _is_for_tpus(request, host):
         return None
     launch, machines, tpu = request.config.launch, shape.max_machines, host.tpu
-    asked = launch.processes_per_machine or (launch.num_processes or machines) // machines
-    if asked > 1:
+    requested_processes = launch.processes_per_machine or (launch.num_processes or machines) // machines
+    if requested_processes > 1:
         raise ConfigError(
-            f"{asked} processes on each of {machines} machine(s) were requested on TPUs, where one process controls all devices of a "
+            f"{requested_processes} processes on each of {machines} machine(s) were requested on TPUs, where one process controls all devices of a "
             "machine. Remove num_processes."
         )
     if request.target.no_python:
@@ -54,17 +54,21 @@ def plan_machine(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchP
     if device == "TPU" and machines == 1 and tpu is not None and tpu.hosts > 1:
         raise ConfigError(tpu_hosts.refusal(tpu.hosts))
     env = {**{name: value for name, value in shape.env if name != "OMP_NUM_THREADS"}, "PJRT_DEVICE": device}
-    drives = f"its {host.num_devices} TPU devices" if device == "TPU" and host.num_devices else f"all {device} devices"
+    driven_devices = (
+        f"its {host.num_devices} TPU devices" if device == "TPU" and host.num_devices else f"all {device} devices"
+    )
     if machines > 1:
-        alone = tpu_hosts.by_itself(host.env, host.num_devices) if device == "TPU" else {}
-        note = f"one process controls {drives}; the machines average gradients through host memory"
-        own = tuple(sorted({**env, **alone}.items()))
-        rank = _rank(shape, tpu)
-        return torchrun.plan(request, host, replace(shape, num_processes=1, machine_rank=rank, env=own, notes=(note,)))
+        separate_world = tpu_hosts.by_itself(host.env, host.num_devices) if device == "TPU" else {}
+        note = f"one process controls {driven_devices}; the machines average gradients through host memory"
+        variables = tuple(sorted({**env, **separate_world}.items()))
+        rank = _machine_rank(shape, tpu)
+        return torchrun.plan(
+            request, host, replace(shape, num_processes=1, machine_rank=rank, env=variables, notes=(note,))
+        )
     return LaunchPlan(
         launcher="single",
         procs=(Proc(worker_argv(request.target, host), env),),
-        notes=(f"one process controls {drives}, and each batch is split over them",),
+        notes=(f"one process controls {driven_devices}, and each batch is split over them",),
         supervision=torchrun.supervision(request, shape),
         target=request.target,
     )
@@ -78,7 +82,7 @@ def _is_for_tpus(request: LaunchRequest, host: Host) -> bool:
     return launch.tpu or config.strategy == "xla" or on_tpu
 
 
-def _rank(shape: JobShape, tpu: TpuSlice | None) -> int | None:
+def _machine_rank(shape: JobShape, tpu: TpuSlice | None) -> int | None:
     """Return this machine's rank: the given one, else its worker index; None if the rendezvous assigns it."""
     if shape.machine_rank is not None or tpu is None or tpu.worker is None:
         return shape.machine_rank
@@ -105,89 +109,89 @@ def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
         raise ConfigError("a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone).")
     worker = ",".join(xla.tpu_vm or ("all",))
     env = _variables(xla.tpu_env or ())
-    _refuse_some(xla.tpu_name, worker, tpu, tpu_hosts.alone(env))
-    words = [word for word in without_submit(request.flags) if word not in _POD_FLAGS]
+    _refuse_subset(xla.tpu_name, worker, tpu, tpu_hosts.alone(env))
+    flags = [flag for flag in without_submit(request.flags) if flag not in _POD_FLAGS]
     if tpu is not None and tpu.hosts > 1 and worker == "all":
-        words += _meeting(request.config.launch, xla.tpu_name, tpu)
-    command = shlex.join(["hasten", "launch", *words, request.target.name, *request.target.args])
-    pairs = [f"{name}={value}" for name, value in env.items()]
-    exports = "".join(f"export {shlex.quote(pair)}; " for pair in pairs)
-    setup = "".join(f"{line}; " for line in (*_lines(xla.command_file), *(xla.commands or ())))
+        flags += _rendezvous_flags(request.config.launch, xla.tpu_name, tpu)
+    command = shlex.join(["hasten", "launch", *flags, request.target.name, *request.target.args])
+    assignments = [f"{name}={value}" for name, value in env.items()]
+    exports = "".join(f"export {shlex.quote(assignment)}; " for assignment in assignments)
+    setup = "".join(f"{line}; " for line in (*_commands_of(xla.command_file), *(xla.commands or ())))
     # sudo does not pass on the variables exported before it
-    sudo = shlex.join(["sudo", *(["env", *pairs] if pairs else [])]) + " " if xla.tpu_use_sudo else ""
+    sudo = shlex.join(["sudo", *(["env", *assignments] if assignments else [])]) + " " if xla.tpu_use_sudo else ""
     argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", xla.tpu_name]
     argv += ["--zone", xla.tpu_zone] if xla.tpu_zone else []
     argv += ["--worker", worker, "--command", f"{exports}{setup}{sudo}{command}"]
     return LaunchPlan(
         launcher="xla",
         procs=(Proc(tuple(argv)),),
-        notes=(_known(xla.tpu_name, worker, tpu),),
+        notes=(_note_of_slice(xla.tpu_name, worker, tpu),),
         target=request.target,
     )
 
 
-def _known(name: str, worker: str, tpu: TpuSlice | None) -> str:
+def _note_of_slice(name: str, worker: str, tpu: TpuSlice | None) -> str:
     if tpu is None:
         return "gcloud did not report the number of hosts; if there are several, training raises an error"
-    number = "; each determines its number itself" if tpu.hosts > 1 and worker == "all" else ""
-    return f"{name} has {tpu.hosts} host(s), according to gcloud{number}"
+    numbering = "; each determines its number itself" if tpu.hosts > 1 and worker == "all" else ""
+    return f"{name} has {tpu.hosts} host(s), according to gcloud{numbering}"
 
 
-def _meeting(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[str]:
+def _rendezvous_flags(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[str]:
     """Return the rendezvous flags of the VMs.
 
     Raises: ConfigError for flags that contradict the TPU, or if the address of the first VM is unknown.
     """
     if launch.machine_rank is not None or launch.num_machines not in (1, tpu.hosts):
-        said = (
+        given_flag = (
             f"num_machines={launch.num_machines}"
             if launch.machine_rank is None
             else f"machine_rank={launch.machine_rank}"
         )
         raise ConfigError(
-            f"{said} was given for the TPU {name!r}, whose {tpu.hosts} hosts all run the same command and determine their numbers "
+            f"{given_flag} was given for the TPU {name!r}, whose {tpu.hosts} hosts all run the same command and determine their numbers "
             "themselves. Remove it."
         )
     if launch.main_process_ip is None and tpu.first is None:
         raise ConfigError(
             f"gcloud reports no address for the first of {tpu.hosts} hosts of the TPU {name!r}. Give --main_process_ip."
         )
-    counted = [] if launch.num_machines > 1 else ["--num_machines", str(tpu.hosts)]
-    return [*counted, *(["--main_process_ip", tpu.first] if launch.main_process_ip is None and tpu.first else [])]
+    machine_flags = [] if launch.num_machines > 1 else ["--num_machines", str(tpu.hosts)]
+    return [*machine_flags, *(["--main_process_ip", tpu.first] if launch.main_process_ip is None and tpu.first else [])]
 
 
-def _refuse_some(name: str, worker: str, tpu: TpuSlice | None, alone: bool) -> None:
+def _refuse_subset(name: str, worker: str, tpu: TpuSlice | None, is_separate_world: bool) -> None:
     """Raise if a subset of a TPU's VMs was selected, which would wait for the others."""
     if _ONE_VM.fullmatch(worker) is None and worker != "all":
         raise ConfigError(
             f"--vm names several VMs ({worker}), but starting several, but not all, VMs of a TPU is not supported in this version. Name "
             "one, or remove --vm to train on all."
         )
-    if tpu is not None and tpu.hosts > 1 and worker != "all" and not alone:
+    if tpu is not None and tpu.hosts > 1 and worker != "all" and not is_separate_world:
         raise ConfigError(
             f"--vm {worker} names one of {tpu.hosts} hosts of the TPU {name!r}, where XLA would wait for the others. Remove --vm to "
             "train on all, or add --env TPU_PROCESS_BOUNDS=1,1,1 to use only this one."
         )
 
 
-def _variables(parts: Iterable[str]) -> dict[str, str]:
+def _variables(items: Iterable[str]) -> dict[str, str]:
     """Return the variables in a list that was split at commas; an item without a name continues the previous value.
 
     Raises: ConfigError for a first item without a name.
     """
-    found: dict[str, str] = {}
-    for part in parts:
-        if _PAIR.match(part):
-            name, _, value = part.partition("=")
-            found[name] = value
-        elif found:
-            found[list(found)[-1]] += f",{part}"
+    variables: dict[str, str] = {}
+    for item in items:
+        if _ASSIGNMENT.match(item):
+            name, _, value = item.partition("=")
+            variables[name] = value
+        elif variables:
+            variables[list(variables)[-1]] += f",{item}"
         else:
-            raise ConfigError(f"tpu_env={part!r} sets no variable on the TPU VMs; write --env NAME=VALUE.")
-    return found
+            raise ConfigError(f"tpu_env={item!r} sets no variable on the TPU VMs; write --env NAME=VALUE.")
+    return variables
 
 
-def _lines(command_file: str | None) -> list[str]:
+def _commands_of(command_file: str | None) -> list[str]:
     """Return the commands in a file, one per line."""
     if command_file is None:
         return []
@@ -200,15 +204,15 @@ def _lines(command_file: str | None) -> list[str]:
     return [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 
-_LIMIT_S: Final = 60.0
+_GCLOUD_TIMEOUT_S: Final = 60.0
 
 
 def find_slice(request: LaunchRequest, host: Host) -> Host:
     """Return the host with the machines of its TPU."""
-    return replace(host, tpu=_ask(request, host))
+    return replace(host, tpu=_find_slice(request, host))
 
 
-def _ask(request: LaunchRequest, host: Host) -> TpuSlice | None:
+def _find_slice(request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
     launch, xla = request.config.launch, request.config.section(XLAConfig)
     if is_pod(request):
@@ -227,8 +231,8 @@ def _ask_gcloud(name: str, zone: str | None) -> TpuSlice | None:
     command = ["gcloud", "compute", "tpus", "tpu-vm", "describe", name, "--format", "json(networkEndpoints)", "--quiet"]
     command += ["--zone", zone] if zone else []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
-        endpoints = json.loads(done.stdout)["networkEndpoints"]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_GCLOUD_TIMEOUT_S, check=True)
+        endpoints = json.loads(process.stdout)["networkEndpoints"]
         return TpuSlice(len(endpoints), endpoints[0].get("ipAddress")) if endpoints else None
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
         return None

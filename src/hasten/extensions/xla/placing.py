@@ -78,8 +78,8 @@ class PlaceOnDevices:
         buffers = dict(model.named_buffers(remove_duplicate=False))
         model = PlaceOnDevice().apply(model, request, ctx, precision)
         if request.place:  # .to() makes a new tensor per name on this kind of device
-            _tie(model, parameters, dict(model.named_parameters(remove_duplicate=False)))
-            _tie(model, buffers, dict(model.named_buffers(remove_duplicate=False)))
+            _tie_again(model, parameters, dict(model.named_parameters(remove_duplicate=False)))
+            _tie_again(model, buffers, dict(model.named_buffers(remove_duplicate=False)))
         if self._shards and request.train and self._devices.count > 1:
             for parameter in model.parameters():
                 self._shard(parameter)
@@ -125,15 +125,15 @@ class ShardOutput:
                 self._devices.shard(tensor)
 
 
-def _tie(model: nn.Module, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _tie_again(model: nn.Module, old_tensors: dict[str, Any], new_tensors: dict[str, Any]) -> None:
     """Tie the names again that shared a tensor before, and copy its attributes."""
-    first: dict[int, str] = {}
-    for name, old in before.items():
-        new = after[first.setdefault(id(old), name)]
-        if new is not old and first[id(old)] == name:
-            new.__dict__.update(old.__dict__)
-        owner, _, key = name.rpartition(".")
-        setattr(model.get_submodule(owner), key, new)
+    first_names: dict[int, str] = {}
+    for name, old_tensor in old_tensors.items():
+        new_tensor = new_tensors[first_names.setdefault(id(old_tensor), name)]
+        if new_tensor is not old_tensor and first_names[id(old_tensor)] == name:
+            new_tensor.__dict__.update(old_tensor.__dict__)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, new_tensor)
 
 
 # Any in this file: the user's batches.
@@ -152,23 +152,25 @@ class Transfer:
         """Yield the batches on the devices. Operations recorded with a batch run when the next one is requested."""
         queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="hasten-xla") as pool:
-            for batch, *rest in items:
-                queue.append((pool.submit(self._put, batch), (rest[0], rest[1], rest[2])))
+            for batch, *batch_facts in items:
+                queue.append((pool.submit(self._send_batch, batch), (batch_facts[0], batch_facts[1], batch_facts[2])))
                 if len(queue) > self._depth:
-                    yield self._next(queue)
+                    yield self._next_item(queue)
             while queue:
-                yield self._next(queue)
+                yield self._next_item(queue)
         self._sync()
 
-    def _next(self, queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]]) -> Item:
+    def _next_item(self, queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]]) -> Item:
         self._sync()
-        sent, rest = queue.popleft()
-        return sent.result(), *rest
+        sent_batch, batch_facts = queue.popleft()
+        return sent_batch.result(), *batch_facts
 
-    def _put(self, batch: Any) -> Any:
+    def _send_batch(self, batch: Any) -> Any:
         if isinstance(batch, Tensor):
             return self._devices.send(batch) if batch.device.type == "cpu" else batch
         if not trees.is_container(batch):
             return trees.to_device(batch, self._devices.device)
-        parts = [part if key in self._skip_keys else self._put(part) for key, part in trees.children(batch)]
-        return trees.rebuild(batch, parts)
+        sent_parts = [
+            member if key in self._skip_keys else self._send_batch(member) for key, member in trees.children(batch)
+        ]
+        return trees.rebuild(batch, sent_parts)

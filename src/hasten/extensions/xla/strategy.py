@@ -36,7 +36,7 @@ log = get_logger(__name__)
 BUCKET_BYTES: Final = 64 * 2**20
 """Bytes of gradients in one message between hosts; host memory holds a few times as much."""
 
-_LAZY: Final = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+_LAZY_CLASSES: Final = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
 
 class FromFirstHost:
@@ -51,30 +51,32 @@ class FromFirstHost:
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if not request.train or not is_trainable(model):
             return model
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if any(isinstance(tensor, _LAZY) for tensor in held.values()):
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if any(isinstance(tensor, _LAZY_CLASSES) for tensor in tensors.values()):
             raise PrepareError(
                 f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be broadcast to all hosts; "
                 "run one batch through the model before prepare()."
             )
-        self._compare(model, [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in held.items()])
-        for tensor in held.values():
-            theirs = self._hosts.broadcast(tensor)
+        self._compare_models(
+            model, [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+        )
+        for tensor in tensors.values():
+            first_host_tensor = self._hosts.broadcast(tensor)
             if self._hosts.rank != 0:
-                tensor.copy_(theirs)
+                tensor.copy_(first_host_tensor)
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model
 
-    def _compare(self, model: nn.Module, mine: list[str]) -> None:
+    def _compare_models(self, model: nn.Module, local_tensors: list[str]) -> None:
         """Raise on every host if one of them has built a different model."""
-        everyone = self._hosts.all_gather_object(mine)
-        for host, theirs in enumerate(everyone):
-            for here, first in zip_longest(theirs, everyone[0], fillvalue="nothing more"):
-                if here != first:
+        tensors_of_hosts = self._hosts.all_gather_object(local_tensors)
+        for host, host_tensors in enumerate(tensors_of_hosts):
+            for host_tensor, first_tensor in zip_longest(host_tensors, tensors_of_hosts[0], fillvalue="nothing more"):
+                if host_tensor != first_tensor:
                     raise PrepareError(
-                        f"in {type(model).__name__}, host {host} has {here} where host 0 has {first}; gradients of different models "
+                        f"in {type(model).__name__}, host {host} has {host_tensor} where host 0 has {first_tensor}; gradients of different models "
                         "cannot be averaged. Build the same model on every host."
                     )
 
@@ -89,85 +91,102 @@ class AcrossHosts(Alone):
         self._hosts = hosts
         self._placing = placing
         self._counter = count()
-        self._numbers = WeakKeyDictionary[nn.Module, int]()
+        self._model_indices = WeakKeyDictionary[nn.Module, int]()
         """Index of each model, in the order of preparation, which is the order of their messages."""
-        self._quiet = WeakSet[nn.Module]()
-        self._reached: set[int] = set()
-        self._pass = -1
+        self._quiet_models = WeakSet[nn.Module]()
+        self._reached_models: set[int] = set()
+        self._current_pass = -1
         """Id of the backward pass that `_reached` belongs to, as torch numbers them."""
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not request.train or not is_trainable(model) or model in self._numbers:
+        if not request.train or not is_trainable(model) or model in self._model_indices:
             return model
-        self._numbers[model] = number = next(self._counter)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._reaches(number))  # type: ignore[no-untyped-call]  # torch's
+        self._model_indices[model] = model_index = next(self._counter)
+        trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained_parameters:
+            parameter.register_post_accumulate_grad_hook(self._hook_of_model(model_index))  # type: ignore[no-untyped-call]  # torch's
         log.info(
             "xla: %d hosts average the gradients of %s through host memory, %.1f MiB to and from the devices of each at every update",
             self._hosts.size,
             type(model).__name__,
-            sum(parameter.numel() * parameter.element_size() for parameter in trained) / 2**20,
+            sum(parameter.numel() * parameter.element_size() for parameter in trained_parameters) / 2**20,
         )
         return model
 
-    def _reaches(self, number: int) -> Callable[[Tensor], None]:
+    def _hook_of_model(self, model_index: int) -> Callable[[Tensor], None]:
         """Return a hook that records that a backward pass reached this model, and queues `_end` for the end of the pass."""
-        this = ref(self)
+        weak_self = ref(self)
 
         def hook(parameter: Tensor) -> None:
-            spread = this()
-            if spread is None:
+            strategy = weak_self()
+            if strategy is None:
                 return
-            current = torch._C._current_graph_task_id()
-            if current != spread._pass:  # a failed pass never reached its end
-                spread._pass, spread._reached = current, set()
-                torch.autograd.Variable._execution_engine.queue_callback(spread._end)
-            spread._reached.add(number)
+            current_pass = torch._C._current_graph_task_id()
+            if current_pass != strategy._current_pass:  # a failed pass never reached its end
+                strategy._current_pass, strategy._reached_models = current_pass, set()
+                torch.autograd.Variable._execution_engine.queue_callback(strategy._end_pass)
+            strategy._reached_models.add(model_index)
 
         return hook
 
-    def _end(self) -> None:
-        reached, self._reached, self._pass = self._reached, set(), -1
-        models = [model for model, number in self._numbers.items() if number in reached and model not in self._quiet]
+    def _end_pass(self) -> None:
+        reached_models, self._reached_models, self._current_pass = self._reached_models, set(), -1
+        models = [
+            model
+            for model, model_index in self._model_indices.items()
+            if model_index in reached_models and model not in self._quiet_models
+        ]
         if models:
             # gradients are read one by one, and each read would otherwise compile a separate program
             need("torch_xla").sync()
-        for model in sorted(models, key=self._numbers.__getitem__):
-            self._average([parameter for parameter in model.parameters() if parameter.requires_grad])
-            self._copy_buffers([x for module in model.modules() for _, x in own_buffers(module, persistent_only=True)])
+        for model in sorted(models, key=self._model_indices.__getitem__):
+            self._average_gradients([parameter for parameter in model.parameters() if parameter.requires_grad])
+            self._copy_buffers(
+                [buffer for module in model.modules() for _, buffer in own_buffers(module, persistent_only=True)]
+            )
 
     @torch.no_grad()
-    def _average(self, parameters: list[nn.Parameter]) -> None:
+    def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Replace every gradient by its mean; a host without a gradient that others have contributes zeros."""
-        mine = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        anywhere = self._hosts.all_reduce(mine, "max").tolist()
-        for bucket in _buckets([parameter for parameter, there in zip(parameters, anywhere, strict=True) if there]):
-            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
-            mean = self._hosts.all_reduce(flat, "mean")
-            for parameter, part in zip(bucket, torch.split(mean, [p.numel() for p in bucket]), strict=True):
-                parameter.grad = self._placing.send(part.view(parameter.shape))
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        has_gradient_anywhere = self._hosts.all_reduce(has_gradient, "max").tolist()
+        for bucket in _buckets_of(
+            [parameter for parameter, is_present in zip(parameters, has_gradient_anywhere, strict=True) if is_present]
+        ):
+            flat_gradients = torch.cat([_host_gradient(parameter).reshape(-1) for parameter in bucket])
+            mean = self._hosts.all_reduce(flat_gradients, "mean")
+            for parameter, mean_gradient in zip(
+                bucket, torch.split(mean, [member.numel() for member in bucket]), strict=True
+            ):
+                parameter.grad = self._placing.send(mean_gradient.view(parameter.shape))
 
     @torch.no_grad()
     def _copy_buffers(self, buffers: list[Tensor]) -> None:
         if not buffers:
             return
-        held = [buffer.cpu().contiguous() for buffer in buffers]
-        theirs = self._hosts.broadcast(torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in held]))
+        host_buffers = [buffer.cpu().contiguous() for buffer in buffers]
+        first_host_bytes = self._hosts.broadcast(
+            torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in host_buffers])
+        )
         if self._hosts.rank == 0:
             return
-        for buffer, tensor, part in zip(buffers, held, torch.split(theirs, [x.nbytes for x in held]), strict=True):
-            buffer.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        for buffer, tensor, buffer_bytes in zip(
+            buffers,
+            host_buffers,
+            torch.split(first_host_bytes, [host_buffer.nbytes for host_buffer in host_buffers]),
+            strict=True,
+        ):
+            buffer.copy_(buffer_bytes.clone().view(tensor.dtype).view(tensor.shape))
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        before = model in self._quiet
-        self._quiet.add(model)
+        was_quiet = model in self._quiet_models
+        self._quiet_models.add(model)
         try:
             yield
         finally:
-            if not before:
-                self._quiet.discard(model)
+            if not was_quiet:
+                self._quiet_models.discard(model)
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         raise StepError(
@@ -176,14 +195,14 @@ class AcrossHosts(Alone):
         )
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _host_gradient(parameter: nn.Parameter) -> Tensor:
     """Return the gradient in host memory; zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     return parameter.grad.cpu()
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _buckets_of(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters of each message, in order: all of one dtype, and within `BUCKET_BYTES`."""
     bucket: list[nn.Parameter] = []
     size = 0
@@ -202,7 +221,7 @@ log_strategy = logging.getLogger(__name__)
 
 VERSIONS: Final = ">=2.9,<2.10"
 """Supported releases of torch_xla; each runs only on the torch release of the same version."""
-_WHY: Final = "strategy='xla'"
+_REQUIRED_BY: Final = "strategy='xla'"
 
 
 def start(config: Config, topology: Topology) -> torch.device:
@@ -212,10 +231,10 @@ def start(config: Config, topology: Topology) -> torch.device:
     Raises: MissingPackageError without a torch_xla that runs here; ConfigError if several processes were started on this host,
     if XLA would join it with other hosts, or if a setting has no effect; DeviceError after a backward pass on the CPU.
     """
-    refuse(config)
+    refuse_unsupported_settings(config)
     refuse_processes(topology)
     refuse_other_torch(torch.__version__)
-    check_installed("torch_xla", VERSIONS, _WHY)
+    check_installed("torch_xla", VERSIONS, _REQUIRED_BY)
     runtime = need("torch_xla.runtime")
     refuse_hosts(runtime.device_type(), env.snapshot())
     if not runtime.is_spmd():
@@ -268,9 +287,9 @@ def refuse_other_torch(version: str) -> None:
         )
 
 
-def refuse(config: Config) -> None:
+def refuse_unsupported_settings(config: Config) -> None:
     """Raise for settings that would have no effect under torch_xla."""
-    for name, set_, instead in (
+    for name, is_set, remedy in (
         (
             "cpu",
             config.cpu,
@@ -281,8 +300,8 @@ def refuse(config: Config) -> None:
         ("the section ddp", bool(given(config.ddp)), "XLA reduces gradients; remove it"),
         ("performance", bool(given(config.performance)), "its optimizations are for other devices; remove it"),
     ):
-        if set_:
-            raise ConfigError(f"{name} is not supported with strategy='xla': {instead}.")
+        if is_set:
+            raise ConfigError(f"{name} is not supported with strategy='xla': {remedy}.")
 
 
 def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
@@ -290,32 +309,32 @@ def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
 
     The compiler reduces gradients over the devices of a host. Raises: ConfigError for settings that have no effect.
     """
-    refuse(config)
+    refuse_unsupported_settings(config)
     if ctx.mesh.size(Axis.DP_SHARD) > 1:
         raise ConfigError(
             f"dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} shards parameters over hosts, but strategy='xla' only shards them over the "
             "devices of each host. Remove it, and set xla.fsdp_v2."
         )
-    devices, shards = Devices.all(), config.section(XLAConfig).fsdp_v2
+    devices, shards_parameters = Devices.all(), config.section(XLAConfig).fsdp_v2
     log_strategy.info(
         "xla: each batch of this process is split over %d %s device(s); parameters are %s",
         devices.count,
         devices.kind,
-        "sharded over them (FSDPv2)" if shards else "replicated on each",
+        "sharded over them (FSDPv2)" if shards_parameters else "replicated on each",
     )
-    placing = PlaceOnDevices(devices, shards)
+    placing = PlaceOnDevices(devices, shards_parameters)
     hosts = ctx.groups(*LOSS)
-    several = hosts.size > 1
+    has_several_hosts = hosts.size > 1
     return NativeStrategy(
         "xla",
-        AcrossHosts(hosts, placing) if several else Alone(),
-        [*([FromFirstHost(hosts)] if several else []), placing, Convert(config.master_weights)],
-        Caps(synchronises=several, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
-        on_optimizer=lambda optimizer: _follow(optimizer, placing),
+        AcrossHosts(hosts, placing) if has_several_hosts else Alone(),
+        [*([FromFirstHost(hosts)] if has_several_hosts else []), placing, Convert(config.master_weights)],
+        Caps(synchronises=has_several_hosts, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
+        on_optimizer=lambda optimizer: _run_after_updates(optimizer, placing),
     )
 
 
-def _follow(optimizer: Optimizer, placing: PlaceOnDevices) -> None:
+def _run_after_updates(optimizer: Optimizer, placing: PlaceOnDevices) -> None:
     """Execute the recorded operations after each update of the optimizer, and shard the state that it loads.
 
     One step is one program. The first program creates the optimizer's state sharded like its parameters; state that was loaded
