@@ -114,7 +114,7 @@ class AcrossHosts(Alone):
         return model
 
     def _hook_of_model(self, model_index: int) -> Callable[[Tensor], None]:
-        """Return a hook that records that a backward pass reached this model, and queues `_end` for the end of the pass."""
+        """Return a hook that records that a backward pass reached this model, and queues `_end_pass` for the end of the pass."""
         weak_self = ref(self)
 
         def hook(parameter: Tensor) -> None:
