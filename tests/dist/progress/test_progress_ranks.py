@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, DataLoaderConfiguration
+from hasten.accelerator.setup import RunLogPart
 from hasten.config.sections.loop import Pad
 from hasten.progress.build import progress, straggler_watch
 from hasten.progress.straggler import BackwardTimer
@@ -116,7 +117,6 @@ def test_a_short_batch_counts_its_samples_on_every_rank(ctx: ProcessContext, pad
     throughput = accelerator.track_throughput(tokens="input_ids")
     for batch in loader:
         accelerator.backward(model(batch["x"]).mean())
-    log = accelerator._run_log
-    assert log is not None
+    log = next(part.run_log for part in accelerator._clock.parts.members if isinstance(part, RunLogPart))
     assert (log.samples, throughput._samples, throughput._tokens) == (30, 30, 150)
     accelerator.end_training()
