@@ -18,7 +18,7 @@ Cause = Literal[
 ]
 EVIDENCE: Final = frozenset({"updates", "gradient", "random"})
 """Kinds that may differ without harm, but help to find the cause of other differences."""
-_SHOWN: Final = 4
+_MOST_SHOWN: Final = 4
 _CAUSES: Final[Mapping[Cause, tuple[str, str]]] = MappingProxyType(
     {
         "updates": (
@@ -126,81 +126,106 @@ class Divergence:
 
     def message(self, then: str) -> str:
         """Return the report as text; `then` describes the consequence."""
-        first, rest = self.differences[0], self.differences[1:]
-        others = sorted({rank for group in first.groups for rank in group} - set(first.odd))
+        first_difference, other_differences = self.differences[0], self.differences[1:]
+        other_ranks = sorted({rank for group in first_difference.groups for rank in group} - set(first_difference.odd))
         reason, cure = _CAUSES[self.cause]
-        before = f"all agreed at update {self.agreed_at}" if self.agreed_at is not None else "never compared before"
+        last_agreement = (
+            f"all agreed at update {self.agreed_at}" if self.agreed_at is not None else "never compared before"
+        )
         lines = [
-            f"ranks hold different values: {first.kind} {first.name!r}, seen at update {self.step} ({before})",
-            f"  {_parties(first.odd, others)}",
+            f"ranks hold different values: {first_difference.kind} {first_difference.name!r}, seen at update {self.step} ({last_agreement})",
+            f"  {_name_parties(first_difference.odd, other_ranks)}",
         ]
-        if any(first.said.values()):
-            lines.append("  " + "; ".join(f"rank {rank}: {said}" for rank, said in sorted(first.said.items())[:8]))
-        if rest:
-            more = ", ".join(f"{one.kind} {one.name!r}" for one in rest[:_SHOWN])
-            lines.append(f"  also: {more}{f' and {len(rest) - _SHOWN} more' if len(rest) > _SHOWN else ''}")
+        if any(first_difference.said.values()):
+            lines.append(
+                "  " + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(first_difference.said.items())[:8])
+            )
+        if other_differences:
+            shown_differences = ", ".join(
+                f"{difference.kind} {difference.name!r}" for difference in other_differences[:_MOST_SHOWN]
+            )
+            lines.append(
+                f"  also: {shown_differences}{f' and {len(other_differences) - _MOST_SHOWN} more' if len(other_differences) > _MOST_SHOWN else ''}"
+            )
         return "\n".join([*lines, f"  cause: {reason}", f"  cure:  {cure}", f"  now:   {then}"])
 
 
-def _parties(odd: Sequence[int], others: Sequence[int]) -> str:
+def _name_parties(odd_ranks: Sequence[int], other_ranks: Sequence[int]) -> str:
     """Return the ranks that differ and the others; two groups of equal size are reported symmetrically."""
-    one, two = ranks_in_words(odd), ranks_in_words(others)
-    if len(odd) == len(others):
-        return f"{two} and {one} differ from each other"
-    return f"{one} {'differs' if len(odd) == 1 else 'differ'} from {two}"
+    odd_words, other_words = ranks_in_words(odd_ranks), ranks_in_words(other_ranks)
+    if len(odd_ranks) == len(other_ranks):
+        return f"{other_words} and {odd_words} differ from each other"
+    return f"{odd_words} {'differs' if len(odd_ranks) == 1 else 'differ'} from {other_words}"
 
 
 def find(
     records: Mapping[int, Sequence[Record]], mesh: MeshSpec, step: int, agreed_at: int | None
 ) -> Divergence | None:
     """Return the divergence in the ranks' records; None if all values that must be equal are equal."""
-    found = list(_differences(records, mesh))
-    harmful = [one for one in found if one.kind not in EVIDENCE]
-    if not harmful:
+    differences = list(_find_differences(records, mesh))
+    harmful_differences = [difference for difference in differences if difference.kind not in EVIDENCE]
+    if not harmful_differences:
         return None
-    cause, telling = _cause(found, mesh, agreed_at)
-    first = next((one for one in harmful if one.kind == telling), harmful[0])
-    return Divergence(cause, step, agreed_at, (first, *(one for one in harmful if one is not first)))
+    cause, telling_kind = _find_cause(differences, mesh, agreed_at)
+    first_difference = next(
+        (difference for difference in harmful_differences if difference.kind == telling_kind), harmful_differences[0]
+    )
+    return Divergence(
+        cause,
+        step,
+        agreed_at,
+        (first_difference, *(difference for difference in harmful_differences if difference is not first_difference)),
+    )
 
 
-def _differences(records: Mapping[int, Sequence[Record]], mesh: MeshSpec) -> Iterable[RankDifference]:
-    held: dict[tuple[str, str], dict[int, Record]] = defaultdict(dict)
+def _find_differences(records: Mapping[int, Sequence[Record]], mesh: MeshSpec) -> Iterable[RankDifference]:
+    records_by_name: dict[tuple[str, str], dict[int, Record]] = defaultdict(dict)
     for rank in sorted(records):
         for record in records[rank]:
-            held[record.kind, record.name][rank] = record
-    for (kind, name), by_rank in held.items():
-        example = next(iter(by_rank.values()))
-        odd: list[int] = []
-        groups: list[tuple[int, ...]] = []
-        for group in mesh.groups(*map(Axis, example.axes)):
-            if any(rank in by_rank for rank in group) and (few := _minority(group, by_rank)):
-                odd += few
-                groups.append(group)
-        if odd:
-            said = {rank: by_rank[rank].said if rank in by_rank else "" for group in groups for rank in group}
-            yield RankDifference(kind, name, tuple(sorted(odd)), tuple(groups), said, example.statistics)
+            records_by_name[record.kind, record.name][rank] = record
+    for (kind, name), records_by_rank in records_by_name.items():
+        any_record = next(iter(records_by_rank.values()))
+        odd_ranks: list[int] = []
+        differing_groups: list[tuple[int, ...]] = []
+        for group in mesh.groups(*map(Axis, any_record.axes)):
+            if any(rank in records_by_rank for rank in group) and (
+                minority_ranks := _minority_ranks(group, records_by_rank)
+            ):
+                odd_ranks += minority_ranks
+                differing_groups.append(group)
+        if odd_ranks:
+            texts_by_rank = {
+                rank: records_by_rank[rank].said if rank in records_by_rank else ""
+                for group in differing_groups
+                for rank in group
+            }
+            yield RankDifference(
+                kind, name, tuple(sorted(odd_ranks)), tuple(differing_groups), texts_by_rank, any_record.statistics
+            )
 
 
-def _minority(group: tuple[int, ...], by_rank: Mapping[int, Record]) -> list[int]:
+def _minority_ranks(group: tuple[int, ...], records_by_rank: Mapping[int, Record]) -> list[int]:
     """Return the ranks outside the majority; of groups of equal size, the one with the lowest rank is the majority."""
-    camps: dict[int | None, list[int]] = defaultdict(list)
+    ranks_by_value: dict[int | None, list[int]] = defaultdict(list)
     for rank in group:
-        camps[by_rank[rank].value if rank in by_rank else None].append(rank)
-    most = max(camps.values(), key=lambda camp: (len(camp), -camp[0]))
-    return [rank for camp in camps.values() if camp is not most for rank in camp]
+        ranks_by_value[records_by_rank[rank].value if rank in records_by_rank else None].append(rank)
+    majority_ranks = max(ranks_by_value.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    return [rank for ranks in ranks_by_value.values() if ranks is not majority_ranks for rank in ranks]
 
 
-def _cause(found: Sequence[RankDifference], mesh: MeshSpec, agreed_at: int | None) -> tuple[Cause, str]:
+def _find_cause(differences: Sequence[RankDifference], mesh: MeshSpec, agreed_at: int | None) -> tuple[Cause, str]:
     """Return the likeliest cause, and the kind of value that shows it."""
-    kinds = {one.kind for one in found}
-    along_tp = {one.kind for one in found if _along_tp(one, mesh)}
+    kinds = {difference.kind for difference in differences}
+    tensor_parallel_kinds = {
+        difference.kind for difference in differences if _differs_in_tensor_group(difference, mesh)
+    }
     if "updates" in kinds and kinds & {"parameter", "state"}:
         return "updates", "parameter"
     if "setting" in kinds:
         return "settings", "setting"
-    if "data" in along_tp:
+    if "data" in tensor_parallel_kinds:
         return "data", "data"
-    if "random" in along_tp and along_tp & {"gradient", "parameter"}:
+    if "random" in tensor_parallel_kinds and tensor_parallel_kinds & {"gradient", "parameter"}:
         return "random", "parameter"
     if "gradient" in kinds and kinds & {"parameter", "state"}:
         return "gradients", "parameter"
@@ -210,11 +235,11 @@ def _cause(found: Sequence[RankDifference], mesh: MeshSpec, agreed_at: int | Non
         return ("initialisation" if agreed_at is None else "outside"), "parameter"
     if "data" in kinds:
         return "data", "data"
-    buffers = [one for one in found if one.kind == "buffer"]
-    return ("statistics" if all(one.statistics for one in buffers) else "buffers"), "buffer"
+    buffer_differences = [difference for difference in differences if difference.kind == "buffer"]
+    return ("statistics" if all(difference.statistics for difference in buffer_differences) else "buffers"), "buffer"
 
 
-def _along_tp(difference: RankDifference, mesh: MeshSpec) -> bool:
+def _differs_in_tensor_group(difference: RankDifference, mesh: MeshSpec) -> bool:
     """Return whether ranks of one tensor-parallel group differ."""
-    odd = set(difference.odd)
-    return any(0 < len(odd.intersection(group)) < len(group) for group in mesh.groups(Axis.TP))
+    odd_ranks = set(difference.odd)
+    return any(0 < len(odd_ranks.intersection(group)) < len(group) for group in mesh.groups(Axis.TP))

@@ -37,12 +37,12 @@ from hasten.runtime.store import LOST
 
 log = logging.getLogger(__name__)
 
-_HEARD_AFTER: Final = 4
+_UPDATES_UNTIL_HEARD: Final = 4
 """Updates after which every rank has seen an answer: those between two collectives, with a margin."""
-_STALE: Final = 200
+_STALE_UPDATES: Final = 200
 """Updates after which a check is abandoned, because a rank never took part in it."""
-_LAST_S: Final = 60.0
-_LOOK_S: Final = 0.001
+_LAST_CHECK_S: Final = 60.0
+_POLL_INTERVAL_S: Final = 0.001
 _MASK: Final = (1 << 64) - 1
 
 
@@ -88,8 +88,8 @@ class DivergenceCheck(RunPart):
         self._settings = settings
         self._store = FingerprintStore(store, ctx.rank, ctx.mesh)
         self._fingerprints = Fingerprints()
-        self._pending: deque[_Check] = deque()
-        self._taken = 0
+        self._pending_checks: deque[_Check] = deque()
+        self._num_checks = 0
         self._agreed_at: int | None = None
 
     def after_update(self, optimizer: Holder, applied: bool) -> None:
@@ -99,66 +99,66 @@ class DivergenceCheck(RunPart):
         """
         step = self._replicas.clock.num_updates
         if self._replicas.clock.apart:
-            self._pending.clear()
+            self._pending_checks.clear()
             return
-        if self._pending:
+        if self._pending_checks:
             self._advance(step)
-        if step % self._settings.every == 0 or self._taken == 0:
-            self._take(step)
+        if step % self._settings.every == 0 or self._num_checks == 0:
+            self._begin_check(step)
 
     def end(self) -> None:
         """Run a last check and wait for its result. Ranks: every rank, at the end of training."""
-        if self._replicas.clock.apart or self._taken == 0:
+        if self._replicas.clock.apart or self._num_checks == 0:
             return
-        self._take(self._replicas.clock.num_updates)
-        until = time.monotonic() + _LAST_S
-        while self._pending and time.monotonic() < until:
+        self._begin_check(self._replicas.clock.num_updates)
+        deadline_s = time.monotonic() + _LAST_CHECK_S
+        while self._pending_checks and time.monotonic() < deadline_s:
             self._advance(None)
-            time.sleep(_LOOK_S)
-        if self._pending:
+            time.sleep(_POLL_INTERVAL_S)
+        if self._pending_checks:
             log.warning("the last divergence check was skipped: not every rank reached it")
 
     def _advance(self, step: int | None) -> None:
         """Advance every check as far as possible without waiting; `step` is None at the end of training."""
         try:
-            for check in list(self._pending):
+            for check in list(self._pending_checks):
                 if step is None or step > check.step:
-                    self._move(check, step)
+                    self._advance_check(check, step)
         except LOST:  # the process that serves the store has exited, which is reported there
             log.warning("divergence checks stop here: the connection to the job's store is lost")
-            self._pending.clear()
+            self._pending_checks.clear()
 
-    def _move(self, check: _Check, step: int | None) -> None:
+    def _advance_check(self, check: _Check, step: int | None) -> None:
         number = check.number
         if check.stage == "taken":
             self._post(check)
             check.stage = "posted"
-        if check.stage == "posted" and (agreed := self._store.verdict(number)) is not None:
-            if agreed:
+        if check.stage == "posted" and (has_agreed := self._store.verdict(number)) is not None:
+            if has_agreed:
                 self._agreed_at = check.step
-                self._pending.remove(check)
+                self._pending_checks.remove(check)
                 return
-            self._store.show(number, _records(check))
+            self._store.show(number, _make_records(check))
             check.stage = "shown"
-        if check.stage == "shown" and self._ctx.is_main and (held := self._store.shown(number)) is not None:
-            self._decide(check, held)
+        if check.stage == "shown" and self._ctx.is_main and (records_by_rank := self._store.shown(number)) is not None:
+            self._post_answer(check, records_by_rank)
             check.stage = "answered"
-        if check.stage in ("shown", "answered") and (text := self._store.answer(number)) is not None:
-            check.answer = msgspec.json.decode(text, type=_Answer)
+        if check.stage in ("shown", "answered") and (encoded_answer := self._store.answer(number)) is not None:
+            check.answer = msgspec.json.decode(encoded_answer, type=_Answer)
             check.stage = "known"
         if check.stage == "known" and check.answer is not None:
             if step is None or self._moment >= check.answer.act_at:
-                self._act(check.answer.found)
-        elif step is not None and step - check.step > _STALE:
-            self._pending.remove(check)
+                self._act_on(check.answer.found)
+        elif step is not None and step - check.step > _STALE_UPDATES:
+            self._pending_checks.remove(check)
 
-    def _decide(self, check: _Check, held: dict[int, list[Record]]) -> None:
+    def _post_answer(self, check: _Check, records_by_rank: dict[int, list[Record]]) -> None:
         """Find the cause, and set the moment at which all ranks act: when every rank has read it."""
-        found = find(held, self._ctx.mesh, check.step, self._agreed_at)
-        assert found is not None, "fingerprints that differ belong to records that differ"
-        now = self._moment
-        each = -(-now // max(1, self._replicas.clock.num_updates))
-        answer = _Answer(found, now + _HEARD_AFTER * max(1, each))
+        divergence = find(records_by_rank, self._ctx.mesh, check.step, self._agreed_at)
+        assert divergence is not None, "fingerprints that differ belong to records that differ"
+        current_moment = self._moment
+        passes_per_update = -(-current_moment // max(1, self._replicas.clock.num_updates))
+        answer = _Answer(divergence, current_moment + _UPDATES_UNTIL_HEARD * max(1, passes_per_update))
         self._store.set_answer(check.number, msgspec.json.encode(answer).decode())
 
     @property
@@ -168,65 +168,69 @@ class DivergenceCheck(RunPart):
         return clock.num_passes or clock.num_updates
 
     # -- one check --------------------------------------------------------------------------------------------------
-    def _take(self, step: int) -> None:
+    def _begin_check(self, step: int) -> None:
         """Compute the fingerprints, and start their copy to the host."""
-        held = self._replicas.entries()
-        if self._taken == 0 and self._ctx.is_main:
+        entries = self._replicas.entries()
+        if self._num_checks == 0 and self._ctx.is_main:
             self._warn_of_unmatched()
-        tensors = [tensor for _, tensor in held if tensor is not None]
+        tensors = [tensor for _, tensor in entries if tensor is not None]
         device = self._ctx.device
         if kind_of(device).lazy:  # viewing bits as integers would compile a separate program there
             tensors, device = [tensor.cpu() for tensor in tensors], torch.device("cpu")
-        found = self._fingerprints.of(tensors, device)
-        ready = None
-        if found.device.type != "cpu":
-            found = found.to("cpu", non_blocking=True)
-            ready = torch.Event(device)
-            ready.record()
-        self._pending.append(_Check(self._taken, step, [entry for entry, _ in held], found, ready))
-        self._taken += 1
+        fingerprints = self._fingerprints.of(tensors, device)
+        copied_event = None
+        if fingerprints.device.type != "cpu":
+            fingerprints = fingerprints.to("cpu", non_blocking=True)
+            copied_event = torch.Event(device)
+            copied_event.record()
+        self._pending_checks.append(
+            _Check(self._num_checks, step, [entry for entry, _ in entries], fingerprints, copied_event)
+        )
+        self._num_checks += 1
 
     def _post(self, check: _Check) -> None:
         """Post one number per set of axes to rank 0."""
         if check.ready is not None:
             check.ready.synchronize()
-        self._store.post(check.number, [record for record in _records(check) if record.kind not in EVIDENCE])
+        self._store.post(check.number, [record for record in _make_records(check) if record.kind not in EVIDENCE])
 
-    def _act(self, found: Divergence) -> None:
-        self._pending.clear()  # checks taken in the meantime would report the same again
-        if self._settings.then == "stop" and not found.mild:
-            message = found.message("every rank stops here; trust.divergence=report would continue")
-            raise DivergenceError(message, found.cause, found.step, found.differences[0].name, found.odd)
-        self._replicas.forgiven.update((one.kind, one.name) for one in found.differences)
+    def _act_on(self, divergence: Divergence) -> None:
+        self._pending_checks.clear()  # checks taken in the meantime would report the same again
+        if self._settings.then == "stop" and not divergence.mild:
+            message = divergence.message("every rank stops here; trust.divergence=report would continue")
+            raise DivergenceError(
+                message, divergence.cause, divergence.step, divergence.differences[0].name, divergence.odd
+            )
+        self._replicas.forgiven.update((difference.kind, difference.name) for difference in divergence.differences)
         if self._ctx.is_main:
-            text = found.message("training continues, and these values are no longer compared")
+            text = divergence.message("training continues, and these values are no longer compared")
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     def _warn_of_unmatched(self) -> None:
-        unmatched = [pattern for pattern in self._settings.ignored if pattern not in self._replicas.matched]
-        if unmatched:
+        unmatched_patterns = [pattern for pattern in self._settings.ignored if pattern not in self._replicas.matched]
+        if unmatched_patterns:
             text = (
-                f"trust.divergence_ignore={unmatched[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it has no "
+                f"trust.divergence_ignore={unmatched_patterns[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it has no "
                 "effect. Give canonical names such as 'encoder.*.running_mean'."
             )
             warnings.warn(text, HastenWarning, stacklevel=2)
 
 
 @lru_cache(maxsize=64)  # called for every tensor in every check, with few different sets of axes
-def _in_order(axes: frozenset[Axis]) -> tuple[Axis, ...]:
+def _sorted_axes(axes: frozenset[Axis]) -> tuple[Axis, ...]:
     return tuple(sorted(axes))
 
 
-def _records(check: _Check) -> list[Record]:
+def _make_records(check: _Check) -> list[Record]:
     """Return this rank's records, by name."""
-    values = iter(check.values.tolist())
+    fingerprint_values = iter(check.values.tolist())
     return [
         Record(
             entry.kind,
             entry.name,
-            _in_order(entry.axes),
+            _sorted_axes(entry.axes),
             # multiplied by a number derived from the name, so that swapped values change the sum
-            ((next(values) if entry.has_tensor else 0) * (entry.digest | 1) + entry.digest) & _MASK,
+            ((next(fingerprint_values) if entry.has_tensor else 0) * (entry.digest | 1) + entry.digest) & _MASK,
             entry.said,
             entry.statistics,
         )
@@ -238,5 +242,7 @@ def check_of(
     prepared: PreparedObjects, clock: StepClock, ctx: ProcessContext, store: Store, settings: DivergenceCheckSettings
 ) -> DivergenceCheck:
     """Return the divergence check of this rank over the prepared objects; ranks that split layers draw equal numbers."""
-    shares_random = ctx.mesh.size(Axis.TP) > 1
-    return DivergenceCheck(Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, store, settings)
+    shares_random_numbers = ctx.mesh.size(Axis.TP) > 1
+    return DivergenceCheck(
+        Replicas(prepared, clock, settings.ignored, random=shares_random_numbers), ctx, store, settings
+    )

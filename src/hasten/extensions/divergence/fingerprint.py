@@ -30,7 +30,7 @@ _CPU_ROWS, _DEVICE_ROWS = 1 << 10, 1 << 13
 """Rows multiplied at once, in a few kernels for any number of tensors; a smaller number fits a CPU's cache."""
 _WIDTH: Final = 256
 _INTEGERS: Final = MappingProxyType({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8})
-_KEPT: Final = 64
+_MOST_LAYOUTS: Final = 64
 """Size of the layout cache; a run has few layouts, and a script that keeps changing them must not fill memory."""
 
 
@@ -62,32 +62,40 @@ class Fingerprints:
     def of(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the fingerprint of each tensor, as int64 on `device`. Tensors may be on different devices."""
         result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-        kinds: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
+        pieces_by_kind: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
         for index, tensor in enumerate(tensors):
-            flat = _flat(tensor)
-            if size := flat.numel():
-                known = kinds.setdefault((flat.device, flat.dtype), [])
+            flat_tensor = _flatten(tensor)
+            if size := flat_tensor.numel():
+                pieces_of_kind = pieces_by_kind.setdefault((flat_tensor.device, flat_tensor.dtype), [])
                 if size <= CHUNK:
-                    known.append((index, 0, flat))
+                    pieces_of_kind.append((index, 0, flat_tensor))
                 else:
-                    known += [(index, number, part) for number, part in enumerate(torch.split(flat, CHUNK))]
-        found: list[Tensor] = []
+                    pieces_of_kind += [
+                        (index, piece_number, piece)
+                        for piece_number, piece in enumerate(torch.split(flat_tensor, CHUNK))
+                    ]
+        fingerprints: list[Tensor] = []
         places: list[tuple[int, int]] = []
-        for pieces in kinds.values():
-            for batch in _packed(pieces):
-                found.append(self._batch([elements for _, _, elements in batch]).to(device, non_blocking=True))
-                places += [(index, number) for index, number, _ in batch]
-        if found:
-            where, multipliers = self._place(tuple(places), device)
-            result.index_add_(0, where, torch.cat(found) * multipliers)
+        for pieces in pieces_by_kind.values():
+            for batch in _pack_pieces(pieces):
+                fingerprints.append(self._batch([elements for _, _, elements in batch]).to(device, non_blocking=True))
+                places += [(index, piece_number) for index, piece_number, _ in batch]
+        if fingerprints:
+            tensor_indices, multipliers = self._place(tuple(places), device)
+            result.index_add_(0, tensor_indices, torch.cat(fingerprints) * multipliers)
         return result
 
     def _batch(self, pieces: list[Tensor]) -> Tensor:
         """Return the fingerprint of each piece."""
         device = pieces[0].device
         layout = self._layout(device, pieces[0].dtype, tuple(piece.numel() for piece in pieces))
-        padded = [part for both in zip(pieces, layout.padding, strict=True) for part in both if part is not None]
-        flat = torch.cat(padded) if len(padded) > 1 else padded[0]
+        padded_pieces = [
+            tensor
+            for piece_and_padding in zip(pieces, layout.padding, strict=True)
+            for tensor in piece_and_padding
+            if tensor is not None
+        ]
+        flat = torch.cat(padded_pieces) if len(padded_pieces) > 1 else padded_pieces[0]
         integers = flat.view(_INTEGERS[flat.element_size()])
         rows = (integers.view(-1, _WIDTH) * self._multipliers(device)[:_WIDTH]).sum(1)
         sums = ((rows ^ (rows >> 32)) * layout.multipliers).cumsum(0)[layout.ends]
@@ -96,15 +104,18 @@ class Fingerprints:
     def _layout(self, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> _Layout:
         key = device, dtype, sizes
         if key not in self._layouts:
-            if len(self._layouts) >= _KEPT:
+            if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            width = _width(dtype)
+            width = _row_elements(dtype)
             heights = [-(-size // width) for size in sizes]
-            numbers = torch.cat([torch.arange(height) for height in heights]).to(device)
+            row_numbers = torch.cat([torch.arange(height) for height in heights]).to(device)
             self._layouts[key] = _Layout(
-                [torch.zeros(rest, dtype=dtype, device=device) if (rest := -size % width) else None for size in sizes],
-                self._multipliers(device)[_WIDTH + numbers],
-                torch.tensor([end - 1 for end in accumulate(heights)], device=device),
+                [
+                    torch.zeros(num_padding, dtype=dtype, device=device) if (num_padding := -size % width) else None
+                    for size in sizes
+                ],
+                self._multipliers(device)[_WIDTH + row_numbers],
+                torch.tensor([last_row_end - 1 for last_row_end in accumulate(heights)], device=device),
             )
         return self._layouts[key]
 
@@ -112,21 +123,21 @@ class Fingerprints:
         """Return the index of each piece's tensor, and an odd multiplier for each piece's index."""
         key = device, places
         if key not in self._places:
-            if len(self._places) >= _KEPT:
+            if len(self._places) >= _MOST_LAYOUTS:
                 self._places.clear()
-            tensors, numbers = torch.tensor(places, device=device).unbind(1)
-            self._places[key] = tensors, self._multipliers(device, int(numbers.max()) + 1)[numbers]
+            tensor_indices, piece_numbers = torch.tensor(places, device=device).unbind(1)
+            self._places[key] = tensor_indices, self._multipliers(device, int(piece_numbers.max()) + 1)[piece_numbers]
         return self._places[key]
 
-    def _multipliers(self, device: torch.device, least: int = 0) -> Tensor:
-        known = self._odd.get(device)
-        if known is None or known.numel() < least:
-            count = max(least, _WIDTH + _DEVICE_ROWS)
-            known = self._odd[device] = torch.from_numpy(_odd_numbers(count)).to(device)
-        return known
+    def _multipliers(self, device: torch.device, least_count: int = 0) -> Tensor:
+        known_multipliers = self._odd.get(device)
+        if known_multipliers is None or known_multipliers.numel() < least_count:
+            count = max(least_count, _WIDTH + _DEVICE_ROWS)
+            known_multipliers = self._odd[device] = torch.from_numpy(_make_odd_numbers(count)).to(device)
+        return known_multipliers
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     """Return the tensor's memory as a flat tensor of a dtype that torch.cat supports."""
     dtype = tensor.dtype
     if dtype.is_complex:
@@ -137,42 +148,42 @@ def _flat(tensor: Tensor) -> Tensor:
     return flat if dtype.itemsize > 1 else flat.view(torch.uint8)  # torch.cat does not support 8-bit floats
 
 
-def _width(dtype: torch.dtype) -> int:
+def _row_elements(dtype: torch.dtype) -> int:
     """Return the number of elements in one row of integers."""
     return _WIDTH // 2 if dtype.itemsize == 8 else _WIDTH
 
 
-def _packed(pieces: list[Piece]) -> Iterator[list[Piece]]:
+def _pack_pieces(pieces: list[Piece]) -> Iterator[list[Piece]]:
     """Yield lists of consecutive pieces that fit into one batch."""
-    width, room = _width(pieces[0][2].dtype), _CPU_ROWS if pieces[0][2].is_cpu else _DEVICE_ROWS
+    width, most_rows = _row_elements(pieces[0][2].dtype), _CPU_ROWS if pieces[0][2].is_cpu else _DEVICE_ROWS
     batch: list[Piece] = []
-    used = 0
+    num_used_rows = 0
     for piece in pieces:
-        rows = -(-piece[2].numel() // width)
-        if batch and used + rows > room:
+        num_rows = -(-piece[2].numel() // width)
+        if batch and num_used_rows + num_rows > most_rows:
             yield batch
-            batch, used = [], 0
+            batch, num_used_rows = [], 0
         batch.append(piece)
-        used += rows
+        num_used_rows += num_rows
     yield batch
 
 
-def _odd_numbers(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _make_odd_numbers(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return pseudo-random odd numbers (a counter through splitmix64's finaliser), identical on every rank."""
     with np.errstate(over="ignore"):
-        mixed = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
-    odd: np.ndarray[tuple[int], np.dtype[np.int64]] = (mixed | np.uint64(1)).view(np.int64)
-    return odd
+        mixed_counters = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed_counters = (mixed_counters ^ (mixed_counters >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed_counters = (mixed_counters ^ (mixed_counters >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed_counters ^= mixed_counters >> np.uint64(31)
+    odd_numbers: np.ndarray[tuple[int], np.dtype[np.int64]] = (mixed_counters | np.uint64(1)).view(np.int64)
+    return odd_numbers
 
 
 _AXES: Final = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
 """Axes along which values can be equal; pipeline stages hold different layers."""
-_CLASSES: Final = 1 << len(_AXES)
+_NUM_AXES_CLASSES: Final = 1 << len(_AXES)
 _MASK: Final = (1 << 64) - 1
-_KEPT_VOTES: Final = 16
+_KEPT_CHECKS: Final = 16
 """Number of recent checks whose messages stay in the store; each overwrites the one that is this many checks older."""
 _AGREED: Final = "agreed"
 
@@ -181,37 +192,39 @@ class FingerprintStore:
     """Exchange of fingerprints through the job's store. Checks are numbered identically on every rank."""
 
     def __init__(self, store: Store, rank: int, mesh: MeshSpec) -> None:
-        made = store.add(f"hasten/sentinel/made/{rank}", 1)  # every rank creates its Accelerators in the same order
-        self._prefix = f"hasten/sentinel/{made}"
+        store_number = store.add(
+            f"hasten/sentinel/made/{rank}", 1
+        )  # every rank creates its Accelerators in the same order
+        self._prefix = f"hasten/sentinel/{store_number}"
         self._store = store
         self._rank = rank
         self._size = mesh.world_size
-        self._first_peer = _first_peers(mesh) if rank == 0 else None
+        self._first_peer = _find_first_peers(mesh) if rank == 0 else None
         self._decided: dict[int, bool] = {}
 
     def post(self, number: int, records: Sequence[Record]) -> None:
         """Post this rank's values as one sum per set of axes. The order of the records does not matter."""
-        sums = [0] * _CLASSES
+        sums = [0] * _NUM_AXES_CLASSES
         for record in records:
-            which = _class_of(record.axes)
-            sums[which] = (sums[which] + record.value) & _MASK
+            axes_class = _axes_class_of(record.axes)
+            sums[axes_class] = (sums[axes_class] + record.value) & _MASK
         self._note(number, self._rank, np.array(sums, dtype=np.uint64).tobytes().hex())
 
     def verdict(self, number: int) -> bool | None:
         """Return whether all ranks that must agree have posted the same; None until rank 0 has all posts."""
         if self._first_peer is None:
-            found = self._peek(number, ["verdict"])
-            return None if found is None else found[0] == _AGREED
+            messages = self._peek(number, ["verdict"])
+            return None if messages is None else messages[0] == _AGREED
         if number not in self._decided:
             posts = self._peek(number, range(self._size))
             if posts is None:
                 return None
-            held = np.stack([np.frombuffer(bytes.fromhex(post), dtype=np.uint64) for post in posts])
-            same = bool((held == np.take_along_axis(held, self._first_peer, axis=0)).all())
+            posted_sums = np.stack([np.frombuffer(bytes.fromhex(post), dtype=np.uint64) for post in posts])
+            is_equal = bool((posted_sums == np.take_along_axis(posted_sums, self._first_peer, axis=0)).all())
             if self._size > 1:
-                self._note(number, "verdict", _AGREED if same else "differ")
-            self._decided[number] = same
-            self._decided.pop(number - _KEPT_VOTES, None)
+                self._note(number, "verdict", _AGREED if is_equal else "differ")
+            self._decided[number] = is_equal
+            self._decided.pop(number - _KEPT_CHECKS, None)
         return self._decided[number]
 
     def show(self, number: int, records: Sequence[Record]) -> None:
@@ -231,34 +244,36 @@ class FingerprintStore:
 
     def answer(self, number: int) -> str | None:
         """Return rank 0's diagnosis; None until it is posted."""
-        found = self._peek(number, ["answer"])
-        return None if found is None else found[0]
+        messages = self._peek(number, ["answer"])
+        return None if messages is None else messages[0]
 
-    def _key(self, number: int, what: int | str) -> str:
-        return f"{self._prefix}/{number % _KEPT_VOTES}/{what}"
+    def _key(self, number: int, message_name: int | str) -> str:
+        return f"{self._prefix}/{number % _KEPT_CHECKS}/{message_name}"
 
-    def _note(self, number: int, what: int | str, text: str) -> None:
-        self._store.set(self._key(number, what), f"{number}:{text}")
+    def _note(self, number: int, message_name: int | str, text: str) -> None:
+        self._store.set(self._key(number, message_name), f"{number}:{text}")
 
-    def _peek(self, number: int, what: Iterable[int | str]) -> list[str] | None:
+    def _peek(self, number: int, message_names: Iterable[int | str]) -> list[str] | None:
         """Return the given messages of a check, or None while one is missing; never waits."""
-        keys = [self._key(number, one) for one in what]
+        keys = [self._key(number, message_name) for message_name in message_names]
         if not self._store.check(keys):
             return None
         notes = [value.decode().partition(":") for value in self._store.multi_get(keys)]
-        return [text for _, _, text in notes] if all(found == str(number) for found, _, _ in notes) else None
+        return (
+            [text for _, _, text in notes] if all(check_number == str(number) for check_number, _, _ in notes) else None
+        )
 
 
 @lru_cache(maxsize=64)  # called for every tensor in every check, with few different sets of axes
-def _class_of(axes: tuple[str, ...]) -> int:
+def _axes_class_of(axes: tuple[str, ...]) -> int:
     return sum(1 << position for position, axis in enumerate(_AXES) if axis in axes)
 
 
-def _first_peers(mesh: MeshSpec) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _find_first_peers(mesh: MeshSpec) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """Return, for each rank and set of axes, the first of the ranks that must hold the same values."""
-    first = np.zeros((mesh.world_size, _CLASSES), dtype=np.int64)
-    for which in range(_CLASSES):
-        axes = [axis for position, axis in enumerate(_AXES) if which >> position & 1]
+    first_peers = np.zeros((mesh.world_size, _NUM_AXES_CLASSES), dtype=np.int64)
+    for axes_class in range(_NUM_AXES_CLASSES):
+        axes = [axis for position, axis in enumerate(_AXES) if axes_class >> position & 1]
         for group in mesh.groups(*axes):
-            first[list(group), which] = group[0]
-    return first
+            first_peers[list(group), axes_class] = group[0]
+    return first_peers

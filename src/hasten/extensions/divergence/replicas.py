@@ -52,10 +52,10 @@ class ComparedTensor:
     @property
     def digest(self) -> int:
         """A 64-bit hash of everything but the tensor's contents."""
-        return _digest(f"{self.kind} {self.name} {self.said} {self.layout}")
+        return _digest_text(f"{self.kind} {self.name} {self.said} {self.layout}")
 
 
-Held = tuple[ComparedTensor, Tensor | None]
+EntryWithTensor = tuple[ComparedTensor, Tensor | None]
 """An entry with its tensor, if any; entries are stored, tensors are not."""
 
 
@@ -74,66 +74,70 @@ class Replicas:
     random: bool = False
     """True if ranks share random numbers, in which case generators are compared as well."""
 
-    def entries(self) -> list[Held]:
+    def entries(self) -> list[EntryWithTensor]:
         """Return all values that must be equal, in an order that is the same on all ranks."""
         if not self.forgiven:
             return list(self._all())
-        return [held for held in self._all() if (held[0].kind, held[0].name) not in self.forgiven]
+        return [entry for entry in self._all() if (entry[0].kind, entry[0].name) not in self.forgiven]
 
-    def _all(self) -> Iterator[Held]:
-        done = f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
-        yield ComparedTensor("updates", "updates for each backward pass", COMPARED, said=done), None
+    def _all(self) -> Iterator[EntryWithTensor]:
+        progress_words = f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
+        yield ComparedTensor("updates", "updates for each backward pass", COMPARED, said=progress_words), None
         for number, cursor in enumerate(self.clock.loaders.active()):
-            said = f"epoch {cursor.epoch}, batch {cursor.batch}"
-            yield ComparedTensor("data", f"position of loader {number}", COMPARED, said=said), None
+            position_words = f"epoch {cursor.epoch}, batch {cursor.batch}"
+            yield ComparedTensor("data", f"position of loader {number}", COMPARED, said=position_words), None
         if self.random and any(may_draw(model) for model in self.prepared.models):
-            yield from _tensor("random", "generator of the CPU", frozenset({Axis.TP}), torch.get_rng_state())
+            yield from _tensor_entries("random", "generator of the CPU", frozenset({Axis.TP}), torch.get_rng_state())
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                yield from _tensor("random", "generator of the GPU", frozenset({Axis.TP}), torch.cuda.get_rng_state())
-        names: dict[int, tuple[str, frozenset[Axis]]] = {}
+                yield from _tensor_entries(
+                    "random", "generator of the GPU", frozenset({Axis.TP}), torch.cuda.get_rng_state()
+                )
+        names_and_axes: dict[int, tuple[str, frozenset[Axis]]] = {}
         for position, model in enumerate(self.prepared.models):
             prefix = f"model[{position}]." if position else ""
-            yield from self._model(model, prefix, names)
+            yield from self._model(model, prefix, names_and_axes)
         for position, optimizer in enumerate(self.prepared.optimizers):
             prefix = f"optimizer[{position}]." if position else ""
-            yield from self._optimizer(optimizer, prefix, names)
+            yield from self._optimizer(optimizer, prefix, names_and_axes)
 
-    def _model(self, model: nn.Module, prefix: str, names: dict[int, tuple[str, frozenset[Axis]]]) -> Iterator[Held]:
-        apart, copied = _left_alone(model)
-        for plain, parameter in named_parameters(model):
-            name = prefix + plain
-            if id(parameter) in names or plain in apart or self._ignores(name, plain):
+    def _model(
+        self, model: nn.Module, prefix: str, names_and_axes: dict[int, tuple[str, frozenset[Axis]]]
+    ) -> Iterator[EntryWithTensor]:
+        ignored_names, synchronised_modules = _unsynchronised_by_ddp(model)
+        for plain_name, parameter in named_parameters(model):
+            name = prefix + plain_name
+            if id(parameter) in names_and_axes or plain_name in ignored_names or self._ignores(name, plain_name):
                 continue
             axes = axes_of(parameter)
-            names[id(parameter)] = name, axes
-            yield from _tensor("parameter", name, axes, parameter)
+            names_and_axes[id(parameter)] = name, axes
+            yield from _tensor_entries("parameter", name, axes, parameter)
             if parameter.grad is not None:
-                yield from _tensor("gradient", name, axes, parameter.grad)
-        for plain, buffer, statistics in _buffers(model, copied):
-            name = prefix + plain
-            if plain not in apart and not self._ignores(name, plain):
-                yield from _tensor("buffer", name, axes_of(buffer), buffer, statistics)
+                yield from _tensor_entries("gradient", name, axes, parameter.grad)
+        for plain_name, buffer, statistics in _unsynchronised_buffers(model, synchronised_modules):
+            name = prefix + plain_name
+            if plain_name not in ignored_names and not self._ignores(name, plain_name):
+                yield from _tensor_entries("buffer", name, axes_of(buffer), buffer, statistics)
 
     def _optimizer(
-        self, optimizer: PreparedOptimizer, prefix: str, names: Mapping[int, tuple[str, frozenset[Axis]]]
-    ) -> Iterator[Held]:
-        inner = optimizer.optimizer
-        if isinstance(inner, EngineOptimizer) or _divides_state(inner):
+        self, optimizer: PreparedOptimizer, prefix: str, names_and_axes: Mapping[int, tuple[str, frozenset[Axis]]]
+    ) -> Iterator[EntryWithTensor]:
+        plain_optimizer = optimizer.optimizer
+        if isinstance(plain_optimizer, EngineOptimizer) or _divides_state(plain_optimizer):
             return  # each rank holds a different shard of the state
-        for number, group in enumerate(inner.param_groups):
-            where = f"{prefix}param_groups[{number}]"
+        for number, group in enumerate(plain_optimizer.param_groups):
+            group_name = f"{prefix}param_groups[{number}]"
             for option, value in group.items():
                 if isinstance(value, Tensor):
-                    yield from _tensor("setting", f"{where}[{option!r}]", COMPARED, value)
-                elif option != "params" and _is_plain(value):
-                    yield ComparedTensor("setting", f"{where}[{option!r}]", COMPARED, said=repr(value)), None
+                    yield from _tensor_entries("setting", f"{group_name}[{option!r}]", COMPARED, value)
+                elif option != "params" and _is_plain_value(value):
+                    yield ComparedTensor("setting", f"{group_name}[{option!r}]", COMPARED, said=repr(value)), None
             for parameter in group["params"]:
-                if id(parameter) not in names:
+                if id(parameter) not in names_and_axes:
                     continue  # excluded, or not a parameter of a prepared model
-                name, axes = names[id(parameter)]
-                for key, value in inner.state.get(parameter, {}).items():
+                name, axes = names_and_axes[id(parameter)]
+                for key, value in plain_optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
-                        yield from _tensor("state", f"{prefix}{name} ({key})", axes, value)
+                        yield from _tensor_entries("state", f"{prefix}{name} ({key})", axes, value)
 
     def _ignores(self, *names: str) -> bool:
         for pattern in self.ignored:
@@ -144,12 +148,12 @@ class Replicas:
 
 
 @lru_cache(maxsize=1 << 14)  # a pure function of names, which recur in every check
-def _digest(text: str) -> int:
+def _digest_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 @lru_cache(maxsize=1 << 10)  # a pure function of shapes, which recur in every check
-def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def _layout_text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape} {dtype}"
 
 
@@ -160,11 +164,11 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
     axes = set(COMPARED)
     if is_dtensor(tensor):
         mesh_axes = tensor.device_mesh.mesh_dim_names or [""] * len(tensor.placements)  # a mesh of the user's
-        for name, placement in zip(mesh_axes, tensor.placements, strict=True):
+        for axis_name, placement in zip(mesh_axes, tensor.placements, strict=True):
             if not isinstance(placement, placements().Replicate):
                 # An axis of a separate mesh divides experts among data-parallel ranks.
-                axes.difference_update({Axis(name)} if name in _AXES else BATCH)
-                if name == Axis.DP_SHARD:  # ranks of one sequence hold different shards
+                axes.difference_update({Axis(axis_name)} if axis_name in _AXES else BATCH)
+                if axis_name == Axis.DP_SHARD:  # ranks of one sequence hold different shards
                     axes.difference_update(SHARD)
     elif getattr(tensor, "tensor_model_parallel", False):  # megatron-core's mark of a tensor-parallel shard
         axes.discard(Axis.TP)
@@ -174,54 +178,58 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
     return frozenset(axes)
 
 
-def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False) -> Iterator[Held]:
+def _tensor_entries(
+    kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False
+) -> Iterator[EntryWithTensor]:
     """Yield the entries of a tensor, or of its inner tensors; nothing for a tensor without memory."""
-    plain: Any = tensor  # Any: subclasses of several packages
+    local: Any = tensor  # Any: subclasses of several packages
     if type(tensor) not in _PLAIN:
-        plain = tensor.detach()
-        if is_dtensor(plain):
-            plain = plain.to_local()
-    if plain.is_meta or plain.layout is not torch.strided:
+        local = tensor.detach()
+        if is_dtensor(local):
+            local = local.to_local()
+    if local.is_meta or local.layout is not torch.strided:
         return
-    if type(plain) not in _PLAIN and hasattr(plain, "__tensor_flatten__"):
-        for part in plain.__tensor_flatten__()[0]:
-            yield from _tensor(kind, f"{name}.{part}", axes, getattr(plain, part), statistics)
+    if type(local) not in _PLAIN and hasattr(local, "__tensor_flatten__"):
+        for inner_name in local.__tensor_flatten__()[0]:
+            yield from _tensor_entries(kind, f"{name}.{inner_name}", axes, getattr(local, inner_name), statistics)
         return
     yield (
-        ComparedTensor(kind, name, axes, statistics=statistics, layout=_layout(tuple(plain.shape), plain.dtype)),
-        plain,
+        ComparedTensor(kind, name, axes, statistics=statistics, layout=_layout_text(tuple(local.shape), local.dtype)),
+        local,
     )
 
 
-def _left_alone(model: nn.Module) -> tuple[frozenset[str], frozenset[int]]:
+def _unsynchronised_by_ddp(model: nn.Module) -> tuple[frozenset[str], frozenset[int]]:
     """Return names that DDP does not synchronise, and modules whose buffers it broadcasts before each forward."""
-    apart: set[str] = set()
-    copied: set[int] = set()
-    for outer, module in model.named_modules():
+    ignored_names: set[str] = set()
+    synchronised_modules: set[int] = set()
+    for outer_name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
-            start = canonical_name(f"{outer}.module" if outer else "module", model)
-            apart.update(f"{start}.{name}" if start else name for name in module.parameters_to_ignore)
+            first_name = canonical_name(f"{outer_name}.module" if outer_name else "module", model)
+            ignored_names.update(f"{first_name}.{name}" if first_name else name for name in module.parameters_to_ignore)
             if module.broadcast_buffers:
-                copied.update(id(inner) for inner in module.modules())
-    return frozenset(apart), frozenset(copied)
+                synchronised_modules.update(id(inner) for inner in module.modules())
+    return frozenset(ignored_names), frozenset(synchronised_modules)
 
 
-def _buffers(model: nn.Module, copied: Iterable[int]) -> Iterator[tuple[str, Tensor, bool]]:
+def _unsynchronised_buffers(
+    model: nn.Module, synchronised_modules: Iterable[int]
+) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield persistent buffers that are not synchronised; non-persistent buffers are caches."""
-    for outer, module in model.named_modules():
-        if id(module) in copied:
+    for outer_name, module in model.named_modules():
+        if id(module) in synchronised_modules:
             continue
-        for leaf, buffer in own_buffers(module, persistent_only=True):
-            name = canonical_name(f"{outer}.{leaf}" if outer else leaf, model)
-            yield name, buffer, leaf in _STATISTICS and hasattr(module, "track_running_stats")
+        for leaf_name, buffer in own_buffers(module, persistent_only=True):
+            name = canonical_name(f"{outer_name}.{leaf_name}" if outer_name else leaf_name, model)
+            yield name, buffer, leaf_name in _STATISTICS and hasattr(module, "track_running_stats")
 
 
 def _divides_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer shards its state over ranks: torch's ZeroRedundancyOptimizer."""
-    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    return any(base_class.__name__ == "ZeroRedundancyOptimizer" for base_class in type(optimizer).__mro__)
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain_value(value: object) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain_value, value))
     return value is None or isinstance(value, (bool, int, float, str))
