@@ -19,7 +19,7 @@ import accelerate.data_loader
 import accelerate.hooks
 import accelerate.utils.modeling
 import accelerate.utils.operations
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
 from accelerate.utils import TorchDynamoPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
@@ -284,8 +284,18 @@ def test_masks_are_dropped_by_hooks_that_clients_find_by_their_module() -> None:
     assert model["other"](x, attention_mask=x) == (x, x, False)
     hooks = list(model["self_attn"]._forward_pre_hooks.values())
     assert [hook.__module__ for hook in hooks] == ["accelerate.big_modeling"]
-    model.config = SimpleNamespace(layer_types=["full_attention", "sliding_attention", "linear_attention"])
+    vars(model)["config"] = SimpleNamespace(layer_types=["full_attention", "sliding_attention", "linear_attention"])
     with pytest.raises(ValueError, match=r"\['linear_attention', 'sliding_attention'\]"):
         big_modeling._attach_context_parallel_hooks(model)
     with pytest.raises(ValueError, match=r"does not support .*\['linear_attention'\]"):
         big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)
+
+
+def test_a_replaced_backend_and_other_private_names_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda self, *args, **kwargs: ("mine", "MULTI_CPU"))
+    accelerator = Accelerator(cpu=True, split_batches=getattr(accelerate.accelerator, "_split_batches"))  # noqa: B009
+    assert (accelerator.process.ctx.world.size, accelerator.distributed_type) == (1, "MULTI_CPU")
+    model = nn.Linear(1, 1)
+    assert accelerator._get_named_parameters(model) == dict(model.named_parameters())
+    addresses = accelerator._get_named_parameters(model, drop_refs=True)
+    assert addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from hasten.runtime.mesh import device_mesh
 from hasten.runtime.mesh_plan import Axis
 from hasten.trust.numbers.numbers import NumbersWatch
 
+_split_batches = UNSET  # as the original names it
 logger = get_logger("accelerate.accelerator")
 fsdp = Deferred("accelerate._impl.checkpoints.fsdp")
 modeling = Deferred("accelerate._impl.models.modeling")
@@ -59,7 +60,7 @@ class Accelerator(SavingFace):
     _preparer: EstablishedPreparer
     profile_handler: ProfileKwargs | None
     _divides_sequences = False
-    _cp_context: Any
+    _cp_context: Callable[..., AbstractContextManager[Any]]
     _placement: Any = ()
     autocast_handler: AutocastKwargs | None
     trackers: Any = ()  # set below: those that run on this process, users' own classes among them
@@ -461,6 +462,14 @@ class Accelerator(SavingFace):
         if any(model is one for one in self._prepared.models):
             return OrderedDict(super().get_state_dict(model))
         return (self.unwrap_model(model) if unwrap else model).state_dict()
+
+    def _get_named_parameters(self, *args: Any, drop_refs: bool = False) -> dict[str, Any]:
+        """Return the parameters of models by name, or their addresses."""
+        models = [extract_model_from_parallel(value) for value in args if isinstance(value, nn.Module)]
+        parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
+        if not drop_refs:
+            return parameters
+        return {name: getattr(value, "_local_tensor", value).data_ptr() for name, value in parameters.items()}
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate._impl.models.align import (
-    AlignDevicesHook,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-)
+from accelerate._impl.models.align import AlignDevicesHook, attach_align_device_hook, attach_align_device_hook_on_blocks
 from hasten.extensions.bigmodel.device_map import OFFLOAD, owner_in, retie_parameters
 from hasten.extensions.bigmodel.dispatch import Place
 from hasten.extensions.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict

@@ -18,8 +18,6 @@ from hasten.runtime.mesh_plan import BATCH
 
 
 class AbstractTrainStep:
-    """The parts of a user's own train step."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -31,8 +29,6 @@ class AbstractTrainStep:
 
 
 class MegatronLMDummyDataLoader:
-    """A stand-in for Megatron's own datasets, with their options."""
-
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args = dict(dataset_kwargs)
 

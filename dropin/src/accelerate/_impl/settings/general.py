@@ -69,8 +69,6 @@ class TensorInformation:
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """The old way to ask for tensor parallelism."""
-
     tp_size: int = 1
     torch_device_mesh: Any = None
 

@@ -127,10 +127,7 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """Tests that put mocks in place for their length."""
-
     def add_mocks(self, mocks: Any) -> None:
-        """Start mocks, and stop them when the test ends."""
         self.mocks = mocks if isinstance(mocks, list | tuple) else [mocks]
         for mock in self.mocks:
             mock.start()

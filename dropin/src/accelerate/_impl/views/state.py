@@ -119,6 +119,10 @@ class PartialState(_Shared):
     def __repr__(self) -> str:
         return f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\nNum processes: {self.num_processes}\nProcess index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
 
+    def _prepare_backend(self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        """Return torch's backend and how processes work together; clients replace it."""
+        return self.backend, self.distributed_type
+
     _reset_state = staticmethod(ambient.forget_process)
 
     use_distributed = shown(lambda self: self.distributed_type != "NO" and self.num_processes > 1, "Whether not alone.")
@@ -158,6 +162,8 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
         local_process_index=place.local_rank,
         fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
     )
+    state = PartialState()
+    state.backend, state.distributed_type = state._prepare_backend(cpu)
     if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
         set_numa_affinity(place.local_rank)
 

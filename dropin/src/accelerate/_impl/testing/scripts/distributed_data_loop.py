@@ -158,7 +158,6 @@ def _batches(loader: Any) -> list[Any]:
 
 
 def test_stateful_dataloader(accelerator: Any) -> None:
-    """Check `state_dict` and `load_state_dict` of loaders of either kind."""
     for iterable in (False, True):
         _resumed(accelerator, iterable)
 

@@ -20,8 +20,6 @@ from hasten.runtime.seeding import set_seed
 
 
 class ListHandler(logging.Handler):
-    """A handler that keeps the records it is given."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logs: list[logging.LogRecord] = []
@@ -89,7 +87,6 @@ def test_gather_for_metrics_drop_last() -> None:
 
 
 def main() -> None:
-    """Run every check, with each way to divide batches."""
     for split, dispatch in itertools.product((False, True), repeat=2):
         config = DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
         accelerator = Accelerator(dataloader_config=config)

@@ -45,7 +45,6 @@ def test_gather_non_contiguous(state: Any) -> None:
 
 
 def test_broadcast(state: Any) -> None:
-    """Check that every process gets the first one's tensor."""
     _equal(tensors.broadcast(create_tensor(state)), torch.arange(1.0, state.num_processes + 1, device=state.device))
 
 
