@@ -17,7 +17,7 @@ LATER: Final = (
     "accelerate._impl.checkpoints.fsdp",
     "accelerate._impl.models.modeling",
     "accelerate._impl.sharding.sequences",
-    "hasten.extensions.bigmodel",
+    "hasten.extensions.bigmodel.dispatch",
     "hasten.checkpoint.export",
     "hasten.state",
     "hasten.strategies.context",
