@@ -19,7 +19,7 @@ LATER: Final = (
     "accelerate._impl.sharding.sequences",
     "hasten.extensions.bigmodel.dispatch",
     "hasten.checkpoint.export",
-    "hasten.state",
+    "hasten.state.saving",
     "hasten.strategies.context",
     "hasten.extensions.deepspeed.strategy",
     "hasten.strategies.fsdp",
