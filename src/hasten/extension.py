@@ -40,6 +40,7 @@ Kind = Literal[
     "settings",
     "trackers",
     "run_parts",
+    "uploads",
     "public_names",
 ]
 Table = Mapping[str, str]
@@ -56,6 +57,7 @@ _NOUNS: Final = MappingProxyType(
         "settings": "settings class",
         "trackers": "tracker",
         "run_parts": "part of a run",
+        "uploads": "service for uploads",
         "public_names": "name",
     }
 )
@@ -79,6 +81,8 @@ class Extension:
     settings: Table = field(default_factory=dict)
     trackers: Table = field(default_factory=dict)
     run_parts: Table = field(default_factory=dict)
+    uploads: Table = field(default_factory=dict)
+    """Services to which `push_to_hub()` uploads models."""
     public_names: Table = field(default_factory=dict)
     """Names importable from `hasten` itself."""
     command_help: Mapping[str, str] = field(default_factory=dict)

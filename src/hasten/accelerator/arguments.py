@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypedDict
 
 from torch import Tensor
 
@@ -103,3 +103,14 @@ def check_cursor(loader: object, call: str) -> LoaderCursor:
             "only a prepared loader knows its padding and its end. Give the loader that prepare() returned",
         )
     return cursor
+
+
+class PushOptions(TypedDict, total=False):
+    """Options of `push_to_hub`. Any: a tokenizer or processor."""
+
+    token: str | None
+    private: bool | None
+    revision: str | None
+    commit_message: str
+    max_shard_size: float | str
+    tokenizer: Any

@@ -6,7 +6,7 @@ of the Accelerator use the attributes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hasten.prepare_args import PreparedObjects
     from hasten.state.epochs import EpochLoops
     from hasten.state.preemption import Preemption
-    from hasten.state.publishing import Publishing
     from hasten.state.saving import Saving
     from hasten.strategies.base import Strategy
     from hasten.tracking.manager import TrackerManager
@@ -61,7 +60,7 @@ class Components:
         return self._accelerator._preparer.right_lengths
 
     @property
-    def publishing(self) -> Publishing:
+    def publishing(self) -> Any:  # Any: a class of an extension
         """Uploads of models to the Hub."""
         return self._accelerator._publishing
 

@@ -83,7 +83,6 @@ if TYPE_CHECKING:  # the modules of the components below, which are loaded when 
     from hasten.progress.build import ProgressMaker
     from hasten.progress.throughput import Throughput
     from hasten.state.epochs import EpochLoops
-    from hasten.state.publishing import Publishing, PushOptions
     from hasten.state.run_state import LoadHook, SaveHook
     from hasten.state.saving import Saving
     from hasten.strategies.context.strategy import ContextParallel, SequenceShards
@@ -238,11 +237,11 @@ class Accelerator:
         )
 
     @cached_property
-    def _publishing(self) -> Publishing:
+    def _publishing(self) -> Any:  # Any: a class of an extension
         """Uploads of this run's models to the Hub."""
-        from hasten.state.publishing import Publishing  # on first use
-
-        return Publishing(self.ctx.world, self.is_main_process, self._facts, self.config.project.project_dir)
+        return load("uploads", "hub")(
+            self.ctx.world, self.is_main_process, self._facts, self.config.project.project_dir
+        )
 
     def _facts(self) -> dict[str, Any]:  # Any: numbers and strings
         """Return a description of the run for model cards."""
@@ -1097,9 +1096,7 @@ class Accelerator:
         machine downloads.
         """
         if str(directory).startswith("hf://"):
-            from hasten.state.publishing import download_together  # on first use
-
-            directory = download_together(self.ctx.world, str(directory), self.is_local_main_process)
+            directory = load("uploads", "hub").download(self.ctx.world, str(directory), self.is_local_main_process)
         with agree(self.ctx.world, "load_model"), self._strategy.whole_weights(model):
             from hasten.checkpoint.export import load_weights  # on first use
 
@@ -1112,7 +1109,7 @@ class Accelerator:
         *,
         metrics: Mapping[str, Any] | None = None,
         blocking: bool = True,
-        **options: Unpack[PushOptions],
+        **options: Unpack[arguments.PushOptions],
     ) -> str | None:  # Any: numbers and strings
         """Upload a prepared model with a model card; returns the commit's URL on the main process. Ranks: every rank.
 
@@ -1124,7 +1121,10 @@ class Accelerator:
         arguments.check_type("push_to_hub(model)", nn.Module, arguments.MODELS, model)
         self._publishing.wait()
         weights = self.get_state_dict(model)
-        return self._publishing.push_model(self.unwrap_model(model), weights, repo_id, metrics, blocking, options)
+        url: str | None = self._publishing.push_model(
+            self.unwrap_model(model), weights, repo_id, metrics, blocking, options
+        )
+        return url
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
         """Write an object to a file, atomically and on the main process only. Ranks: any."""

@@ -15,7 +15,6 @@ from torch import nn
 
 from hasten import Accelerator
 from hasten.checkpoint.export import parse_size, read_model, save_model, save_object
-from hasten.checkpoint.hub import HubRepository, upload
 from hasten.cli.main import main
 from hasten.errors import (
     CheckpointError,
@@ -24,6 +23,7 @@ from hasten.errors import (
     MissingPackageError,
     UnsafeCheckpointError,
 )
+from hasten.extensions.hub.client import HubRepository, upload
 from hasten.optional import available
 
 

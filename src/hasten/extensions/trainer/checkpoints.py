@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hasten.accelerator.components import components
-from hasten.checkpoint import hub
-from hasten.checkpoint.hub import HubRepository
-from hasten.checkpoint.model_card import CardContent
 from hasten.checkpoint.store.locate import check_local, join_place, newest, open_store
 from hasten.checkpoint.store.occupied import check_no_weights
 from hasten.comm.agreement import agree, agreeing
@@ -20,7 +17,6 @@ from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError, HastenWarning, HubError
 from hasten.extensions.trainer.arguments import TrainingArguments
 from hasten.extensions.trainer.interface import TrainerInterface
-from hasten.state.publishing import FolderPush
 
 
 def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
@@ -138,11 +134,11 @@ def push_to_hub(
     finish_upload(trainer)
     folder = args.output_dir if blocking else _staging_folder(trainer)
     save_model(trainer, folder)
-    made: FolderPush | None = None
+    folder_push: Any = None  # Any: a class of another extension
     with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
         if trainer.accelerator.is_main_process:
             publishing.write_card(Path(folder), _card(trainer, target.repo_id))
-            made = FolderPush(
+            folder_push = publishing.folder_push(
                 folder=Path(folder),
                 target=target,
                 message=commit_message,
@@ -150,15 +146,16 @@ def push_to_hub(
                 temporary=not blocking,
                 options=options,
             )
-    return publishing.push(made, blocking)
+    url: str | None = publishing.push(folder_push, blocking)
+    return url
 
 
-def _repository(trainer: TrainerInterface) -> HubRepository:
+def _repository(trainer: TrainerInterface) -> Any:  # Any: a class of another extension
     args = trainer.args
     name = args.hub_model_id or Path(args.output_dir).name
     if not name:
         raise ConfigError(f"output_dir={args.output_dir!r} contains no repository name; set hub_model_id.")
-    return HubRepository(name, args.hub_token, args.hub_private_repo)
+    return components(trainer.accelerator).publishing.repository(name, args.hub_token, args.hub_private_repo)
 
 
 def check_access(trainer: TrainerInterface) -> None:
@@ -166,7 +163,7 @@ def check_access(trainer: TrainerInterface) -> None:
     target = _repository(trainer)
     with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
         if trainer.accelerator.is_main_process:
-            hub.check_access(target)
+            components(trainer.accelerator).publishing.check_access(target)
 
 
 def finish_upload(trainer: TrainerInterface) -> None:
@@ -187,7 +184,7 @@ def _staging_folder(trainer: TrainerInterface) -> str:
     return str(trainer.accelerator.broadcast_object_list(found)[0])
 
 
-def _card(trainer: TrainerInterface, name: str) -> CardContent:
+def _card(trainer: TrainerInterface, name: str) -> Any:  # Any: a class of another extension
     """Return the numbers of the run for the model card: final ones, logged ones, and arguments that are not at their default."""
     state, args = trainer.state, trainer.args
     final: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch}
@@ -198,7 +195,7 @@ def _card(trainer: TrainerInterface, name: str) -> CardContent:
     defaults = TrainingArguments(args.output_dir).to_dict()
     chosen = {key: value for key, value in args.to_dict().items() if value != defaults[key] and key != "output_dir"}
     inner = trainer.accelerator.unwrap_model(trainer.model_for_evaluation())
-    return CardContent(
+    return components(trainer.accelerator).publishing.card(
         name=name,
         library="transformers" if hasattr(inner, "save_pretrained") else None,
         metrics=final,

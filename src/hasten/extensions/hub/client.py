@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from hasten.checkpoint.model_card import CARD_NAME, is_generated
 from hasten.checkpoint.store.occupied import WEIGHTS
 from hasten.config.masking import HIDDEN, masked
 from hasten.errors import ArgumentError, ConfigError, HastenError, HubError
+from hasten.extensions.hub.model_card import CARD_NAME, is_generated
 from hasten.optional import need
 
 T = TypeVar("T")

@@ -10,35 +10,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from hasten.checkpoint import hub
+from hasten.accelerator.arguments import PushOptions
 from hasten.checkpoint.export import save_model
-from hasten.checkpoint.hub import SCHEME, HubRepository
-from hasten.checkpoint.model_card import CARD_NAME, CardContent, is_generated, model_card
 from hasten.checkpoint.store.locate import is_url
 from hasten.comm.agreement import agreeing
 from hasten.comm.base import Comm
 from hasten.errors import ArgumentError, HubError
+from hasten.extensions.hub import client as hub
+from hasten.extensions.hub.client import SCHEME, HubRepository
+from hasten.extensions.hub.model_card import CARD_NAME, CardContent, is_generated, model_card
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 1.0
 STAGED: Final = ".hasten-hub-"
 """Start of the names of folders whose files are being uploaded."""
-
-
-class PushOptions(TypedDict, total=False):
-    """Options of `push_to_hub`. Any: a tokenizer or processor."""
-
-    token: str | None
-    private: bool | None
-    revision: str | None
-    commit_message: str
-    max_shard_size: float | str
-    tokenizer: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +106,11 @@ def _logged(send: Callable[[], str]) -> str:
 class Publishing:
     """Uploads of a run's models to the Hub, one at a time, by the main process."""
 
+    repository: Final = HubRepository
+    folder_push: Final = FolderPush
+    card: Final = CardContent
+    check_access = staticmethod(hub.check_access)
+
     def __init__(
         self, comm: Comm, is_main: bool, facts: Callable[[], Mapping[str, Any]], project_dir: str | None
     ) -> None:  # Any: numbers and strings
@@ -126,6 +121,17 @@ class Publishing:
         self._scratch = None if project_dir is None or is_url(project_dir) else project_dir
         self._running: BackgroundCall | None = None
         self._started = False
+
+    @staticmethod
+    def download(comm: Comm, address: str, downloads: bool) -> Path:
+        """Return the folder of a model on the Hub, downloaded by one rank of each machine. Ranks: every rank.
+
+        Raises: ArgumentError for an invalid address; HubError if the download fails.
+        """
+        target = hub.parse_address(address)
+        call = BackgroundCall(lambda: hub.download(target), "hasten-download") if downloads else None
+        found: Path | None = finish_together(comm, call, "load_model")
+        return hub.download(target) if found is None else found  # reads the cache that the machine's first rank filled
 
     def wait(self) -> str | None:
         """Wait for the running upload, if any; return the commit's URL on the main process.
@@ -213,14 +219,3 @@ def _check_options(repo_id: str, options: PushOptions) -> None:
             f"push_to_hub(repo_id) was given {repo_id!r}, which names no repository, so there is nothing to upload to; give "
             "'owner/name'."
         )
-
-
-def download_together(comm: Comm, address: str, downloads: bool) -> Path:
-    """Return the folder of a model on the Hub, downloaded by one rank of each machine. Ranks: every rank.
-
-    Raises: ArgumentError for an invalid address; HubError if the download fails.
-    """
-    target = hub.parse_address(address)
-    call = BackgroundCall(lambda: hub.download(target), "hasten-download") if downloads else None
-    found: Path | None = finish_together(comm, call, "load_model")
-    return hub.download(target) if found is None else found  # reads the cache that the machine's first rank filled

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.checkpoint.hub import HubRepository, clean, parse_address
-from hasten.checkpoint.model_card import MARK, CardContent, model_card
 from hasten.errors import ArgumentError, HubError
+from hasten.extensions.hub.client import HubRepository, clean, parse_address
+from hasten.extensions.hub.model_card import MARK, CardContent, model_card
 from tests.support.hub_server import TOKEN, Hub, client_at, environment, serving
 
 hub_client = pytest.importorskip("huggingface_hub")
@@ -107,7 +107,7 @@ def test_a_refused_upload_changes_nothing_and_is_resumed(hub: Hub) -> None:
 KILLED: Final = """
 import sys
 from hasten import Accelerator
-from tests.unit.checkpoint.test_hub_uploads import NAME, SHARD, net
+from tests.extensions.hub.test_hub_uploads import NAME, SHARD, net
 Accelerator(cpu=True).push_to_hub(net(), NAME, token=sys.argv[1], max_shard_size=SHARD)
 """
 
