@@ -18,9 +18,9 @@ from hasten.cli.launch_cmd import make_parser
 from hasten.config import handoff
 from hasten.config.resolve import resolve
 from hasten.errors import HastenError
+from hasten.extensions.xla.tpu_hosts import TpuSlice
 from hasten.launch.base import Host, LaunchRequest, Mpi, Target
 from hasten.launch.job import make_plan
-from hasten.runtime.tpu_hosts import TpuSlice
 
 FOLDER: Final = Path(__file__).with_name("launch_plans")
 

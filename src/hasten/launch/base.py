@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from hasten.config import source
 from hasten.config.masking import masked, masked_value
@@ -20,7 +20,6 @@ from hasten.config.root import Config
 from hasten.config.source import SettingEntry
 from hasten.runtime import env as environment
 from hasten.runtime.topology import Topology
-from hasten.runtime.tpu_hosts import TpuSlice
 
 MeetingKind = Literal["fixed", "c10d"]
 
@@ -267,7 +266,7 @@ class Host:
     """Host memory in bytes; 0 if unknown."""
     mpi: Mpi = field(default_factory=Mpi)
     """Detected for jobs of mpirun only."""
-    tpu: TpuSlice | None = None
+    tpu: Any = None  # Any: what the launch target for TPUs has found
     """The hosts of the TPU; None for a job without TPUs, or if they are unknown."""
 
     @property

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, Self, assert_never
 
 from hasten.errors import TopologyError
-from hasten.runtime import tpu_hosts
 from hasten.runtime.nodelist import expand_hosts, expand_tasks
 
 
@@ -321,14 +320,25 @@ def _expanded_hosts(env: Mapping[str, str], name: str) -> list[str]:
         ) from error
 
 
+def tpu_workers(env: Mapping[str, str]) -> list[str]:
+    """Return the hosts of the slice listed in TPU_WORKER_HOSTNAMES; empty if this host is configured to run alone."""
+    return [] if tpu_runs_alone(env) else [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+
+
+def tpu_runs_alone(env: Mapping[str, str]) -> bool:
+    """Return whether variables configure libtpu to use this host of a slice alone."""
+    bounds = next((env[name] for name in ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS") if env.get(name)), "")
+    return bool(bounds) and all(size.strip() == "1" for size in bounds.split(","))
+
+
 def _xla(env: Mapping[str, str]) -> Topology | None:
     """Return the topology under PJRT: TPU_WORKER_ID numbers hosts, PJRT_LOCAL_PROCESS_RANK their processes."""
     if not env.get("PJRT_DEVICE"):
         return None
     local_rank = number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
     local_world_size = number(env, "PJRT_LOCAL_PROCESS_COUNT") or 1
-    node_rank = 0 if tpu_hosts.alone(env) else number(env, "TPU_WORKER_ID") or 0
-    num_hosts = max(len(tpu_hosts.workers(env)), 1)
+    node_rank = 0 if tpu_runs_alone(env) else number(env, "TPU_WORKER_ID") or 0
+    num_hosts = max(len(tpu_workers(env)), 1)
     if node_rank >= num_hosts:
         raise contradiction(
             env, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "a worker's number is below the number of hosts"

@@ -10,10 +10,10 @@ import pytest
 
 from hasten.cli.launch_cmd import make_parser
 from hasten.errors import ConfigError
+from hasten.extensions.xla import tpu_hosts
 from hasten.extensions.xla.settings import XLAConfig
 from hasten.launch.base import Host
 from hasten.launch.job import Job, prepare
-from hasten.runtime import tpu_hosts
 
 CLUSTER = "--tpu --tpu_cluster --tpu_name big --tpu_zone z-1"
 

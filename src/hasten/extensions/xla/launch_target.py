@@ -13,13 +13,14 @@ from typing import Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
+from hasten.extensions.xla import tpu_hosts
 from hasten.extensions.xla.settings import XLAConfig
+from hasten.extensions.xla.tpu_hosts import TpuSlice
 from hasten.launch import torchrun
 from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Proc
 from hasten.launch.cluster.slurm import without_submit
 from hasten.launch.shape import worker_argv
-from hasten.runtime import tpu_hosts
-from hasten.runtime.tpu_hosts import TpuSlice
+from hasten.runtime.topology import tpu_runs_alone
 
 _ONE_VM: Final = re.compile(r"(?!all$)(?!\d+-\d+$)[^,]+")
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
@@ -109,7 +110,7 @@ def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
         raise ConfigError("a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone).")
     worker = ",".join(xla.tpu_vm or ("all",))
     env = _variables(xla.tpu_env or ())
-    _refuse_subset(xla.tpu_name, worker, tpu, tpu_hosts.alone(env))
+    _refuse_subset(xla.tpu_name, worker, tpu, tpu_runs_alone(env))
     flags = [flag for flag in without_submit(request.flags) if flag not in _POD_FLAGS]
     if tpu is not None and tpu.hosts > 1 and worker == "all":
         flags += _rendezvous_flags(request.config.launch, xla.tpu_name, tpu)

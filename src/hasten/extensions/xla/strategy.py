@@ -17,12 +17,13 @@ from hasten.comm.base import Comm
 from hasten.config.base import given
 from hasten.config.root import Config
 from hasten.errors import ConfigError, DeviceError, MissingPackageError, PrepareError, StepError
+from hasten.extensions.xla import tpu_hosts
 from hasten.extensions.xla.placing import Devices, PlaceOnDevices, Transfer
 from hasten.extensions.xla.settings import XLAConfig
 from hasten.modules.surgery import own_buffers
 from hasten.optional import check_installed, need
 from hasten.precision.base import Precision
-from hasten.runtime import env, tpu_hosts
+from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import LOSS, Axis

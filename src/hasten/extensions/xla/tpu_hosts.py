@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Final
 from urllib.request import ProxyHandler, Request, build_opener
 
-_BOUNDS: Final = ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
+from hasten.runtime.topology import tpu_runs_alone, tpu_workers
+
 _METADATA: Final = "metadata.google.internal"
 _WAIT_S: Final = 3.0
 _CHIPS: Final = MappingProxyType({1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"})
@@ -27,22 +28,11 @@ class TpuSlice:
     """The index of this host in the slice."""
 
 
-def workers(env: Mapping[str, str]) -> list[str]:
-    """Return the hosts of the slice listed in TPU_WORKER_HOSTNAMES; empty if this host is configured to run alone."""
-    return [] if alone(env) else [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
-
-
-def alone(env: Mapping[str, str]) -> bool:
-    """Return whether variables configure libtpu to use this host of a slice alone."""
-    bounds = next((env[name] for name in _BOUNDS if env.get(name)), "")
-    return bool(bounds) and all(size.strip() == "1" for size in bounds.split(","))
-
-
 def count(env: Mapping[str, str]) -> int | None:
     """Return the number of hosts in this host's slice: from variables, else from Google's metadata; None if unknown."""
-    if alone(env):
+    if tpu_runs_alone(env):
         return 1
-    return len(workers(env)) or (None if env.get("TPU_SKIP_MDS_QUERY") else _by_metadata(env))
+    return len(tpu_workers(env)) or (None if env.get("TPU_SKIP_MDS_QUERY") else _by_metadata(env))
 
 
 def worker(env: Mapping[str, str]) -> int | None:

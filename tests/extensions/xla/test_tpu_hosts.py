@@ -12,7 +12,7 @@ import pytest
 
 from hasten.errors import ConfigError
 from hasten.extensions.xla import strategy as xla
-from hasten.runtime import tpu_hosts
+from hasten.extensions.xla import tpu_hosts
 from hasten.runtime.topology import Topology
 
 POD = {"PJRT_DEVICE": "TPU", "TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b,c,d"}
