@@ -57,46 +57,49 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
 
     Weights, buffers and random states are unchanged afterwards.
     """
-    found: list[str] = []
+    bad_modules: list[str] = []
     handles: list[RemovableHandle] = []
 
-    def look(name: str, kind: str) -> Any:  # Any: a hook of torch's
+    def watch_output(name: str, kind: str) -> Any:  # Any: a hook of torch's
         def hook(_module: nn.Module, _args: object, output: object) -> None:
-            if not found and not all_finite(trees.tensors(output)):
-                found.append(f"{name!r} ({kind})" if name else f"the model itself ({kind})")
+            if not bad_modules and not all_finite(trees.tensors(output)):
+                bad_modules.append(f"{name!r} ({kind})" if name else f"the model itself ({kind})")
 
         return hook
 
-    inputs = "" if all_finite(trees.tensors((call.args, call.kwargs))) else "the batch contains nan or inf; "
+    input_words = "" if all_finite(trees.tensors((call.args, call.kwargs))) else "the batch contains nan or inf; "
     with torch.no_grad(), _as_before(module, call):
         try:
             handles += [
-                inner.register_forward_hook(look(name, type(inner).__name__)) for name, inner in module.named_modules()
+                inner_module.register_forward_hook(watch_output(name, type(inner_module).__name__))
+                for name, inner_module in module.named_modules()
             ]
             module(*call.args, **call.kwargs)
         except Exception as error:  # the user's forward may raise on such numbers, which is a result too
-            return f"{inputs}running the batch again raised {type(error).__name__}: {error}"
+            return f"{input_words}running the batch again raised {type(error).__name__}: {error}"
         finally:
             for handle in handles:
                 handle.remove()
-    return f"{inputs}{found[0] if found else 'none: every output was finite, so it was caused by the loss or the backward pass'}"
+    return f"{input_words}{bad_modules[0] if bad_modules else 'none: every output was finite, so it was caused by the loss or the backward pass'}"
 
 
 def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors
     """Return whether every number of the tensors is finite."""
-    return all(bool(torch.isfinite(one).all()) for one in tensors if one.is_floating_point() or one.is_complex())
+    return all(
+        bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()
+    )
 
 
 @contextmanager
 def _as_before(module: nn.Module, call: ModuleCall) -> Iterator[None]:
     """Context manager that sets the call's random states, and restores buffers and random states at the end."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    now = _random_states(module)
+    current_states = _random_states(module)
     _set_random_states(module, call.random)
     try:
         yield
     finally:
-        _set_random_states(module, now)
+        _set_random_states(module, current_states)
         for buffer, value in buffers:
             buffer.copy_(value)
 
@@ -107,10 +110,10 @@ def _random_states(model: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 
 def _set_random_states(model: nn.Module, states: tuple[Tensor, Tensor | None]) -> None:
-    host, on_device = states
-    torch.set_rng_state(host)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device, _device(model))
+    host_state, device_state = states
+    torch.set_rng_state(host_state)
+    if device_state is not None:
+        torch.cuda.set_rng_state(device_state, _device(model))
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -19,9 +19,9 @@ from hasten.runtime.streams import HostCopy
 
 Origin = TypeVar("Origin")
 
-_HELD: Final = 256
+_LOSSES_PER_COPY: Final = 256
 """Number of losses per copy."""
-_SECONDS: Final = 0.25
+_COPY_INTERVAL_S: Final = 0.25
 """Seconds after which collected losses are copied: a loop of slow steps is checked in every step."""
 
 
@@ -52,14 +52,14 @@ class LateLosses(Generic[Origin]):
     def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int) -> bool:
         """Add a loss of update number `step`; return whether it is time to copy the collected losses."""
         # A view would keep its whole base tensor alive.
-        copied = self.overwritten or loss._is_view()
-        self.held.append((loss.detach().clone() if copied else loss.detach(), weight, origin, step))
-        return len(self.held) >= _HELD or time.monotonic() - self._copied_at >= _SECONDS
+        needs_copy = self.overwritten or loss._is_view()
+        self.held.append((loss.detach().clone() if needs_copy else loss.detach(), weight, origin, step))
+        return len(self.held) >= _LOSSES_PER_COPY or time.monotonic() - self._copied_at >= _COPY_INTERVAL_S
 
     def take(self) -> Update[Origin]:
         """Return the collected losses as those of one update, and clear them."""
-        held, self.held = self.held, []
-        return Update(losses=[(loss, weight, origin) for loss, weight, origin, _ in held])
+        collected, self.held = self.held, []
+        return Update(losses=[(loss, weight, origin) for loss, weight, origin, _ in collected])
 
     def rest(self) -> list[Update[Origin]]:
         """Return all losses that have not been read yet, waiting for them."""
@@ -70,39 +70,39 @@ class LateLosses(Generic[Origin]):
 
         With `ready_only`, a loss that its device has not computed yet stays collected if waiting for it would cost a step.
         """
-        arrived, self._copied_at = self._arrived(), time.monotonic()
-        held, self.held = self.held, []
-        if held and kind_of(held[-1][0].device).lazy:
+        arrived_updates, self._copied_at = self._arrived(), time.monotonic()
+        collected, self.held = self.held, []
+        if collected and kind_of(collected[-1][0].device).lazy:
             # the latest loss is not computed yet, and reading it would split its step in two
             if ready_only:
-                held, self.held = held[:-1], held[-1:]
-            held = [(loss.cpu(), _on_host(weight), origin, step) for loss, weight, origin, step in held]
-        if held:
-            joined = _joined([(loss, weight) for loss, weight, _, _ in held])
-            self._copying = held, HostCopy(joined)
-        return arrived
+                collected, self.held = collected[:-1], collected[-1:]
+            collected = [(loss.cpu(), _move_to_host(weight), origin, step) for loss, weight, origin, step in collected]
+        if collected:
+            joined_losses = _join_losses([(loss, weight) for loss, weight, _, _ in collected])
+            self._copying = collected, HostCopy(joined_losses)
+        return arrived_updates
 
     def _arrived(self) -> list[Update[Origin]]:
         if self._copying is None:
             return []
-        (held, values), self._copying = self._copying, None
-        numbers: list[float] = values.wait().tolist()
+        (collected, host_copy), self._copying = self._copying, None
+        numbers: list[float] = host_copy.wait().tolist()
         if self.odd_only and math.isfinite(sum(numbers)):
             return []
-        updates, rest = _by_update(held), iter(numbers)
+        updates, remaining_numbers = _group_by_update(collected), iter(numbers)
         for update in updates:
-            update.values = [next(rest) for _ in update.losses]
+            update.values = [next(remaining_numbers) for _ in update.losses]
         return updates
 
 
-def _on_host(weight: float | Tensor | None) -> float | Tensor | None:
+def _move_to_host(weight: float | Tensor | None) -> float | Tensor | None:
     return weight.cpu() if isinstance(weight, Tensor) else weight
 
 
-def _by_update(held: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]]) -> list[Update[Origin]]:
+def _group_by_update(collected: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]]) -> list[Update[Origin]]:
     """Group losses by update, in the same order."""
     updates: list[Update[Origin]] = []
-    for loss, weight, origin, step in held:
+    for loss, weight, origin, step in collected:
         if not updates or updates[-1].step != step:
             updates.append(Update(step))
         updates[-1].losses.append((loss, weight, origin))
@@ -113,32 +113,33 @@ def read(update: Update[Origin]) -> list[float]:
     """Return the losses as numbers, synchronously."""
     if len(update.losses) == 1 and update.losses[0][1] is None and update.losses[0][0].ndim == 0:
         return [update.losses[0][0].item()]
-    values: list[float] = _joined([(loss, weight) for loss, weight, _ in update.losses]).tolist()
+    values: list[float] = _join_losses([(loss, weight) for loss, weight, _ in update.losses]).tolist()
     return values
 
 
 @torch.no_grad()
-def _joined(losses: Sequence[tuple[Tensor, float | Tensor | None]]) -> Tensor:
+def _join_losses(losses: Sequence[tuple[Tensor, float | Tensor | None]]) -> Tensor:
     """Return the losses in one tensor, using a constant number of kernels.
 
     A loss of weight zero may be a mean over nothing, and counts as 0.
     """
-    values = torch.stack([_number(loss) for loss, _ in losses])
+    values = torch.stack([_sum_elements(loss) for loss, _ in losses])
     weights = [weight for _, weight in losses]
     if all(isinstance(weight, Tensor) for weight in weights):
-        heavy = (
-            torch.stack([_number(weight).to(values.device) for weight in weights if isinstance(weight, Tensor)]) != 0
+        has_weight = (
+            torch.stack([_sum_elements(weight).to(values.device) for weight in weights if isinstance(weight, Tensor)])
+            != 0
         )
-        return torch.where(heavy, values, 0)
+        return torch.where(has_weight, values, 0)
     for index, weight in enumerate(weights):
         if isinstance(weight, Tensor):
-            values[index] = torch.where(_number(weight).to(values.device) != 0, values[index], 0)
+            values[index] = torch.where(_sum_elements(weight).to(values.device) != 0, values[index], 0)
         elif weight == 0:
             values[index] = 0
     return values
 
 
-def _number(tensor: Tensor) -> Tensor:
+def _sum_elements(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's elements, without a kernel if there is only one."""
     if tensor.ndim == 0:
         return tensor

@@ -44,16 +44,16 @@ class Rollback(RunPart):
         is_main: bool = True,
     ) -> None:
         self._is_main = is_main
-        self._newest = newest
-        self._load = load
+        self._find_newest = newest
+        self._load_checkpoint = load
         self._active_loaders = active_loaders
         self.limit = limit
         self.times = 0
         """Number of rollbacks so far, including a pending one."""
         self.target: str | None = None
         """Checkpoint of a pending rollback, from the decision until it is loaded."""
-        self._left_out: WeakKeyDictionary[Loader, set[BatchRange]] = WeakKeyDictionary()
-        self._led: tuple[LoaderCursor, ...] = ()
+        self._excluded_batches: WeakKeyDictionary[Loader, set[BatchRange]] = WeakKeyDictionary()
+        self._bad_cursors: tuple[LoaderCursor, ...] = ()
 
     def refusal(self, knows_batches: bool) -> str:
         """Return the reason why a rollback is not possible; empty if it is. Ranks: every rank."""
@@ -64,7 +64,7 @@ class Rollback(RunPart):
                 f"the run was already rolled back {self.times} times (trust.numbers_rollbacks={self.limit}), so single batches are probably "
                 "not the cause"
             )
-        if self._newest() is None:
+        if self._find_newest() is None:
             return (
                 "this run has neither saved nor loaded a checkpoint to roll back to; call save_state() before the first step and "
                 "regularly afterwards"
@@ -73,19 +73,19 @@ class Rollback(RunPart):
 
     def decide(self, batches: Iterable[tuple[Loader, Position, int]]) -> str:
         """Schedule a rollback before the next batch that omits `batches`; return the checkpoint. Ranks: every rank."""
-        self.target = self._newest()
+        self.target = self._find_newest()
         assert self.target is not None, "refusal() found a checkpoint"
-        led = []
+        cursors = []
         for loader, start, number in batches:
-            self._left_out.setdefault(loader, set()).add(loader.batch_range(start, number))
-            led.append(loader.cursor)
-        self._led = tuple(led)
+            self._excluded_batches.setdefault(loader, set()).add(loader.batch_range(start, number))
+            cursors.append(loader.cursor)
+        self._bad_cursors = tuple(cursors)
         self.times += 1
         return self.target
 
     def batch(self, cursor: LoaderCursor) -> None:
         """Perform a pending rollback before the next batch of a loader whose batches are left out."""
-        if self.target is not None and any(cursor is one for one in self._led):
+        if self.target is not None and any(cursor is bad_cursor for bad_cursor in self._bad_cursors):
             self.now()
 
     def before_save(self) -> str | None:
@@ -104,19 +104,19 @@ class Rollback(RunPart):
         target, self.target = self.target, None
         if target is None:
             return False
-        self._led = ()
-        self._load(target)
-        for loader, batches in self._left_out.items():
+        self._bad_cursors = ()
+        self._load_checkpoint(target)
+        for loader, batches in self._excluded_batches.items():
             loader.leave_out(batches)  # the checkpoint only has the batches excluded before it was saved
         self._active_loaders.num_rollbacks += 1
         return True
 
 
-_RECENT: Final = 64
-_ENOUGH: Final = 16
+_NUM_RECENT_LOSSES: Final = 64
+_FEWEST_LOSSES: Final = 16
 """Number of losses required before one can be called a spike."""
-_SHOWN: Final = 16
-_MOST: Final = 4096
+_MOST_SHOWN: Final = 16
+_MOST_COLLECTED_LOSSES: Final = 4096
 _FINE, _GRADIENT, _LOSS = 0, 1, 2
 """Severity of a rank's numbers. A bad loss makes the averaged gradients of all ranks bad, so it is the highest."""
 _WHY: Final = (
@@ -175,30 +175,30 @@ class NumbersWatch(RunPart):
         self._clock = clock
         self._settings = settings
         self.rollback = rollback
-        self._newest = newest
-        self._calls = LastCalls()
+        self._find_newest = newest
+        self._last_calls = LastCalls()
         self._losses: LateLosses[Batches] = LateLosses(settings.overwritten, odd_only=settings.spike is None)
         self._cursor: LoaderCursor | None = None
         self._loader: Callable[[], Loader | None] = lambda: None
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._later = settings.then == "report"
-        if self._later:
+        self._recent_losses: deque[float] = deque(maxlen=_NUM_RECENT_LOSSES)
+        self._reports_later = settings.then == "report"
+        if self._reports_later:
             self.unused_events = ("prepared", "before_update")
         # A scaler skips updates that overflow, and raises when it skips too many.
-        self._quiet = self._later and settings.scaled
+        self._is_quiet = self._reports_later and settings.scaled
 
     def prepared(self, objects: Objects) -> Objects:
         """Record the calls of prepared models, so that the last one can be repeated."""
         for model in objects:
             if isinstance(model, nn.Module):
-                self._calls.follow(model)
+                self._last_calls.follow(model)
         return objects
 
     def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Check or collect a loss before its backward. A loss of weight zero may be NaN, and is ignored."""
-        if self._quiet:
+        if self._is_quiet:
             return
-        if self._later and loss.is_cpu:  # reading it does not wait for a device
+        if self._reports_later and loss.is_cpu:  # reading it does not wait for a device
             if self._settings.spike is not None or loss.numel() != 1 or not math.isfinite(loss.item()):
                 self._read_now(loss, weight)
             return
@@ -206,28 +206,30 @@ class NumbersWatch(RunPart):
         if len(watched) == 1 and watched[0] is self._cursor and (loader := self._loader()) is not None:
             batches = [(loader, *loader.current())]  # the loop still iterates over the same loader
         else:
-            batches = self._batches()
-        due = self._losses.add(loss, weight, batches, self._clock.num_updates + 1)
-        if self._later:
-            if due and not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
+            batches = self._current_batches()
+        is_copy_due = self._losses.add(loss, weight, batches, self._clock.num_updates + 1)
+        if self._reports_later:
+            if is_copy_due and not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._report(self._losses.copy())
-        elif len(self._losses.held) > _MOST:  # a script with an unprepared optimizer makes no updates here
+        elif (
+            len(self._losses.held) > _MOST_COLLECTED_LOSSES
+        ):  # a script with an unprepared optimizer makes no updates here
             self._losses.take()
 
     def _read_now(self, loss: Tensor, weight: float | Tensor | None) -> None:
-        update = Update(self._clock.num_updates + 1, [(loss.detach(), weight, self._batches())])
+        update = Update(self._clock.num_updates + 1, [(loss.detach(), weight, self._current_batches())])
         update.values = read(update)
         self._report([update])
 
-    def _batches(self) -> Batches:
+    def _current_batches(self) -> Batches:
         """Return the batches that the active loaders yielded last."""
-        found: Batches = []
+        batches: Batches = []
         for cursor in self._clock.loaders.active():
-            for one in self._prepared.loaders:
-                if getattr(one, "cursor", None) is cursor:
-                    found.append((one, *one.current()))
-                    self._cursor, self._loader = cursor, ref(one)
-        return found
+            for loader in self._prepared.loaders:
+                if getattr(loader, "cursor", None) is cursor:
+                    batches.append((loader, *loader.current()))
+                    self._cursor, self._loader = cursor, ref(loader)
+        return batches
 
     def before_update(self, optimizer: Holder) -> bool:
         """Check losses and gradients, and return whether the update must be skipped. Ranks: every rank.
@@ -237,7 +239,7 @@ class NumbersWatch(RunPart):
         if self.rollback is not None and self.rollback.target is not None:  # the update will be undone
             self._losses.take()
             return not optimizer.scaled
-        return self._look(self._losses.take(), self._clock.num_updates + 1, optimizer)
+        return self._check_update(self._losses.take(), self._clock.num_updates + 1, optimizer)
 
     def end(self) -> None:
         """Check the losses that have not been checked yet."""
@@ -254,13 +256,13 @@ class NumbersWatch(RunPart):
     # -- reports of one rank, some updates later --------------------------------------------------------------------
     def _report(self, updates: Sequence[Update[Batches]]) -> None:
         for update in updates:
-            if self._quiet or not (what := self._judge(update.values)):
+            if self._is_quiet or not (problem := self._describe_problem(update.values)):
                 continue
-            self._quiet = True
+            self._is_quiet = True
             text = "\n".join(
                 [
-                    f"{what} in update {update.step} on rank {self._ctx.rank}",
-                    *self._describe(update).lines,
+                    f"{problem} in update {update.step} on rank {self._ctx.rank}",
+                    *self._describe_batches(update).lines,
                     f"  why:  {_WHY}",
                     "  now:  training continues, and this rank reports no further losses; trust.numbers=stop would stop before the update and "
                     "name the module, trust.numbers=skip would skip the update",
@@ -269,153 +271,178 @@ class NumbersWatch(RunPart):
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     # -- checks of all ranks, before the update ---------------------------------------------------------------------
-    def _look(self, seen: Update[Batches], step: int, optimizer: Holder) -> bool:
-        if seen.losses:
-            seen.values = read(seen)
-        what = self._judge(seen.values)
-        level = _LOSS if what else _FINE
-        if not what and not optimizer.scaled and optimizer.readable and not _finite_gradients(optimizer.parameters):
-            what, level = "a gradient is nan or inf", _GRADIENT
-        worst = self._worst(level)
-        if worst == _FINE:
-            self._calls.clear()
+    def _check_update(self, update: Update[Batches], step: int, optimizer: Holder) -> bool:
+        if update.losses:
+            update.values = read(update)
+        problem = self._describe_problem(update.values)
+        severity = _LOSS if problem else _FINE
+        if (
+            not problem
+            and not optimizer.scaled
+            and optimizer.readable
+            and not _has_finite_gradients(optimizer.parameters)
+        ):
+            problem, severity = "a gradient is nan or inf", _GRADIENT
+        worst_severity = self._largest_severity(severity)
+        if worst_severity == _FINE:
+            self._last_calls.clear()
             return False
-        if level < worst:  # averaged with the gradients of a rank whose loss is bad: not caused by this rank
-            what = ""
-        finding = self._find(seen, what, optimizer)
-        self._calls.clear()
-        batches = [one for _, _, found in seen.losses for one in found]
-        answers = self._ctx.world.all_gather_object((bool(batches), (finding.what, finding.samples, finding.lines)))
-        findings = {rank: BadValue(*one) for rank, (_, one) in enumerate(answers)}
+        if (
+            severity < worst_severity
+        ):  # averaged with the gradients of a rank whose loss is bad: not caused by this rank
+            problem = ""
+        finding = self._find_problem(update, problem, optimizer)
+        self._last_calls.clear()
+        batches = [batch_of_rank for _, _, loss_batches in update.losses for batch_of_rank in loss_batches]
+        findings_by_rank = self._ctx.world.all_gather_object(
+            (bool(batches), (finding.what, finding.samples, finding.lines))
+        )
+        findings = {rank: BadValue(*batch_of_rank) for rank, (_, batch_of_rank) in enumerate(findings_by_rank)}
         if self._settings.then == "rollback":
-            self._go_back(step, findings, batches, all(known for known, _ in answers))
+            self._roll_back(step, findings, batches, all(knows_batches for knows_batches, _ in findings_by_rank))
         else:
-            self._act(step, findings, optimizer.scaled)
+            self._react(step, findings, optimizer.scaled)
         return not optimizer.scaled
 
-    def _worst(self, level: int) -> int:
+    def _largest_severity(self, severity: int) -> int:
         """Return the highest level of all ranks."""
         world = self._ctx.world
         return (
-            level if world.size == 1 else int(world.all_reduce(torch.tensor([level], dtype=torch.int32), "max").item())
+            severity
+            if world.size == 1
+            else int(world.all_reduce(torch.tensor([severity], dtype=torch.int32), "max").item())
         )
 
-    def _act(self, step: int, findings: Mapping[int, BadValue], scaled: bool) -> None:
+    def _react(self, step: int, findings: Mapping[int, BadValue], scaled: bool) -> None:
         if self._settings.then == "stop":
-            now = "every rank stops, before the update; trust.numbers=skip would skip the update and continue"
-            raise _error(step, findings, now)
-        how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
-        self._tell(_in_words(step, findings, f"{how}; optimizer and scheduler are unchanged"))
+            consequence = "every rank stops, before the update; trust.numbers=skip would skip the update and continue"
+            raise _make_error(step, findings, consequence)
+        reaction = "the scaler skips the update" if scaled else "the update is skipped on every rank"
+        self._warn_on_main(_render_findings(step, findings, f"{reaction}; optimizer and scheduler are unchanged"))
 
-    def _go_back(self, step: int, findings: Mapping[int, BadValue], batches: Batches, known: bool) -> None:
+    def _roll_back(self, step: int, findings: Mapping[int, BadValue], batches: Batches, knows_batches: bool) -> None:
         rollback = self.rollback
         assert rollback is not None, "made with the setting"
-        if refusal := rollback.refusal(known):
-            raise _error(step, findings, f"every rank stops, before the update: {refusal}")
-        place = rollback.decide(batches)
-        self._recent.clear()  # the losses of the undone updates will be repeated
-        how = f"the run is rolled back to {place} and skips the batches of this update ({rollback.times} of at most {rollback.limit} times)"
-        self._tell(_in_words(step, findings, how))
+        if refusal := rollback.refusal(knows_batches):
+            raise _make_error(step, findings, f"every rank stops, before the update: {refusal}")
+        checkpoint = rollback.decide(batches)
+        self._recent_losses.clear()  # the losses of the undone updates will be repeated
+        reaction = f"the run is rolled back to {checkpoint} and skips the batches of this update ({rollback.times} of at most {rollback.limit} times)"
+        self._warn_on_main(_render_findings(step, findings, reaction))
 
-    def _tell(self, text: str) -> None:
+    def _warn_on_main(self, text: str) -> None:
         if self._ctx.is_main:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
-    def _find(self, seen: Update[Batches], what: str, optimizer: Holder) -> BadValue:
+    def _find_problem(self, update: Update[Batches], problem: str, optimizer: Holder) -> BadValue:
         """Return this rank's finding. If a forward needs every rank, all ranks repeat theirs."""
         lines: list[str] = []
-        if what or self._settings.runs_together:
-            for call in self._calls.all():
-                inner = self._unwrap(call.model)
-                if stage_part(inner) is None:
-                    lines.append(f"  first module whose output is not finite: {first_bad_module(call, inner)}")
-        if not what:
+        if problem or self._settings.runs_together:
+            for call in self._last_calls.all():
+                plain_model = self._unwrap(call.model)
+                if stage_part(plain_model) is None:
+                    lines.append(f"  first module whose output is not finite: {first_bad_module(call, plain_model)}")
+        if not problem:
             return BadValue()
-        if not optimizer.scaled and optimizer.readable and (names := self._bad_gradients(optimizer)):
+        if not optimizer.scaled and optimizer.readable and (parameter_names := self._name_bad_gradients(optimizer)):
             lines.append(
-                f"  gradients that are not finite: {', '.join(names[:_SHOWN])}{' …' if len(names) > _SHOWN else ''}"
+                f"  gradients that are not finite: {', '.join(parameter_names[:_MOST_SHOWN])}{' …' if len(parameter_names) > _MOST_SHOWN else ''}"
             )
-        place = self._describe(seen)
-        return BadValue(what, place.samples, [*place.lines, *lines])
+        batch_description = self._describe_batches(update)
+        return BadValue(problem, batch_description.samples, [*batch_description.lines, *lines])
 
-    def _bad_gradients(self, optimizer: Holder) -> list[str]:
-        own = {id(parameter) for parameter in optimizer.parameters}
+    def _name_bad_gradients(self, optimizer: Holder) -> list[str]:
+        parameter_ids = {id(parameter) for parameter in optimizer.parameters}
         return [
             name
             for model in self._prepared.models
             for name, parameter in named_parameters(model)
-            if id(parameter) in own and not _finite_gradients([parameter])
+            if id(parameter) in parameter_ids and not _has_finite_gradients([parameter])
         ]
 
     # -- losses -----------------------------------------------------------------------------------------------------
-    def _judge(self, values: list[float]) -> str:
+    def _describe_problem(self, values: list[float]) -> str:
         """Return a description of the problem with these losses; empty if there is none."""
         for value in values:
             if not math.isfinite(value):
                 return f"the loss is {value}"
         spike = self._settings.spike
         if spike is not None:
-            if len(self._recent) >= _ENOUGH:
-                median = _median(self._recent)
+            if len(self._recent_losses) >= _FEWEST_LOSSES:
+                median = _median(self._recent_losses)
                 for value in values:
                     if value > spike * median > 0:
-                        return f"the loss is {value:.6g}, {value / median:.3g} times the median of the last {len(self._recent)}"
-            self._recent.extend(values)
+                        return f"the loss is {value:.6g}, {value / median:.3g} times the median of the last {len(self._recent_losses)}"
+            self._recent_losses.extend(values)
         return ""
 
-    def _describe(self, seen: Update[Batches]) -> BadValue:
+    def _describe_batches(self, update: Update[Batches]) -> BadValue:
         """Return the batches of this update, with the commands to fetch them again."""
-        values = seen.values
+        values = update.values
         lines: list[str] = []
         samples: list[int] = []
-        odd = [number for number, value in enumerate(values) if not math.isfinite(value)]
-        for index in odd or range(len(values)):
-            for loader, start, steps in seen.losses[index][2]:
+        bad_losses = [batch_number for batch_number, value in enumerate(values) if not math.isfinite(value)]
+        for index in bad_losses or range(len(values)):
+            for loader, start, steps in update.losses[index][2]:
                 indices = loader.samples(start, steps)
-                where = f"  loss {values[index]:.6g}: epoch {start.epoch}, batch {steps} of this pass"
+                batch_words = f"  loss {values[index]:.6g}: epoch {start.epoch}, batch {steps} of this pass"
                 if indices is None:
-                    lines.append(f"{where}, of a stream or sampler whose order is unknown")
+                    lines.append(f"{batch_words}, of a stream or sampler whose order is unknown")
                 else:
                     samples += indices
-                    more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
-                    lines.append(f"{where}, dataset indices {', '.join(map(str, indices[:_SHOWN]))}{more}")
-                    if number := loader.number(start, steps):
-                        which = f"--rank {self._ctx.rank} --epoch {start.epoch} --batch {number}"
-                        lines.append(f"  fetch it again: hasten data show {self._newest() or 'CHECKPOINT'} {which}")
+                    remaining_words = f" and {len(indices) - _MOST_SHOWN} more" if len(indices) > _MOST_SHOWN else ""
+                    lines.append(
+                        f"{batch_words}, dataset indices {', '.join(map(str, indices[:_MOST_SHOWN]))}{remaining_words}"
+                    )
+                    if batch_number := loader.number(start, steps):
+                        batch_flags = f"--rank {self._ctx.rank} --epoch {start.epoch} --batch {batch_number}"
+                        lines.append(
+                            f"  fetch it again: hasten data show {self._find_newest() or 'CHECKPOINT'} {batch_flags}"
+                        )
         return BadValue("", samples, lines)
 
 
-def _in_words(step: int, findings: Mapping[int, BadValue], now: str) -> str:
+def _render_findings(step: int, findings: Mapping[int, BadValue], consequence: str) -> str:
     """Return the report: the findings by rank, and the consequence."""
-    ranks = tuple(rank for rank, one in findings.items() if one.what)
-    kinds = dict.fromkeys(one.what for one in findings.values() if one.what)
-    lines = [f"{' and '.join(kinds)} in update {step} on {ranks_in_words(ranks)}"]
-    for rank in ranks[:_SHOWN]:
+    ranks = tuple(rank for rank, finding in findings.items() if finding.what)
+    problems = dict.fromkeys(finding.what for finding in findings.values() if finding.what)
+    lines = [f"{' and '.join(problems)} in update {step} on {ranks_in_words(ranks)}"]
+    for rank in ranks[:_MOST_SHOWN]:
         lines += [f"  rank {rank}:", *(f"  {line}" for line in findings[rank].lines)]
-    return "\n".join([*lines, f"  why:  {_WHY}", f"  now:  {now}"])
+    return "\n".join([*lines, f"  why:  {_WHY}", f"  now:  {consequence}"])
 
 
-def _error(step: int, findings: Mapping[int, BadValue], now: str) -> NumbersError:
-    ranks = tuple(rank for rank, one in findings.items() if one.what)
-    return NumbersError(_in_words(step, findings, now), step, ranks, {rank: findings[rank].samples for rank in ranks})
+def _make_error(step: int, findings: Mapping[int, BadValue], consequence: str) -> NumbersError:
+    ranks = tuple(rank for rank, finding in findings.items() if finding.what)
+    return NumbersError(
+        _render_findings(step, findings, consequence), step, ranks, {rank: findings[rank].samples for rank in ranks}
+    )
 
 
 @torch.no_grad()
-def _finite_gradients(parameters: Sequence[Tensor]) -> bool:
+def _has_finite_gradients(parameters: Sequence[Tensor]) -> bool:
     """Return whether this rank's shards of the gradients are finite, with a single copy to the host."""
-    parts: list[Tensor] = []
+    local_gradients: list[Tensor] = []
     for parameter in parameters:
-        if (grad := parameter.grad) is not None:
-            local = grad.to_local() if is_dtensor(grad) else grad
-            parts.append(local.coalesce().values() if local.is_sparse else local)
-    worst = [torch.linalg.vector_norm(part, math.inf) for part in parts if part.numel()]
-    if not worst:
+        if (gradient := parameter.grad) is not None:
+            local_gradient_or_sparse = gradient.to_local() if is_dtensor(gradient) else gradient
+            local_gradients.append(
+                local_gradient_or_sparse.coalesce().values()
+                if local_gradient_or_sparse.is_sparse
+                else local_gradient_or_sparse
+            )
+    norms = [
+        torch.linalg.vector_norm(local_gradient, math.inf)
+        for local_gradient in local_gradients
+        if local_gradient.numel()
+    ]
+    if not norms:
         return True
-    device = worst[0].device
-    return math.isfinite(float(torch.stack([one.to(device, torch.float32) for one in worst]).sum()))
+    device = norms[0].device
+    return math.isfinite(float(torch.stack([norm.to(device, torch.float32) for norm in norms]).sum()))
 
 
 def _median(values: Collection[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    sorted_values = sorted(values)
+    middle = len(sorted_values) // 2
+    return sorted_values[middle] if len(sorted_values) % 2 else (sorted_values[middle - 1] + sorted_values[middle]) / 2
