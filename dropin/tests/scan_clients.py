@@ -34,7 +34,21 @@ _DOTTED = re.compile(rf"{PACKAGE}(\.\w+)+")
 _BEGIN, _END = "<!-- names: begin -->", "<!-- names: end -->"
 # Any in this file: answers of the index, and whatever a name stands for.
 
-REASONS: Final[dict[str, str]] = {}
+_NOT_THERE: Final = "torch_xla, which the original imports where it is installed"
+_OWN_NAME: Final = "made by the client's own patch"
+REASONS: Final[dict[str, str]] = {
+    "accelerate.Accelerator._te_fp8_patched": _OWN_NAME,
+    "accelerate.Accelerator._unsloth_tp_hooks": _OWN_NAME,
+    "accelerate.FullyShardedDataParallelPlugin.get_module_class_from_name": "not in the original 1.15.0 either",
+    "accelerate.accelerator.ParallelismConfig.ep_enabled": _OWN_NAME,
+    "accelerate.checkpointing.xm": _NOT_THERE,
+    "accelerate.data_loader._AXOLOTL_EP_PATCHED": _OWN_NAME,
+    "accelerate.optimizer.xm": _NOT_THERE,
+    "accelerate.prepare_data_loader": "not in the original 1.15.0 either; the client asks first",
+    "accelerate.state.DistributedType.TPU": "not in the original 1.15.0 either",
+    "accelerate.state.xm": _NOT_THERE,
+}
+"""Names that do not resolve, and why."""
 
 
 class NameFinder(ast.NodeVisitor):
@@ -196,9 +210,31 @@ def resolves(name: str) -> bool:
     return True
 
 
+def table() -> str:
+    """Return the table of packages that use names: how many resolve, and which do not. Raises: AssertionError without a reason."""
+    lines = ["| Package | Version | Names | Resolve | Do not |", "|---|---|---|---|---|"]
+    for package, release in json.loads(FOUND.read_text()).items():
+        names = [name for name in release["names"] if not name.startswith(INSTANCE)]
+        missing = [name for name in names if not resolves(name)]
+        assert all(name in REASONS for name in missing), f"{package}: {missing}"
+        listed = "; ".join(f"`{name.removeprefix('accelerate.')}`: {REASONS[name]}" for name in missing)
+        if names:
+            cells = (package, release["version"], len(names), len(names) - len(missing), listed or "–")
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def write() -> None:
+    """Put the table into the page."""
+    before, _, rest = PAGE.read_text().partition(_BEGIN)
+    PAGE.write_text(f"{before}{_BEGIN}\n{table()}\n{_END}{rest.partition(_END)[2]}")
+
+
 def main(words: list[str]) -> None:
     if words[0] == "find":
         find(words[1:])
+    elif words[0] == "write":
+        write()
 
 
 if __name__ == "__main__":
