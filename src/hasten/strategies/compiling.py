@@ -218,7 +218,7 @@ def _compiled_forward_class(name: str) -> type[CompiledForward]:
 def compile_modules(
     modules: Sequence[nn.Module],
     name: str,
-    chosen: dict[str, Any],  # Any: torch.compile's keywords
+    compile_options: dict[str, Any],  # Any: torch.compile's keywords
     is_main: bool,
     automatic: bool = False,
 ) -> None:
@@ -229,8 +229,8 @@ def compile_modules(
         inner = inside_ddp(module)
         if _is_torchs(inner):
             forwarding.replace(inner, forward_class())
-        module.compile(**chosen)
-    if modules and not chosen.get("disable"):
+        module.compile(**compile_options)
+    if modules and not compile_options.get("disable"):
         FirstCalls(modules, name, is_main, automatic)
 
 
@@ -258,28 +258,28 @@ class CompiledLoss:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Replace this object by the function when the model is copied or pickled."""
-        return _the_same, (self.inner,)
+        return _return_function, (self.inner,)
 
 
-def _the_same(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _return_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
-def compile_rest(model: nn.Module, chosen: dict[str, Any]) -> list[str]:  # Any: torch.compile's keywords
+def compile_rest(model: nn.Module, compile_options: dict[str, Any]) -> list[str]:  # Any: torch.compile's keywords
     """Compile the norms outside the repeated blocks, and transformers' loss function; return what was compiled."""
-    done = []
-    for name, part in _beside_blocks(model):
+    compiled_names = []
+    for name, part in _norms_outside_blocks(model):
         if not is_compiled(part):
-            part.compile(**chosen)
-            done.append(name)
-    for part in _with_head(model):
+            part.compile(**compile_options)
+            compiled_names.append(name)
+    for part in _models_with_head(model):
         if getattr(part.loss_function, "__name__", "") in LOSSES:
-            part.loss_function = CompiledLoss(part.loss_function, chosen)
-            done.append(f"the loss of {type(part).__name__}")
-    return done
+            part.loss_function = CompiledLoss(part.loss_function, compile_options)
+            compiled_names.append(f"the loss of {type(part).__name__}")
+    return compiled_names
 
 
-def _beside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _norms_outside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers outside the repeated blocks that have only vectors as parameters, but for torch's, which are one kernel already."""
     in_blocks = {id(part) for _, block in repeated_blocks(model) for part in block.modules()}
     for name, part in model.named_modules():
@@ -295,7 +295,7 @@ def _is_torchs(module: nn.Module) -> bool:
     return str(module.forward.__module__).partition(".")[0] == "torch"
 
 
-def _with_head(model: nn.Module) -> Iterator[Any]:  # Any: models of transformers
+def _models_with_head(model: nn.Module) -> Iterator[Any]:  # Any: models of transformers
     """Yield the models of transformers that compute logits and may compute their loss."""
     for part in model.modules():
         head = getattr(part, "get_output_embeddings", None)
@@ -307,7 +307,7 @@ def all_uncompiled(model: nn.Module) -> nn.Module:
     """Remove the compiled functions of the model's modules and losses, and return the model."""
     for part in model.modules():
         uncompiled(part)
-    for part in _with_head(model):
+    for part in _models_with_head(model):
         if isinstance(part.loss_function, CompiledLoss):
             part.loss_function = part.loss_function.inner
     return model

@@ -55,10 +55,10 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
         return
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if isinstance(optimizer, LBFGS):
-        uneven = next((p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None)
-        if uneven is not None:
+        uneven_parameter = next((p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None)
+        if uneven_parameter is not None:
             raise PrepareError(
-                f"{name} concatenates all parameters, which torch does not support if a parameter of shape {tuple(uneven.shape)} is not "
+                f"{name} concatenates all parameters, which torch does not support if a parameter of shape {tuple(uneven_parameter.shape)} is not "
                 f"sharded evenly over {shards[0].device_mesh.size()} ranks. Use {_IN_SHARDS}, "
                 "or strategy='ddp'."
             )
@@ -102,23 +102,23 @@ def update_own_shards(optimizer: Optimizer) -> None:
 def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Move SGD's momentum from the local tensors to their parameters, as DTensors."""
     owners = {id(p._local_tensor): p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)}
-    for part in [part for part in optimizer.state if id(part) in owners]:
-        made = optimizer.state.pop(part).get("momentum_buffer")
-        owner = owners[id(part)]
-        if made is not None and optimizer.state[owner].get("momentum_buffer") is None:
-            optimizer.state[owner]["momentum_buffer"] = like_parameter(made, owner)
+    for local_tensor in [local_tensor for local_tensor in optimizer.state if id(local_tensor) in owners]:
+        momentum = optimizer.state.pop(local_tensor).get("momentum_buffer")
+        owner = owners[id(local_tensor)]
+        if momentum is not None and optimizer.state[owner].get("momentum_buffer") is None:
+            optimizer.state[owner]["momentum_buffer"] = like_parameter(momentum, owner)
 
 
 def _collect_shards(
     collect: Collect, makes_state: bool, group: dict[str, Any], *lists: list[Any]
 ) -> Any:  # Any: torch's method
     """Collect the tensors of one update (parameters, gradients, state), with local tensors in place of DTensors."""
-    told = collect(group, *lists)
+    result = collect(group, *lists)
     if group.get("differentiable") or not _all_shards_alike(lists, makes_state):
-        return told
+        return result
     for values in lists:
         values[:] = [value._local_tensor if is_dtensor(value) else value for value in values]
-    return told
+    return result
 
 
 def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
@@ -184,7 +184,7 @@ class _GatherShards:
                 for parameter in members:
                     if parameter.grad is not None:
                         optimizer.param_groups = [group]
-                        _update(optimizer, group, parameter)
+                        _update_parameter(optimizer, group, parameter)
         finally:
             optimizer.param_groups = groups
             for group, members in zip(groups, params, strict=True):
@@ -200,7 +200,7 @@ class _GatherShards:
         self._params = None
 
 
-def _update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+def _update_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
     """Update one parameter. Ranks: every rank that holds a shard of it."""
     step = inspect.unwrap(type(optimizer).step)  # without hooks, which run once per step
     if not is_dtensor(parameter):
@@ -208,29 +208,31 @@ def _update(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> N
         step(optimizer)
         return
     assert parameter.grad is not None, "it has a gradient"
-    whole = nn.Parameter(_whole(parameter), requires_grad=False)
-    whole.grad = _whole(parameter.grad)
+    whole_parameter = nn.Parameter(_gather_whole(parameter), requires_grad=False)
+    whole_parameter.grad = _gather_whole(parameter.grad)
     state = optimizer.state.pop(parameter, {})
     if state:
-        optimizer.state[whole] = {k: _whole(v) if is_dtensor(v) else v for k, v in state.items()}
-    group["params"] = [whole]
+        optimizer.state[whole_parameter] = {k: _gather_whole(v) if is_dtensor(v) else v for k, v in state.items()}
+    group["params"] = [whole_parameter]
     step(optimizer)
-    made = optimizer.state.pop(whole)
+    new_state = optimizer.state.pop(whole_parameter)
     optimizer.state[parameter] = {
-        key: _spread(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
-        for key, value in made.items()
+        key: _shard_of_whole(value, parameter)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in new_state.items()
     }
-    own = dtensor_slice(parameter)
-    own.data.copy_(_part(whole, own.offset, own.data))
+    own_slice = dtensor_slice(parameter)
+    own_slice.data.copy_(_narrow_to_shard(whole_parameter, own_slice.offset, own_slice.data))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_whole(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
-    where = tensor.device_mesh.device_type
-    if tensor.device.type != where:  # shards in host memory, which the group cannot gather
+    mesh_device_type = tensor.device_mesh.device_type
+    if tensor.device.type != mesh_device_type:  # shards in host memory, which the group cannot gather
         local = placements().DTensor.from_local(
-            tensor.to_local().to(where),
+            tensor.to_local().to(mesh_device_type),
             tensor.device_mesh,
             tensor.placements,
             run_check=False,
@@ -242,12 +244,12 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach()
 
 
-def _part(whole: Tensor, offset: tuple[int, ...], like: Tensor) -> Tensor:
+def _narrow_to_shard(whole: Tensor, offset: tuple[int, ...], like: Tensor) -> Tensor:
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, like.shape, strict=True))]
 
 
-def _spread(value: Tensor, parameter: DTensor) -> Tensor:
+def _shard_of_whole(value: Tensor, parameter: DTensor) -> Tensor:
     """Return this rank's shard of a whole value, as a DTensor that is sharded like the parameter."""
-    own = dtensor_slice(parameter)
-    part = _part(value, own.offset, own.data).to(own.data.device, copy=True)
-    return like_parameter(part, parameter)
+    own_slice = dtensor_slice(parameter)
+    own_part = _narrow_to_shard(value, own_slice.offset, own_slice.data).to(own_slice.data.device, copy=True)
+    return like_parameter(own_part, parameter)

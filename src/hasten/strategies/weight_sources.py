@@ -78,10 +78,10 @@ def _compare(model: nn.Module, ctx: ProcessContext) -> None:
 
 
 def _refuse_lost_buffers(model: nn.Module, config: FullyShardedDataParallelPlugin) -> None:
-    lost = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(model.state_dict())
-    if lost and config.param_init_fn is None:
+    lost_buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(model.state_dict())
+    if lost_buffers and config.param_init_fn is None:
         raise PrepareError(
-            f"buffer {sorted(lost)[0]!r} was built on the meta device and is not saved with the model's weights, so it would not be "
+            f"buffer {sorted(lost_buffers)[0]!r} was built on the meta device and is not saved with the model's weights, so it would not be "
             "initialized. Pass FullyShardedDataParallelPlugin(param_init_fn=...) that computes it, or "
             "create this buffer on a real device."
         )
@@ -115,29 +115,31 @@ def scatter_from_rank_0(model: nn.Module, wholes: dict[str, Tensor], ctx: Proces
     Ranks: every rank; `wholes` is empty on all ranks but rank 0.
     """
     for name, target in named_tensors(model):
-        given = wholes.pop(name, None)
-        like = torch.empty(target.shape, dtype=target.dtype, device=ctx.device) if given is None else given
-        whole = ctx.world.broadcast(like.to(ctx.device))
+        known_whole = wholes.pop(name, None)
+        whole_source = (
+            torch.empty(target.shape, dtype=target.dtype, device=ctx.device) if known_whole is None else known_whole
+        )
+        whole_tensor = ctx.world.broadcast(whole_source.to(ctx.device))
         if isinstance(target, DTensor):
-            piece = dtensor_slice(target)
-            for dim, (start, size) in enumerate(zip(piece.offset, piece.data.shape, strict=True)):
-                whole = whole.narrow(dim, start, size)
-            piece.data.copy_(whole)
+            own_slice = dtensor_slice(target)
+            for dim, (start, size) in enumerate(zip(own_slice.offset, own_slice.data.shape, strict=True)):
+                whole_tensor = whole_tensor.narrow(dim, start, size)
+            own_slice.data.copy_(whole_tensor)
         else:
-            target.copy_(whole)
+            target.copy_(whole_tensor)
 
 
 def allocate_meta(model: nn.Module, device: torch.device) -> None:
     """Allocate this rank's shards of meta tensors; floating-point ones hold NaN until they are filled."""
 
-    def real(tensor: Tensor) -> Tensor:
+    def allocate(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        room = torch.empty_like(tensor, device=device)
-        return room.fill_(torch.nan) if room.is_floating_point() else room
+        allocated = torch.empty_like(tensor, device=device)
+        return allocated.fill_(torch.nan) if allocated.is_floating_point() else allocated
 
     if any(tensor.is_meta for _, tensor in named_tensors(model)):
-        model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def fill_by_function(model: nn.Module, config: FullyShardedDataParallelPlugin) -> None:

@@ -24,7 +24,7 @@ from hasten.extensions.pipeline.cut import StageCut
 from hasten.modules import forwarding
 from hasten.modules.names import TAG, StagePart
 from hasten.modules.surgery import swap
-from hasten.strategies.tensor.ops import ApartStream
+from hasten.strategies.tensor.ops import RankRandomStream
 
 
 class _BlocksDone(BaseException):
@@ -197,7 +197,7 @@ class BlockChain:
         self._container = model.get_submodule(cut.container)
         self._blocks: dict[int, nn.Module] = {}
         self._stand_ins: dict[int, RemoteModule] = {}
-        self._streams = {stage: ApartStream(model, stage) for stage in self.stages}
+        self._streams = {stage: RankRandomStream(model, stage) for stage in self.stages}
         self._take_out(model, rank)
 
     def _take_out(self, model: nn.Module, rank: int) -> None:

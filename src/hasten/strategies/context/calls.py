@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hasten.errors import StepError
 from hasten.strategies.context.masks import IGNORED
-from hasten.strategies.context.ops import held_part
+from hasten.strategies.context.ops import shard_of_rank
 from hasten.strategies.context.sdpa import SequenceAttention
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
@@ -47,11 +47,11 @@ class OpenBlock:
 
     def whole(self, value: object) -> tuple[Tensor, int] | None:
         """Return the whole tensor of a buffer and its sequence dimension; None for other values."""
-        return next(((whole, dim) for tensor, whole, dim in self.buffers if tensor is value), None)
+        return next(((whole_tensor, dim) for tensor, whole_tensor, dim in self.buffers if tensor is value), None)
 
-    def part(self, whole: Tensor, dim: int) -> Tensor:
+    def part(self, whole_tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a tensor."""
-        return held_part(whole, dim, self.layout, self.rank)
+        return shard_of_rank(whole_tensor, dim, self.layout, self.rank)
 
 
 class CallHook:
@@ -62,12 +62,14 @@ class CallHook:
         self._trainable = trainable
         self._ranks = ranks
         self._opened = opened
-        inside: Any = getattr(inner, "get_base_model", None)  # a model wrapped by peft
-        self._base: Any = inside() if callable(inside) else inner
+        get_base_model: Any = getattr(inner, "get_base_model", None)  # a model wrapped by peft
+        self._base: Any = get_base_model() if callable(get_base_model) else inner
         self._signature = inspect.signature(inner.forward)
         self._accepts = inspect.signature(self._base.forward).parameters
-        flags = [part.is_causal for part in inner.modules() if isinstance(getattr(part, "is_causal", None), bool)]
-        self._causal = bool(flags) and all(flags)
+        causal_flags = [
+            module.is_causal for module in inner.modules() if isinstance(getattr(module, "is_causal", None), bool)
+        ]
+        self._causal = bool(causal_flags) and all(causal_flags)
         self._checked = False
 
     def __deepcopy__(self, memo: object) -> CallHook:
@@ -81,25 +83,25 @@ class CallHook:
         if block is None:
             self._refuse_outside(model)
             return None
-        bound = self._signature.bind_partial(*args, **kwargs)
-        more = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        given = {**bound.arguments, **bound.arguments.get(more or "", {})}
-        given.pop(more or "", None)
-        changed = self._completed(block, given)
+        bound_arguments = self._signature.bind_partial(*args, **kwargs)
+        extra_name = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        arguments = {**bound_arguments.arguments, **bound_arguments.arguments.get(extra_name or "", {})}
+        arguments.pop(extra_name or "", None)
+        changed_arguments = self._complete_arguments(block, arguments)
         if not self._checked:
             self._checked = True
-            if "position_ids" not in changed and not self._has_positions(block, given):
+            if "position_ids" not in changed_arguments and not self._has_positions(block, arguments):
                 self._refuse_unknown_positions()
             if not hasattr(self._base, "loss_function"):
-                self._refuse_labels(block, given)
-        if not changed:
+                self._refuse_labels(block, arguments)
+        if not changed_arguments:
             return None
-        for name, value in changed.items():
+        for name, value in changed_arguments.items():
             if name in self._signature.parameters:
-                bound.arguments[name] = value
+                bound_arguments.arguments[name] = value
             else:
-                bound.arguments.setdefault(more or name, {})[name] = value
-        return bound.args, bound.kwargs
+                bound_arguments.arguments.setdefault(extra_name or name, {})[name] = value
+        return bound_arguments.args, bound_arguments.kwargs
 
     def _refuse_unknown_positions(self) -> None:
         raise StepError(
@@ -109,9 +111,9 @@ class CallHook:
             "cp_size=1."
         )
 
-    def _refuse_labels(self, block: OpenBlock, given: dict[str, Any]) -> None:
+    def _refuse_labels(self, block: OpenBlock, arguments: dict[str, Any]) -> None:
         for name in _LABELS:
-            labels = block.whole(given.get(name))
+            labels = block.whole(arguments.get(name))
             if labels is not None and not labels[0].is_floating_point():
                 raise StepError(
                     f"{type(self._inner).__name__} was called with {name!r} in a context-parallel block. A model that shifts its labels "
@@ -128,14 +130,14 @@ class CallHook:
                 f"{_WRITE}; call the model under torch.no_grad() or in eval mode for whole sequences, or set cp_size=1."
             )
 
-    def _has_positions(self, block: OpenBlock, given: Mapping[str, Any]) -> bool:
+    def _has_positions(self, block: OpenBlock, arguments: Mapping[str, Any]) -> bool:
         """Return whether an argument holds the positions of the sequence, or no argument holds tokens of the block.
 
         An argument that is no buffer may be positions that the caller computed inside the block.
         """
         counting = block.counting()
         has_tokens = False
-        for argument in given.values():
+        for argument in arguments.values():
             if not isinstance(argument, Tensor):
                 continue
             index = next((n for n, (tensor, _, _) in enumerate(block.buffers) if tensor is argument), None)
@@ -144,30 +146,32 @@ class CallHook:
             has_tokens = has_tokens or argument.dtype in (torch.int64, torch.int32)
         return not has_tokens
 
-    def _completed(self, block: OpenBlock, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _complete_arguments(self, block: OpenBlock, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments to change, with their new values."""
-        changed: dict[str, Any] = {}
-        sequence = next((found for name in given if (found := block.whole(given[name])) is not None), None)
+        changed_arguments: dict[str, Any] = {}
+        sequence = next(
+            (whole_buffer for name in arguments if (whole_buffer := block.whole(arguments[name])) is not None), None
+        )
         if sequence is None:
-            return changed
+            return changed_arguments
         length = sequence[0].shape[sequence[1]]
-        self._refuse_wholes(block, given, length)
+        self._refuse_wholes(block, arguments, length)
         self._refuse_windows(length)
-        if "position_ids" in self._accepts and given.get("position_ids") is None:
+        if "position_ids" in self._accepts and arguments.get("position_ids") is None:
             self._refuse_other_positions()
-            places = torch.arange(length, device=sequence[0].device)
-            changed["position_ids"] = block.part(places, 0).unsqueeze(0)
-        labels = self._shifted(block, given)
+            positions = torch.arange(length, device=sequence[0].device)
+            changed_arguments["position_ids"] = block.part(positions, 0).unsqueeze(0)
+        labels = self._shift_labels(block, arguments)
         if labels is not None:
-            changed["shift_labels"] = labels[0]
-        if (mask := block.whole(given.get("attention_mask"))) is not None and self._causal:
-            self._complete_mask(block, mask, self._labels_of(block, given, labels), changed)
-        return changed
+            changed_arguments["shift_labels"] = labels[0]
+        if (mask := block.whole(arguments.get("attention_mask"))) is not None and self._causal:
+            self._complete_mask(block, mask, self._whole_labels_of(block, arguments, labels), changed_arguments)
+        return changed_arguments
 
-    def _refuse_wholes(self, block: OpenBlock, given: Mapping[str, Any], length: int) -> None:
+    def _refuse_wholes(self, block: OpenBlock, arguments: Mapping[str, Any], length: int) -> None:
         """Raise StepError for an argument that spans the whole sequence beside sharded ones."""
         for name in _SEQUENCES:
-            value = given.get(name)
+            value = arguments.get(name)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length and block.whole(value) is None:
                 raise StepError(
                     f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which spans whole sequences but "
@@ -177,10 +181,10 @@ class CallHook:
     def _refuse_windows(self, length: int) -> None:
         """Raise StepError for a model of transformers whose layers attend within a window that sharding would ignore."""
         config: Any = getattr(self._base, "config", None)
-        kinds = getattr(config, "layer_types", None)
+        layer_types = getattr(config, "layer_types", None)
         for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
             window = getattr(config, name, None)
-            if isinstance(window, int) and window < length and (kinds is None or kind in kinds):
+            if isinstance(window, int) and window < length and (layer_types is None or kind in layer_types):
                 raise StepError(
                     f"{type(self._base).__name__} has config.{name}={window}, and sequences of {length} tokens that are split over "
                     f"{self._ranks} ranks are attended to without a window. Use sequences of at most {window} tokens, or cp_size=1."
@@ -188,25 +192,29 @@ class CallHook:
 
     def _refuse_other_positions(self) -> None:
         """Raise StepError for a model whose positions are not 0, 1, 2, … of each sequence."""
-        padded = [
+        padded_embeddings = [
             name
-            for name, part in self._base.named_modules()
-            if isinstance(part, nn.Embedding) and part.padding_idx is not None and "position" in name
+            for name, module in self._base.named_modules()
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name
         ]
-        if padded or hasattr(self._base, "get_rope_index"):
-            why = f"counts positions from {padded[0]!r}'s padding_idx" if padded else "computes them from its images"
+        if padded_embeddings or hasattr(self._base, "get_rope_index"):
+            reason = (
+                f"counts positions from {padded_embeddings[0]!r}'s padding_idx"
+                if padded_embeddings
+                else "computes them from its images"
+            )
             raise StepError(
-                f"{type(self._base).__name__} was called without position_ids inside a context-parallel block, and {why}; for a part of "
+                f"{type(self._base).__name__} was called without position_ids inside a context-parallel block, and {reason}; for a part of "
                 "a sequence they would be wrong. Compute position_ids of whole sequences and pass them as a buffer."
             )
 
-    def _shifted(self, block: OpenBlock, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    def _shift_labels(self, block: OpenBlock, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
         """Return this rank's labels and all labels, shifted by one, for a model that would shift its shard of them itself.
 
         Raises: StepError for a model that shifts labels and takes no shifted ones.
         """
-        labels = block.whole(given.get("labels"))
-        if labels is None or given.get("shift_labels") is not None or not hasattr(self._base, "loss_function"):
+        labels = block.whole(arguments.get("labels"))
+        if labels is None or arguments.get("shift_labels") is not None or not hasattr(self._base, "loss_function"):
             return None
         if getattr(self._base.loss_function, "__name__", "") != "ForCausalLMLoss":
             return None
@@ -215,41 +223,43 @@ class CallHook:
                 f"{type(self._base).__name__} shifts labels in its forward, so the tokens at the ends of each rank's part would be "
                 "lost. Shift the labels before the block and compute the loss from the logits."
             )
-        whole = F.pad(labels[0].narrow(labels[1], 1, labels[0].shape[labels[1]] - 1), (0, 1), value=IGNORED)
-        mine = block.part(whole, labels[1])
+        whole_labels = F.pad(labels[0].narrow(labels[1], 1, labels[0].shape[labels[1]] - 1), (0, 1), value=IGNORED)
+        shard_labels = block.part(whole_labels, labels[1])
         block.attention.start()  # weighs by the unshifted labels, so it runs first
-        if given.get("num_items_in_batch") is None:
-            block.weigh(mine, whole)
-        return mine, whole
+        if arguments.get("num_items_in_batch") is None:
+            block.weigh(shard_labels, whole_labels)
+        return shard_labels, whole_labels
 
-    def _labels_of(
-        self, block: OpenBlock, given: Mapping[str, Any], shifted: tuple[Tensor, Tensor] | None
+    def _whole_labels_of(
+        self, block: OpenBlock, arguments: Mapping[str, Any], shifted_labels: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
         """Return the whole shifted labels, aligned with the tokens that predict them."""
-        if shifted is not None:
-            return shifted[1]
-        found = block.whole(given.get("shift_labels"))
-        return None if found is None else found[0]
+        if shifted_labels is not None:
+            return shifted_labels[1]
+        whole_labels = block.whole(arguments.get("shift_labels"))
+        return None if whole_labels is None else whole_labels[0]
 
     def _complete_mask(
-        self, block: OpenBlock, mask: tuple[Tensor, int], labels: Tensor | None, changed: dict[str, Any]
+        self, block: OpenBlock, mask: tuple[Tensor, int], labels: Tensor | None, changed_arguments: dict[str, Any]
     ) -> None:
         """Remove a right-padding mask from the model's arguments, and hide the padding in attention where it matters."""
-        whole, dim = mask
-        if whole.ndim != 2 or dim != 1:
+        whole_mask, dim = mask
+        if whole_mask.ndim != 2 or dim != 1:
             return
-        real = whole != 0
-        unused = torch.ones((), dtype=torch.bool, device=real.device)
+        is_real = whole_mask != 0
+        padding_is_unused = torch.ones((), dtype=torch.bool, device=is_real.device)
         if labels is not None:
-            unused = (real | (labels == IGNORED)).all()  # no label is predicted from padding
-        right, unused_padding = torch.stack([(real[:, :-1] | ~real[:, 1:]).all(), unused]).tolist()
-        if not right:
+            padding_is_unused = (is_real | (labels == IGNORED)).all()  # no label is predicted from padding
+        pads_right, has_unused_padding = torch.stack(
+            [(is_real[:, :-1] | ~is_real[:, 1:]).all(), padding_is_unused]
+        ).tolist()
+        if not pads_right:
             return  # attention raises an error with advice
         block.attention.start()
         block.attention.padded = False
-        changed["attention_mask"] = None
-        if labels is None or not unused_padding:
-            block.attention.hidden = block.part(real, 1)[:, None, None, :]
+        changed_arguments["attention_mask"] = None
+        if labels is None or not has_unused_padding:
+            block.attention.hidden = block.part(is_real, 1)[:, None, None, :]
 
 
 def _no_hook() -> Callable[..., None]:

@@ -43,11 +43,13 @@ class MaskReader:
         if mask.shape[-1] == keys and mask.shape[-2] in (1, queries):
             if mask.shape[-2] == 1 or mask.stride(-2) == 0 or bool((mask == mask[..., :1, :]).all()):
                 return mask[..., :1, :]
-            if queries == keys and (allowed := _allowed(mask)) is not None:
-                lower = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
-                if bool((allowed == lower).all()):
+            if queries == keys and (allowed_keys := _allowed_keys(mask)) is not None:
+                causal_mask = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
+                if bool((allowed_keys == causal_mask).all()):
                     return "causal"
-                if self._layout.chunks_per_rank == 2 and bool((allowed == _two_chunks(lower)).all()):
+                if self._layout.chunks_per_rank == 2 and bool(
+                    (allowed_keys == _causal_in_two_chunks(causal_mask)).all()
+                ):
                     return "causal"  # made from positions that jump between the rank's two chunks
         raise StepError(
             f"attention was given a mask of shape {tuple(mask.shape)} for {queries} queries and {keys} keys of this "
@@ -57,7 +59,7 @@ class MaskReader:
         )
 
 
-def _allowed(mask: Tensor) -> Tensor | None:
+def _allowed_keys(mask: Tensor) -> Tensor | None:
     """Return True where the mask allows attention, or None if the mask does more than hide keys."""
     if mask.dtype == torch.bool:
         return mask
@@ -65,12 +67,12 @@ def _allowed(mask: Tensor) -> Tensor | None:
     return mask == 0 if bool((hidden | (mask == 0)).all()) else None
 
 
-def _two_chunks(lower: Tensor) -> Tensor:
+def _causal_in_two_chunks(causal_mask: Tensor) -> Tensor:
     """Return a mask that is causal within each half, with no attention between the halves."""
-    half = lower.shape[0] // 2
-    made = lower.clone()
-    made[half:, :half] = False
-    return made
+    half = causal_mask.shape[0] // 2
+    mask = causal_mask.clone()
+    mask[half:, :half] = False
+    return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +100,15 @@ class PackedSamples:
         positions = positions.reshape(-1, positions.shape[-1])
         self._layout = layout
         self._rank = rank
-        self._numbers = (positions == 0).long().cumsum(-1)
+        self._sample_numbers = (positions == 0).long().cumsum(-1)
         self._length = positions.shape[-1]
-        self._mine = positions[:, layout.positions(rank, self._length)]
-        self._made: dict[tuple[bool, bool], Tensor] = {}
+        self._shard_positions = positions[:, layout.positions(rank, self._length)]
+        self._masks: dict[tuple[bool, bool], Tensor] = {}
 
     @property
     def splits_here(self) -> bool:
         """True if a sample starts inside one of this rank's chunks, so that a mask of this rank shows whether samples are kept apart."""
-        starts = (self._mine == 0).chunk(self._layout.chunks_per_rank, -1)
+        starts = (self._shard_positions == 0).chunk(self._layout.chunks_per_rank, -1)
         return any(bool(chunk[:, 1:].any()) for chunk in starts)
 
     def causal(self, mask: Tensor | None, is_causal: bool) -> tuple[bool, bool] | None:
@@ -116,19 +118,19 @@ class PackedSamples:
         """
         if mask is None:
             return is_causal, False
-        length = self._mine.shape[-1]
-        if mask.shape[-2:] != (length, length) or (allowed := _allowed(mask)) is None:
+        length = self._shard_positions.shape[-1]
+        if mask.shape[-2:] != (length, length) or (allowed := _allowed_keys(mask)) is None:
             return None
-        lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-        jumps = torch.ones_like(self._mine, dtype=torch.bool)
-        jumps[:, 1:] = self._mine[:, 1:] != self._mine[:, :-1] + 1
-        for starts in (jumps, self._mine == 0):
-            numbers = starts.long().cumsum(-1)
-            same = (numbers[:, None, :, None] == numbers[:, None, None, :]).to(mask.device)
-            for causal, wanted in ((True, same & lower), (False, same)):
-                if bool((allowed == wanted).all()):
+        causal_mask = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        jumps = torch.ones_like(self._shard_positions, dtype=torch.bool)
+        jumps[:, 1:] = self._shard_positions[:, 1:] != self._shard_positions[:, :-1] + 1
+        for starts in (jumps, self._shard_positions == 0):
+            sample_numbers = starts.long().cumsum(-1)
+            is_same_sample = (sample_numbers[:, None, :, None] == sample_numbers[:, None, None, :]).to(mask.device)
+            for causal, expected_mask in ((True, is_same_sample & causal_mask), (False, is_same_sample)):
+                if bool((allowed == expected_mask).all()):
                     return causal, True
-        return (True, False) if bool((allowed == lower).all()) else None
+        return (True, False) if bool((allowed == causal_mask).all()) else None
 
     def mask(self, causal: bool, by_rank: bool, device: torch.device) -> Tensor:
         """Return True where a query of this rank may attend to a key, (batch, 1, queries, keys).
@@ -136,67 +138,85 @@ class PackedSamples:
         With `by_rank`, the queries are this rank's and the keys those of all ranks in the order of the ranks; without, both are the
         whole sequence in its order.
         """
-        if (causal, by_rank) not in self._made:
+        if (causal, by_rank) not in self._masks:
             ranks = range(self._layout.ranks)
-            whole = list(range(self._length))
-            keys = [p for rank in ranks for p in self._layout.positions(rank, self._length)] if by_rank else whole
-            queries = self._layout.positions(self._rank, self._length) if by_rank else whole
-            allowed = self._numbers[:, queries, None] == self._numbers[:, None, keys]
+            whole_positions = list(range(self._length))
+            key_positions = (
+                [position for rank in ranks for position in self._layout.positions(rank, self._length)]
+                if by_rank
+                else whole_positions
+            )
+            query_positions = self._layout.positions(self._rank, self._length) if by_rank else whole_positions
+            allowed_keys = (
+                self._sample_numbers[:, query_positions, None] == self._sample_numbers[:, None, key_positions]
+            )
             if causal:
-                allowed = allowed & (torch.tensor(queries).unsqueeze(-1) >= torch.tensor(keys)).to(allowed.device)
-            self._made[causal, by_rank] = allowed[:, None].to(device)
-        return self._made[causal, by_rank]
+                allowed_keys = allowed_keys & (
+                    torch.tensor(query_positions).unsqueeze(-1) >= torch.tensor(key_positions)
+                ).to(allowed_keys.device)
+            self._masks[causal, by_rank] = allowed_keys[:, None].to(device)
+        return self._masks[causal, by_rank]
 
 
-def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
+def inspect_buffers(whole_buffers: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
     """Start inspecting the buffers; the returned function waits for the result, the only time a block waits for the device.
 
     The device has work between the two: waiting here would leave it idle until the first layers are queued.
     """
-    whole = [not t.is_floating_point() for t, _ in wholes]
-    if not any(whole):
-        return lambda: Contents(False, tuple(whole), tuple(whole), tuple(whole))
-    pairs = zip(wholes, whole, strict=True)
-    seen = torch.stack(
-        [torch.stack([_restarts(t, d), _hides(t), _ignores(t), _counts(t, d)]) for (t, d), one in pairs if one]
+    is_integer = [not t.is_floating_point() for t, _ in whole_buffers]
+    if not any(is_integer):
+        return lambda: Contents(False, tuple(is_integer), tuple(is_integer), tuple(is_integer))
+    pairs = zip(whole_buffers, is_integer, strict=True)
+    seen_flags = torch.stack(
+        [
+            torch.stack(
+                [_restarts_positions(t, d), _has_hidden_entries(t), _has_ignored_labels(t), _counts_positions(t, d)]
+            )
+            for (t, d), is_integer_buffer in pairs
+            if is_integer_buffer
+        ]
     )
-    copied = HostCopy(seen)
-    return lambda: _contents(whole, copied.wait())
+    host_flags = HostCopy(seen_flags)
+    return lambda: _read_contents(is_integer, host_flags.wait())
 
 
-def _contents(whole: list[bool], seen: Tensor) -> Contents:
+def _read_contents(is_integer: list[bool], seen_flags: Tensor) -> Contents:
     """Return the contents read from the device."""
-    rows = iter(seen.tolist())
-    found = [next(rows) if one else (False, False, False, False) for one in whole]
+    rows = iter(seen_flags.tolist())
+    buffer_flags = [
+        next(rows) if is_integer_buffer else (False, False, False, False) for is_integer_buffer in is_integer
+    ]
     return Contents(
-        any(row[1] for row in found),
-        tuple(row[2] for row in found),
-        tuple(row[3] or row[0] for row in found),
-        tuple(row[0] for row in found),
+        any(flags[1] for flags in buffer_flags),
+        tuple(flags[2] for flags in buffer_flags),
+        tuple(flags[3] or flags[0] for flags in buffer_flags),
+        tuple(flags[0] for flags in buffer_flags),
     )
 
 
-def _ignores(whole: Tensor) -> Tensor:
+def _has_ignored_labels(buffer: Tensor) -> Tensor:
     """Return whether a tensor has labels that the loss ignores."""
-    if whole.dtype == torch.bool:
-        return torch.zeros((), dtype=torch.bool, device=whole.device)
-    return (whole == IGNORED).any()
+    if buffer.dtype == torch.bool:
+        return torch.zeros((), dtype=torch.bool, device=buffer.device)
+    return (buffer == IGNORED).any()
 
 
-def _hides(whole: Tensor) -> Tensor:
+def _has_hidden_entries(buffer: Tensor) -> Tensor:
     """Return whether a tensor is a mask of zeros and ones that has zeros."""
-    return ((whole == 0) | (whole == 1)).all() & (whole == 0).any()
+    return ((buffer == 0) | (buffer == 1)).all() & (buffer == 0).any()
 
 
-def _counts(whole: Tensor, dim: int) -> Tensor:
+def _counts_positions(buffer: Tensor, dim: int) -> Tensor:
     """Return whether a tensor holds the positions 0, 1, 2, … of the sequence."""
-    values = whole.movedim(dim, -1).long()
+    values = buffer.movedim(dim, -1).long()
     return (values == torch.arange(values.shape[-1], device=values.device)).all()
 
 
-def _restarts(whole: Tensor, dim: int) -> Tensor:
+def _restarts_positions(buffer: Tensor, dim: int) -> Tensor:
     """Return whether a tensor holds positions counted from zero that restart within the sequence."""
-    values = whole.movedim(dim, -1).long()
-    first, rest, before = values[..., 0], values[..., 1:], values[..., :-1]
-    counted = (first == 0).all() & ((rest == before + 1) | (rest == 0)).all()
-    return counted & (rest == 0).any() & (values.max() > 1)
+    values = buffer.movedim(dim, -1).long()
+    first_position, later_positions, previous_positions = values[..., 0], values[..., 1:], values[..., :-1]
+    is_counted = (first_position == 0).all() & (
+        (later_positions == previous_positions + 1) | (later_positions == 0)
+    ).all()
+    return is_counted & (later_positions == 0).any() & (values.max() > 1)

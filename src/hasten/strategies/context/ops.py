@@ -43,47 +43,47 @@ def swap(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
     """Return `x` sharded along `split` and whole along `join`, which was sharded before. Ranks: the group."""
     if group.size() == 1:
         return x
-    made: Tensor = _Swap.apply(x, split, join, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return made
+    swapped: Tensor = _Swap.apply(x, split, join, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return swapped
 
 
 def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the ranks' shards concatenated along `dim`; ranks may compute different things with them. Ranks: the group."""
     if group.size() == 1:
         return x
-    made: Tensor = _Collect.apply(x, dim, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return made
+    gathered: Tensor = _Collect.apply(x, dim, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return gathered
 
 
 def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the tensors of all ranks, in order of rank, without gradients. Ranks: the group."""
-    part = x.contiguous()
+    own_part = x.contiguous()
     if group.size() == 1:
-        return [part]
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part, group=group)
-    return parts
+        return [own_part]
+    parts_by_rank = [torch.empty_like(own_part) for _ in range(group.size())]
+    dist.all_gather(parts_by_rank, own_part, group=group)
+    return parts_by_rank
 
 
-def summed_part(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+def summed_part(parts_by_rank: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks of the tensors that each has for this rank, without gradients. Ranks: the group."""
-    if len(parts) == 1:
-        return parts[0]
-    given = torch.stack(parts).contiguous()
-    received = torch.empty_like(given)
-    dist.all_to_all_single(received, given, group=group)
-    wide = torch.float32 if given.dtype in (torch.bfloat16, torch.float16) else given.dtype
-    return received.sum(0, dtype=wide).to(given.dtype)
+    if len(parts_by_rank) == 1:
+        return parts_by_rank[0]
+    stacked_parts = torch.stack(parts_by_rank).contiguous()
+    received = torch.empty_like(stacked_parts)
+    dist.all_to_all_single(received, stacked_parts, group=group)
+    sum_dtype = torch.float32 if stacked_parts.dtype in (torch.bfloat16, torch.float16) else stacked_parts.dtype
+    return received.sum(0, dtype=sum_dtype).to(stacked_parts.dtype)
 
 
 def _swapped(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    given = torch.stack(x.chunk(group.size(), split)).contiguous()
-    received = torch.empty_like(given)
-    dist.all_to_all_single(received, given, group=group)
+    stacked_chunks = torch.stack(x.chunk(group.size(), split)).contiguous()
+    received = torch.empty_like(stacked_chunks)
+    dist.all_to_all_single(received, stacked_chunks, group=group)
     return torch.cat(received.unbind(0), join)
 
 
-def held_part(whole: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
+def shard_of_rank(whole_tensor: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
     """Return the shard of a tensor that `rank` holds."""
-    chunks = whole.chunk(layout.num_chunks, dim)
-    return torch.cat([chunks[place] for place in layout.chunks(rank)], dim)
+    chunks = whole_tensor.chunk(layout.num_chunks, dim)
+    return torch.cat([chunks[chunk_index] for chunk_index in layout.chunks(rank)], dim)

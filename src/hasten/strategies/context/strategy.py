@@ -19,8 +19,8 @@ from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
 from hasten.strategies.context.attention import SequenceGroup
 from hasten.strategies.context.calls import CallHook, OpenBlock
-from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, PackedSamples, look
-from hasten.strategies.context.ops import held_part
+from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, PackedSamples, inspect_buffers
+from hasten.strategies.context.ops import shard_of_rank
 from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
@@ -91,50 +91,59 @@ class ContextParallel:
 
         A loss backpropagated inside is weighted by this rank's share of the labels of the sequence.
         """
-        comm = self._comm
-        shards = SequenceShards(self._layout, self._rank, comm)
-        if comm is None:
+        sequence_comm = self._comm
+        shards = SequenceShards(self._layout, self._rank, sequence_comm)
+        if sequence_comm is None:
             yield shards
             return
-        chosen = self._checked(list(buffers), list(dims))
-        group = comm.group
-        kept = {id(tensor) for tensor in keep_sharded}
-        wholes = [(tensor.data, dim) for tensor, dim in chosen]
-        read, counted = look(wholes), self._named(chosen, labels)
+        buffer_dims = self._check_buffers(list(buffers), list(dims))
+        group = sequence_comm.group
+        kept_buffer_ids = {id(tensor) for tensor in keep_sharded}
+        whole_buffers = [(tensor.data, dim) for tensor, dim in buffer_dims]
+        read_contents, given_labels = inspect_buffers(whole_buffers), self._check_labels(buffer_dims, labels)
 
         def begin() -> tuple[bool, PackedSamples | None]:
-            contents = read()
-            decisive = self._found(chosen, wholes, contents) if isinstance(labels, str) else counted
-            self._clock.weights.share = None if decisive is None else self._share(decisive, comm)
-            packed = self._packed(wholes, contents)
-            return contents.padded and packed is None, packed
+            contents = read_contents()
+            decisive_labels = (
+                self._find_labels(buffer_dims, whole_buffers, contents) if isinstance(labels, str) else given_labels
+            )
+            self._clock.weights.share = (
+                None if decisive_labels is None else self._compute_label_share(decisive_labels, sequence_comm)
+            )
+            packed_samples = self._find_packed_samples(whole_buffers, contents)
+            return contents.padded and packed_samples is None, packed_samples
 
         try:
-            for tensor, dim in chosen:
-                tensor.data = held_part(tensor.data, dim, self._layout, self._rank)
+            for tensor, dim in buffer_dims:
+                tensor.data = shard_of_rank(tensor.data, dim, self._layout, self._rank)
             attention = SequenceAttention(
                 self._patch.original(),
                 SequenceGroup(group, self._layout),
                 self._way,
-                frozenset(tensor.shape[dim] for tensor, dim in chosen),
+                frozenset(tensor.shape[dim] for tensor, dim in buffer_dims),
                 MaskReader(self._layout),
                 begin,
             )
-            if all(whole.is_cpu for whole, _ in wholes):  # nothing to wait for
+            if all(whole_buffer.is_cpu for whole_buffer, _ in whole_buffers):  # nothing to wait for
                 attention.start()
             self._clock.weights.joined = True
-            held = [(tensor, whole, dim) for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True)]
-            self._opened = OpenBlock(self._layout, self._rank, held, attention, lambda: read().counting, self._weigh)
+            open_buffers = [
+                (tensor, whole_buffer, dim)
+                for (tensor, dim), (whole_buffer, _) in zip(buffer_dims, whole_buffers, strict=True)
+            ]
+            self._opened = OpenBlock(
+                self._layout, self._rank, open_buffers, attention, lambda: read_contents().counting, self._weigh_loss
+            )
             with self._patch.replaced(attention):
                 yield shards
             self._check_used(attention)
         finally:
             self._clock.weights.share, self._clock.weights.joined, self._opened = None, False, None
-            for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True):
-                if id(tensor) not in kept:
-                    _restore(tensor, whole, dim)
+            for (tensor, dim), (whole_buffer, _) in zip(buffer_dims, whole_buffers, strict=True):
+                if id(tensor) not in kept_buffer_ids:
+                    _restore_buffer(tensor, whole_buffer, dim)
 
-    def _checked(self, buffers: list[Tensor], dims: list[int]) -> list[tuple[Tensor, int]]:
+    def _check_buffers(self, buffers: list[Tensor], dims: list[int]) -> list[tuple[Tensor, int]]:
         """Return each buffer once, with its dimension. Raises: ConfigError for buffers that cannot be sharded."""
         if not buffers or len(buffers) != len(dims):
             raise ConfigError(
@@ -142,96 +151,111 @@ class ContextParallel:
                 "along which it is split. Pass the inputs of the model (tokens, positions, labels) and their sequence dimensions, such "
                 "as ([tokens, labels], [1, 1])."
             )
-        known: dict[int, tuple[Tensor, int]] = {}
-        for number, (tensor, given) in enumerate(zip(buffers, dims, strict=True)):
-            if not -tensor.ndim <= given < tensor.ndim:
+        buffers_by_id: dict[int, tuple[Tensor, int]] = {}
+        for buffer_index, (tensor, given_dim) in enumerate(zip(buffers, dims, strict=True)):
+            if not -tensor.ndim <= given_dim < tensor.ndim:
                 raise ConfigError(
-                    f"context_parallel(): buffer {number} of shape {tuple(tensor.shape)} has no dimension {given} to split; pass its "
+                    f"context_parallel(): buffer {buffer_index} of shape {tuple(tensor.shape)} has no dimension {given_dim} to split; pass its "
                     "sequence dimension."
                 )
-            dim = given % tensor.ndim
+            dim = given_dim % tensor.ndim
             if tensor.requires_grad:
                 raise ConfigError(
-                    f"context_parallel(): buffer {number} requires gradients, which would be lost when it is replaced by a part of "
+                    f"context_parallel(): buffer {buffer_index} requires gradients, which would be lost when it is replaced by a part of "
                     "itself. Pass only inputs and buffers; index parameters with sharded positions."
                 )
-            if known.setdefault(id(tensor), (tensor, dim))[1] != dim:
+            if buffers_by_id.setdefault(id(tensor), (tensor, dim))[1] != dim:
                 raise ConfigError(
-                    f"context_parallel(): buffer {number} is passed twice, with two dimensions; remove one."
+                    f"context_parallel(): buffer {buffer_index} is passed twice, with two dimensions; remove one."
                 )
-            self._layout.check(tensor.shape[dim], f"buffer {number} of shape {tuple(tensor.shape)}")
+            self._layout.check(tensor.shape[dim], f"buffer {buffer_index} of shape {tuple(tensor.shape)}")
             if tensor.shape[dim] // self._layout.ranks < 2:
                 raise ConfigError(
-                    f"context_parallel(): buffer {number} of shape {tuple(tensor.shape)} leaves each of "
+                    f"context_parallel(): buffer {buffer_index} of shape {tuple(tensor.shape)} leaves each of "
                     f"{self._layout.ranks} ranks a single token, which attention cannot distinguish from decoding; use sequences of at "
                     f"least {2 * self._layout.ranks} tokens, or a smaller cp_size."
                 )
-        self._refuse_copied(known)
-        return list(known.values())
+        self._refuse_copied(buffers_by_id)
+        return list(buffers_by_id.values())
 
-    def _refuse_copied(self, known: dict[int, tuple[Tensor, int]]) -> None:
-        copying = [m for m in self._models() if isinstance(m, DistributedDataParallel) and m.broadcast_buffers]
-        for model in copying:
+    def _refuse_copied(self, buffers_by_id: dict[int, tuple[Tensor, int]]) -> None:
+        ddp_models = [m for m in self._models() if isinstance(m, DistributedDataParallel) and m.broadcast_buffers]
+        for model in ddp_models:
             for name, buffer in model.module.named_buffers():
-                if id(buffer) in known:
+                if id(buffer) in buffers_by_id:
                     raise ConfigError(
                         f"context_parallel(): {name!r} is a buffer of {type(model.module).__name__}, and DDP copies buffers from rank 0 "
                         "before each forward, which would overwrite the parts of the other ranks. Pass "
                         "DistributedDataParallelKwargs(broadcast_buffers=False)."
                     )
 
-    def _named(self, chosen: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None) -> Tensor | None:
+    def _check_labels(
+        self, buffer_dims: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None
+    ) -> Tensor | None:
         """Return the caller's labels, which determine the weight of this rank's loss; None without labels."""
         if not isinstance(labels, Tensor):
             return None
-        if any(tensor is labels for tensor, _ in chosen):
+        if any(tensor is labels for tensor, _ in buffer_dims):
             return labels
         raise ConfigError(
             "context_parallel(labels=...) is not one of the buffers, so it would not be split; add it to the buffers with its sequence "
             "dimension."
         )
 
-    def _found(
-        self, chosen: list[tuple[Tensor, int]], wholes: list[tuple[Tensor, int]], contents: Contents
+    def _find_labels(
+        self, buffer_dims: list[tuple[Tensor, int]], whole_buffers: list[tuple[Tensor, int]], contents: Contents
     ) -> Tensor | None:
         """Return the buffer with ignored labels, which determines the weight of this rank's loss; None if there is none."""
-        found = [number for number, ignoring in enumerate(contents.ignoring) if ignoring]
-        if any(not torch.equal(self._real(*wholes[n]), self._real(*wholes[found[0]])) for n in found[1:]):
+        label_indices = [buffer_index for buffer_index, is_ignoring in enumerate(contents.ignoring) if is_ignoring]
+        if any(
+            not torch.equal(
+                self._count_labels(*whole_buffers[label_index]), self._count_labels(*whole_buffers[label_indices[0]])
+            )
+            for label_index in label_indices[1:]
+        ):
             raise ConfigError(
-                f"{len(found)} buffers of context_parallel() hold labels of {IGNORED}, in different numbers, so it is unclear over "
+                f"{len(label_indices)} buffers of context_parallel() hold labels of {IGNORED}, in different numbers, so it is unclear over "
                 "which of them the loss is averaged. Pass it: context_parallel(..., labels=shift_labels)."
             )
-        return chosen[found[0]][0] if found else None
+        return buffer_dims[label_indices[0]][0] if label_indices else None
 
-    def _packed(self, wholes: list[tuple[Tensor, int]], contents: Contents) -> PackedSamples | None:
+    def _find_packed_samples(self, whole_buffers: list[tuple[Tensor, int]], contents: Contents) -> PackedSamples | None:
         """Return the samples packed into the sequences, by the positions that restart; None if no buffer has such positions."""
-        found = [whole for whole, one in zip(wholes, contents.restarting, strict=True) if one]
-        if not found:
+        position_buffers = [
+            whole_buffer for whole_buffer, one in zip(whole_buffers, contents.restarting, strict=True) if one
+        ]
+        if not position_buffers:
             return None
-        positions, dim = found[0]
-        if positions.ndim > 2 or dim != positions.ndim - 1 or any(not torch.equal(positions, one) for one, _ in found):
+        positions, dim = position_buffers[0]
+        if (
+            positions.ndim > 2
+            or dim != positions.ndim - 1
+            or any(not torch.equal(positions, one) for one, _ in position_buffers)
+        ):
             raise StepError(
-                f"{len(found)} buffers of this context-parallel block count up from 0 and restart, like the positions of several samples "
-                f"packed into one sequence, and their shapes are {', '.join(str(tuple(one.shape)) for one, _ in found)}; which samples "
+                f"{len(position_buffers)} buffers of this context-parallel block count up from 0 and restart, like the positions of several samples "
+                f"packed into one sequence, and their shapes are {', '.join(str(tuple(one.shape)) for one, _ in position_buffers)}; which samples "
                 "attend to themselves is unclear. Pass one buffer of positions, (batch, length), or set cp_size=1."
             )
         return PackedSamples(positions, self._layout, self._rank)
 
-    def _real(self, whole: Tensor, dim: int) -> Tensor:
+    def _count_labels(self, whole_labels: Tensor, dim: int) -> Tensor:
         """Return the number of labels in each chunk that the loss does not ignore."""
-        chunks = whole.chunk(self._layout.num_chunks, dim)
+        chunks = whole_labels.chunk(self._layout.num_chunks, dim)
         return torch.stack([(chunk != IGNORED).sum() for chunk in chunks])
 
-    def _share(self, counted: Tensor, comm: ProcessGroupComm) -> Tensor:
+    def _compute_label_share(self, shard_labels: Tensor, sequence_comm: ProcessGroupComm) -> Tensor:
         """Return this rank's share of the labels times the number of ranks: the weight of its mean loss. Ranks: the sequence's."""
-        mine = (counted != IGNORED).sum().to(comm.device, torch.float32)
-        total = comm.all_reduce(mine.clone())
-        return torch.where(total == 0, total, mine * self._layout.ranks / total)
+        num_labels = (shard_labels != IGNORED).sum().to(sequence_comm.device, torch.float32)
+        total_labels = sequence_comm.all_reduce(num_labels.clone())
+        return torch.where(total_labels == 0, total_labels, num_labels * self._layout.ranks / total_labels)
 
-    def _weigh(self, mine: Tensor, every: Tensor) -> None:
+    def _weigh_loss(self, shard_labels: Tensor, all_labels: Tensor) -> None:
         """Weigh this rank's mean loss by its share of the labels; needs no collective, as each rank has all labels."""
-        counts = torch.stack([(mine != IGNORED).sum(), (every != IGNORED).sum()]).to(torch.float32)
-        self._clock.weights.share = torch.where(counts[1] == 0, counts[1], counts[0] * self._layout.ranks / counts[1])
+        label_counts = torch.stack([(shard_labels != IGNORED).sum(), (all_labels != IGNORED).sum()]).to(torch.float32)
+        self._clock.weights.share = torch.where(
+            label_counts[1] == 0, label_counts[1], label_counts[0] * self._layout.ranks / label_counts[1]
+        )
 
     def _check_used(self, attention: SequenceAttention) -> None:
         if attention.calls == 0:
@@ -243,8 +267,8 @@ class ContextParallel:
             )
 
 
-def _restore(tensor: Tensor, whole: Tensor, dim: int) -> None:
+def _restore_buffer(tensor: Tensor, whole_data: Tensor, dim: int) -> None:
     """Make the tensor whole again; a backward that needs its shard then raises instead of using the whole tensor."""
-    tensor.data = whole
+    tensor.data = whole_data
     with torch.no_grad():
         tensor.narrow(dim, 0, 0).zero_()  # writes nothing, but increments the tensor's version

@@ -18,11 +18,11 @@ class _ExchangeTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(x, sent, received, group)
+        return _all_to_all(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 class _Share(torch.autograd.Function):
@@ -40,20 +40,20 @@ class _Share(torch.autograd.Function):
 
 def share(x: Tensor, ranks: int) -> Tensor:
     """Return `x`, with its gradient (a sum over `ranks`) divided by `ranks`."""
-    made: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return made
+    output: Tensor = _Share.apply(x, ranks)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return output
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     """Send `sent[i]` consecutive rows to rank i and return the `received[i]` rows from each. Ranks: the group."""
-    made: Tensor = _ExchangeTokens.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return made
+    received_rows: Tensor = _ExchangeTokens.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return received_rows
 
 
-def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
-    return arrived
+def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    received_rows = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(received_rows, x.contiguous(), received, sent, group=group)
+    return received_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,17 @@ class Route:
 @torch.no_grad()
 def route(choices: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
     """Return the route of each choice to its expert's rank; experts are sharded evenly, in order. Ranks: the group."""
-    each = num_experts // group.size()
+    experts_per_rank = num_experts // group.size()
     counts = torch.bincount(choices, minlength=num_experts)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)  # for each rank, its number of choices of each expert here
-    experts = torch.arange(each, device=choices.device).repeat(group.size())
+    received_counts = torch.empty_like(counts)
+    dist.all_to_all_single(
+        received_counts, counts, group=group
+    )  # for each rank, its number of choices of each expert here
+    local_numbers = torch.arange(experts_per_rank, device=choices.device).repeat(group.size())
     return Route(
         order=torch.argsort(choices, stable=True),
-        local=experts.repeat_interleave(theirs),
-        sent=counts.view(-1, each).sum(1).tolist(),
-        received=theirs.view(-1, each).sum(1).tolist(),
+        local=local_numbers.repeat_interleave(received_counts),
+        sent=counts.view(-1, experts_per_rank).sum(1).tolist(),
+        received=received_counts.view(-1, experts_per_rank).sum(1).tolist(),
         group=group,
     )

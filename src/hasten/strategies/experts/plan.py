@@ -23,20 +23,20 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
 
     Raises: ConfigError for a plan that names modules that cannot be sharded; PrepareError if nothing is found.
     """
-    found = stacked_experts(model) if isinstance(plan, str) else _matched(model, plan)
-    if not found:
+    experts_by_module = stacked_experts(model) if isinstance(plan, str) else _experts_by_plan(model, plan)
+    if not experts_by_module:
         raise PrepareError(
             f"no module of {type(model).__name__} has experts that can be split over {ranks} ranks: {_SAID}"
-            f"{_lists(model)}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
+            f"{_suggest_stacking(model)}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
         )
-    for name, number in found.items():
+    for name, number in experts_by_module.items():
         if number % ranks:
             raise ConfigError(
                 f"{name!r} has {number} experts, which ep_size={ranks} does not divide, so some ranks would hold more; set "
                 f"ep_size to one of {divisors(number)}."
             )
-    _check_ties(model, found)
-    return found
+    _check_ties(model, experts_by_module)
+    return experts_by_module
 
 
 def stacked_experts(model: nn.Module) -> dict[str, int]:
@@ -44,47 +44,47 @@ def stacked_experts(model: nn.Module) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for name, module in model.named_modules():
         number = getattr(module, "num_experts", None)
-        counts = name and isinstance(number, int) and number > 1 and why_not(module) is None
-        if counts and next(module.parameters()).shape[0] == number:
+        is_stack = name and isinstance(number, int) and number > 1 and reason_against_sharding(module) is None
+        if is_stack and next(module.parameters()).shape[0] == number:
             numbers[name] = number
     return numbers
 
 
-def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
+def _experts_by_plan(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
     """Return the modules that match the patterns. Raises: ConfigError for a module without experts."""
     modules = {name: module for name, module in model.named_modules() if name}
     numbers: dict[str, int] = {}
     for pattern in plan:
         matches = re.compile(translate(pattern)).match
-        chosen = [name for name in modules if matches(name)]
-        if not chosen:
+        matching_names = [name for name in modules if matches(name)]
+        if not matching_names:
             raise ConfigError(
                 f"ep_plan: {pattern!r} matches no module of {type(model).__name__}, so it would have no effect; modules with experts "
-                f"are {', '.join(n for n, m in modules.items() if why_not(m) is None) or 'none'}."
+                f"are {', '.join(n for n, m in modules.items() if reason_against_sharding(m) is None) or 'none'}."
             )
-        for name in chosen:
-            if (why := why_not(modules[name])) is not None:
+        for name in matching_names:
+            if (reason := reason_against_sharding(modules[name])) is not None:
                 raise ConfigError(
-                    f"ep_plan: {name!r} ({type(modules[name]).__name__}) cannot be split over ranks: {why}. Here {_SAID}. "
+                    f"ep_plan: {name!r} ({type(modules[name]).__name__}) cannot be split over ranks: {reason}. Here {_SAID}. "
                     "Change the pattern, or implement the experts in that form."
                 )
             numbers[name] = next(modules[name].parameters()).shape[0]
     return numbers
 
 
-def why_not(module: nn.Module) -> str | None:
+def reason_against_sharding(module: nn.Module) -> str | None:
     """Return the reason that a module's experts cannot be sharded; None if they can."""
     if isinstance(module, nn.ModuleList):
         return "it is a list of modules that are called one after the other, so one rank would compute while the others wait"
-    own = dict(module.named_parameters(recurse=False))
-    if not own:
+    direct_parameters = dict(module.named_parameters(recurse=False))
+    if not direct_parameters:
         return "it has no direct parameters"
-    if len(own) < len(list(module.parameters())):
+    if len(direct_parameters) < len(list(module.parameters())):
         return "modules inside it have parameters too"
-    flat = [name for name, parameter in own.items() if parameter.ndim < 2]
-    if flat:
-        return f"{flat[0]!r} has {own[flat[0]].ndim} dimension(s), and a stack of weights has at least two"
-    sizes = {name: parameter.shape[0] for name, parameter in own.items()}
+    flat_names = [name for name, parameter in direct_parameters.items() if parameter.ndim < 2]
+    if flat_names:
+        return f"{flat_names[0]!r} has {direct_parameters[flat_names[0]].ndim} dimension(s), and a stack of weights has at least two"
+    sizes = {name: parameter.shape[0] for name, parameter in direct_parameters.items()}
     if len(set(sizes.values())) > 1:
         return f"the first dimensions of its parameters differ ({', '.join(f'{n}: {s}' for n, s in sizes.items())})"
     if next(module.buffers(), None) is not None:
@@ -102,12 +102,12 @@ def _wrong_arguments(module: nn.Module) -> str | None:
     return None if len(required) == 3 else f"its forward takes ({', '.join(required)})"
 
 
-def _check_ties(model: nn.Module, found: dict[str, int]) -> None:
+def _check_ties(model: nn.Module, experts_by_module: dict[str, int]) -> None:
     """Raise if a stack of experts has a second name, under which it would not be sharded."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
-        inside = [known for known in (first, name) if known.rpartition(".")[0] in found]
+        inside = [known for known in (first, name) if known.rpartition(".")[0] in experts_by_module]
         if first != name and inside:
             raise ConfigError(
                 f"{first!r} and {name!r} are one tied tensor, and tied experts are not supported in this version. Untie the weights, or "
@@ -115,7 +115,7 @@ def _check_ties(model: nn.Module, found: dict[str, int]) -> None:
             )
 
 
-def _lists(model: nn.Module) -> str:
+def _suggest_stacking(model: nn.Module) -> str:
     """Return a hint about a ModuleList named experts, for the error message; empty if there is none."""
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] == "experts"]
     return f"; {lists[0]!r} is a list of modules, which cannot be split" if lists else ""

@@ -42,44 +42,55 @@ class CalledExperts(forwarding.Forward):
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:  # Any: the module's arguments
         """Return hidden states, chosen experts and weights. Raises: StepError for unexpected shapes."""
-        given = inspect.signature(self.inner).bind(*args, **kwargs).arguments
-        hidden, chosen, weights = list(given.values())[:3]
-        if hidden.dim() != 2 or chosen.dim() != 2 or weights.shape != chosen.shape or len(hidden) != len(chosen):
+        bound_arguments = inspect.signature(self.inner).bind(*args, **kwargs).arguments
+        hidden, chosen_experts, weights = list(bound_arguments.values())[:3]
+        if (
+            hidden.dim() != 2
+            or chosen_experts.dim() != 2
+            or weights.shape != chosen_experts.shape
+            or len(hidden) != len(chosen_experts)
+        ):
             raise StepError(
                 f"{type(self.module).__name__} was called with hidden states {tuple(hidden.shape)}, chosen experts "
-                f"{tuple(chosen.shape)} and weights {tuple(weights.shape)}; experts can only be split over ranks with the shapes "
+                f"{tuple(chosen_experts.shape)} and weights {tuple(weights.shape)}; experts can only be split over ranks with the shapes "
                 "[tokens, width], [tokens, k] and [tokens, k]. Call the module with these shapes, or set ep_size=1; under tp_size, name "
                 "the "
                 "module 'replicate' in tp_plan."
             )
-        return hidden, chosen, weights
+        return hidden, chosen_experts, weights
 
-    def computed(self, rows: Tensor, local: Tensor, weights: Tensor, ranks: int) -> Tensor:
+    def computed(self, rows: Tensor, local_experts: Tensor, weights: Tensor, ranks: int) -> Tensor:
         """Compute this rank's experts for the rows routed to them; gradients of the weights are divided by `ranks`."""
-        with self._own_part(ranks) as stacks:
+        with self._with_own_experts(ranks) as stacks:
             if len(rows):
-                made: Tensor = self.inner(rows, local.unsqueeze(1), weights.unsqueeze(1))
+                outputs: Tensor = self.inner(rows, local_experts.unsqueeze(1), weights.unsqueeze(1))
             else:  # so that the weights get gradients, and every rank has the exchanges in its graph
-                made = rows + weights.sum() + sum(stack.reshape(-1)[:0].sum() for stack in stacks)
-        if made.shape != rows.shape:
+                outputs = rows + weights.sum() + sum(stack.reshape(-1)[:0].sum() for stack in stacks)
+        if outputs.shape != rows.shape:
             raise StepError(
-                f"{type(self.module).__name__} returned shape {tuple(made.shape)} for hidden states of shape "
+                f"{type(self.module).__name__} returned shape {tuple(outputs.shape)} for hidden states of shape "
                 f"{tuple(rows.shape)}; experts must return one row per token, with the width of the input. Set ep_size=1, or name the "
                 "module 'replicate' in tp_plan."
             )
-        return made
+        return outputs
 
     @contextmanager
-    def _own_part(self, ranks: int) -> Iterator[list[Tensor]]:
+    def _with_own_experts(self, ranks: int) -> Iterator[list[Tensor]]:
         """Context manager in which the module's parameters are plain tensors: this rank's experts."""
-        spread: dict[str, Any] = dict(self.module._parameters)  # Any: parameters, and plain tensors in the meantime
-        parts = {name: share(part.to_local(), ranks) for name, part in spread.items() if isinstance(part, DTensor)}
-        held: dict[str, Any] = self.module._parameters
-        held.update(parts)
+        sharded_parameters: dict[str, Any] = dict(
+            self.module._parameters
+        )  # Any: parameters, and plain tensors in the meantime
+        local_parts = {
+            name: share(parameter.to_local(), ranks)
+            for name, parameter in sharded_parameters.items()
+            if isinstance(parameter, DTensor)
+        }
+        module_parameters: dict[str, Any] = self.module._parameters
+        module_parameters.update(local_parts)
         try:
-            yield list(parts.values())
+            yield list(local_parts.values())
         finally:
-            held.update(spread)
+            module_parameters.update(sharded_parameters)
 
 
 class Dispatched(CalledExperts):
@@ -88,12 +99,15 @@ class Dispatched(CalledExperts):
     tag = "experts"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: three tensors, by position or name
-        hidden, chosen, weights = self.arguments(*args, **kwargs)
-        k = chosen.shape[1]
-        way = route(chosen.reshape(-1), self.num_experts, self.group)
-        rows, theirs = way.there(hidden.repeat_interleave(k, 0)), way.there(weights.reshape(-1))
-        made = self.computed(rows, way.local, theirs, self.group.size())
-        return way.back(made.to(hidden.dtype)).view(-1, k, hidden.shape[1]).sum(1)
+        hidden, chosen_experts, weights = self.arguments(*args, **kwargs)
+        k = chosen_experts.shape[1]
+        token_route = route(chosen_experts.reshape(-1), self.num_experts, self.group)
+        rows, received_weights = (
+            token_route.there(hidden.repeat_interleave(k, 0)),
+            token_route.there(weights.reshape(-1)),
+        )
+        expert_outputs = self.computed(rows, token_route.local, received_weights, self.group.size())
+        return token_route.back(expert_outputs.to(hidden.dtype)).view(-1, k, hidden.shape[1]).sum(1)
 
 
 class DivideExperts:
@@ -116,8 +130,8 @@ class DivideExperts:
         mesh = self._mesh.experts(ctx)
         _, shards, _ = ctx.mesh.expert_sizes
         with agree(ctx.world, f"splitting the experts of {type(model).__name__}"):
-            found = decide(model, self._config.ep_plan, ctx.mesh.ep)
-            for name in found:
+            experts_by_module = decide(model, self._config.ep_plan, ctx.mesh.ep)
+            for name in experts_by_module:
                 _check_shards(name, model.get_submodule(name), ctx.mesh.ep, shards)
         source = source_of(model, self._fsdp, ctx)
         if source is WeightSource.RANK_0:
@@ -127,10 +141,10 @@ class DivideExperts:
             )
         copy_from_rank_0(model, ctx)
         ranks = mesh[EXPERTS]
-        for name, number in found.items():
-            _divide(model.get_submodule(name), number, ranks, ctx.device)
+        for name, number in experts_by_module.items():
+            _divide_experts(model.get_submodule(name), number, ranks, ctx.device)
         if ctx.is_main:
-            log.info(_account(model, found, ctx.mesh))
+            log.info(_describe_experts(model, experts_by_module, ctx.mesh))
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -149,40 +163,40 @@ def sharded_dim(part: Tensor, shards: int) -> int | None:
 
 
 def _check_shards(name: str, module: nn.Module, ranks: int, shards: int) -> None:
-    for part, stack in module.named_parameters():
+    for parameter_name, stack in module.named_parameters():
         if stack.shape[1] % shards and (stack.shape[0] // ranks) % shards:
             raise ConfigError(
-                f"'{name}.{part}' has shape {tuple(stack.shape)}: each of {shards} ranks (dp_shard_size / ep_size) would "
+                f"'{name}.{parameter_name}' has shape {tuple(stack.shape)}: each of {shards} ranks (dp_shard_size / ep_size) would "
                 f"hold an uneven shard of its {stack.shape[0] // ranks} experts. Set ep_size to dp_shard_size, so that experts are "
                 "split and not sharded."
             )
 
 
-def _divide(module: nn.Module, number: int, mesh: DeviceMesh, device: torch.device) -> None:
-    for name, whole in list(module.named_parameters(recurse=False)):
-        part = whole.detach().chunk(mesh.size(), 0)[mesh.get_local_rank()].clone()
-        spread = DTensor.from_local(
-            part if whole.is_meta else part.to(device),
+def _divide_experts(module: nn.Module, number: int, mesh: DeviceMesh, device: torch.device) -> None:
+    for name, whole_parameter in list(module.named_parameters(recurse=False)):
+        own_part = whole_parameter.detach().chunk(mesh.size(), 0)[mesh.get_local_rank()].clone()
+        shard = DTensor.from_local(
+            own_part if whole_parameter.is_meta else own_part.to(device),
             mesh,
             [Shard(0)],
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=whole_parameter.shape,
+            stride=whole_parameter.stride(),
         )
-        setattr(module, name, nn.Parameter(spread, requires_grad=whole.requires_grad))
+        setattr(module, name, nn.Parameter(shard, requires_grad=whole_parameter.requires_grad))
     if getattr(module, _COUNT, None) == number:
         setattr(module, _COUNT, number // mesh.size())
     forwarding.replace(module, Dispatched(mesh.get_group(), number))
 
 
-def _account(model: nn.Module, found: dict[str, int], mesh: MeshSpec) -> str:
+def _describe_experts(model: nn.Module, experts_by_module: dict[str, int], mesh: MeshSpec) -> str:
     """Return a summary of the sharded experts and of the bytes on each rank."""
     ranks = mesh.ep
-    stacks = [stack for name in found for stack in model.get_submodule(name).parameters()]
-    held = sum(stack.numel() * stack.element_size() for stack in stacks)
-    numbers = sorted(set(found.values()))
+    stacks = [stack for name in experts_by_module for stack in model.get_submodule(name).parameters()]
+    total_bytes = sum(stack.numel() * stack.element_size() for stack in stacks)
+    numbers = sorted(set(experts_by_module.values()))
     return (
-        f"{type(model).__name__} has {' or '.join(map(str, numbers))} experts in each of {len(found)} modules "
-        f"({', '.join(list(found)[:4])}{', ...' if len(found) > 4 else ''}), split over ep {ranks}: each rank holds "
-        f"{held / ranks / 2**20:.1f} of {held / 2**20:.1f} MiB of them before sharding"
+        f"{type(model).__name__} has {' or '.join(map(str, numbers))} experts in each of {len(experts_by_module)} modules "
+        f"({', '.join(list(experts_by_module)[:4])}{', ...' if len(experts_by_module) > 4 else ''}), split over ep {ranks}: each rank holds "
+        f"{total_bytes / ranks / 2**20:.1f} of {total_bytes / 2**20:.1f} MiB of them before sharding"
     )

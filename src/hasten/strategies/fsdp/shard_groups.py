@@ -35,12 +35,12 @@ def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) ->
             return _deepest_first(model, _by_size(model, config.min_num_params or _DEFAULT_MIN_PARAMS))
         case "transformer_based_wrap" | "auto":
             if names := config.transformer_cls_names_to_wrap:
-                chosen = blocks_by_class(model, names, "fsdp.transformer_cls_names_to_wrap")
+                blocks = blocks_by_class(model, names, "fsdp.transformer_cls_names_to_wrap")
             else:
-                known = tuple(getattr(model, "_no_split_modules", None) or ())  # set in transformers' models
-                chosen = [module for module in model.modules() if type(module).__name__ in known]
-                chosen = chosen or [block for _, block in repeated_blocks(model)]
-            return _deepest_first(model, chosen)
+                class_names = tuple(getattr(model, "_no_split_modules", None) or ())  # set in transformers' models
+                blocks = [module for module in model.modules() if type(module).__name__ in class_names]
+                blocks = blocks or [block for _, block in repeated_blocks(model)]
+            return _deepest_first(model, blocks)
     raise ConfigError(f"fsdp.auto_wrap_policy={policy!r} is unknown; see docs/sharding.md for the policies.")
 
 
@@ -51,44 +51,46 @@ def blocks_to_recompute(model: nn.Module, config: FullyShardedDataParallelPlugin
 
 def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
     """Return the modules for which `policy(module)` is true."""
-    chosen = [(name, module) for name, module in model.named_modules() if module is not model and policy(module)]
-    for name, module in chosen:
+    chosen_modules = [
+        (name, module) for name, module in model.named_modules() if module is not model and policy(module)
+    ]
+    for name, module in chosen_modules:
         if isinstance(module, CONTAINERS):
             raise ConfigError(
                 f"fsdp.auto_wrap_policy chose {name!r}, a {type(module).__name__}, which has no forward, so its parameters would never "
                 "be gathered. Let the policy choose the modules inside it."
             )
-    return [module for _, module in chosen]
+    return [module for _, module in chosen_modules]
 
 
-def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+def _by_size(model: nn.Module, min_params: int) -> list[nn.Module]:
     """Return the smallest modules with at least `least` parameters besides those already in a separate group."""
-    chosen: list[nn.Module] = []
+    chosen_modules: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        rest = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
-        if module is not model and rest >= least and not isinstance(module, CONTAINERS):
-            chosen.append(module)
+        num_rest = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
+        if module is not model and num_rest >= min_params and not isinstance(module, CONTAINERS):
+            chosen_modules.append(module)
             return 0
-        return rest
+        return num_rest
 
     visit(model)
-    return chosen
+    return chosen_modules
 
 
-def _deepest_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
-    wanted = {id(module) for module in chosen}
-    order = [module for module in model.modules() if id(module) in wanted and module is not model]
+def _deepest_first(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    module_ids = {id(module) for module in modules}
+    order = [module for module in model.modules() if id(module) in module_ids and module is not model]
     depth = {id(module): name.count(".") for name, module in model.named_modules()}
     return sorted(order, key=lambda module: -depth[id(module)])
 
 
 def owned_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield each parameter under each of its names, with the block of its shard group (the model for the rest)."""
-    wrapped = {id(block) for block in blocks}
+    block_ids = {id(block) for block in blocks}
 
     def visit(module: nn.Module, prefix: str, owner: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        owner = module if id(module) in wrapped else owner
+        owner = module if id(module) in block_ids else owner
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield owner, prefix + name, parameter
         for name, child in module.named_children():
@@ -104,18 +106,18 @@ def keep_ties_together(
 
     A parameter can be in one shard group only. Blocks left out join the surrounding group, in which tied weights are equal.
     """
-    kept, tied = list(blocks), dict[int, str]()
+    kept_blocks, tied_names = list(blocks), dict[int, str]()
     while True:
         owners: dict[int, dict[int, nn.Module]] = {}
-        for owner, name, parameter in owned_parameters(model, kept):
+        for owner, name, parameter in owned_parameters(model, kept_blocks):
             if parameter not in ignored:
                 owners.setdefault(id(parameter), {})[id(owner)] = owner
                 if len(owners[id(parameter)]) > 1:
-                    tied.setdefault(id(parameter), name)
-        torn = {key for several in owners.values() if len(several) > 1 for key in several}
-        if not torn:
-            return kept, list(tied.values())
-        kept = [block for block in kept if id(block) not in torn]
+                    tied_names.setdefault(id(parameter), name)
+        torn_groups = {key for groups in owners.values() if len(groups) > 1 for key in groups}
+        if not torn_groups:
+            return kept_blocks, list(tied_names.values())
+        kept_blocks = [block for block in kept_blocks if id(block) not in torn_groups]
 
 
 def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
@@ -123,20 +125,20 @@ def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin)
 
     Raises: ConfigError if one of them is trained, because its gradients would not be synchronised.
     """
-    given = config.ignored_modules
-    if given is None:
+    ignored = config.ignored_modules
+    if ignored is None:
         return set()
-    if isinstance(given, str):
-        modules = [module for name, module in model.named_modules() if name and re.fullmatch(given, name)]
+    if isinstance(ignored, str):
+        modules = [module for name, module in model.named_modules() if name and re.fullmatch(ignored, name)]
     else:
-        modules = list(given)
-    inside = {id(parameter) for module in modules for parameter in module.parameters()}
-    found = [(name, p) for name, p in model.named_parameters() if id(p) in inside]
-    trained = [name for name, p in found if p.requires_grad]
-    if trained:
+        modules = list(ignored)
+    inside_ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    inside_parameters = [(name, p) for name, p in model.named_parameters() if id(p) in inside_ids]
+    trained_names = [name for name, p in inside_parameters if p.requires_grad]
+    if trained_names:
         raise ConfigError(
-            f"fsdp.ignored_modules covers {trained[0]!r} and {len(trained) - 1} more trainable parameters; they would be neither "
+            f"fsdp.ignored_modules covers {trained_names[0]!r} and {len(trained_names) - 1} more trainable parameters; they would be neither "
             "sharded nor synchronized and would diverge between processes. Freeze them with "
             "requires_grad_(False), or remove their modules from ignored_modules."
         )
-    return {p for _, p in found}
+    return {p for _, p in inside_parameters}

@@ -142,35 +142,38 @@ class ShardModel:
         _refuse_unshardable(model, self._sharded)
         ignored = ignored_parameters(model, self._config)
         zero_dims = scalars(model)
-        whole = ignored | set(zero_dims.values())
-        chosen = blocks_to_shard(model, self._config)
-        inside: list[nn.Module] = []
-        if self._better_in_one_group(model, whole, ctx):
-            chosen, inside = [], chosen
+        whole_parameters = ignored | set(zero_dims.values())
+        chosen_blocks = blocks_to_shard(model, self._config)
+        inside_blocks: list[nn.Module] = []
+        if self._better_in_one_group(model, whole_parameters, ctx):
+            chosen_blocks, inside_blocks = [], chosen_blocks
         experts = expert_groups(model)
-        chosen = [*experts, *(block for block in chosen if not any(block is own for own in experts))]
-        blocks, tied = keep_ties_together(model, chosen, whole)
-        _refuse_mixed_masters(model, blocks, whole)
-        refuse_gradient_hooks(model, whole)
+        chosen_blocks = [
+            *experts,
+            *(block for block in chosen_blocks if not any(block is expert_module for expert_module in experts)),
+        ]
+        blocks, tied = keep_ties_together(model, chosen_blocks, whole_parameters)
+        _refuse_mixed_masters(model, blocks, whole_parameters)
+        refuse_gradient_hooks(model, whole_parameters)
         notes = []
-        if len(blocks) < len(chosen):
+        if len(blocks) < len(chosen_blocks):
             notes.append(
-                f"{len(chosen) - len(blocks)} of {len(chosen)} blocks are not sharded separately, because they share {tied[0]!r} with "
+                f"{len(chosen_blocks) - len(blocks)} of {len(chosen_blocks)} blocks are not sharded separately, because they share {tied[0]!r} with "
                 "another block: they are sharded with the enclosing group"
             )
         if zero_dims:
             notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and are replicated on every rank")
         policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
-        return ShardLayout(type(model).__name__, blocks, whole, policy, notes, experts, inside)
+        return ShardLayout(type(model).__name__, blocks, whole_parameters, policy, notes, experts, inside_blocks)
 
-    def _better_in_one_group(self, model: nn.Module, whole: set[nn.Parameter], ctx: ProcessContext) -> bool:
+    def _better_in_one_group(self, model: nn.Module, whole_parameters: set[nn.Parameter], ctx: ProcessContext) -> bool:
         """Return whether one group is best: a single process gains nothing from several, unless parameters are offloaded."""
         config = self._config
         automatic = config.auto_wrap_policy == "auto" and not config.transformer_cls_names_to_wrap
         if not automatic or config.cpu_offload or ctx.mesh.size(*LOSS) > 1:
             return False
-        trained = [p for p in model.parameters() if p.requires_grad and p not in whole]
-        return len({parameter.dtype for parameter in trained}) <= 1
+        trained_parameters = [p for p in model.parameters() if p.requires_grad and p not in whole_parameters]
+        return len({parameter.dtype for parameter in trained_parameters}) <= 1
 
     def _shard(self, model: nn.Module, layout: ShardLayout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
         block_policy = replace(
@@ -183,9 +186,9 @@ class ShardModel:
             # a single rank holds everything: freeing and gathering would only copy
             "reshard_after_forward": ctx.mesh.size(*SHARD) > 1 and self._config.reshard_after_forward,
         }
-        apart = self._for_experts(ctx, options) if layout.experts else {}
+        expert_options = self._for_experts(ctx, options) if layout.experts else {}
         for block in layout.blocks:
-            fully_shard(block, mp_policy=block_policy, **(apart if block in layout.experts else options))
+            fully_shard(block, mp_policy=block_policy, **(expert_options if block in layout.experts else options))
         for block in layout.inside:
             block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=layout.policy, **options)
@@ -285,15 +288,17 @@ def mixed_precision(
     """Return the dtypes of gathered parameters, of reductions and of outputs."""
     if isinstance(config.mixed_precision_policy, MixedPrecisionPolicy):
         return config.mixed_precision_policy
-    asked = config.dtypes
-    names = dict(_DTYPES)
+    given_dtypes = config.dtypes
+    dtypes_by_name = dict(_DTYPES)
     half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(spec)
     output = None if half is None or keep_outputs else torch.float32
     return MixedPrecisionPolicy(
-        param_dtype=names[asked.param_dtype] if asked.param_dtype else half,
-        reduce_dtype=names[asked.reduce_dtype] if asked.reduce_dtype else (torch.float32 if half else None),
-        output_dtype=names[asked.output_dtype] if asked.output_dtype else output,
-        cast_forward_inputs=asked.cast_forward_inputs,
+        param_dtype=dtypes_by_name[given_dtypes.param_dtype] if given_dtypes.param_dtype else half,
+        reduce_dtype=dtypes_by_name[given_dtypes.reduce_dtype]
+        if given_dtypes.reduce_dtype
+        else (torch.float32 if half else None),
+        output_dtype=dtypes_by_name[given_dtypes.output_dtype] if given_dtypes.output_dtype else output,
+        cast_forward_inputs=given_dtypes.cast_forward_inputs,
     )
 
 
@@ -302,14 +307,14 @@ def _note_late_heads(model: nn.Module) -> None:
     owners = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for name, module in model.named_modules():
         if isinstance(head := forwarding.find(module, forwarding.LateHead.tag), forwarding.LateHead):
-            around = [owner for prefix, owner in owners if not prefix or f"{name}.".startswith(f"{prefix}.")]
-            head.gathered_by = ref(around[-1])
+            enclosing_modules = [owner for prefix, owner in owners if not prefix or f"{name}.".startswith(f"{prefix}.")]
+            head.gathered_by = ref(enclosing_modules[-1])
 
 
-def _make_dense(model: nn.Module, whole: set[nn.Parameter]) -> None:
+def _make_dense(model: nn.Module, whole_parameters: set[nn.Parameter]) -> None:
     """Make parameters contiguous: torch shards no other memory format (channels_last, for example)."""
     for parameter in model.parameters():
-        if parameter not in whole and not parameter.is_contiguous():
+        if parameter not in whole_parameters and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
 
 
@@ -320,26 +325,26 @@ def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -
             f"a {name} has no forward, so its parameters would never be gathered. Put its modules into a module with a forward, or "
             "prepare each of them."
         )
-    known = [part for part, p in model.named_parameters() if sharded.get(id(p)) is p]
-    inner = [part for part, module in model.named_modules() if isinstance(module, FSDPModule)]
-    if known or inner:
+    sharded_names = [part for part, p in model.named_parameters() if sharded.get(id(p)) is p]
+    sharded_modules = [part for part, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if sharded_names or sharded_modules:
         raise PrepareError(
-            f"{(known or inner)[0]!r} of {name} is also part of a model that is already sharded, but a parameter can only be in one "
+            f"{(sharded_names or sharded_modules)[0]!r} of {name} is also part of a model that is already sharded, but a parameter can only be in one "
             "shard group. Prepare one module that contains both models, and call them through methods marked with mark_forward_method()."
         )
 
 
-def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole: set[nn.Parameter]) -> None:
+def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole_parameters: set[nn.Parameter]) -> None:
     """Raise if trained parameters of a group have different dtypes: torch reduces their gradients together."""
-    found: dict[int, dict[torch.dtype, str]] = {}
+    names_by_dtype: dict[int, dict[torch.dtype, str]] = {}
     for owner, name, parameter in owned_parameters(model, blocks):
-        if parameter.requires_grad and parameter not in whole:
-            found.setdefault(id(owner), {}).setdefault(parameter.dtype, name)
-    for group in found.values():
+        if parameter.requires_grad and parameter not in whole_parameters:
+            names_by_dtype.setdefault(id(owner), {}).setdefault(parameter.dtype, name)
+    for group in names_by_dtype.values():
         if len(group) > 1:
-            (one, first), (other, second) = list(group.items())[:2]
+            (first_dtype, first), (second_dtype, second) = list(group.items())[:2]
             raise PrepareError(
-                f"{first!r} is {one} and {second!r} is {other}; both are trainable and in one shard group, whose gradients are reduced "
+                f"{first!r} is {first_dtype} and {second!r} is {second_dtype}; both are trainable and in one shard group, whose gradients are reduced "
                 "in one dtype. Convert the trainable parameters to one dtype (model.float()), or use "
                 "mixed_precision='bf16' with master_weights='fp32'."
             )
@@ -354,11 +359,11 @@ def _banner(
 ) -> str:
     trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     compute = layout.policy.param_dtype or "the same"
-    where = "in host memory" if config.cpu_offload else "on the device"
+    place_text = "in host memory" if config.cpu_offload else "on the device"
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     text = (
         f"{layout.name} is sharded over {sizes} in {len(layout.blocks) + 1} groups: master weights "
-        f"{' and '.join(sorted(trained)) or 'none (frozen)'} {where}, computing in "
+        f"{' and '.join(sorted(trained)) or 'none (frozen)'} {place_text}, computing in "
         f"{str(compute).removeprefix('torch.')}, reducing in "
         f"{str(layout.policy.reduce_dtype or compute).removeprefix('torch.')}"
     )

@@ -15,7 +15,7 @@ from hasten.errors import StepError
 from hasten.modules import forwarding
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import BLOCKS, matrix_of
-from hasten.strategies.tensor.ops import ApartStream, BlockShares, enter, gather, leave, split
+from hasten.strategies.tensor.ops import RankRandomStream, BlockShares, enter, gather, leave, split
 from hasten.strategies.tensor.sequence import SequenceRegion
 
 
@@ -26,7 +26,7 @@ class SplitForward(forwarding.Forward):
     transposed = False
     """The layer stores its weight as [inputs, outputs]."""
 
-    def __init__(self, group: dist.ProcessGroup, apart: ApartStream, region: SequenceRegion | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, apart: RankRandomStream, region: SequenceRegion | None = None) -> None:
         self.group = group
         self.apart = apart
         self.region = region
@@ -34,8 +34,8 @@ class SplitForward(forwarding.Forward):
 
     def part(self, name: str) -> Tensor | None:
         """Return this rank's shard of a parameter, differentiable; None if the layer lacks the parameter."""
-        value: Tensor | None = getattr(self.module, name)
-        return value.to_local() if isinstance(value, DTensor) else value
+        parameter: Tensor | None = getattr(self.module, name)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def matrix(self) -> Tensor:
         """Return this rank's shard of the weight as [outputs, inputs], differentiable."""
@@ -43,17 +43,17 @@ class SplitForward(forwarding.Forward):
         assert weight is not None, "a linear layer has a weight"
         return weight.t() if self.transposed else weight
 
-    def applied(self, x: Tensor, **parts: Tensor | int | None) -> Tensor:
+    def applied(self, x: Tensor, **replacements: Tensor | int | None) -> Tensor:
         """Call the module's overridden forward on `x`, with shards in place of its parameters."""
-        own = self.module.__dict__
+        module_dict = self.module.__dict__
         try:
-            own.update(parts)  # an entry of the module's __dict__ takes precedence over the parameter
-            made: Tensor = self.inner(x)
-            return made
+            module_dict.update(replacements)  # an entry of the module's __dict__ takes precedence over the parameter
+            output: Tensor = self.inner(x)
+            return output
         finally:
-            for name in parts:
+            for name in replacements:
                 if name in self.module._parameters:
-                    own.pop(name, None)
+                    module_dict.pop(name, None)
 
     def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by rows or columns of the weight, with the forward of the layer's class."""
@@ -99,10 +99,10 @@ class ColwiseBlocks(Colwise):
     _shares: BlockShares | None = None
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
-        rows, bias = self.matrix(), self.part("bias")
+        stored_rows, bias = self.matrix(), self.part("bias")
         if self._shares is None:
-            self._shares = BlockShares(rows.shape[0], self.blocks, self.group, rows.device)
-        return self._shares.exchanged(rows), None if bias is None else self._shares.exchanged(bias)
+            self._shares = BlockShares(stored_rows.shape[0], self.blocks, self.group, stored_rows.device)
+        return self._shares.exchanged(stored_rows), None if bias is None else self._shares.exchanged(bias)
 
 
 class Rowwise(SplitForward):
@@ -114,26 +114,26 @@ class Rowwise(SplitForward):
         weight, bias = self.matrix(), self.part("bias")
         width = x.shape[-1] // self.group.size() if self.whole_input else x.shape[-1]
         if width != weight.shape[-1]:
-            self._refuse(x.shape[-1], weight.shape[-1])
+            self._refuse_features(x.shape[-1], weight.shape[-1])
         if self.region is not None:
-            out = self.region.scattered(self.multiplied(x, weight, None))
-            return out if bias is None else out + enter(bias, self.group).to(out.dtype)
+            summed_output = self.region.scattered(self.multiplied(x, weight, None))
+            return summed_output if bias is None else summed_output + enter(bias, self.group).to(summed_output.dtype)
         self.apart.end()
-        part = split(x, -1, self.group) if self.whole_input else x
-        out = leave(self.multiplied(part, weight, None), self.group)
-        return out if bias is None else out + bias.to(out.dtype)
+        input_part = split(x, -1, self.group) if self.whole_input else x
+        summed_output = leave(self.multiplied(input_part, weight, None), self.group)
+        return summed_output if bias is None else summed_output + bias.to(summed_output.dtype)
 
-    def _refuse(self, got: int, wanted: int) -> None:
+    def _refuse_features(self, num_features: int, expected_features: int) -> None:
         if self.region is not None:
             raise StepError(
-                f"a layer split rowwise got {got} features instead of {wanted}: with "
+                f"a layer split rowwise got {num_features} features instead of {expected_features}: with "
                 "sequence_parallel the hidden states of a block contain part of the tokens, but the projections return all of them. "
                 "Take the number of tokens from a projection's output, as in "
                 "`projected.unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
             )
         raise StepError(
-            f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {got} features instead of the "
-            f"{wanted} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
+            f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {num_features} features instead of the "
+            f"{expected_features} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
             "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
         )
 
@@ -145,11 +145,11 @@ class _SplitEmbedding(SplitForward):
         """Look up tokens in a shard of the table, with the forward of the embedding's class."""
         if type(self.module).forward is nn.Embedding.forward:
             return F.embedding(tokens, weight, padding)
-        whole = self.module.padding_idx
+        whole_padding = self.module.padding_idx
         try:
             return self.applied(tokens, weight=weight, padding_idx=padding)
         finally:
-            self.module.__dict__["padding_idx"] = whole
+            self.module.__dict__["padding_idx"] = whole_padding
 
 
 class VocabularyRows(_SplitEmbedding):
@@ -159,13 +159,13 @@ class VocabularyRows(_SplitEmbedding):
         weight = self.part("weight")
         assert weight is not None, "an embedding has a table"
         assert isinstance(self.module, nn.Embedding), "the plan was checked"
-        first = self.group.rank() * weight.shape[0]
-        local = tokens - first
-        other = (local < 0) | (local >= weight.shape[0])
+        first_row = self.group.rank() * weight.shape[0]
+        local_tokens = tokens - first_row
+        is_elsewhere = (local_tokens < 0) | (local_tokens >= weight.shape[0])
         padding = self.module.padding_idx
-        mine = None if padding is None or not 0 <= padding - first < weight.shape[0] else padding - first
-        rows = self.looked_up(local.masked_fill(other, 0), weight, mine)
-        return leave(rows.masked_fill(other.unsqueeze(-1), 0), self.group)
+        own_padding = None if padding is None or not 0 <= padding - first_row < weight.shape[0] else padding - first_row
+        rows = self.looked_up(local_tokens.masked_fill(is_elsewhere, 0), weight, own_padding)
+        return leave(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
 
 
 class TableColumns(_SplitEmbedding):
@@ -184,21 +184,21 @@ class SplitExperts(CalledExperts):
     tag = "tensor"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: three tensors, by position or name
-        hidden, chosen, weights = self.arguments(*args, **kwargs)
+        hidden, chosen_experts, weights = self.arguments(*args, **kwargs)
         hidden, weights = enter(hidden, self.group), enter(weights, self.group)
-        each = self.num_experts // self.group.size()
-        local = chosen - self.group.rank() * each
-        mine = (local >= 0) & (local < each)
-        tokens = torch.where(mine)[0]
-        made = self.computed(hidden[tokens], local[mine], weights[mine], 1)
-        return leave(hidden.new_zeros(hidden.shape).index_add(0, tokens, made.to(hidden.dtype)), self.group)
+        experts_per_rank = self.num_experts // self.group.size()
+        local_experts = chosen_experts - self.group.rank() * experts_per_rank
+        is_own = (local_experts >= 0) & (local_experts < experts_per_rank)
+        tokens = torch.where(is_own)[0]
+        expert_outputs = self.computed(hidden[tokens], local_experts[is_own], weights[is_own], 1)
+        return leave(hidden.new_zeros(hidden.shape).index_add(0, tokens, expert_outputs.to(hidden.dtype)), self.group)
 
 
 def forward_of(
     layer: nn.Module,
     style: TensorStyle,
     group: dist.ProcessGroup,
-    apart: ApartStream,
+    apart: RankRandomStream,
     place: tuple[SequenceRegion, bool] | None,
     number: int,
 ) -> forwarding.Forward:

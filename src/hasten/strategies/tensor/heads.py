@@ -19,11 +19,11 @@ _SIZES: Final = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_
 _COUNTS: Final = ("n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhead")
 
 
-def number(module: nn.Module, names: Sequence[str]) -> int | None:
+def first_positive_integer(module: nn.Module, names: Sequence[str]) -> int | None:
     """Return the first of these attributes, of the module or its configuration, that is a positive integer."""
-    for where in (module, getattr(module, "config", None)):
+    for holder in (module, getattr(module, "config", None)):
         for name in names:
-            value = getattr(where, name, None)
+            value = getattr(holder, name, None)
             if isinstance(value, int) and value > 0:
                 return value
     return None
@@ -31,10 +31,10 @@ def number(module: nn.Module, names: Sequence[str]) -> int | None:
 
 def head_size(holder: nn.Module, width: int) -> int | None:
     """Return the head size of an attention module whose queries have `width` features; None if unknown."""
-    size = number(holder, _SIZES)
+    size = first_positive_integer(holder, _SIZES)
     if size is not None and width % size == 0:
         return size
-    count = number(holder, _COUNTS)
+    count = first_positive_integer(holder, _COUNTS)
     return width // count if count is not None and width % count == 0 else None
 
 
@@ -75,24 +75,24 @@ def _width(model: nn.Module, name: str) -> int:
 
 def norms_of_heads(model: nn.Module, split: LayerSplit) -> Iterator[str]:
     """Yield the norms of queries and keys beside split projections; such norms see this rank's heads only."""
-    held: dict[str, list[str]] = {}
+    layers_by_parent: dict[str, list[str]] = {}
     for name, style in split.styles.items():
         if style == "colwise":
-            held.setdefault(name.rpartition(".")[0], []).append(name)
-    for parent, layers in held.items():
+            layers_by_parent.setdefault(name.rpartition(".")[0], []).append(name)
+    for parent, layers in layers_by_parent.items():
         module = model.get_submodule(parent)
-        sizes = [s for a in _SIZES if isinstance(s := getattr(module, a, None), int) and s > 0]
-        inputs = {sizes_of.inputs for name in layers if (sizes_of := matrix_of(model.get_submodule(name)))}
-        for leaf, part in module.named_children():
-            named = QUERY.search(leaf) or re.search(r"(^|_)(k|key|wk)(_|$)", leaf)
-            widths = {p.numel() for p in part.parameters(recurse=False)}
-            if named and "Norm" in type(part).__name__ and widths and widths <= set(sizes[:1]) - inputs:
+        sizes = [size for attribute in _SIZES if isinstance(size := getattr(module, attribute, None), int) and size > 0]
+        inputs = {matrix.inputs for name in layers if (matrix := matrix_of(model.get_submodule(name)))}
+        for leaf, norm in module.named_children():
+            is_named = QUERY.search(leaf) or re.search(r"(^|_)(k|key|wk)(_|$)", leaf)
+            widths = {parameter.numel() for parameter in norm.parameters(recurse=False)}
+            if is_named and "Norm" in type(norm).__name__ and widths and widths <= set(sizes[:1]) - inputs:
                 yield f"{parent}.{leaf}" if parent else leaf
 
 
 def divide_named(model: nn.Module, split: LayerSplit, divide: Sequence[str], ranks: int) -> None:
     """Record per-rank values of the attributes in `tp_divide`. Raises: ConfigError for a name that no such module has."""
-    seen: set[str] = set()
+    found_attributes: set[str] = set()
     parents = {name.rpartition(".")[0]: None for name, style in split.styles.items() if style.startswith("colwise")}
     for parent in parents:
         module = model.get_submodule(parent)
@@ -105,10 +105,10 @@ def divide_named(model: nn.Module, split: LayerSplit, divide: Sequence[str], ran
                     f"tp_size={ranks} does not divide {parent}.{name}={value}, which is listed in tp_divide; set tp_size to one of "
                     f"{divisors(value)}."
                 )
-            seen.add(name)
+            found_attributes.add(name)
             split.attributes.setdefault(parent, {})[name] = value // ranks
-    if missing := [name for name in divide if name not in seen]:
+    if missing_names := [name for name in divide if name not in found_attributes]:
         raise ConfigError(
-            f"tp_divide names {missing[0]!r}, but no module whose layers are split has an integer attribute of that name, so it would "
+            f"tp_divide names {missing_names[0]!r}, but no module whose layers are split has an integer attribute of that name, so it would "
             "have no effect; check the spelling."
         )

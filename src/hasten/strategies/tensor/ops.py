@@ -27,7 +27,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _summed(grad, ctx.group), None
+        return _all_reduce(grad, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
@@ -35,7 +35,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -48,11 +48,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _joined(x, dim, group)
+        return _all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _part(grad, ctx.dim, ctx.group), None, None
+        return _own_part(grad, ctx.dim, ctx.group), None, None
 
 
 class _Split(torch.autograd.Function):
@@ -61,11 +61,11 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _part(x, dim, group)
+        return _own_part(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _joined(grad, ctx.dim, ctx.group), None, None
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -94,12 +94,12 @@ class BlockShares:
     def __init__(self, stored: int, blocks: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         ranks, rank = group.size(), group.rank()
-        each = stored // blocks
+        rows_per_block = stored // blocks
         # owner of each row of the whole weight: each block has `ranks` shares
-        owners = torch.arange(stored * ranks) // each % ranks
-        here = owners[rank * stored : (rank + 1) * stored]
-        self._order = torch.argsort(here, stable=True).to(device)
-        self._sent = torch.bincount(here, minlength=ranks).tolist()
+        owners = torch.arange(stored * ranks) // rows_per_block % ranks
+        own_owners = owners[rank * stored : (rank + 1) * stored]
+        self._order = torch.argsort(own_owners, stable=True).to(device)
+        self._sent = torch.bincount(own_owners, minlength=ranks).tolist()
         self._received = (owners.view(ranks, stored) == rank).sum(1).tolist()
 
     def exchanged(self, rows: Tensor) -> Tensor:
@@ -110,29 +110,29 @@ class BlockShares:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    made: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return made
+    output: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return output
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
 
 
-def _joined(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    part = x.contiguous()
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part, group=group)
-    return torch.cat(parts, dim)
+def _all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    own_part = x.contiguous()
+    parts_by_rank = [torch.empty_like(own_part) for _ in range(group.size())]
+    dist.all_gather(parts_by_rank, own_part, group=group)
+    return torch.cat(parts_by_rank, dim)
 
 
-def _part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def _own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     width = x.shape[dim] // group.size()
     return x.narrow(dim, group.rank() * width, width).contiguous()
 
 
-class ApartStream:
+class RankRandomStream:
     """Switch of the random state at the start of a split region to one that differs between ranks, and back at its end.
 
     Ranks of a tensor-parallel group must drop the same elements of replicated activations, and different elements of sharded
@@ -172,21 +172,21 @@ class ApartStream:
         if self._outside is None:
             yield
             return
-        inside = torch.get_rng_state(), self._on_device()
+        inside_state = torch.get_rng_state(), self._on_device()
         self.end()
         try:
             yield
         finally:
             self._outside = torch.get_rng_state(), self._on_device()
-            torch.set_rng_state(inside[0])
-            if inside[1] is not None:
-                torch.cuda.set_rng_state(inside[1], self._device)
+            torch.set_rng_state(inside_state[0])
+            if inside_state[1] is not None:
+                torch.cuda.set_rng_state(inside_state[1], self._device)
 
     def _on_device(self) -> Tensor | None:
         return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 
 
-class DrawnApart(forwarding.Forward):
+class RankDropout(forwarding.Forward):
     """Forward of a dropout beside a split layer, as in an adapter, with the random state that fits its input.
 
     A replicated input loses the same elements on all ranks; a sharded input loses different ones.
@@ -194,7 +194,7 @@ class DrawnApart(forwarding.Forward):
 
     tag = "drawn apart"
 
-    def __init__(self, apart: ApartStream, by_part: bool) -> None:
+    def __init__(self, apart: RankRandomStream, by_part: bool) -> None:
         self.apart = apart
         self.by_part = by_part
 

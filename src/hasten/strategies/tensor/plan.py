@@ -13,14 +13,14 @@ from torch import nn
 from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import divisors
-from hasten.strategies.experts.plan import why_not
+from hasten.strategies.experts.plan import reason_against_sharding
 from hasten.strategies.tensor import heads as tensor_heads
 from hasten.strategies.tensor.layers import BLOCKS, LayerSplit, base_of, linear_layers, matrix_of
 
 # Any in this file: attributes of PEFT's modules; PEFT need not be installed.
 
 
-def inner(module: nn.Module) -> nn.Module:
+def layer_inside(module: nn.Module) -> nn.Module:
     """Return the layer inside an adapter, or inside a module that PEFT trains a copy of."""
     return base_of(getattr(module, "original_module", module))
 
@@ -43,11 +43,13 @@ def expand(model: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> No
     """
     for name, style in list(split.styles.items()):
         module = model.get_submodule(name)
-        copies: Any = getattr(module, "modules_to_save", None)
-        if isinstance(getattr(module, "original_module", None), nn.Module) and isinstance(copies, nn.ModuleDict):
+        trained_copies: Any = getattr(module, "modules_to_save", None)
+        if isinstance(getattr(module, "original_module", None), nn.Module) and isinstance(
+            trained_copies, nn.ModuleDict
+        ):
             del split.styles[name]
-            parts = [f"{name}.original_module", *(f"{name}.modules_to_save.{key}" for key in copies)]
-            split.styles.update(dict.fromkeys(parts, style))
+            layer_names = [f"{name}.original_module", *(f"{name}.modules_to_save.{key}" for key in trained_copies)]
+            split.styles.update(dict.fromkeys(layer_names, style))
         elif isinstance(getattr(module, "base_layer", None), nn.Module):
             _expand_adapter(name, module, split, advice)
 
@@ -55,23 +57,23 @@ def expand(model: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> No
 def _expand_adapter(name: str, module: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> None:
     style = split.styles.pop(name)
     adapters: Any = getattr(module, "lora_A", None)
-    plain = isinstance(adapters, nn.ModuleDict) and not _uses_weight(module)
-    if not plain or isinstance(getattr(module.get_submodule("base_layer"), "base_layer", None), nn.Module):
+    is_plain_lora = isinstance(adapters, nn.ModuleDict) and not _uses_weight(module)
+    if not is_plain_lora or isinstance(getattr(module.get_submodule("base_layer"), "base_layer", None), nn.Module):
         raise ConfigError(
             f"{name!r} is a {type(module).__module__.partition('.')[0]} {type(module).__name__}, an adapter other than plain LoRA, "
             f"which cannot be split {style} together with its base layer. {advice()}"
         )
-    made = [f"{name}.base_layer"]
+    layer_names = [f"{name}.base_layer"]
     by_outputs = not style.startswith("rowwise")
     if not style.startswith("embedding"):
-        made += [f"{name}.{'lora_B' if by_outputs else 'lora_A'}.{key}" for key in adapters]
+        layer_names += [f"{name}.{'lora_B' if by_outputs else 'lora_A'}.{key}" for key in adapters]
         split.dropouts.update({f"{name}.lora_dropout.{key}": not by_outputs for key in adapters})
     elif style == "embedding_colwise" and len(getattr(module, "lora_embedding_A", ())):
         raise ConfigError(
             f"{name!r} is an embedding with an adapter, which cannot be split by columns. Use 'embedding_rowwise'."
         )
-    for part in made:
-        split.styles[part] = style
+    for layer_name in layer_names:
+        split.styles[layer_name] = style
 
 
 def _uses_weight(module: nn.Module) -> bool:
@@ -100,27 +102,31 @@ def decide(
     Raises: ConfigError for a plan that names layers that do not exist or cannot be split; PrepareError for a model without a
     plan.
     """
-    split = _carried(model, ranks, experts) if isinstance(plan, str) else _matched(model, plan, "tp_plan", ranks)
+    split = (
+        _split_by_carried_plans(model, ranks, experts)
+        if isinstance(plan, str)
+        else _split_by_plan(model, plan, "tp_plan", ranks)
+    )
     if not split.styles:
         raise PrepareError(
-            f"{type(model).__name__} has no tensor-parallel plan that splits a layer over {ranks} ranks{_reasons(split.left)}, so every "
-            f"rank would compute the same. {_advice(model, ranks)}"
+            f"{type(model).__name__} has no tensor-parallel plan that splits a layer over {ranks} ranks{_list_reasons(split.left)}, so every "
+            f"rank would compute the same. {_suggest_plan(model, ranks)}"
         )
     for name, style in split.styles.items():
         _check_layer(model, name, style, ranks, split)
     tensor_heads.refuse_split_heads(model, split, ranks)
     split.summed = list(dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)]))
     tensor_heads.divide_named(model, split, divide, ranks)
-    expand(model, split, lambda: _advice(model, ranks))
+    expand(model, split, lambda: _suggest_plan(model, ranks))
     return split
 
 
-def _carried(model: nn.Module, ranks: int, experts: bool) -> LayerSplit:
+def _split_by_carried_plans(model: nn.Module, ranks: int, experts: bool) -> LayerSplit:
     """Return the layers of the plans that the model and its submodules carry."""
     split = LayerSplit("no plan")
-    for prefix, carrier, plan in _carriers(model):
+    for prefix, carrier, plan in _modules_with_plan(model):
         split.source = f"the plan of {type(carrier).__name__}"
-        submodule_split = _matched(model, plan, split.source, ranks, prefix)
+        submodule_split = _split_by_plan(model, plan, split.source, ranks, prefix)
         split.styles |= submodule_split.styles
         split.left |= submodule_split.left
         split.summed += submodule_split.summed
@@ -130,7 +136,7 @@ def _carried(model: nn.Module, ranks: int, experts: bool) -> LayerSplit:
     return split
 
 
-def _carriers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
+def _modules_with_plan(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
     """Yield the outermost modules with a `tp_plan`, and torch's layers; a wrapper may expose that of the model inside it."""
     prefixes: list[str] = []
     for name, module in model.named_modules():
@@ -145,16 +151,16 @@ def _carriers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, s
 def _plan_of(module: nn.Module) -> Mapping[str, str]:
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return dict(_PLAN_OF_TORCH)
-    carries = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
-    plan: Any = getattr(module, "tp_plan", None) if carries else None  # Any: an attribute of other code
+    has_plan = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
+    plan: Any = getattr(module, "tp_plan", None) if has_plan else None  # Any: an attribute of other code
     return plan if isinstance(plan, Mapping) else {}
 
 
-def _reasons(left: Mapping[str, str]) -> str:
+def _list_reasons(left: Mapping[str, str]) -> str:
     return "".join(f"; {name}: {why}" for name, why in list(left.items())[:3])
 
 
-def _advice(model: nn.Module, ranks: int) -> str:
+def _suggest_plan(model: nn.Module, ranks: int) -> str:
     """Return advice with a plan that works for this model: its linear layers, each with a gathered output."""
     plan = working_plan(model, ranks)
     if not plan:
@@ -168,20 +174,20 @@ def _advice(model: nn.Module, ranks: int) -> str:
 def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
     """Return a plan that splits each linear layer separately and gathers its output; numbers in names become `*`."""
     names: dict[str, list[bool]] = {}
-    times: dict[int, int] = {}
+    num_uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
-        times[id(parameter)] = times.get(id(parameter), 0) + 1
+        num_uses[id(parameter)] = num_uses.get(id(parameter), 0) + 1
     for name, layer in linear_layers(model, ""):
-        own = callable_base(model, name)
-        if own is None:
+        base_name = callable_base(model, name)
+        if base_name is None:
             continue
-        untied = times[id(model.get_submodule(own).get_parameter("weight"))] == 1
-        pattern = re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", own)
-        names.setdefault(pattern, []).append(layer.outputs % ranks == 0 and untied)
+        is_untied = num_uses[id(model.get_submodule(base_name).get_parameter("weight"))] == 1
+        pattern = re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", base_name)
+        names.setdefault(pattern, []).append(layer.outputs % ranks == 0 and is_untied)
     return {pattern: "colwise_gather_output" for pattern, fits in names.items() if all(fits)}
 
 
-def _matched(
+def _split_by_plan(
     model: nn.Module, plan: Mapping[str, str], source: str, ranks: int, carrier: str | None = None
 ) -> LayerSplit:
     """Return the modules that match the patterns; the first match decides.
@@ -189,60 +195,66 @@ def _matched(
     Names in the plan of a submodule, `carrier`, are relative to it.
     """
     split = LayerSplit(source)
-    start = f"{carrier}." if carrier else ""
-    decided: set[str] = set()
+    name_prefix = f"{carrier}." if carrier else ""
+    decided_names: set[str] = set()
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    for pattern, word in plan.items():
-        style = dict(_ALIASES).get(word, word)
+    for pattern, style_name in plan.items():
+        style = dict(_ALIASES).get(style_name, style_name)
         matches = re.compile(translate(pattern)).match
-        chosen = [name for name in names if name.startswith(start) and matches(name[len(start) :])]
+        matching_names = [name for name in names if name.startswith(name_prefix) and matches(name[len(name_prefix) :])]
         if carrier is None:
-            _check_pattern(model, pattern, word, style, chosen, source)
-        for name in [name for name in chosen if name not in decided]:
-            decided.add(name)
+            _check_pattern(model, pattern, style_name, style, matching_names, source)
+        for name in [name for name in matching_names if name not in decided_names]:
+            decided_names.add(name)
             if style not in STYLES:
                 raise ConfigError(
-                    f"{source} uses {word!r} for {name!r}, which hasten does not support; gradients could be wrong without it. "
-                    f"{_advice(model, ranks)}"
+                    f"{source} uses {style_name!r} for {name!r}, which hasten does not support; gradients could be wrong without it. "
+                    f"{_suggest_plan(model, ranks)}"
                 )
             if style == "replicate_sum_gradients":
                 split.summed.append(name)
-            elif style == "experts" and carrier is not None and why_not(model.get_submodule(name)) is not None:
-                split.left[name] = str(why_not(model.get_submodule(name)))
+            elif (
+                style == "experts"
+                and carrier is not None
+                and reason_against_sharding(model.get_submodule(name)) is not None
+            ):
+                split.left[name] = str(reason_against_sharding(model.get_submodule(name)))
             elif style != "replicate":
                 split.styles[name] = cast(TensorStyle, style)
     return split
 
 
-def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen: list[str], source: str) -> None:
+def _check_pattern(
+    model: nn.Module, pattern: str, style_name: str, style: str, matching_names: list[str], source: str
+) -> None:
     if style not in STYLES:
         raise ConfigError(
-            f"{source}: {pattern!r} has the style {word!r}, which is unknown; use one of {', '.join(STYLES)}."
+            f"{source}: {pattern!r} has the style {style_name!r}, which is unknown; use one of {', '.join(STYLES)}."
         )
-    if not chosen:
-        tables = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
-        known = ", ".join([*tables, *(name for name, _ in linear_layers(model, ""))])
+    if not matching_names:
+        embeddings = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
+        layer_names = ", ".join([*embeddings, *(name for name, _ in linear_layers(model, ""))])
         raise ConfigError(
             f"{source}: {pattern!r} matches no module of {type(model).__name__}, so it would have no effect; layers that can be split "
-            f"are {known or 'none'}."
+            f"are {layer_names or 'none'}."
         )
 
 
 def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, split: LayerSplit) -> None:
-    layer = inner(model.get_submodule(name))
+    layer = layer_inside(model.get_submodule(name))
     if style == "experts":
         split.numbers[name] = _check_experts(name, layer, ranks)
         return
-    table = style in ("embedding_rowwise", "embedding_colwise")
+    is_embedding = style in ("embedding_rowwise", "embedding_colwise")
     sizes = matrix_of(layer)
-    if not isinstance(layer, nn.Embedding) if table else sizes is None:
+    if not isinstance(layer, nn.Embedding) if is_embedding else sizes is None:
         raise ConfigError(
             f"{name!r} is a {type(layer).__name__}, which cannot be split {style}: this style is for "
-            f"{'torch.nn.Embedding' if table else 'torch.nn.Linear'}. Remove it from the plan."
+            f"{'torch.nn.Embedding' if is_embedding else 'torch.nn.Linear'}. Remove it from the plan."
         )
-    blocks = dict(BLOCKS).get(style, 1)
+    num_blocks = dict(BLOCKS).get(style, 1)
     if isinstance(layer, nn.Embedding):
-        what, size = (
+        size_name, size = (
             ("rows", layer.num_embeddings) if style == "embedding_rowwise" else ("columns", layer.embedding_dim)
         )
         if type(layer).forward is not nn.Embedding.forward and len(signature(type(layer).forward).parameters) != 2:
@@ -257,18 +269,18 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
     else:
         assert sizes is not None, "checked above"
         by_columns = style.startswith("colwise")
-        what, size = ("output features", sizes.outputs) if by_columns else ("input features", sizes.inputs)
-    if size % (ranks * blocks):
-        joined = "" if blocks == 1 else f", which are {blocks} projections side by side"
+        size_name, size = ("output features", sizes.outputs) if by_columns else ("input features", sizes.inputs)
+    if size % (ranks * num_blocks):
+        joined_text = "" if num_blocks == 1 else f", which are {num_blocks} projections side by side"
         raise ConfigError(
-            f"tp_size={ranks} does not divide the {size} {what} of {name!r}{joined}; ranks would hold layers of different "
-            f"widths. Set tp_size to one of {divisors(size // blocks)}, or remove this layer from the plan."
+            f"tp_size={ranks} does not divide the {size} {size_name} of {name!r}{joined_text}; ranks would hold layers of different "
+            f"widths. Set tp_size to one of {divisors(size // num_blocks)}, or remove this layer from the plan."
         )
 
 
 def _check_experts(name: str, module: nn.Module, ranks: int) -> int:
     """Return the number of experts in a module. Raises: ConfigError for a module whose experts cannot be split."""
-    if (why := why_not(module)) is not None:
+    if (why := reason_against_sharding(module)) is not None:
         raise ConfigError(
             f"{name!r} ({type(module).__name__}) cannot be split by experts: {why}. Remove it from the plan."
         )

@@ -16,7 +16,7 @@ from hasten.modules import forwarding
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.context.ops import all_parts, collect, summed_part
 from hasten.strategies.fsdp.shard_groups import CONTAINERS
-from hasten.strategies.tensor.ops import ApartStream, enter, gather, split
+from hasten.strategies.tensor.ops import RankRandomStream, enter, gather, split
 
 _BY_COLUMNS: Final = ("colwise", "colwise_halves", "colwise_thirds")
 """Styles of layers that take all tokens and return a shard of the features."""
@@ -42,30 +42,30 @@ class SequenceRegion:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._whole: list[Tensor] = []
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._whole_inputs: list[Tensor] = []
+        self._last_gathered: tuple[Tensor, Tensor] | None = None
 
     def open(self, whole: list[Tensor]) -> None:
         """Start a block; `whole` holds its inputs besides the hidden states, with all tokens on every rank."""
-        self._whole = whole
+        self._whole_inputs = whole
 
     def close(self) -> None:
         """End a block."""
-        self._whole, self._last = [], None
+        self._whole_inputs, self._last_gathered = [], None
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return all tokens of a split layer's input; layers with the same input share one gather. Ranks: the group."""
-        if self._last is not None and (x is self._last[0] or x is self._last[1]):
-            return self._last[1]
-        if any(x is known for known in self._whole):
+        if self._last_gathered is not None and (x is self._last_gathered[0] or x is self._last_gathered[1]):
+            return self._last_gathered[1]
+        if any(x is known for known in self._whole_inputs):
             return enter(x, self.group)
-        self._last = (x, collect(x, x.ndim - 2, self.group))
-        return self._last[1]
+        self._last_gathered = (x, collect(x, x.ndim - 2, self.group))
+        return self._last_gathered[1]
 
     def scattered(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of the sum of the ranks' partial results. Ranks: the group."""
-        made: Tensor = _Scatter.apply(x, x.ndim - 2, self.group)  # type: ignore[no-untyped-call]  # as torch is
-        return made
+        own_sum: Tensor = _Scatter.apply(x, x.ndim - 2, self.group)  # type: ignore[no-untyped-call]  # as torch is
+        return own_sum
 
 
 class SequenceInput(forwarding.Forward):
@@ -82,11 +82,13 @@ class SequenceInput(forwarding.Forward):
         if hidden is None:
             return self.inner(*args, **kwargs)
 
-        def whole(value: Any) -> Any:
-            alike = isinstance(value, Tensor) and value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1]
-            return self.region.gathered(value) if alike and value.is_floating_point() else value
+        def gather_hidden(value: Any) -> Any:
+            is_alike = isinstance(value, Tensor) and value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1]
+            return self.region.gathered(value) if is_alike and value.is_floating_point() else value
 
-        return self.inner(*(whole(value) for value in args), **{key: whole(value) for key, value in kwargs.items()})
+        return self.inner(
+            *(gather_hidden(value) for value in args), **{key: gather_hidden(value) for key, value in kwargs.items()}
+        )
 
 
 class SequenceBlock(forwarding.Forward):
@@ -94,7 +96,7 @@ class SequenceBlock(forwarding.Forward):
 
     tag = "sequence"
 
-    def __init__(self, region: SequenceRegion, apart: ApartStream, first: bool, last: bool) -> None:
+    def __init__(self, region: SequenceRegion, apart: RankRandomStream, first: bool, last: bool) -> None:
         self.region = region
         self.apart = apart
         self.first = first
@@ -108,17 +110,17 @@ class SequenceBlock(forwarding.Forward):
                 f"{type(self.module).__name__} was called without hidden states as its first argument, so there are no tokens to split; "
                 "set sequence_parallel=False for this model."
             )
-        rest = (args[1:], {key: value for key, value in kwargs.items() if key != name})
+        other_inputs = (args[1:], {key: value for key, value in kwargs.items() if key != name})
         if self.first:
             hidden = self._divided(hidden)
-        self.region.open(trees.tensors(rest))
+        self.region.open(trees.tensors(other_inputs))
         self.apart.begin(self.module)
         try:
-            out = self.inner(hidden, *args[1:], **kwargs) if args else self.inner(**{**kwargs, str(name): hidden})
+            outputs = self.inner(hidden, *args[1:], **kwargs) if args else self.inner(**{**kwargs, str(name): hidden})
         finally:
             self.apart.end()
             self.region.close()
-        return self._joined(out) if self.last else out
+        return self._joined(outputs) if self.last else outputs
 
     def _divided(self, hidden: Tensor) -> Tensor:
         length, ranks = hidden.shape[-2], self.region.group.size()
@@ -150,15 +152,15 @@ class PerToken(forwarding.Forward):
         self.group = group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = self.module.__dict__
+        module_dict = self.module.__dict__
         names = [name for name, value in self.module.named_parameters(recurse=False) if value.requires_grad]
         try:
             for name in names:  # an entry of the module's __dict__ takes precedence over the parameter
-                own[name] = enter(self.module.get_parameter(name), self.group)
+                module_dict[name] = enter(self.module.get_parameter(name), self.group)
             return self.inner(*args, **kwargs)
         finally:
             for name in names:
-                own.pop(name, None)
+                module_dict.pop(name, None)
 
 
 def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tuple[str, nn.Module]]]:
@@ -169,34 +171,36 @@ def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tupl
     stacks: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, block in repeated_blocks(model):
         stacks.setdefault(name.rpartition(".")[0], []).append((name, block))
-    found = [stack for stack in stacks.values() if any(s.startswith(f"{name}.") for name, _ in stack for s in styles)]
-    if not found:
+    split_stacks = [
+        stack for stack in stacks.values() if any(s.startswith(f"{name}.") for name, _ in stack for s in styles)
+    ]
+    if not split_stacks:
         raise ConfigError(
             f"sequence_parallel=True was requested, but {type(model).__name__} has no list of repeated blocks with "
             "split layers, so there are no tokens to split. Set it to False."
         )
-    for name, block in (pair for stack in found for pair in stack):
-        for part, layer in block.named_modules():
-            where = f"{name}.{part}" if part else name
-            style = styles.get(where)
+    for name, block in (pair for stack in split_stacks for pair in stack):
+        for relative_name, layer in block.named_modules():
+            full_name = f"{name}.{relative_name}" if relative_name else name
+            style = styles.get(full_name)
             if style in (*_BY_COLUMNS, "rowwise") or not dict(layer.named_parameters(recurse=False)):
                 continue
             if style is None and "Norm" in type(layer).__name__:
                 continue
-            what = "is whole" if style is None else f"is split {style}"
+            reason = "is whole" if style is None else f"is split {style}"
             raise ConfigError(
-                f"sequence_parallel=True gives every rank a part of the tokens, but {where!r} "
-                f"({type(layer).__name__}) in a block {what}; only norms can process parts of a sequence; other layers must be split. "
+                f"sequence_parallel=True gives every rank a part of the tokens, but {full_name!r} "
+                f"({type(layer).__name__}) in a block {reason}; only norms can process parts of a sequence; other layers must be split. "
                 "Split the layer with tp_plan, or set sequence_parallel=False."
             )
-    return found
+    return split_stacks
 
 
 def install(
     stacks: list[list[tuple[str, nn.Module]]],
     styles: Mapping[str, TensorStyle],
     group: dist.ProcessGroup,
-    apart: ApartStream,
+    apart: RankRandomStream,
 ) -> dict[str, tuple[SequenceRegion, bool]]:
     """Replace the forwards of blocks, of modules that contain split layers, and of whole layers.
 
@@ -207,22 +211,29 @@ def install(
     for stack in stacks:
         region = SequenceRegion(group)
         for index, (name, block) in enumerate(stack):
-            parts = {f"{name}.{part}" if part else name: layer for part, layer in block.named_modules()}
-            holders = {where: _holder(where, parts) for where in parts if styles.get(where) in _BY_COLUMNS}
-            for where, layer in parts.items():
-                if where in styles:
-                    regions[where] = region, holders.get(where, name) != name
+            layers_by_name = {
+                f"{name}.{relative_name}" if relative_name else name: layer
+                for relative_name, layer in block.named_modules()
+            }
+            holders = {
+                full_name: _calling_module(full_name, layers_by_name)
+                for full_name in layers_by_name
+                if styles.get(full_name) in _BY_COLUMNS
+            }
+            for full_name, layer in layers_by_name.items():
+                if full_name in styles:
+                    regions[full_name] = region, holders.get(full_name, name) != name
                 elif dict(layer.named_parameters(recurse=False)):
                     forwarding.replace(layer, PerToken(group))
-                elif where != name and where in holders.values():
+                elif full_name != name and full_name in holders.values():
                     forwarding.replace(layer, SequenceInput(region))
             forwarding.replace(block, SequenceBlock(region, apart, index == 0, index == len(stack) - 1))
     return regions
 
 
-def _holder(where: str, parts: Mapping[str, nn.Module]) -> str:
+def _calling_module(layer_name: str, layers_by_name: Mapping[str, nn.Module]) -> str:
     """Return the module that calls a layer: the innermost module around it that is not a container."""
-    above = where.rpartition(".")[0]
-    while isinstance(parts[above], CONTAINERS):
-        above = above.rpartition(".")[0]
-    return above
+    parent_name = layer_name.rpartition(".")[0]
+    while isinstance(layers_by_name[parent_name], CONTAINERS):
+        parent_name = parent_name.rpartition(".")[0]
+    return parent_name

@@ -23,7 +23,7 @@ from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse
 from hasten.strategies.tensor import sequence as tensor_sequence
 from hasten.strategies.tensor.forwards import SplitForward, forward_of
 from hasten.strategies.tensor.layers import LayerSplit, split_dims
-from hasten.strategies.tensor.ops import ApartStream, DrawnApart
+from hasten.strategies.tensor.ops import RankRandomStream, RankDropout
 from hasten.strategies.tensor.plan import decide
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
@@ -51,23 +51,23 @@ class SplitLayers:
             )
         ranks = ctx.mesh.size(Axis.TP)
         with agree(ctx.world, f"splitting {type(model).__name__}"):
-            found = decide(model, self._config.tp_plan, self._config.tp_divide, ranks, experts=ctx.mesh.ep == 1)
-            _check_ties(model, found)
-            stacks = tensor_sequence.check(model, found.styles) if self._handler.sequence_parallel else []
+            split = decide(model, self._config.tp_plan, self._config.tp_divide, ranks, experts=ctx.mesh.ep == 1)
+            _check_ties(model, split)
+            block_stacks = tensor_sequence.check(model, split.styles) if self._handler.sequence_parallel else []
             if self._handler.loss_parallel:
-                head = _head_of(model, found)
+                head = _head_of(model, split)
                 if forwarding.find(model.get_submodule(head), forwarding.LateHead.tag) is None:
                     load("public_names", "use_chunked_loss")(model, head)
-            whole = _left_whole(model, found)
-            refuse_gradient_hooks(model, whole)
+            whole_parameters = _unsplit_parameters(model, split)
+            refuse_gradient_hooks(model, whole_parameters)
         if source_of(model, self._fsdp, ctx) is WeightSource.RANK_0:
-            _materialise(model, ctx)
+            _allocate_meta_tensors(model, ctx)
         copy_from_rank_0(model, ctx)
         mesh = self._mesh.along(ctx, Axis.TP)
-        hooks = hooks_to_carry(model, whole)
-        _split(model, found, mesh, ctx.device, stacks)
+        hooks = hooks_to_carry(model, whole_parameters)
+        _split_layers(model, split, mesh, ctx.device, block_stacks)
         carry_hooks(model, hooks)
-        for parent, values in found.attributes.items():
+        for parent, values in split.attributes.items():
             vars(model.get_submodule(parent)).update(values)
         for layer in model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
@@ -75,121 +75,127 @@ class SplitLayers:
                     0  # otherwise its inference reads whole weights without calling the layers
                 )
         if ctx.is_main:
-            log.info(_account(model, found, ranks, sum(len(stack) for stack in stacks), self._handler.loss_parallel))
+            log.info(
+                _describe_split(
+                    model, split, ranks, sum(len(stack) for stack in block_stacks), self._handler.loss_parallel
+                )
+            )
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model
 
 
-def _left_whole(model: nn.Module, found: LayerSplit) -> set[nn.Parameter]:
+def _unsplit_parameters(model: nn.Module, split: LayerSplit) -> set[nn.Parameter]:
     """Return the parameters outside the split layers."""
-    parts: set[int] = set()
-    for name, style in found.styles.items():
+    split_parameter_ids: set[int] = set()
+    for name, style in split.styles.items():
         layer = model.get_submodule(name)
-        parts |= {id(layer.get_parameter(leaf)) for leaf in split_dims(layer, style)}
-    return {parameter for parameter in model.parameters() if id(parameter) not in parts}
+        split_parameter_ids |= {id(layer.get_parameter(leaf)) for leaf in split_dims(layer, style)}
+    return {parameter for parameter in model.parameters() if id(parameter) not in split_parameter_ids}
 
 
-def _materialise(model: nn.Module, ctx: ProcessContext) -> None:
+def _allocate_meta_tensors(model: nn.Module, ctx: ProcessContext) -> None:
     """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
 
-    def real(tensor: Tensor) -> Tensor:
+    def allocate(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=ctx.device) if tensor.is_meta else tensor
 
-    model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _split(
+def _split_layers(
     model: nn.Module,
-    found: LayerSplit,
+    split: LayerSplit,
     mesh: DeviceMesh,
     device: torch.device,
     stacks: list[list[tuple[str, nn.Module]]],
 ) -> None:
     group = mesh.get_group()
-    apart = ApartStream(model, group.rank())
-    regions = tensor_sequence.install(stacks, found.styles, group, apart)
-    made: dict[int, nn.Parameter] = {}
-    for name, style in found.styles.items():
+    rank_stream = RankRandomStream(model, group.rank())
+    regions = tensor_sequence.install(stacks, split.styles, group, rank_stream)
+    shards_by_id: dict[int, nn.Parameter] = {}
+    for name, style in split.styles.items():
         layer = model.get_submodule(name)
-        number = found.numbers.get(name, 1)
+        num_experts = split.numbers.get(name, 1)
         for leaf, dim in split_dims(layer, style).items():
-            _replace(layer, leaf, dim, mesh, made, device)
-        if style == "experts" and getattr(layer, "num_experts", None) == number:
-            layer.num_experts = number // mesh.size()  # type: ignore[assignment]  # an int, not a module
+            _replace_by_shard(layer, leaf, dim, mesh, shards_by_id, device)
+        if style == "experts" and getattr(layer, "num_experts", None) == num_experts:
+            layer.num_experts = num_experts // mesh.size()  # type: ignore[assignment]  # an int, not a module
         if forwarding.find(layer, SplitForward.tag) is None:  # a layer with two names is split once
-            forwarding.replace(layer, forward_of(layer, style, group, apart, regions.get(name), number))
-    for name, by_part in found.dropouts.items():
-        forwarding.replace(model.get_submodule(name), DrawnApart(apart, by_part))
-    for name in found.summed:
-        whole = model.get_submodule(name)
-        if forwarding.find(whole, tensor_sequence.PerToken.tag) is None:  # sequence parallelism sums them already
-            forwarding.replace(whole, tensor_sequence.PerToken(group))
+            forwarding.replace(layer, forward_of(layer, style, group, rank_stream, regions.get(name), num_experts))
+    for name, by_part in split.dropouts.items():
+        forwarding.replace(model.get_submodule(name), RankDropout(rank_stream, by_part))
+    for name in split.summed:
+        whole_module = model.get_submodule(name)
+        if (
+            forwarding.find(whole_module, tensor_sequence.PerToken.tag) is None
+        ):  # sequence parallelism sums them already
+            forwarding.replace(whole_module, tensor_sequence.PerToken(group))
 
 
-def _replace(
-    layer: nn.Module, name: str, dim: int, mesh: DeviceMesh, made: dict[int, nn.Parameter], device: torch.device
+def _replace_by_shard(
+    layer: nn.Module, name: str, dim: int, mesh: DeviceMesh, shards_by_id: dict[int, nn.Parameter], device: torch.device
 ) -> None:
     """Replace a parameter by this rank's shard; a tied parameter gets the same shard under all names."""
-    whole = layer.get_parameter(name)
-    if isinstance(whole, DTensor):
+    whole_parameter = layer.get_parameter(name)
+    if isinstance(whole_parameter, DTensor):
         return
-    if id(whole) not in made:
-        part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
-        spread = DTensor.from_local(
-            part if whole.is_meta else part.to(device),
+    if id(whole_parameter) not in shards_by_id:
+        own_part = whole_parameter.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
+        shard = DTensor.from_local(
+            own_part if whole_parameter.is_meta else own_part.to(device),
             mesh,
             [Shard(dim)],
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=whole_parameter.shape,
+            stride=whole_parameter.stride(),
         )
-        made[id(whole)] = nn.Parameter(spread, requires_grad=whole.requires_grad)
-        made[id(made[id(whole)])] = made[id(whole)]
-    setattr(layer, name, made[id(whole)])
+        shards_by_id[id(whole_parameter)] = nn.Parameter(shard, requires_grad=whole_parameter.requires_grad)
+        shards_by_id[id(shards_by_id[id(whole_parameter)])] = shards_by_id[id(whole_parameter)]
+    setattr(layer, name, shards_by_id[id(whole_parameter)])
 
 
-def _check_ties(model: nn.Module, found: LayerSplit) -> None:
+def _check_ties(model: nn.Module, split: LayerSplit) -> None:
     """Raise if a tensor with two names would be split differently under each."""
     dims: dict[int, tuple[str, int]] = {}
     split_names = {
         f"{name}.{leaf}": dim
-        for name, style in found.styles.items()
+        for name, style in split.styles.items()
         for leaf, dim in split_dims(model.get_submodule(name), style).items()
     }
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dim = split_names.get(name, -1)
-        first, known = dims.setdefault(id(parameter), (name, dim))
-        if known != dim:
+        first_name, known_dim = dims.setdefault(id(parameter), (name, dim))
+        if known_dim != dim:
             raise ConfigError(
-                f"{first!r} and {name!r} are one tied tensor, but the plan splits them differently, so they would diverge. Split both "
+                f"{first_name!r} and {name!r} are one tied tensor, but the plan splits them differently, so they would diverge. Split both "
                 "layers in the same way (for an embedding and a head: 'embedding_rowwise' and "
                 "'colwise_gather_output'), or neither."
             )
 
 
-def _head_of(model: nn.Module, found: LayerSplit) -> str:
+def _head_of(model: nn.Module, split: LayerSplit) -> str:
     """Return the one layer that gathers its output, whose logits can stay sharded. Raises: ConfigError unless there is one."""
-    heads = [name for name, style in found.styles.items() if style == "colwise_gather_output"]
+    heads = [name for name, style in split.styles.items() if style == "colwise_gather_output"]
     if len(heads) != 1:
         raise ConfigError(
             f"loss_parallel=True needs one head with sharded logits, but the plan of {type(model).__name__} "
-            f"({found.source}) gathers the output of {', '.join(heads) or 'no layer'}; name the one head with "
+            f"({split.source}) gathers the output of {', '.join(heads) or 'no layer'}; name the one head with "
             "tp_plan={'head': 'colwise_gather_output', ...}, or set loss_parallel=False."
         )
     return heads[0]
 
 
-def _account(model: nn.Module, found: LayerSplit, ranks: int, num_blocks: int, keep_logits: bool) -> str:
+def _describe_split(model: nn.Module, split: LayerSplit, ranks: int, num_blocks: int, keep_logits: bool) -> str:
     """Return a summary of the split layers, the layers left whole, and the bytes on each rank."""
     by_style: dict[str, int] = {}
-    for style in found.styles.values():
+    for style in split.styles.values():
         by_style[style] = by_style.get(style, 0) + 1
     split_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
     whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not isinstance(p, DTensor))
     text = (
-        f"{type(model).__name__} is split over tp {ranks} ({found.source}): "
+        f"{type(model).__name__} is split over tp {ranks} ({split.source}): "
         + ", ".join(f"{count} {style}" for style, count in sorted(by_style.items()))
         + f"; each rank holds {(split_bytes / ranks + whole_bytes) / 2**20:.1f} of "
         f"{(split_bytes + whole_bytes) / 2**20:.1f} MiB"
@@ -198,10 +204,10 @@ def _account(model: nn.Module, found: LayerSplit, ranks: int, num_blocks: int, k
         text += f"; tokens split between the split layers of {num_blocks} blocks"
     if keep_logits:
         text += "; logits stay sharded for the loss"
-    if found.summed:
-        text += f"; gradients summed over tp: {', '.join(found.summed[:8])}"
-    if found.attributes:
-        text += "; divided: " + ", ".join(f"{name}.{a}" for name, names in found.attributes.items() for a in names)
-    if found.left:
-        text += "; not split: " + ", ".join(f"{name} ({why})" for name, why in list(found.left.items())[:8])
+    if split.summed:
+        text += f"; gradients summed over tp: {', '.join(split.summed[:8])}"
+    if split.attributes:
+        text += "; divided: " + ", ".join(f"{name}.{a}" for name, names in split.attributes.items() for a in names)
+    if split.left:
+        text += "; not split: " + ", ".join(f"{name} ({reason})" for name, reason in list(split.left.items())[:8])
     return text

@@ -14,7 +14,7 @@ from hasten.comm.base import Comm
 from hasten.data.position import Position
 from hasten.data.source import BatchSource, Item, OuterSource
 from hasten.errors import DataError, StepError
-from hasten.strategies.context.masks import IGNORED, look
+from hasten.strategies.context.masks import IGNORED, inspect_buffers
 
 # Any in this file: the user's batches.
 _TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
@@ -48,7 +48,7 @@ class SequenceSplitter:
         length = self._checked_length(found[name], name)
         if found.get("position_ids") is None:
             found["position_ids"] = torch.arange(length).expand(found[name].shape[0], -1)
-        if any(look([(found["position_ids"], 1)])().restarting):
+        if any(inspect_buffers([(found["position_ids"], 1)])().restarting):
             raise StepError(
                 "position_ids restart, so several sequences are packed into one and would attend to each other (sp_size > 1). Unpack them."
             )
