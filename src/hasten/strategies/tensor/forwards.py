@@ -15,7 +15,7 @@ from hasten.errors import StepError
 from hasten.modules import forwarding
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import BLOCKS, matrix_of
-from hasten.strategies.tensor.ops import RankRandomStream, BlockShares, enter, gather, leave, split
+from hasten.strategies.tensor.ops import BlockShares, RankRandomStream, enter, gather, leave, split
 from hasten.strategies.tensor.sequence import SequenceRegion
 
 

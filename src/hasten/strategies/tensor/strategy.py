@@ -23,7 +23,7 @@ from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse
 from hasten.strategies.tensor import sequence as tensor_sequence
 from hasten.strategies.tensor.forwards import SplitForward, forward_of
 from hasten.strategies.tensor.layers import LayerSplit, split_dims
-from hasten.strategies.tensor.ops import RankRandomStream, RankDropout
+from hasten.strategies.tensor.ops import RankDropout, RankRandomStream
 from hasten.strategies.tensor.plan import decide
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
