@@ -40,6 +40,7 @@ Kind = Literal[
     "settings",
     "trackers",
     "run_parts",
+    "stores",
     "uploads",
     "public_names",
 ]
@@ -57,6 +58,7 @@ _NOUNS: Final = MappingProxyType(
         "settings": "settings class",
         "trackers": "tracker",
         "run_parts": "part of a run",
+        "stores": "storage of checkpoints",
         "uploads": "service for uploads",
         "public_names": "name",
     }
@@ -81,6 +83,8 @@ class Extension:
     settings: Table = field(default_factory=dict)
     trackers: Table = field(default_factory=dict)
     run_parts: Table = field(default_factory=dict)
+    stores: Table = field(default_factory=dict)
+    """Storage of checkpoints: `url` for everything that is no local folder."""
     uploads: Table = field(default_factory=dict)
     """Services to which `push_to_hub()` uploads models."""
     public_names: Table = field(default_factory=dict)

@@ -22,12 +22,12 @@ from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import Retention, Save, retire_expired, save_tree
 from hasten.checkpoint.store.local_store import LocalDraft, LocalStore
 from hasten.checkpoint.store.locate import newest
-from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import CheckpointError, HookError, MismatchError, MissingRanksError
+from hasten.extensions.remote.remote_store import RemoteStore
 from hasten.runtime.context import ProcessContext
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
 from hasten.state.saving import Saving

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator, ProjectConfiguration
 from hasten.checkpoint.export import read_model, save_model
-from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.cli.main import main
 from hasten.errors import ArgumentError, CheckpointError
 from hasten.extensions.checkpoint_tools.inspect import find, verify
+from hasten.extensions.remote.remote_store import RemoteStore
 from hasten.extensions.trainer.arguments import TrainingArguments
 from hasten.extensions.trainer.trainer import Trainer
 

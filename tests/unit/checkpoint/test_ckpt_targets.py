@@ -27,6 +27,7 @@ from hasten.checkpoint.store.locate import locate
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, UnsafeCheckpointError
+from hasten.extension import offers
 
 Hook = Callable[[Path], None]
 
@@ -316,6 +317,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "local":
         yield str(tmp_path / "run" / "checkpoint-10")
         return
+    if "url" not in offers("stores"):
+        pytest.skip("no extension provides storage at URLs")
     fsspec = pytest.importorskip("fsspec")
     yield "memory://hooks/run/checkpoint-10"
     fsspec.filesystem("memory").rm("/hooks", recursive=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from hasten.checkpoint.base import CheckpointStore, number_of
 from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.comm.agreement import Agreement
 from hasten.errors import (
     ArgumentError,
@@ -18,6 +17,7 @@ from hasten.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
 )
+from hasten.extension import load
 
 
 def check_path(path: object, what: str) -> None:
@@ -74,7 +74,12 @@ def open_store(place: str | Path) -> CheckpointStore:
     text = str(place)
     if text.startswith("file://"):
         return LocalStore(text.removeprefix("file://"))
-    return RemoteStore(text) if is_url(text) else LocalStore(Path(text))
+    return _open_url(text) if is_url(text) else LocalStore(Path(text))
+
+
+def _open_url(url: str) -> CheckpointStore:
+    store: CheckpointStore = load("stores", "url")(url)
+    return store
 
 
 def locate(place: str | Path) -> tuple[CheckpointStore, str]:
@@ -87,7 +92,7 @@ def locate(place: str | Path) -> tuple[CheckpointStore, str]:
         parent, _, name = text.rpartition("/")
         if not name or parent.endswith((":/", ":")):
             raise ConfigError(f"{place} names no folder in the storage; give a URL such as s3://bucket/run/checkpoint.")
-        return RemoteStore(parent), name
+        return _open_url(parent), name
     try:
         path = Path(text or "/").expanduser().resolve()
     except (OSError, RuntimeError) as error:

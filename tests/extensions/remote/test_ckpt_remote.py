@@ -5,22 +5,23 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.base import Blob, Component, StateTree, numbered
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import Save
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import is_complete, locate, newest, open_store
-from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.extensions.remote.remote_store import RemoteStore
 from hasten.optional import available
 
 fsspec = pytest.importorskip("fsspec")
@@ -126,3 +127,18 @@ def test_urls_that_name_nothing_are_refused() -> None:
         locate("s3://bucket")
     with pytest.raises(ConfigError, match="root of the file system"):
         locate("/")
+
+
+def test_abandoned_versions_at_a_url_are_removed_after_a_day(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RemoteStore(url)
+    for draft in (store.begin("best"), store.begin_numbered(0)):
+        draft.put({"part": Blob([b"abc"], 3)})
+    save(store, "best", 1.0)
+    versions = {name.partition("/")[0] for name in store.sizes("best")}
+    assert len(versions) == 3  # the manifest, the abandoned version and the committed one
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
+    save(store, "best", 1.0)
+    assert len({name.partition("/")[0] for name in store.sizes("best")}) == 2
+    store.begin_numbered(0)
+    assert set(store.sizes(numbered(0))) == set()
