@@ -73,21 +73,21 @@ class StepGraph:
 
     def replay(self, inputs: Tree) -> Tree:
         """Run the step on other inputs of the same shapes; return its result in new tensors."""
-        for own, given in zip(self._inputs, trees.tensors(inputs), strict=True):
-            own.copy_(given, non_blocking=True)
+        for static_input, input_tensor in zip(self._inputs, trees.tensors(inputs), strict=True):
+            static_input.copy_(input_tensor, non_blocking=True)
         for rate in self._rates:
             rate.follow()
         self._graph.replay()
-        fresh = [tensor.clone() for tensor in self._outputs]
-        return trees.replace_tensors(self._returned, fresh) if fresh else self._returned
+        outputs = [tensor.clone() for tensor in self._outputs]
+        return trees.replace_tensors(self._returned, outputs) if outputs else self._returned
 
     def _addresses(self) -> list[int]:
         """Return the addresses of all tensors that a step reads and writes besides its inputs."""
-        held = [tensor.data_ptr() for model in self._models for tensor in (*model.parameters(), *model.buffers())]
+        addresses = [tensor.data_ptr() for model in self._models for tensor in (*model.parameters(), *model.buffers())]
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                held += [value.data_ptr() for value in state.values() if isinstance(value, Tensor)]
-        return held
+                addresses += [value.data_ptr() for value in state.values() if isinstance(value, Tensor)]
+        return addresses
 
 
 class _Rate:
@@ -101,21 +101,21 @@ class _Rate:
 
     def options(self) -> dict[str, Any]:  # Any: torch's options of an optimizer
         """Return the options that are constants in a graph, and the number of parameters."""
-        kept = {name: value for name, value in self.group.items() if name not in ("lr", "params", "initial_lr")}
-        return {**kept, "params": len(self.group["params"])}
+        constants = {name: value for name, value in self.group.items() if name not in ("lr", "params", "initial_lr")}
+        return {**constants, "params": len(self.group["params"])}
 
     def follow(self) -> None:
         """Copy the group's current learning rate to the tensor."""
-        now = float(self.group["lr"])
-        if now != self._last:
-            self._last = now
-            self.tensor.fill_(now)
+        current_rate = float(self.group["lr"])
+        if current_rate != self._last:
+            self._last = current_rate
+            self.tensor.fill_(current_rate)
 
 
 @contextmanager
 def _capturable(rates: Sequence[_Rate]) -> Iterator[None]:
     """Context manager in which optimizers can be captured: they read learning rates from the device."""
-    before = [(rate.group["lr"], rate.group.get("capturable")) for rate in rates]
+    group_options = [(rate.group["lr"], rate.group.get("capturable")) for rate in rates]
     for rate in rates:
         rate.group["lr"] = rate.tensor
         if "capturable" in rate.group:
@@ -123,7 +123,7 @@ def _capturable(rates: Sequence[_Rate]) -> Iterator[None]:
     try:
         yield
     finally:
-        for rate, (lr, capturable) in zip(rates, before, strict=True):
+        for rate, (lr, capturable) in zip(rates, group_options, strict=True):
             rate.group["lr"] = lr
             if "capturable" in rate.group:
                 rate.group["capturable"] = capturable
@@ -133,11 +133,11 @@ log = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_WARM_UP: Final = 3
+_NUM_WARM_UP_CALLS: Final = 3
 """Number of plain calls before a capture, in which lazy state is created and libraries choose their kernels."""
-_MOST: Final = 4
+_MOST_GRAPHS: Final = 4
 """Largest number of stored graphs, one for each set of input shapes."""
-_STRANGE: Final = 256
+_MOST_DISTINCT_INPUTS: Final = 256
 """Number of distinct inputs after which capturing is given up, because every call differs."""
 
 
@@ -169,22 +169,22 @@ class CapturedStep(Generic[P, R]):
             return _detached(self._function(*args, **kwargs))
         inputs = (args, kwargs)
         key = self._key(inputs)
-        known = self._graphs.get(key)
-        if known is not None and known.graph.stale:
+        replayed_step = self._graphs.get(key)
+        if replayed_step is not None and replayed_step.graph.stale:
             del self._graphs[key]
-            known = None
-        if known is not None:
-            return self._replay(known, inputs)
-        count = self._seen[key] = self._seen.get(key, 0) + 1
-        if len(self._seen) > _STRANGE:
-            self._refuse(f"its inputs came in {_STRANGE} different shapes or constants")
-        if count <= _WARM_UP or len(self._graphs) >= _MOST:
+            replayed_step = None
+        if replayed_step is not None:
+            return self._replay(replayed_step, inputs)
+        num_calls = self._seen[key] = self._seen.get(key, 0) + 1
+        if len(self._seen) > _MOST_DISTINCT_INPUTS:
+            self._refuse(f"its inputs came in {_MOST_DISTINCT_INPUTS} different shapes or constants")
+        if num_calls <= _NUM_WARM_UP_CALLS or len(self._graphs) >= _MOST_GRAPHS:
             return self._warm_up(inputs)
         return self._capture(key, inputs)
 
-    def _refuse(self, why: str) -> None:
-        self.refusal = why
-        log.info("%s runs as it is, not as a CUDA graph: %s", self._name, why)
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        log.info("%s runs as it is, not as a CUDA graph: %s", self._name, reason)
 
     @property
     def _name(self) -> str:
@@ -192,11 +192,11 @@ class CapturedStep(Generic[P, R]):
 
     def _key(self, inputs: tuple[Any, Any]) -> object:
         """Return the lookup key of a graph: shapes and dtypes of tensors, all other inputs, and the models' training modes."""
-        described = [
+        descriptions = [
             (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in trees.leaves(inputs)
         ]
         try:
-            hash(key := (*described, *(model.training for model in self._prepared.models)))
+            hash(key := (*descriptions, *(model.training for model in self._prepared.models)))
         except TypeError:
             self._refuse("an argument is neither a tensor nor a constant")
             return None
@@ -208,43 +208,47 @@ class CapturedStep(Generic[P, R]):
             return _detached(self._function(*inputs[0], **inputs[1]))
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         stream.wait_stream(torch.cuda.current_stream())
-        schedules = [getattr(one, "last_epoch", None) for one in self._prepared.schedulers]
-        attempts = [one.num_attempts for one in self._prepared.optimizers]
+        epochs_before = [getattr(prepared, "last_epoch", None) for prepared in self._prepared.schedulers]
+        attempts_before = [prepared.num_attempts for prepared in self._prepared.optimizers]
         with torch.cuda.stream(stream):
             result = _detached(self._function(*inputs[0], **inputs[1]))
         torch.cuda.current_stream().wait_stream(stream)
         for tensor in trees.tensors(result):
             tensor.record_stream(torch.cuda.current_stream())
-        stepped = [
-            one for one, before in zip(self._prepared.optimizers, attempts, strict=True) if one.num_attempts != before
+        stepped_optimizers = [
+            prepared
+            for prepared, num_before in zip(self._prepared.optimizers, attempts_before, strict=True)
+            if prepared.num_attempts != num_before
         ]
-        if schedules != [getattr(one, "last_epoch", None) for one in self._prepared.schedulers]:
+        if epochs_before != [getattr(prepared, "last_epoch", None) for prepared in self._prepared.schedulers]:
             self._refuse("it calls scheduler.step(), whose numbers a graph would freeze; call it after the step")
-        elif why := self._cannot(inputs, stepped):
+        elif why := self._capture_obstacle(inputs, stepped_optimizers):
             self._refuse(why)
         return result
 
-    def _cannot(self, inputs: tuple[Any, Any], stepped: list[PreparedOptimizer]) -> str:
+    def _capture_obstacle(self, inputs: tuple[Any, Any], stepped_optimizers: list[PreparedOptimizer]) -> str:
         """Return the reason why the function that has just run cannot be captured; empty if it can."""
         if any(not tensor.is_cuda for tensor in trees.tensors(inputs)):
             return "an input is not on the GPU"
-        if not stepped:
+        if not stepped_optimizers:
             return "it calls no optimizer.step(); a whole step is forward, backward() and step()"
         if self._clock.every != 1 or self._clock.micro:
             return "it is part of an accumulation window; windows are counted on the host"
         if self._clock.pending:
             return "backward(weight=) was used, whose total is agreed on the host"
-        if other := next((one for one in stepped if not is_fused(one.optimizer)), None):
-            return f"{type(other.optimizer).__name__} is not fused ({fused_refusal(other.optimizer) or 'fused is off'})"
-        if any(p.grad is not None for one in stepped for p in one.parameters):
+        if plain_optimizer := next(
+            (optimizer for optimizer in stepped_optimizers if not is_fused(optimizer.optimizer)), None
+        ):
+            return f"{type(plain_optimizer.optimizer).__name__} is not fused ({fused_refusal(plain_optimizer.optimizer) or 'fused is off'})"
+        if any(parameter.grad is not None for optimizer in stepped_optimizers for parameter in optimizer.parameters):
             return "it leaves gradients behind, to which the next step would add; call optimizer.zero_grad() at its end"
         return ""
 
     def _capture(self, key: object, inputs: tuple[Any, Any]) -> R:
         """Capture the step and replay it once."""
-        put_back = self._holding()
-        before = [one.num_attempts for one in self._prepared.optimizers]
-        clock, passes = self._clock, self._clock.num_passes
+        restore_counters = self._counter_restorer()
+        attempts_before = [optimizer.num_attempts for optimizer in self._prepared.optimizers]
+        clock, passes_before = self._clock, self._clock.num_passes
         assert self._stream is not None, "steps were run before"
         captured = _CapturedScalars()
         parts, clock.parts = clock.parts, RunParts(captured)
@@ -253,66 +257,70 @@ class CapturedStep(Generic[P, R]):
                 lambda args, kwargs: self._function(*args, **kwargs),
                 inputs,
                 self._prepared.models,
-                [one.optimizer for one in self._prepared.optimizers],
+                [optimizer.optimizer for optimizer in self._prepared.optimizers],
                 self._stream,
             )
         except RuntimeError as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._refuse(f"the capture failed ({first})")
-            return self._again(put_back, inputs)
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._refuse(f"the capture failed ({first_line})")
+            return self._run_plainly(restore_counters, inputs)
         finally:
             clock.parts = parts
-        after = [one.num_attempts for one in self._prepared.optimizers]
-        known = _Replayed(
+        attempts_after = [optimizer.num_attempts for optimizer in self._prepared.optimizers]
+        replayed_step = _Replayed(
             graph,
-            num_passes=clock.num_passes - passes,
+            num_passes=clock.num_passes - passes_before,
             stepped=[
-                one for one, a, b in zip(self._prepared.optimizers, before, after, strict=True) for _ in range(b - a)
+                optimizer
+                for optimizer, num_before, num_after in zip(
+                    self._prepared.optimizers, attempts_before, attempts_after, strict=True
+                )
+                for _ in range(num_after - num_before)
             ],
             scalars=captured,
         )
-        put_back()
-        self._graphs[key] = known
+        restore_counters()
+        self._graphs[key] = replayed_step
         log.info(
             "%s runs as one CUDA graph from now on for these shapes: the host starts it in one call; "
             "performance={'step_graph': False} turns it off",
             self._name,
         )
-        return self._replay(known, inputs)
+        return self._replay(replayed_step, inputs)
 
-    def _again(self, put_back: Callable[[], None], inputs: tuple[Any, Any]) -> R:
-        put_back()
-        for one in self._prepared.optimizers:
-            one.optimizer.zero_grad()
+    def _run_plainly(self, restore_counters: Callable[[], None], inputs: tuple[Any, Any]) -> R:
+        restore_counters()
+        for optimizer in self._prepared.optimizers:
+            optimizer.optimizer.zero_grad()
         return _detached(self._function(*inputs[0], **inputs[1]))
 
-    def _replay(self, known: _Replayed, inputs: tuple[Any, Any]) -> R:
-        result: R = known.graph.replay(inputs)
-        self._clock.num_passes += known.num_passes
+    def _replay(self, replayed_step: _Replayed, inputs: tuple[Any, Any]) -> R:
+        result: R = replayed_step.graph.replay(inputs)
+        self._clock.num_passes += replayed_step.num_passes
         parts = self._clock.parts
         for watch_loss in parts.loss:
-            for loss in known.scalars.losses:
+            for loss in replayed_step.scalars.losses:
                 watch_loss(loss.clone(), None)
         for watch_norm in parts.clipped:
-            for norm in known.scalars.norms:
+            for norm in replayed_step.scalars.norms:
                 watch_norm(norm.clone())
-        for optimizer in known.stepped:
+        for optimizer in replayed_step.stepped:
             optimizer.replayed()
         return result
 
-    def _holding(self) -> Callable[[], None]:
+    def _counter_restorer(self) -> Callable[[], None]:
         """Return a function that restores all counters of the host to their current values."""
         clock = self._clock
-        counted = clock.num_passes, clock.num_updates
-        optimizers = [(one, one.counts()) for one in self._prepared.optimizers]
+        clock_counts = clock.num_passes, clock.num_updates
+        optimizer_counts = [(optimizer, optimizer.counts()) for optimizer in self._prepared.optimizers]
 
-        def put_back() -> None:
+        def restore_counters() -> None:
             clock.begin_anew()
-            clock.num_passes, clock.num_updates = counted
-            for one, counts in optimizers:
-                one.restore_counts(counts)
+            clock.num_passes, clock.num_updates = clock_counts
+            for optimizer, counts in optimizer_counts:
+                optimizer.restore_counts(counts)
 
-        return put_back
+        return restore_counters
 
 
 class _CapturedScalars(RunPart):
