@@ -19,7 +19,7 @@ import torch
 from hasten.cli.main import main
 from hasten.comm.collective_log import CollectiveRecord
 from hasten.errors import CommError
-from hasten.extensions.watch.job_sockets import Address, ask, listening, private_folder
+from hasten.extensions.watch.job_sockets import Address, live_sockets, private_folder, request_status
 from hasten.extensions.watch.observe import Observer
 from hasten.extensions.watch.status_server import RecentLog, StatusServer
 from hasten.runtime.topology import Topology
@@ -46,7 +46,7 @@ def test_a_desk_answers_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         for _ in range(3):
-            answer = ask(path, {"stacks": True})
+            answer = request_status(path, {"stacks": True})
             assert answer is not None
             assert (answer["rank"], answer["world_size"], answer["step"], answer["pid"]) == (3, 8, 7, os.getpid())
             assert any("test_a_desk_answers" in line for line in answer["stack"])
@@ -56,8 +56,8 @@ def test_a_desk_answers_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_nonsense_does_not_end_the_desk(tmp_path: Path) -> None:
     with served(tmp_path / "private") as path:
-        assert ask(path, ["not", "a", "mapping"]) is None  # type: ignore[arg-type]  # on purpose
-        assert ask(path, {}) is not None
+        assert request_status(path, ["not", "a", "mapping"]) is None  # type: ignore[arg-type]  # on purpose
+        assert request_status(path, {}) is not None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to run a process as another user")
@@ -69,7 +69,7 @@ def test_another_user_is_refused_by_the_folder_and_by_credentials() -> None:
             path.parent.chmod(0o755)
             path.chmod(0o666)  # now only the credentials are left
             assert _as_nobody(path) == "no answer"
-            assert ask(path, {}) is not None
+            assert request_status(path, {}) is not None
 
 
 def _as_nobody(path: Path) -> str:
@@ -115,9 +115,9 @@ def test_sockets_of_ended_processes_are_removed(tmp_path: Path) -> None:
     gone, here = tmp_path / Address(1, 0, done.pid).name, tmp_path / Address(1, 1, os.getpid()).name
     for path in (gone, here, tmp_path / "other.sock", tmp_path / "notes.txt"):
         path.touch()
-    assert list(listening(tmp_path)) == [(Address(1, 1, os.getpid()), here)]
+    assert list(live_sockets(tmp_path)) == [(Address(1, 1, os.getpid()), here)]
     assert not gone.exists()
-    assert ask(here, {}) is None
+    assert request_status(here, {}) is None
 
 
 def test_without_a_job_the_command_says_so(

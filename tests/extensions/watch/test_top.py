@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.main import main
-from hasten.extensions.watch.job_sockets import listening
+from hasten.extensions.watch.job_sockets import live_sockets
 
 JOB = """
 import logging, pathlib, sys, time, torch
@@ -63,7 +63,7 @@ def test_a_second_process_sees_the_ranks(
         job = subprocess.Popen(launched, stdout=out, stderr=out, start_new_session=True)
     try:
         until = time.monotonic() + 120
-        while len(list(listening(sockets))) < 2:
+        while len(list(live_sockets(sockets))) < 2:
             assert time.monotonic() < until, (tmp_path / "out").read_text()
             assert job.poll() is None, (tmp_path / "out").read_text()
             time.sleep(0.2)
@@ -83,7 +83,7 @@ def test_a_second_process_sees_the_ranks(
         shown = capsys.readouterr().out
         assert "job.py on" in shown
         assert "2 of 2 ranks" in shown
-        number = str(next(iter(listening(sockets)))[0].job)
+        number = str(next(iter(live_sockets(sockets)))[0].job)
         assert main(["attach", number, "--once"]) == 0
         assert main(["top", "1", "--once"]) == 2
         assert f"the running jobs are {number}" in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_a_job_of_one_process_is_shown(
         job = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:
         until = time.monotonic() + 100
-        while not list(listening(sockets)):
+        while not list(live_sockets(sockets)):
             assert time.monotonic() < until, (tmp_path / "out").read_text()
             assert job.poll() is None, (tmp_path / "out").read_text()
             time.sleep(0.2)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from hasten.cli.flags import CommandParser, seconds
 from hasten.errors import ConfigError
-from hasten.extensions.watch.job_sockets import Address, ask, listening
+from hasten.extensions.watch.job_sockets import Address, live_sockets, request_status
 from hasten.runtime import env
 
 _LOOKS: Final = 10
@@ -72,7 +72,7 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
 
     Raises: ConfigError if there is no such job, or no job at all.
     """
-    found = list(listening(folder)) if folder.is_dir() else []
+    found = list(live_sockets(folder)) if folder.is_dir() else []
     jobs = sorted({address.job for address, _ in found})
     if not jobs:
         raise ConfigError(
@@ -90,7 +90,7 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
 
 def _of_job(folder: Path, job: int) -> list[Path]:
     """Return the sockets of a job: of several Accelerators in a process, the newest one's."""
-    newest = {(address.rank, address.pid): path for address, path in sorted(listening(folder)) if address.job == job}
+    newest = {(address.rank, address.pid): path for address, path in sorted(live_sockets(folder)) if address.job == job}
     return list(newest.values())
 
 
@@ -99,7 +99,7 @@ def list_jobs(folder: Path) -> None:
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("job", "script", "ranks here", "running"):
         grid.add_column(heading)
-    for job in sorted({address.job for address, _ in listening(folder)}):
+    for job in sorted({address.job for address, _ in live_sockets(folder)}):
         answers = _look(chosen(folder, job) or [], False)
         if answers:
             grid.add_row(str(job), answers[0]["script"], str(len(answers)), _duration(answers[0]["seconds"]))
@@ -109,7 +109,7 @@ def list_jobs(folder: Path) -> None:
 
 
 def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
-    answers = [ask(path, {"stacks": stacks}) for path in sockets]
+    answers = [request_status(path, {"stacks": stacks}) for path in sockets]
     return sorted(
         (answer for answer in answers if answer is not None), key=lambda status: (status["rank"], status["pid"])
     )

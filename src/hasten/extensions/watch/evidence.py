@@ -14,11 +14,11 @@ from typing import Final
 from hasten.extensions.watch.diagnose import Diagnosis
 from hasten.extensions.watch.state import SeenState, State
 
-_SLACK: Final = 5.0
+_SLACK_TICKS: Final = 5.0
 """Number of ticks by which a post may be late: watchdogs are delayed on a busy machine, too."""
 HEARTBEAT_TICKS: Final = 5
 """Number of ticks between two posts of a rank that makes progress."""
-_POSTS: Final = 2
+_FURTHER_POSTS: Final = 2
 """Number of further posts required: the next one may stem from before the first observation, the second cannot."""
 
 
@@ -42,41 +42,45 @@ class Evidence:
     def __init__(self, rank: int, tick_s: float) -> None:
         self._rank = rank
         self._tick_s = tick_s
-        self._posts: dict[int, tuple[int, float]] = {}
-        self._key: tuple[object, ...] = ()
-        self._marks: dict[int, _FirstObservation] = {}
+        self._latest_posts: dict[int, tuple[int, float]] = {}
+        self._diagnosis_key: tuple[object, ...] = ()
+        self._first_observations: dict[int, _FirstObservation] = {}
 
     def forget(self) -> None:
         """Drop the first observation."""
-        self._key, self._marks = (), {}
+        self._diagnosis_key, self._first_observations = (), {}
 
     def fresh(self, states: Mapping[int, State], now: float) -> dict[int, State]:
         """Return the states of ranks that still post."""
         current: dict[int, State] = {}
         for rank, state in states.items():
-            if self._posts.get(rank, (-1, 0.0))[0] != state.turn:
-                self._posts[rank] = (state.turn, now)
-            age = now - self._posts[rank][1]
+            if self._latest_posts.get(rank, (-1, 0.0))[0] != state.turn:
+                self._latest_posts[rank] = (state.turn, now)
+            age = now - self._latest_posts[rank][1]
             limit_s = 2 * HEARTBEAT_TICKS * self._tick_s
             if not state.moves:
-                limit_s = 2 * pause_s(self._tick_s, state.quiet_s + age) + _SLACK * self._tick_s
+                limit_s = 2 * pause_s(self._tick_s, state.quiet_s + age) + _SLACK_TICKS * self._tick_s
             if rank == self._rank or age <= limit_s:
                 current[rank] = state
         return current
 
-    def confirms(self, found: Diagnosis, world: Sequence[SeenState]) -> bool:
+    def confirms(self, diagnosis: Diagnosis, world: Sequence[SeenState]) -> bool:
         """Return whether the states in `world` confirm the previous diagnosis; the next call compares with them."""
-        marks = {seen.rank: _mark(seen.state, seen.rank in found.waiting) for seen in world if seen.state is not None}
-        same = found.key == self._key and {rank: mark.wait for rank, mark in marks.items()} == {
-            rank: mark.wait for rank, mark in self._marks.items()
+        observations = {
+            seen.rank: _observe(seen.state, seen.rank in diagnosis.waiting) for seen in world if seen.state is not None
         }
-        newer = same and all(
-            mark.turn >= self._marks[rank].turn + _POSTS for rank, mark in marks.items() if rank != self._rank
+        is_same = diagnosis.key == self._diagnosis_key and {
+            rank: observation.wait for rank, observation in observations.items()
+        } == {rank: observation.wait for rank, observation in self._first_observations.items()}
+        is_confirmed = is_same and all(
+            observation.turn >= self._first_observations[rank].turn + _FURTHER_POSTS
+            for rank, observation in observations.items()
+            if rank != self._rank
         )
-        if newer or not same:
-            self._key, self._marks = found.key, marks
-        return newer
+        if is_confirmed or not is_same:
+            self._diagnosis_key, self._first_observations = diagnosis.key, observations
+        return is_confirmed
 
 
-def _mark(state: State, waits: bool) -> _FirstObservation:
+def _observe(state: State, waits: bool) -> _FirstObservation:
     return _FirstObservation(state.turn, (state.spot, state.kind, tuple(sorted(state.counts.items()))) if waits else ())

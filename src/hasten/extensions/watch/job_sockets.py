@@ -16,8 +16,8 @@ import msgspec
 from hasten.errors import CommError
 
 ANSWER_S: Final = 5.0
-_LARGEST: Final = 1 << 22
-_SUFFIX: Final = ".sock"
+_MOST_BYTES: Final = 1 << 22
+_SOCKET_SUFFIX: Final = ".sock"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,13 +34,13 @@ class Address:
     @property
     def name(self) -> str:
         """The file name, which identifies the rank."""
-        return f"{self.job}.{self.rank}.{self.pid}.{self.number}{_SUFFIX}"
+        return f"{self.job}.{self.rank}.{self.pid}.{self.number}{_SOCKET_SUFFIX}"
 
     @classmethod
     def parse(cls, name: str) -> Address | None:
         """Return the address in a file name; None for other files."""
-        parts = name.removesuffix(_SUFFIX).split(".")
-        if not name.endswith(_SUFFIX) or len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        parts = name.removesuffix(_SOCKET_SUFFIX).split(".")
+        if not name.endswith(_SOCKET_SUFFIX) or len(parts) != 4 or not all(part.isdecimal() for part in parts):
             return None
         return cls(*map(int, parts))
 
@@ -51,10 +51,14 @@ def private_folder(folder: Path) -> Path:
     Raises: CommError if another user owns it, or others have access.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    folder_stat = folder.lstat()
+    if (
+        not stat.S_ISDIR(folder_stat.st_mode)
+        or folder_stat.st_uid != os.geteuid()
+        or stat.S_IMODE(folder_stat.st_mode) & 0o077
+    ):
         raise CommError(
-            f"{folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}; other users could impersonate this "
+            f"{folder} belongs to user {folder_stat.st_uid} and has mode {stat.S_IMODE(folder_stat.st_mode):o}; other users could impersonate this "
             f"job. Remove it, or run `chmod 700 {folder}` if it is yours."
         )
     return folder
@@ -69,9 +73,9 @@ def peer_is_owner(connection: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def listening(folder: Path) -> Iterator[tuple[Address, Path]]:
+def live_sockets(folder: Path) -> Iterator[tuple[Address, Path]]:
     """Yield the sockets of live ranks, in order; sockets left by killed processes are removed."""
-    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+    for path in sorted(folder.glob(f"*{_SOCKET_SUFFIX}")):
         address = Address.parse(path.name)
         if address is None:
             continue
@@ -81,7 +85,7 @@ def listening(folder: Path) -> Iterator[tuple[Address, Path]]:
             path.unlink(missing_ok=True)
 
 
-def ask(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:  # Any: JSON values
+def request_status(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:  # Any: JSON values
     """Send a request to a rank and return its answer; None if the rank has ended or does not answer in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_S)
@@ -96,11 +100,11 @@ def ask(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:  # Any: J
 def receive_line(connection: socket.socket) -> bytes:
     """Return the bytes up to the end of a line or of the connection."""
     received = b""
-    while not received.endswith(b"\n") and len(received) < _LARGEST:
-        part = connection.recv(1 << 16)
-        if not part:
+    while not received.endswith(b"\n") and len(received) < _MOST_BYTES:
+        chunk = connection.recv(1 << 16)
+        if not chunk:
             break
-        received += part
+        received += chunk
     return received
 
 

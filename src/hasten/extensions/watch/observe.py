@@ -23,16 +23,16 @@ from hasten.runtime import launcher_files as last_words
 
 _STATUS, _FAULTS, _STARTED = 0, 9, 19
 """Positions in /proc/PID/stat, counted from the state field."""
-_SWAPPING: Final = 20
+_SWAPPING_FAULTS_PER_S: Final = 20
 """Major page faults per second above which a process counts as swapping; a sleeping process has none."""
 
-_LEAST_S: Final = 0.1
+_LEAST_MEASURED_S: Final = 0.1
 """Minimum seconds between two measurements of this process."""
 
 
 def start_ticks(pid: int | str = "self") -> int:
     """Return the start time of the process in clock ticks since boot; 0 if the kernel does not report it."""
-    fields = _fields(pid)
+    fields = _process_fields(pid)
     return int(fields[_STARTED]) if fields and len(fields) > _STARTED else 0
 
 
@@ -48,7 +48,7 @@ def status_of(pid: int, started: int) -> Status:
     """Return whether the process runs ("here"), is stopped or gone; "here" if the kernel does not report it."""
     if not Path("/proc/self/stat").exists():
         return "here"
-    fields = _fields(pid)
+    fields = _process_fields(pid)
     if fields is None:
         return "here"
     if not fields or fields[_STATUS] in "ZX" or (started and int(fields[_STARTED]) != started):
@@ -67,16 +67,16 @@ def io_count() -> int:
 
 def major_faults() -> int:
     """Return the number of major page faults of this process so far; 0 if unknown."""
-    fields = _fields("self")
+    fields = _process_fields("self")
     return int(fields[_FAULTS]) if fields else 0
 
 
 def thread_state(thread: int, faults_per_s: float) -> Thread:
     """Return the kernel state of one of this process's threads; "asleep" if unknown."""
-    fields = _fields(f"self/task/{thread}")
+    fields = _process_fields(f"self/task/{thread}")
     if not fields:
         return "asleep"
-    if fields[_STATUS] == "D" or faults_per_s > _SWAPPING:
+    if fields[_STATUS] == "D" or faults_per_s > _SWAPPING_FAULTS_PER_S:
         return "disk"
     return "runs" if fields[_STATUS] == "R" else "asleep"
 
@@ -87,7 +87,7 @@ def lost_neighbours(notes: Iterable[Note]) -> dict[int, Status]:
     return {rank: status for rank, status in statuses.items() if status != "here"}
 
 
-def _fields(pid: int | str) -> list[str] | None:
+def _process_fields(pid: int | str) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on; empty if there is no such process, None if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -113,11 +113,11 @@ class Observer:
     native_id: int = field(default_factory=threading.get_native_id)
     program: str = field(default_factory=lambda: stacks.root_of(stacks.calls_of(threading.get_ident())))
     """The outermost call of the thread while its program runs; exit handlers have a different one."""
-    _cpu: tuple[float, float] = (0.0, 0.0)
-    _io: tuple[float, int] = (0.0, 0)
-    _faults: int | None = None
+    _last_cpu: tuple[float, float] = (0.0, 0.0)
+    _last_io: tuple[float, int] = (0.0, 0)
+    _num_faults: int | None = None
     """Page faults at the last observation; None before the first."""
-    _share: float | None = None
+    _cpu_share: float | None = None
     """Share of a processor core used between the last two measurements; None before the first."""
     _faults_per_s: float = 0.0
 
@@ -138,10 +138,10 @@ class Observer:
 
     def failure(self) -> str:
         """Return the exception of an ended program whose process threads or exit handlers keep alive; else empty."""
-        error, calls = getattr(sys, "last_value", None), stacks.calls_of(self.thread_id)
-        if error is None or not (stacks.is_over(calls) or stacks.root_of(calls) != self.program):
+        last_error, stack_calls = getattr(sys, "last_value", None), stacks.calls_of(self.thread_id)
+        if last_error is None or not (stacks.is_over(stack_calls) or stacks.root_of(stack_calls) != self.program):
             return ""
-        return f"{error_words(error)}; its process is alive because of {_others_alive()}"
+        return f"{describe_error(last_error)}; its process is alive because of {_words_about_live_threads()}"
 
     def counts(self) -> dict[str, int]:
         """Return the number of collectives started by every group of this process, including torch's."""
@@ -151,9 +151,9 @@ class Observer:
     def start_looking(self) -> None:
         """Start measuring CPU time and file I/O."""
         now = time.monotonic()
-        self._cpu = (now, time.process_time())
-        self._io = (now, io_count())
-        self._faults = self._share = None
+        self._last_cpu = (now, time.process_time())
+        self._last_io = (now, io_count())
+        self._num_faults = self._cpu_share = None
 
     def look(
         self,
@@ -162,67 +162,73 @@ class Observer:
         peers: Mapping[int, Status] | None = None,
     ) -> State:
         """Return the current state of the training thread; `peers` are other ranks that are stopped or gone."""
-        calls = stacks.calls_of(self.thread_id)
-        place = stacks.place_of(calls)
-        now, used, moved = time.monotonic(), time.process_time(), io_count()
-        passed = now - self._cpu[0]
-        if passed >= _LEAST_S or self._share is None:  # over a shorter time the watchdog measures its own work
-            faults = major_faults()
-            self._share = (used - self._cpu[1]) / max(passed, 1e-3)
-            self._faults_per_s = (faults - (self._faults or faults)) / max(passed, 1e-3)
-            self._cpu, self._faults = (now, used), faults
-        share, thread = self._share, thread_state(self.native_id, self._faults_per_s)
-        if moved - self._io[1] > _REAL_IO_BYTES:
-            self._io = (now, moved)
-        last = self.collectives.last
+        stack_calls = stacks.calls_of(self.thread_id)
+        activity = stacks.place_of(stack_calls)
+        now_s, used_s, io_bytes = time.monotonic(), time.process_time(), io_count()
+        passed_s = now_s - self._last_cpu[0]
+        if (
+            passed_s >= _LEAST_MEASURED_S or self._cpu_share is None
+        ):  # over a shorter time the watchdog measures its own work
+            num_faults = major_faults()
+            self._cpu_share = (used_s - self._last_cpu[1]) / max(passed_s, 1e-3)
+            self._faults_per_s = (num_faults - (self._num_faults or num_faults)) / max(passed_s, 1e-3)
+            self._last_cpu, self._num_faults = (now_s, used_s), num_faults
+        cpu_share, kernel_state = self._cpu_share, thread_state(self.native_id, self._faults_per_s)
+        if io_bytes - self._last_io[1] > _REAL_IO_BYTES:
+            self._last_io = (now_s, io_bytes)
+        last_collective = self.collectives.last
         return State(
             rank=self.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
             quiet_s=quiet_s,
-            kind=place.kind,
-            spot=CodeLine(place.site, place.call, stacks.source_line(place.file, place.line)),
-            function=place.function,
+            kind=activity.kind,
+            spot=CodeLine(activity.site, activity.call, stacks.source_line(activity.file, activity.line)),
+            function=activity.function,
             step=self.step(),
-            cpu_share=share,
+            cpu_share=cpu_share,
             counts=dict(counts),
-            barrier=place.barrier,
-            in_dataset=place.in_dataset,
+            barrier=activity.barrier,
+            in_dataset=activity.in_dataset,
             block=self.collectives.block,
-            io_quiet_s=now - self._io[0],
-            last=None if last is None or place.kind == "collective" else _spot(last.file, last.line, last.op),
-            last_ago_s=0.0 if last is None else now - last.at_s,
-            stack=tuple(stacks.text_of(calls)),
+            io_quiet_s=now_s - self._last_io[0],
+            last=None
+            if last_collective is None or activity.kind == "collective"
+            else _code_line(last_collective.file, last_collective.line, last_collective.op),
+            last_ago_s=0.0 if last_collective is None else now_s - last_collective.at_s,
+            stack=tuple(stacks.text_of(stack_calls)),
             peers=dict(peers or {}),
-            thread=thread,
+            thread=kernel_state,
         )
 
 
-def error_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the exception in one line, with the last line of the user's code in its traceback."""
-    trace, where = error.__traceback__, ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
+    traceback, place = error.__traceback__, ""
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
         if not stacks.is_library(file):
-            where = f" (raised at {stacks.short(file)}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return f"{type(error).__name__}: {error}{where}"
+            place = f" (raised at {stacks.shorten_path(file)}:{traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return f"{type(error).__name__}: {error}{place}"
 
 
-def _others_alive() -> str:
+def _words_about_live_threads() -> str:
     """Return the names of the threads for which the interpreter waits at exit."""
-    names = [
+    thread_names = [
         thread.name
         for thread in threading.enumerate()
         if not thread.daemon and thread is not threading.main_thread() and thread.is_alive()
     ]
     return (
-        f"the thread{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:4]))}" if names else "its exit handlers"
+        f"the thread{'s' if len(thread_names) > 1 else ''} {', '.join(map(repr, thread_names[:4]))}"
+        if thread_names
+        else "its exit handlers"
     )
 
 
-def _spot(file: str, line: int, op: str) -> CodeLine:
-    return CodeLine(f"{stacks.short(file)}:{line}", op, stacks.source_line(file, line))
+def _code_line(file: str, line: int, op: str) -> CodeLine:
+    return CodeLine(f"{stacks.shorten_path(file)}:{line}", op, stacks.source_line(file, line))
 
 
 STALLED: Final = 86
@@ -238,7 +244,7 @@ def end_process(summary: str, others: Iterable[Note] = ()) -> None:
     if path := env.snapshot().get(last_words.ERROR_FILE):
         with suppress(OSError):  # the disk may have caused the stall; the exit code is still set
             last_words.write_error(Path(path), f"{StallError.__name__}: {summary}", "")
-    flushing = threading.Thread(target=_flush, daemon=True)  # the blocked thread may hold a stream's lock
+    flushing = threading.Thread(target=_flush_streams, daemon=True)  # the blocked thread may hold a stream's lock
     flushing.start()
     flushing.join(_FLUSH_S)
     _kill_stopped(others)
@@ -253,7 +259,7 @@ def _kill_stopped(notes: Iterable[Note]) -> None:
                 os.kill(note.pid, signal.SIGKILL)
 
 
-def _flush() -> None:
+def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed or missing: nothing to flush
             stream.flush()

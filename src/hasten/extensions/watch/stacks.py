@@ -30,7 +30,7 @@ Kind = Literal[
 ]
 MAY_WAIT: Final = ("backward", "forward", "device")
 """Kinds in which a rank either computes or waits for others; its CPU time distinguishes them."""
-_WAIT_IN: Final = (
+_WAITING_FILES: Final = (
     "/torch/distributed/",
     "/torch/nn/parallel/",
     "/torch/autograd/",
@@ -41,16 +41,16 @@ _WAIT_IN: Final = (
 """Files whose calls wait for other ranks in native code; calls from other files load, build or compute something."""
 
 _STDLIB: Final = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
-_FOREIGN: Final = (*LIBRARIES, *_STDLIB, "<frozen ")
-_GENERIC: Final = frozenset(
+_LIBRARY_PREFIXES: Final = (*LIBRARIES, *_STDLIB, "<frozen ")
+_GENERIC_FUNCTIONS: Final = frozenset(
     {"wrapper", "inner", "decorate_context", "__call__", "__enter__", "__exit__", "__next__", "_first"}
 )
-_DEEPEST: Final = 200
-_FACADE: Final = "/hasten/accelerator/facade.py"
-_IMPORT: Final = "<frozen importlib._bootstrap"
+_MOST_CALLS: Final = 200
+_FACADE_FILE: Final = "/hasten/accelerator/facade.py"
+_IMPORT_FILE: Final = "<frozen importlib._bootstrap"
 
 # (part of the path, kind of a rank with a call from there); the first match wins
-_SIGNS: Final[tuple[tuple[str, Kind], ...]] = (
+_KINDS_BY_PATH: Final[tuple[tuple[str, Kind], ...]] = (
     ("/pdb.py", "debugger"),
     ("/bdb.py", "debugger"),
     ("/hasten/comm/", "collective"),
@@ -99,7 +99,7 @@ class StackFrame:
     @property
     def site(self) -> str:
         """`file:line` with a short path."""
-        return f"{short(self.file)}:{self.line}"
+        return f"{shorten_path(self.file)}:{self.line}"
 
 
 def _frame_of(thread_id: int) -> FrameType | None:
@@ -121,11 +121,11 @@ def _frame_of(thread_id: int) -> FrameType | None:
 def calls_of(thread_id: int) -> list[StackCall]:
     """Return the calls of a thread, innermost first; empty if it has ended."""
     frame = _frame_of(thread_id)
-    found: list[StackCall] = []
-    while frame is not None and len(found) < _DEEPEST:
-        found.append(StackCall(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+    stack_calls: list[StackCall] = []
+    while frame is not None and len(stack_calls) < _MOST_CALLS:
+        stack_calls.append(StackCall(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    return found
+    return stack_calls
 
 
 def root_of(calls: Sequence[StackCall]) -> str:
@@ -140,55 +140,60 @@ def is_over(calls: Sequence[StackCall]) -> bool:
 
 def place_of(calls: Sequence[StackCall]) -> StackFrame:
     """Return the activity of the thread with these calls."""
-    at = next((i for i, call in enumerate(calls) if not is_library(call.file)), max(0, len(calls) - 1))
-    user = calls[at] if calls else StackCall("?", 0, "?")
-    inner = [call for call in calls[:at] if not call.file.startswith("<")]
+    user_index = next((i for i, call in enumerate(calls) if not is_library(call.file)), max(0, len(calls) - 1))
+    user_call = calls[user_index] if calls else StackCall("?", 0, "?")
+    inner_calls = [call for call in calls[:user_index] if not call.file.startswith("<")]
     kind: Kind = "user"
     if is_over(calls):
         kind = "over"
-    elif _imports(calls[:at]):
+    elif _is_importing(calls[:user_index]):
         kind = "importing"
-    elif inner:
-        kind = next((kind for part, kind in _SIGNS if any(part in call.file for call in inner)), "user")
-        if kind in MAY_WAIT and not any(part in calls[0].file for part in _WAIT_IN):
+    elif inner_calls:
+        kind = next(
+            (kind for path_part, kind in _KINDS_BY_PATH if any(path_part in call.file for call in inner_calls)), "user"
+        )
+        if kind in MAY_WAIT and not any(path_part in calls[0].file for path_part in _WAITING_FILES):
             kind = "user"
         if kind != "collective" and any(
-            call.function == "end_training" and call.file.endswith(_FACADE) for call in inner
+            call.function == "end_training" and call.file.endswith(_FACADE_FILE) for call in inner_calls
         ):
             kind = "ending"
-    outer = calls[at:]
-    if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer):
+    outer_calls = calls[user_index:]
+    if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer_calls):
         kind = "checkpoint"  # the user's state_dict(), called by a save
-    named = [call.function for call in inner if call.function not in _GENERIC]
+    named_functions = [call.function for call in inner_calls if call.function not in _GENERIC_FUNCTIONS]
     return StackFrame(
         kind,
-        named[-1] if named and kind != "user" else "",
-        user.file,
-        user.line,
-        user.function,
-        barrier=any(call.file.endswith("/hasten/comm/rollcall.py") for call in inner),
-        in_dataset=kind == "user" and any("/torch/utils/data/" in call.file for call in outer),
+        named_functions[-1] if named_functions and kind != "user" else "",
+        user_call.file,
+        user_call.line,
+        user_call.function,
+        barrier=any(call.file.endswith("/hasten/comm/rollcall.py") for call in inner_calls),
+        in_dataset=kind == "user" and any("/torch/utils/data/" in call.file for call in outer_calls),
     )
 
 
-def _imports(calls: Sequence[StackCall]) -> bool:
+def _is_importing(calls: Sequence[StackCall]) -> bool:
     """Return whether these calls import a module, which may be slow, and no collective is called during the import."""
-    at = next((i for i, call in enumerate(calls) if call.file.startswith(_IMPORT)), None)
-    return at is not None and not any(
-        part in call.file for call in calls[:at] for part, kind in _SIGNS if kind == "collective"
+    import_index = next((i for i, call in enumerate(calls) if call.file.startswith(_IMPORT_FILE)), None)
+    return import_index is not None and not any(
+        path_part in call.file
+        for call in calls[:import_index]
+        for path_part, kind in _KINDS_BY_PATH
+        if kind == "collective"
     )
 
 
 def is_library(file: str) -> bool:
     """Return whether a file is not the user's: part of Python, torch, hasten or an installed package."""
-    return file.startswith(_FOREIGN) or "/site-packages/" in file or "/dist-packages/" in file
+    return file.startswith(_LIBRARY_PREFIXES) or "/site-packages/" in file or "/dist-packages/" in file
 
 
-def short(file: str) -> str:
+def shorten_path(file: str) -> str:
     """Return a short path: from the package name for packages, else relative to the working folder if below it."""
-    for folder in ("/site-packages/", "/dist-packages/"):
-        if folder in file:
-            return file.rpartition(folder)[2]
+    for packages_folder in ("/site-packages/", "/dist-packages/"):
+        if packages_folder in file:
+            return file.rpartition(packages_folder)[2]
     if file.startswith(LIBRARIES[0]):
         return file[len(LIBRARIES[0]) - len("hasten/") :]
     try:
@@ -205,6 +210,6 @@ def source_line(file: str, line: int) -> str:
 
 def text_of(calls: Sequence[StackCall]) -> list[str]:
     """Return the stack as lines, outermost first as in a traceback, starting at the first call of the user's code."""
-    lines = list(reversed(calls))
-    first = next((i for i, call in enumerate(lines) if not is_library(call.file)), 0)
-    return [f"{short(call.file)}:{call.line} in {call.function}" for call in lines[first:]]
+    outermost_first = list(reversed(calls))
+    first_user_index = next((i for i, call in enumerate(outermost_first) if not is_library(call.file)), 0)
+    return [f"{shorten_path(call.file)}:{call.line} in {call.function}" for call in outermost_first[first_user_index:]]

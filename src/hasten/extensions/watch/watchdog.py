@@ -29,7 +29,7 @@ from hasten.extensions.watch import observe as processes
 from hasten.extensions.watch import wording as words
 from hasten.extensions.watch.diagnose import Diagnosis, diagnose
 from hasten.extensions.watch.evidence import HEARTBEAT_TICKS, Evidence, pause_s
-from hasten.extensions.watch.observe import Observer, error_words
+from hasten.extensions.watch.observe import Observer, describe_error
 from hasten.extensions.watch.stall_store import StallStore
 from hasten.extensions.watch.state import Note, SeenState, State, Status
 from hasten.runtime import env, launcher_files
@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 
 LEAST_S: Final = 60.0
 MOST_S: Final = 600.0
-_LOOK_S: Final = 5.0
+_QUIET_S: Final = 5.0
 _TICK_S: Final = 1.0
-_PATIENCE: Final = 10.0
-_LONGER: Final = 3.0
-_FAR: Final = 8
-_SILENCE: Final = 4.0
+_PATIENCE_FACTOR: Final = 10.0
+_LONG_FACTOR: Final = 3.0
+_LATEST_DELAYED_RANK: Final = 8
+_SILENT_PAUSES: Final = 4.0
 _LEAVING_S: Final = 15.0  # while a process ends, torch detects it as well, and reports more
 
 
@@ -78,22 +78,22 @@ class Watchdog:
         self._observer = observer
         self._stall_store = stall_store
         self._ranks = range(topology.world_size)
-        first = topology.rank - topology.local_rank
-        self._local = range(first, first + topology.local_world_size)
+        first_local_rank = topology.rank - topology.local_rank
+        self._local_ranks = range(first_local_rank, first_local_rank + topology.local_world_size)
         self._settings = settings
-        self._over = threading.Event()
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hasten-watchdog", daemon=True)
         self._counts: dict[str, int] = {}
         self._quiet_since = 0.0
         self._post_at = 0.0
         self._longest_s = 0.0
-        self._tick = min(_TICK_S, (settings.after_s or LEAST_S) / 8)
-        self._speaks = False
-        self._turn = 0
-        self._heard = ("", 0.0)
-        self._evidence = Evidence(observer.rank, self._tick)
+        self._tick_s = min(_TICK_S, (settings.after_s or LEAST_S) / 8)
+        self._is_reporter = False
+        self._heartbeat_number = 0
+        self._last_reporter = ("", 0.0)
+        self._evidence = Evidence(observer.rank, self._tick_s)
         self._failure = ""
-        self._reported: tuple[object, ...] = ()
+        self._reported_key: tuple[object, ...] = ()
 
     def start(self) -> None:
         """Post this rank's host and process, and start watching."""
@@ -102,9 +102,9 @@ class Watchdog:
 
     def close(self, ended: str = "", failed: bool = False) -> None:
         """Stop watching; with `ended`, post the end of this rank."""
-        if self._over.is_set():
+        if self._is_over.is_set():
             return
-        self._over.set()
+        self._is_over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S)
         if ended:
@@ -119,27 +119,27 @@ class Watchdog:
         """Seconds of waiting before a report."""
         if self._settings.after_s is not None:
             return self._settings.after_s
-        return min(MOST_S, max(LEAST_S, _LONGER * self._longest_s))
+        return min(MOST_S, max(LEAST_S, _LONG_FACTOR * self._longest_s))
 
     @property
     def _look_s(self) -> float:
         """Seconds without a collective after which this rank posts its state."""
-        return min(_LOOK_S, self.after_s / 2)
+        return min(_QUIET_S, self.after_s / 2)
 
     @property
     def patience_s(self) -> float:
         """Seconds of waiting for a working rank before the job is ended: at least the group's timeout."""
-        return max(_PATIENCE * self.after_s, self._settings.timeout_s)
+        return max(_PATIENCE_FACTOR * self.after_s, self._settings.timeout_s)
 
     def _run(self) -> None:
         before = self._quiet_since = time.monotonic()
-        while not self._over.wait(self._tick):
+        while not self._is_over.wait(self._tick_s):
             now = time.monotonic()
             counts = self._observer.counts()
-            if counts != self._counts or now - before > 10 * self._tick + 2.0:  # made progress, or was stopped itself
-                self._moved(counts, now)
+            if counts != self._counts or now - before > 10 * self._tick_s + 2.0:  # made progress, or was stopped itself
+                self._note_progress(counts, now)
             if now >= self._post_at:
-                self._post_at = now + self._pause(now)
+                self._post_at = now + self._pause_s(now)
                 try:
                     self._post(now)
                 except LOST as error:  # the training thread loses the store, too, and reports it
@@ -148,17 +148,17 @@ class Watchdog:
                     )
             before = now
 
-    def _moved(self, counts: dict[str, int], now: float) -> None:
+    def _note_progress(self, counts: dict[str, int], now: float) -> None:
         """Begin anew after progress of this rank; a state that says that it waits is replaced at once."""
         self._counts = counts
         waited, self._quiet_since = now - self._quiet_since, now
         if waited >= self._look_s:
             self._post_at = now
         self._longest_s = max(self._longest_s, waited)
-        if self._reported:
+        if self._reported_key:
             log.warning("the ranks make progress again after %.0f s", waited)
             self._settings.noted(waited, True)
-        self._reported = ()
+        self._reported_key = ()
         self._evidence.forget()
         self._observer.start_looking()
 
@@ -166,18 +166,18 @@ class Watchdog:
         """Post the state of this rank; diagnose on the reporting rank if it has started no collective for a while."""
         quiet_s = now - self._quiet_since
         if quiet_s < self._look_s:
-            if self._speaks:
-                self._speaks = False
+            if self._is_reporter:
+                self._is_reporter = False
                 self._stall_store.stop_reporting()
             state = self._observer.look(quiet_s, self._counts)
             self._stall_store.post(msgspec.structs.replace(state, moves=True, stack=()))
             return
         if verdict := self._stall_store.verdict():
-            self._end(verdict, 2.5)  # after the reporting rank, whose error the launcher prints
+            self._end_job(verdict, 2.5)  # after the reporting rank, whose error the launcher prints
         self._post_failure()
         neighbours = [
             note
-            for rank, note in self._stall_store.notes(self._local).items()
+            for rank, note in self._stall_store.notes(self._local_ranks).items()
             if rank != self._observer.rank and not note.ended and _is_local(note)
         ]
         self._stall_store.post(self._observer.look(quiet_s, self._counts, processes.lost_neighbours(neighbours)))
@@ -185,88 +185,94 @@ class Watchdog:
             notes, states = self._stall_store.notes(self._ranks), self._stall_store.states(self._ranks)
             states = self._evidence.fresh(states, now)
             variables = env.snapshot()
-            lost, ended = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
-            states = {rank: state for rank, state in states.items() if state.host not in lost}
-            self._judge(_world(self._ranks, notes, states, ended), lost)
+            lost_hosts, exit_codes = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
+            states = {rank: state for rank, state in states.items() if state.host not in lost_hosts}
+            self._diagnose(_statuses_of(self._ranks, notes, states, exit_codes), lost_hosts)
 
     def _post_failure(self) -> None:
         """Post the exception that ended the main thread, if another thread keeps the process alive."""
-        if not self._failure and (found := self._observer.failure()):
-            self._failure = found
-            self._stall_store.post_end(self._observer.note(found, failed=True))
+        if not self._failure and (failure := self._observer.failure()):
+            self._failure = failure
+            self._stall_store.post_end(self._observer.note(failure, failed=True))
 
     def _becomes_reporter(self, now: float) -> bool:
         """Return whether this rank reports: rank 0, or the next waiting rank if those before it are silent."""
-        if not self._speaks:
-            delay_s = 0.25 * self._look_s * min(self._observer.rank, _FAR)
-            heard = self._stall_store.reporter()
-            if heard != self._heard[0]:
-                self._heard = (heard, now)
-            silent_s = now - self._heard[1]
-            self._speaks = (
-                silent_s > _SILENCE * self._pause(now) if heard else now - self._quiet_since > self._look_s + delay_s
+        if not self._is_reporter:
+            delay_s = 0.25 * self._look_s * min(self._observer.rank, _LATEST_DELAYED_RANK)
+            reporter = self._stall_store.reporter()
+            if reporter != self._last_reporter[0]:
+                self._last_reporter = (reporter, now)
+            silent_s = now - self._last_reporter[1]
+            self._is_reporter = (
+                silent_s > _SILENT_PAUSES * self._pause_s(now)
+                if reporter
+                else now - self._quiet_since > self._look_s + delay_s
             )
-        if self._speaks:
-            self._turn += 1
-            self._stall_store.post_heartbeat(self._turn)
-        return self._speaks
+        if self._is_reporter:
+            self._heartbeat_number += 1
+            self._stall_store.post_heartbeat(self._heartbeat_number)
+        return self._is_reporter
 
-    def _pause(self, now: float) -> float:
+    def _pause_s(self, now: float) -> float:
         """Return the seconds until the next post."""
         quiet_s = now - self._quiet_since
         if quiet_s < self._look_s:
-            return min(HEARTBEAT_TICKS * self._tick, self._look_s - quiet_s)
-        return pause_s(self._tick, quiet_s)
+            return min(HEARTBEAT_TICKS * self._tick_s, self._look_s - quiet_s)
+        return pause_s(self._tick_s, quiet_s)
 
-    def _judge(self, world: list[SeenState], lost: frozenset[str]) -> None:
-        found = diagnose(world, io_patience_s=self.after_s, lost_hosts=lost)
-        if found is None:
+    def _diagnose(self, world: list[SeenState], lost_hosts: frozenset[str]) -> None:
+        diagnosis = diagnose(world, io_patience_s=self.after_s, lost_hosts=lost_hosts)
+        if diagnosis is None:
             self._evidence.forget()
             return
-        if not self._evidence.confirms(found, world):
+        if not self._evidence.confirms(diagnosis, world):
             return
-        waited = max(seen.state.quiet_s for seen in world if seen.rank in found.waiting and seen.state is not None)
-        leaving = found.cause == "left" and any(_is_leaving(seen) for seen in world if seen.rank in found.missing)
-        limit = min(_LONGER * self.after_s, _LEAVING_S) if leaving else self._limit_s(found)
-        ends = self._settings.then == "abort" and waited >= limit
-        sure = (found.ends == "never" and not leaving) or found.cause == "unreachable"
+        waited_s = max(
+            seen.state.quiet_s for seen in world if seen.rank in diagnosis.waiting and seen.state is not None
+        )
+        is_leaving = diagnosis.cause == "left" and any(
+            _is_leaving(seen) for seen in world if seen.rank in diagnosis.missing
+        )
+        limit_s = min(_LONG_FACTOR * self.after_s, _LEAVING_S) if is_leaving else self._limit_s(diagnosis)
+        ends_job = self._settings.then == "abort" and waited_s >= limit_s
+        is_certain = (diagnosis.ends == "never" and not is_leaving) or diagnosis.cause == "unreachable"
         # A rank that arrived later has posted within its interval, and one that makes progress may still arrive.
-        due = {
+        due_s = {
             "silent": self.after_s + 2 * self._look_s,
-            "elsewhere": _LONGER * self.after_s,
-            "left": limit,
-        }.get(found.cause, self.after_s)
-        if found.key != self._reported and (ends or waited >= due or sure):
-            self._reported = found.key
-            self._report(found, world, waited, self._then(ends, limit))
-        elif ends:
-            log.error("the job ends (exit code %d) after %.0f s: %s", ending.STALLED, waited, found.sentence)
-        if ends:
-            self._stall_store.set_verdict(found.sentence)
-            self._end(found.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
+            "elsewhere": _LONG_FACTOR * self.after_s,
+            "left": limit_s,
+        }.get(diagnosis.cause, self.after_s)
+        if diagnosis.key != self._reported_key and (ends_job or waited_s >= due_s or is_certain):
+            self._reported_key = diagnosis.key
+            self._report(diagnosis, world, waited_s, self._consequence(ends_job, limit_s))
+        elif ends_job:
+            log.error("the job ends (exit code %d) after %.0f s: %s", ending.STALLED, waited_s, diagnosis.sentence)
+        if ends_job:
+            self._stall_store.set_verdict(diagnosis.sentence)
+            self._end_job(diagnosis.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
 
-    def _limit_s(self, found: Diagnosis) -> float:
+    def _limit_s(self, diagnosis: Diagnosis) -> float:
         """Return the seconds of waiting after which the job is ended."""
-        if found.cause == "stopped":  # a stopped rank can be resumed
-            return self.patience_s if self._settings.after_s is None else _LONGER * self.after_s
-        return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
+        if diagnosis.cause == "stopped":  # a stopped rank can be resumed
+            return self.patience_s if self._settings.after_s is None else _LONG_FACTOR * self.after_s
+        return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[diagnosis.ends]
 
-    def _report(self, found: Diagnosis, world: list[SeenState], waited_s: float, then: str) -> None:
+    def _report(self, diagnosis: Diagnosis, world: list[SeenState], waited_s: float, consequence: str) -> None:
         self._settings.noted(waited_s, False)
-        text = words.report(found, world, waited_s, then)
-        path = _write(text, self._settings.folder)
+        text = words.report(diagnosis, world, waited_s, consequence)
+        path = _write_report(text, self._settings.folder)
         log.error("%s%s", text, f"\n  this report: {path}" if path else "")
 
-    def _then(self, ends: bool, limit_s: float) -> str:
-        if ends:
+    def _consequence(self, ends_job: bool, limit_s: float) -> str:
+        if ends_job:
             return f"the job ends (exit code {ending.STALLED}); trust.stall=report would keep waiting"
         if self._settings.then == "report":
             return "the job keeps waiting (trust.stall=report)"
         return f"the job keeps waiting, and ends after {limit_s:.0f} s"
 
-    def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
+    def _end_job(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
         """End this process, unless its training thread does so first."""
-        if not self._over.wait(pause_s):
+        if not self._is_over.wait(pause_s):
             ending.end_process(summary, others)
 
 
@@ -282,10 +288,10 @@ def watch(owner: object, watchdog: Watchdog) -> None:
     watchdog.start()
     at_exit = partial(_post_end_of_process, weakref.ref(watchdog), os.getpid())
     atexit.register(at_exit)  # runs before the group is destroyed: handlers run in reverse order
-    weakref.finalize(owner, _forget, watchdog, at_exit).atexit = False
+    weakref.finalize(owner, _unregister, watchdog, at_exit).atexit = False
 
 
-def _forget(watchdog: Watchdog, at_exit: Callable[[], None]) -> None:
+def _unregister(watchdog: Watchdog, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     watchdog.close()
 
@@ -296,7 +302,7 @@ def _post_end_of_process(ref: weakref.ref[Watchdog], pid: int) -> None:
         return
     error = getattr(sys, "last_value", None)
     at = f"at {time.strftime('%H:%M:%S')}"
-    watchdog.close(at if error is None else f"{at} with {error_words(error)}", failed=error is not None)
+    watchdog.close(at if error is None else f"{at} with {describe_error(error)}", failed=error is not None)
 
 
 def _is_leaving(seen: SeenState) -> bool:
@@ -310,7 +316,7 @@ def _is_local(note: Note) -> bool:
     return note.host == socket.gethostname() and note.namespace == processes.namespace()
 
 
-def _world(
+def _statuses_of(
     ranks: range, notes: dict[int, Note], states: dict[int, State], exit_codes: dict[int, int]
 ) -> list[SeenState]:
     """Return every rank's status: from its posted end, the launcher, its neighbours, or its posted state."""
@@ -330,7 +336,7 @@ def _world(
     return world
 
 
-def _write(text: str, folder: Path) -> Path | None:
+def _write_report(text: str, folder: Path) -> Path | None:
     path = folder / f"stall-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
