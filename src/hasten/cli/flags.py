@@ -76,9 +76,11 @@ def _entries(path: Path, value: Any, flag: str) -> list[SettingEntry]:
     if path[0] == "use_parallelism_config":
         return []  # determined by the sizes
     if path[0] in SWITCHES:
-        chosen = str(value).lower() in ("true", "yes", "on", "1")
+        is_chosen = str(value).lower() in ("true", "yes", "on", "1")
         return (
-            [SettingEntry(("strategy",), SWITCHES[path[0]], SettingSource("flag", flag), text=True)] if chosen else []
+            [SettingEntry(("strategy",), SWITCHES[path[0]], SettingSource("flag", flag), text=True)]
+            if is_chosen
+            else []
         )
     return [SettingEntry(path, value, SettingSource("flag", flag), text=True)]
 
@@ -121,8 +123,8 @@ class HelpAction(argparse.Action):
     ) -> None:
         """Print the help on stdout."""
         assert isinstance(parser, SettingsParser), "only such a parser has a short help"
-        whole = (option_string or "").startswith("--help") and option_string != "--help"
-        sys.stdout.write(parser.format_help() if whole else parser.format_short_help())
+        is_full_help = (option_string or "").startswith("--help") and option_string != "--help"
+        sys.stdout.write(parser.format_help() if is_full_help else parser.format_short_help())
         parser.exit()
 
 
@@ -179,14 +181,14 @@ class SettingsParser(CommandParser):
         hidden = {
             id(action): action for action in self._option_string_actions.values() if not self._is_essential(action)
         }
-        whole = {key: action.help for key, action in hidden.items()}
+        help_texts = {key: action.help for key, action in hidden.items()}
         for action in hidden.values():
             action.help = argparse.SUPPRESS
         try:
             text = self.format_help()
         finally:
             for key, action in hidden.items():
-                action.help = whole[key]
+                action.help = help_texts[key]
         return f"{text}\n{len(hidden)} more options: `{self.prog} --help-all`.\n"
 
     def _is_essential(self, action: argparse.Action) -> bool:
@@ -209,30 +211,30 @@ class SettingsParser(CommandParser):
         appear anywhere.
         Raises: UnknownSettingError for a flag that does not exist, with the nearest one.
         """
-        made: list[str] = []
-        rest = list(argv)
-        while rest:
-            if not rest[0].startswith("-") or rest[0] in ("-", "--"):
+        explicit_words: list[str] = []
+        remaining_words = list(argv)
+        while remaining_words:
+            if not remaining_words[0].startswith("-") or remaining_words[0] in ("-", "--"):
                 if not self.flags_anywhere:
                     break
-                made.append(rest.pop(0))
+                explicit_words.append(remaining_words.pop(0))
                 continue
-            word = rest.pop(0)
+            word = remaining_words.pop(0)
             name, has_value, _ = word.partition("=")
             action = self._option_string_actions.get(name)
             if action is None:
                 self._refuse(name)
             elif not isinstance(action, SettingAction) or not action.takes_word:
-                made.append(word)
+                explicit_words.append(word)
                 if not has_value and action.nargs != 0:
-                    made += [rest.pop(0)] if rest else []
+                    explicit_words += [remaining_words.pop(0)] if remaining_words else []
             elif has_value:
-                made.append(word)
-            elif rest and rest[0].lower() in _BOOLEAN_WORDS and not action.negated_by(name):
-                made.append(f"{name}={rest.pop(0)}")
+                explicit_words.append(word)
+            elif remaining_words and remaining_words[0].lower() in _BOOLEAN_WORDS and not action.negated_by(name):
+                explicit_words.append(f"{name}={remaining_words.pop(0)}")
             else:
-                made.append(f"{name}=true")
-        return [*made, *rest]
+                explicit_words.append(f"{name}=true")
+        return [*explicit_words, *remaining_words]
 
     @property
     def _whole_help(self) -> str:
@@ -240,16 +242,18 @@ class SettingsParser(CommandParser):
 
     def _refuse(self, name: str) -> NoReturn:
         dashed = "-" in name.lstrip("-")
-        known = {
+        options_by_name = {
             option.replace("-", "_").lstrip("_"): option
             for option in self._option_string_actions
             if option.startswith("--") and ("-" in option.lstrip("-")) <= dashed
         }
         word = name.replace("-", "_").lstrip("_")
-        near = _ELSEWHERE.get(word, "")
-        near = near if near in known else nearest(word, known)
+        similar_name = _ELSEWHERE.get(word, "")
+        similar_name = similar_name if similar_name in options_by_name else nearest(word, options_by_name)
         hint = (
-            f"did you mean {known[near]}?" if near else f"see `{self.prog} {self._whole_help}` for the supported flags."
+            f"did you mean {options_by_name[similar_name]}?"
+            if similar_name
+            else f"see `{self.prog} {self._whole_help}` for the supported flags."
         )
         raise UnknownSettingError(f"flag {name}: unknown, so it would have no effect; {hint}")
 
@@ -304,7 +308,7 @@ def metavar(tp: Any) -> str:
     if origin is tuple:
         return "A,B,…"
     if origin in (Union, UnionType):
-        return "|".join(dict.fromkeys(metavar(part) for part in get_args(tp) if part is not NoneType))
+        return "|".join(dict.fromkeys(metavar(member) for member in get_args(tp) if member is not NoneType))
     return {int: "N", float: "X", str: "TEXT", timedelta: "TIME"}.get(tp, "VALUE" if origin is None else "KEY=VALUE,…")
 
 
@@ -314,31 +318,33 @@ def _plain(value: Any) -> str:
     return ",".join(_plain(item) for item in value) if isinstance(value, tuple) else str(value)
 
 
-def run_module(words: Sequence[str], command: str, given: argparse.Namespace, typed: Sequence[str]) -> int:
+def run_module(words: Sequence[str], command: str, arguments: argparse.Namespace, typed: Sequence[str]) -> int:
     """Run a module with its arguments under the command line's settings, or print its plan; return the exit code."""
     as_module = SettingEntry(("launch", "module"), "true", SettingSource("flag", command), text=True)
     job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
-    job = job_module.prepare(words, settings=[*given.settings, as_module], config_file=given.config_file, typed=typed)
-    if given.dry_run:
+    job = job_module.prepare(
+        words, settings=[*arguments.settings, as_module], config_file=arguments.config_file, typed=typed
+    )
+    if arguments.dry_run:
         sys.stdout.write(job.plan.render() + "\n")
         return 0
     code: int = job.run()
     return code
 
 
-_MOST: Final = 10**12
+_LARGEST_NUMBER: Final = 10**12
 
 
-def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
+def whole(lowest: int = 0, highest: int = _LARGEST_NUMBER) -> Callable[[str], int]:
     """Return an argparse type for a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {least} to {most}")
+            number = lowest - 1
+        if not lowest <= number <= highest:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {lowest} to {highest}")
         return number
 
     return read
@@ -371,8 +377,8 @@ def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the use
         raise ConfigError(f"{target}: there is no module {module_name!r}; {instead}.") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        known = ", ".join(
+        known_names = ", ".join(
             sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         )
-        raise ConfigError(f"{target}: {module_name} has no function {name!r}; it has {known or 'none'}.")
+        raise ConfigError(f"{target}: {module_name} has no function {name!r}; it has {known_names or 'none'}.")
     return function

@@ -42,35 +42,35 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
 
     `settings` are additional settings; those given in code override flags and files.
     """
-    given = make_parser(program).parse_args(argv)
-    given.settings = [*given.settings, *settings]
-    words: list[str] = given.script[1:] if given.script[:1] == ["--"] else given.script
+    arguments = make_parser(program).parse_args(argv)
+    arguments.settings = [*arguments.settings, *settings]
+    words: list[str] = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
     try:
-        return _launch(given, words, argv[: len(argv) - len(given.script)])
+        return _launch(arguments, words, argv[: len(argv) - len(arguments.script)])
     except HastenError as error:
         import_module("hasten.launch.failure").leave(str(error))  # only needed by a launch that failed
         raise
 
 
-def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
+def _launch(arguments: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
     job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
-    job = job_module.prepare(words, settings=given.settings, config_file=given.config_file, typed=typed)
+    job = job_module.prepare(words, settings=arguments.settings, config_file=arguments.config_file, typed=typed)
     if not job.request.config.launch.quiet:
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
-    if given.output == "yaml":
-        sys.stdout.write(_manifest(given, job))
+    if arguments.output == "yaml":
+        sys.stdout.write(_manifest(arguments, job))
         return 0
-    if given.dry_run:
+    if arguments.dry_run:
         sys.stdout.write(job.plan.render() + "\n" + job.mesh())
         return 0
     code: int = job.run()
     return code
 
 
-def _manifest(given: argparse.Namespace, job: Any) -> str:  # Any: from a module imported above
+def _manifest(arguments: argparse.Namespace, job: Any) -> str:  # Any: from a module imported above
     """Return the manifest alone, as `kubectl apply -f -` reads it."""
-    if not given.dry_run or job.launch_target is None or not job.launch_target.runs_in_image:
+    if not arguments.dry_run or job.launch_target is None or not job.launch_target.runs_in_image:
         raise ConfigError(
             "-o yaml prints the manifest of a job that is submitted with one. Add --submit NAME --dry_run, or remove it."
         )

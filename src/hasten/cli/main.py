@@ -31,14 +31,14 @@ def commands() -> dict[str, tuple[str, str]]:
 
     Raises: ExtensionError if two extensions, or an extension and the core, provide the same command.
     """
-    known = dict(COMMANDS)
+    places_and_help = dict(COMMANDS)
     for name, offer in offers("commands").items():
         if name in COMMANDS:
             raise ExtensionError(
                 f"the extension {offer.extension!r} provides a command {name!r}, which hasten itself has. Rename or remove it."
             )
-        known[name] = (offer.place, offer.help)
-    return known
+        places_and_help[name] = (offer.place, offer.help)
+    return places_and_help
 
 
 def usage() -> str:
@@ -89,17 +89,21 @@ def run(command: str, argv: Sequence[str]) -> int:
 
     Raises: ConfigError for a command that does not exist, with the nearest one.
     """
-    known = commands()
-    if command not in known:
-        near = get_close_matches(command.lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean `hasten {near[0]}`?" if near else f"the commands are {', '.join(known)}."
+    known_commands = commands()
+    if command not in known_commands:
+        similar_names = get_close_matches(command.lower(), known_commands, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean `hasten {similar_names[0]}`?"
+            if similar_names
+            else f"the commands are {', '.join(known_commands)}."
+        )
         raise ConfigError(f"there is no command {command!r}; {hint}")
-    return function_of(known[command][0])(argv)
+    return function_of(known_commands[command][0])(argv)
 
 
-def function_of(place: str) -> Callable[[Sequence[str]], int]:
+def function_of(entry_point: str) -> Callable[[Sequence[str]], int]:
     """Import the function of a subcommand from "module:function"; other subcommands are not imported."""
-    module, _, function = place.partition(":")
+    module, _, function = entry_point.partition(":")
     main_function: Callable[[Sequence[str]], int] = getattr(import_module(module), function)  # one of many
     return main_function
 

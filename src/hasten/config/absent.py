@@ -62,11 +62,15 @@ def refused(entries: Mapping[Path, SettingEntry]) -> list[ConfigError]:
 
     Variables of other tools are ignored if they only set options of a strategy that was not chosen.
     """
-    chosen = list(_complaints({path: entry for path, entry in entries.items() if path[0] in ("strategy", "launch")}))
-    if chosen:
-        return chosen
-    ours = {p: e for p, e in entries.items() if e.source.kind != "environment" or e.source.detail.startswith("HASTEN_")}
-    return list(_complaints(ours))
+    strategy_and_launch_errors = list(
+        _complaints({path: entry for path, entry in entries.items() if path[0] in ("strategy", "launch")})
+    )
+    if strategy_and_launch_errors:
+        return strategy_and_launch_errors
+    hasten_entries = {
+        p: e for p, e in entries.items() if e.source.kind != "environment" or e.source.detail.startswith("HASTEN_")
+    }
+    return list(_complaints(hasten_entries))
 
 
 def check(entries: Mapping[Path, SettingEntry]) -> None:
@@ -83,9 +87,9 @@ def _complaints(entries: Mapping[Path, SettingEntry]) -> Iterator[ConfigError]:
     for path in sorted(entries, key=order.__getitem__):
         for row in ABSENT:
             if refuses(row, path, entries[path].value):
-                place = f"{entries[path].name}={shown(entries[path].value)} ({entries[path].source})"
+                setting_text = f"{entries[path].name}={shown(entries[path].value)} ({entries[path].source})"
                 yield ConfigError(
-                    f"{place} cannot be honoured, because {row.what} is not in this version; {row.instead}."
+                    f"{setting_text} cannot be honoured, because {row.what} is not in this version; {row.instead}."
                 )
                 break
 

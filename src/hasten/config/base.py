@@ -97,19 +97,19 @@ class Section:
         cls, fields = type(self), self.__dataclass_fields__
         if unnamed or not values.keys() <= fields.keys():
             raise _wrong_names(cls, unnamed, values)
-        given = set[str]()
+        given_names = set[str]()
         for name, spec in fields.items():
             value = values.get(name)
             # None means "not given" unless the field accepts None, as in scripts written for other libraries.
             if name in values and not (value is None and _refuses_none(cls, name)):
                 value = fit(cls, name, value, f"{cls.__name__}({name}={value!r})")
-                given.add(name)
+                given_names.add(name)
             elif _has_default(spec):
                 value = spec.default if spec.default_factory is MISSING else spec.default_factory()
             else:
                 raise ConfigError(f"{cls.__name__} has no default for {name}, so it must be given; add {name}=....")
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_given", frozenset(given))
+        object.__setattr__(self, "_given", frozenset(given_names))
 
     def replace(self, **values: Any) -> Self:
         """Return a copy with other values of these fields, which counts them and the fields given before as given."""
@@ -152,10 +152,10 @@ class Section:
         for name, value in zip(self.__dataclass_fields__, state, strict=True):
             object.__setattr__(self, name, value)
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
+    def __eq__(self, section: object) -> bool:
+        if type(section) is not type(self):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__dataclass_fields__)
+        return all(getattr(self, name) == getattr(section, name) for name in self.__dataclass_fields__)
 
     def __hash__(self) -> int:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
@@ -235,15 +235,15 @@ def _has_default(spec: Field[Any]) -> bool:
 
 def _wrong_names(cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[str, Any]) -> ConfigError:
     """Return the error for values without the name of a setting; it names the class and the nearest setting."""
-    known = list(cls.__dataclass_fields__)
+    setting_names = list(cls.__dataclass_fields__)
     if unnamed:
         return ConfigError(
             f"{cls.__name__} got {', '.join(map(repr, unnamed))} without a name, so it is unclear which setting is meant; "
-            f"write for example {cls.__name__}({known[0]}={unnamed[0]!r})."
+            f"write for example {cls.__name__}({setting_names[0]}={unnamed[0]!r})."
         )
-    unknown = next(name for name in values if name not in known)
-    near = get_close_matches(unknown, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+    unknown = next(name for name in values if name not in setting_names)
+    similar_names = get_close_matches(unknown, setting_names, n=1, cutoff=0.5)
+    hint = f"did you mean {similar_names[0]}?" if similar_names else f"it has {', '.join(setting_names)}."
     return UnknownSettingError(f"{cls.__name__} has no setting {unknown!r}; {hint}")
 
 
@@ -277,7 +277,7 @@ def meta_of(cls: type[Section], name: str) -> Meta:
     return cast(Meta, cls.__dataclass_fields__[name].metadata[_META])
 
 
-def fit(cls: type[Section], name: str, value: Any, place: object, *, text: bool = False) -> Any:
+def fit(cls: type[Section], name: str, value: Any, source_text: object, *, text: bool = False) -> Any:
     """Return `value` converted to the field's type, after checking its range.
 
     Raises: SettingValueError that starts with `str(place)` and names the expected type.
@@ -285,33 +285,35 @@ def fit(cls: type[Section], name: str, value: Any, place: object, *, text: bool 
     spec = cls.__dataclass_fields__[name]
     meta: Meta = spec.metadata[_META]
     exact = type(value) is spec.type and spec.type not in (float, timedelta)  # those have values that are refused
-    made = value if exact else _converted(value, spec.type, meta, place, text)
-    if meta.path and (isinstance(value, int) or (isinstance(made, str) and "\0" in made)):
+    fitted_value = value if exact else _converted(value, spec.type, meta, source_text, text)
+    if meta.path and (isinstance(value, int) or (isinstance(fitted_value, str) and "\0" in fitted_value)):
         why = (
             "contains a NUL character, and no file system accepts one"
-            if isinstance(made, str) and "\0" in made
+            if isinstance(fitted_value, str) and "\0" in fitted_value
             else "is no path"
         )
-        raise SettingValueError(f"{place}: {kind_of(value)} that {why}; give a path as text, such as 'runs/first'.")
-    if not isinstance(made, int | float) or isinstance(made, bool):
-        return made
-    if abs(made) > _LARGEST and isinstance(made, int):
-        raise SettingValueError(f"{place}: out of range ({meta.help}); give a number of at most 64 bits.")
-    if meta.maximum is not None and made > meta.maximum:
-        raise SettingValueError(f"{place}: out of range ({meta.help}); give at most {meta.maximum:.15g}.")
-    if meta.minimum is not None and made < meta.minimum and made not in meta.also:
+        raise SettingValueError(
+            f"{source_text}: {kind_of(value)} that {why}; give a path as text, such as 'runs/first'."
+        )
+    if not isinstance(fitted_value, int | float) or isinstance(fitted_value, bool):
+        return fitted_value
+    if abs(fitted_value) > _LARGEST and isinstance(fitted_value, int):
+        raise SettingValueError(f"{source_text}: out of range ({meta.help}); give a number of at most 64 bits.")
+    if meta.maximum is not None and fitted_value > meta.maximum:
+        raise SettingValueError(f"{source_text}: out of range ({meta.help}); give at most {meta.maximum:.15g}.")
+    if meta.minimum is not None and fitted_value < meta.minimum and fitted_value not in meta.also:
         also = "".join(f", or {special}" for special in meta.also)
-        raise SettingValueError(f"{place}: out of range ({meta.help}); give at least {meta.minimum:g}{also}.")
-    return made
+        raise SettingValueError(f"{source_text}: out of range ({meta.help}); give at least {meta.minimum:g}{also}.")
+    return fitted_value
 
 
-def _converted(value: Any, tp: Any, meta: Meta, place: object, text: bool) -> Any:
+def _converted(value: Any, tp: Any, meta: Meta, source_text: object, text: bool) -> Any:
     listed = meta.lines and isinstance(value, str) and not is_nothing(value)
     try:
         return decode([line for line in value.splitlines() if line.strip()] if listed else value, tp, text=text)
     except Mismatch as error:
         got = "" if isinstance(value, str) and choices_of(tp) else f"got {kind_of(value)}, "
-        raise SettingValueError(f"{place}: {got}expected {describe(tp)}{advice(value, tp)}.") from error
+        raise SettingValueError(f"{source_text}: {got}expected {describe(tp)}{advice(value, tp)}.") from error
 
 
 def kind_of(value: Any) -> str:
@@ -338,11 +340,13 @@ def advice(value: Any, tp: Any) -> str:
             decode(value, tp, text=True)
             return "; remove the quotes"
         except Mismatch:
-            if near := get_close_matches(value.lower(), choices_of(tp), n=1, cutoff=0.5):
-                return f"; the nearest is {near[0]!r}"
+            if similar_choices := get_close_matches(value.lower(), choices_of(tp), n=1, cutoff=0.5):
+                return f"; the nearest is {similar_choices[0]!r}"
     return ""
 
 
 def choices_of(tp: Any) -> list[str]:
     """Return the words of the closed sets in a type."""
-    return [str(choice) for part in (tp, *get_args(tp)) if get_origin(part) is Literal for choice in get_args(part)]
+    return [
+        str(choice) for member in (tp, *get_args(tp)) if get_origin(member) is Literal for choice in get_args(member)
+    ]

@@ -18,7 +18,7 @@ from hasten.extension import offers
 Winners = dict[Path, SettingEntry]
 Shadowed = dict[Path, tuple[SettingEntry, ...]]
 
-PLACES: Final[tuple[Path, ...]] = (("cpu",), ("launch", "multi_gpu"), ("launch", "tpu"))
+EXCLUSIVE_DEVICES: Final[tuple[Path, ...]] = (("cpu",), ("launch", "multi_gpu"), ("launch", "tpu"))
 ENGINES: Final = MappingProxyType(
     {path[0]: section.section_names.strategy for path, section in SECTIONS.items() if section.section_names.strategy}
 )
@@ -40,18 +40,20 @@ def settle_choices(winners: Winners, shadowed: Shadowed, problems: Problems) -> 
 
 def _settle_places(winners: Winners, shadowed: Shadowed, notes: list[str], problems: Problems) -> None:
     """Select one of cpu, multi_gpu and tpu, which are mutually exclusive."""
-    said = [winners[path] for path in PLACES if path in winners and winners[path].value]
-    if len(said) < 2:
+    device_entries = [winners[path] for path in EXCLUSIVE_DEVICES if path in winners and winners[path].value]
+    if len(device_entries) < 2:
         return
-    said.sort(key=lambda entry: (entry.source.level, not entry.weak), reverse=True)
-    first = said[0]
-    for other in said[1:]:
-        if (other.source.level, other.weak) == (first.source.level, first.weak):
-            problems.add(contradiction(first, other, "training runs in one place", "keep one"))
+    device_entries.sort(key=lambda entry: (entry.source.level, not entry.weak), reverse=True)
+    strongest_entry = device_entries[0]
+    for weaker_entry in device_entries[1:]:
+        if (weaker_entry.source.level, weaker_entry.weak) == (strongest_entry.source.level, strongest_entry.weak):
+            problems.add(contradiction(strongest_entry, weaker_entry, "training runs in one place", "keep one"))
             continue
-        del winners[other.path]
-        shadowed[other.path] = (other, *shadowed.get(other.path, ()))
-        notes.append(f"{first.name} ({first.source}) outranks {other.name} ({other.source})")
+        del winners[weaker_entry.path]
+        shadowed[weaker_entry.path] = (weaker_entry, *shadowed.get(weaker_entry.path, ()))
+        notes.append(
+            f"{strongest_entry.name} ({strongest_entry.source}) outranks {weaker_entry.name} ({weaker_entry.source})"
+        )
 
 
 def _infer_strategy(winners: Winners, notes: list[str]) -> None:
@@ -77,10 +79,10 @@ def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> N
     hints = _engine_entries(winners)
     if strategy is None or strategy.value == "auto":
         first = next((entry for entry in hints if entry.source.kind != "environment"), None)
-        for other in hints:
-            if first and other.path[0] != first.path[0] and other.source.level == first.source.level:
+        for hint in hints:
+            if first and hint.path[0] != first.path[0] and hint.source.level == first.source.level:
                 why = "one strategy trains a model"
-                problems.add(contradiction(first, other, why, "remove one, or name the strategy"))
+                problems.add(contradiction(first, hint, why, "remove one, or name the strategy"))
                 return
         return
     for entry in hints:
@@ -92,9 +94,9 @@ def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> N
                 contradiction(strategy, entry, why, f"set strategy: {entry.path[0]} or remove {entry.spelled}")
             )
             return
-        rest = f"{entry.path[0]} options of {entry.source} rest: strategy is {strategy.value} ({strategy.source})"
+        note_text = f"{entry.path[0]} options of {entry.source} rest: strategy is {strategy.value} ({strategy.source})"
         if not any(note.startswith(f"{entry.path[0]} options") for note in notes):
-            notes.append(rest)
+            notes.append(note_text)
 
 
 def _engine_entries(winners: Winners) -> list[SettingEntry]:
@@ -119,42 +121,49 @@ Rule = Callable[[Config, Entries], Iterator[ConfigError]]
 
 def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
     """Return the errors for all contradictions in the settings."""
-    found: list[ConfigError] = []
-    given = set[str]()
+    errors: list[ConfigError] = []
+    given_sections = set[str]()
     for path in entries:
-        given.add(path[0])
+        given_sections.add(path[0])
     for section, rules in RULES.items():
-        for rule in rules if section in given else ():
-            found += rule(config, entries)
+        for rule in rules if section in given_sections else ():
+            errors += rule(config, entries)
     for (name, *_), section_class in SECTIONS.items():
-        if name in given and section_class.section_names.rules:
+        if name in given_sections and section_class.section_names.rules:
             module_name, _, attribute = section_class.section_names.rules.partition(":")
             for rule in getattr(import_module(module_name), attribute):  # the section's module cannot import this one
-                found += rule(config, entries)
-    return found
+                errors += rule(config, entries)
+    return errors
 
 
 def at(config: Config, entries: Entries, name: str) -> SettingEntry:
     """Return the entry of a setting, created from the default if it was not given."""
     path = tuple(name.split("."))
     value: object = config
-    for part in path:
-        value = getattr(value, part)
+    for name_part in path:
+        value = getattr(value, name_part)
     return entries.get(path) or SettingEntry(path, value, DEFAULT)
 
 
 def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that fp8 recipes are given with mixed_precision fp8, and for the chosen backend."""
-    recipe = next((e for p, e in entries.items() if p[0] == "fp8" and e.source.kind != "environment"), None)
-    chosen = at(config, entries, "mixed_precision")
-    if recipe and config.mixed_precision != "fp8" and recipe.source.level >= chosen.source.level:
-        yield contradiction(chosen, recipe, "an fp8 recipe has an effect under fp8 only", "set mixed_precision: fp8")
-    te, ao = ({p: e for p, e in entries.items() if p[:2] == ("fp8", part)} for part in ("te", "ao"))
-    for backend, others in (("ao", te), ("te", ao)):
-        if config.fp8.backend == backend and others:
-            other = next(iter(others.values()))
-            why = f"{other.name} belongs to the other implementation"
-            yield contradiction(at(config, entries, "fp8.backend"), other, why, "keep one")
+    recipe = next(
+        (entry for path, entry in entries.items() if path[0] == "fp8" and entry.source.kind != "environment"), None
+    )
+    precision_entry = at(config, entries, "mixed_precision")
+    if recipe and config.mixed_precision != "fp8" and recipe.source.level >= precision_entry.source.level:
+        yield contradiction(
+            precision_entry, recipe, "an fp8 recipe has an effect under fp8 only", "set mixed_precision: fp8"
+        )
+    te, ao = (
+        {path: entry for path, entry in entries.items() if path[:2] == ("fp8", backend_name)}
+        for backend_name in ("te", "ao")
+    )
+    for backend, backend_entries in (("ao", te), ("te", ao)):
+        if config.fp8.backend == backend and backend_entries:
+            recipe_entry = next(iter(backend_entries.values()))
+            why = f"{recipe_entry.name} belongs to the other implementation"
+            yield contradiction(at(config, entries, "fp8.backend"), recipe_entry, why, "keep one")
 
 
 def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
@@ -303,9 +312,13 @@ def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
         yield contradiction(
             loss, regional, "the whole model is one graph with its loss", "set use_regional_compilation"
         )
-    known = get_args(DynamoBackend)
-    if isinstance(backend.value, str) and backend.value not in known and (near := nearest(backend.value, known)):
-        yield SettingValueError(f"{backend.place}: no such compiler backend; did you mean {near!r}?")
+    backend_names = get_args(DynamoBackend)
+    if (
+        isinstance(backend.value, str)
+        and backend.value not in backend_names
+        and (similar_name := nearest(backend.value, backend_names))
+    ):
+        yield SettingValueError(f"{backend.place}: no such compiler backend; did you mean {similar_name!r}?")
 
 
 def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:

@@ -126,7 +126,7 @@ def _duration(value: Any) -> timedelta:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LONGEST_S:
         return timedelta(seconds=value)
     if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())) and any(match.groups()):
-        hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        hours, minutes, seconds = (float(group or 0) for group in match.groups())
         total = hours * 3600 + minutes * 60 + seconds
         return timedelta(seconds=_check(total, 0 < total < _LONGEST_S))
     raise Mismatch
@@ -170,18 +170,18 @@ def _literal(value: Any, choices: tuple[Any, ...], text: bool) -> Any:
 
 def _tuple(value: Any, members: tuple[Any, ...], text: bool) -> tuple[Any, ...]:
     if isinstance(value, str):
-        parts: Sequence[Any] = [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
+        texts: Sequence[Any] = [text_part.strip() for text_part in value.strip("[]() ").split(",") if text_part.strip()]
         text = True  # items of a comma-separated list are always text
     elif isinstance(value, list | tuple | set | frozenset):
-        parts = list(value)
+        texts = list(value)
     elif isinstance(value, int) and not isinstance(value, bool):
-        parts = [value]  # gpu_ids: 0
+        texts = [value]  # gpu_ids: 0
     else:
         raise Mismatch
     if members[-1] is not Ellipsis:
-        _check(parts, len(parts) == len(members))
-        return tuple(decode(part, member, text=text) for part, member in zip(parts, members, strict=True))
-    return tuple(decode(part, members[0], text=text) for part in parts)
+        _check(texts, len(texts) == len(members))
+        return tuple(decode(text_part, member, text=text) for text_part, member in zip(texts, members, strict=True))
+    return tuple(decode(text_part, members[0], text=text) for text_part in texts)
 
 
 def _mapping(value: Any, member: Any, text: bool) -> dict[str, Any]:
@@ -201,13 +201,13 @@ def _mapping_from_text(value: str) -> Any:
             raise Mismatch from error
     texts: dict[str, str] = {}
     key = ""
-    for part in filter(str.strip, value.split(",")):
-        name, equals, item = part.partition("=")
+    for pair in filter(str.strip, value.split(",")):
+        name, equals, item = pair.partition("=")
         if equals:
             key = name.strip()
         if not key:
             raise Mismatch
-        texts[key] = item.strip() if equals else f"{texts[key]},{part.strip()}"
+        texts[key] = item.strip() if equals else f"{texts[key]},{pair.strip()}"
     return {key: _plain(text) for key, text in texts.items()}
 
 

@@ -161,8 +161,8 @@ def from_accelerate(tree: Marked, file: str, problems: Problems) -> tuple[list[S
 
 def _refuse_sagemaker(tree: Marked, file: str) -> None:
     keys = sorted(_SAGEMAKER & tree.value.keys(), key=lambda key: tree.value[key].line)
-    place = tree.value.get("compute_environment")
-    if place is not None and str(place.value).upper() == "AMAZON_SAGEMAKER":
+    environment_kind = tree.value.get("compute_environment")
+    if environment_kind is not None and str(environment_kind.value).upper() == "AMAZON_SAGEMAKER":
         keys.insert(0, "compute_environment")
     if keys:
         line = tree.value[keys[0]].line
@@ -173,51 +173,53 @@ def _refuse_sagemaker(tree: Marked, file: str) -> None:
 
 
 def _read_key(reading: EstablishedReading, key: str, item: Marked) -> None:
-    place = f"{reading.file}:{item.line}"
+    line_text = f"{reading.file}:{item.line}"
     if key == "compute_environment":
         if str(item.value).upper() != "LOCAL_MACHINE":
-            raise SettingValueError(f"{place}: compute_environment: {shown(item.value)} is unknown; use LOCAL_MACHINE.")
+            raise SettingValueError(
+                f"{line_text}: compute_environment: {shown(item.value)} is unknown; use LOCAL_MACHINE."
+            )
     elif key == "distributed_type":
-        _distributed_type(reading, item, place)
+        _distributed_type(reading, item, line_text)
     elif key in SWITCHES:
-        if _yes(item.value, f"{place}: {key}"):
+        if _yes(item.value, f"{line_text}: {key}"):
             reading.take(("strategy",), SWITCHES[key], item.line, key)
     elif key == "fp16":  # before mixed_precision existed
-        value = "fp16" if _yes(item.value, f"{place}: {key}") else "no"
+        value = "fp16" if _yes(item.value, f"{line_text}: {key}") else "no"
         reading.take(("mixed_precision",), value, item.line, key)
-        reading.notes.append(f"{place}: fp16: {str(value == 'fp16').lower()} is mixed_precision: {value}")
+        reading.notes.append(f"{line_text}: fp16: {str(value == 'fp16').lower()} is mixed_precision: {value}")
     elif key == "use_parallelism_config":
-        _yes(item.value, f"{place}: {key}")  # the sizes themselves decide
+        _yes(item.value, f"{line_text}: {key}")  # the sizes themselves decide
     elif key in _GONE:
         if item.plain():
-            reading.notes.append(f"{place}: {key} has no meaning any more: {_GONE[key]}")
+            reading.notes.append(f"{line_text}: {key} has no meaning any more: {_GONE[key]}")
     elif key in _TOP:
         reading.take(_TOP[key], item.plain(), item.line, key)
     elif key in _NESTED:
         _read_nested(reading, key, item)
     else:
-        known = MARKS | {"mixed_precision", "debug", "use_parallelism_config"}
-        raise _unknown_key(place, key, known, reading.problems)
+        known_keys = MARKS | {"mixed_precision", "debug", "use_parallelism_config"}
+        raise _unknown_key(line_text, key, known_keys, reading.problems)
 
 
-def _distributed_type(reading: EstablishedReading, item: Marked, place: str) -> None:
+def _distributed_type(reading: EstablishedReading, item: Marked, line_text: str) -> None:
     kind = str(item.value).upper()
     if kind not in _DISTRIBUTED:
-        near = nearest(kind.lower(), [name.lower() for name in _DISTRIBUTED]).upper()
-        hint = f"did you mean {near}?" if near else f"known are {', '.join(_DISTRIBUTED)}."
-        raise SettingValueError(f"{place}: distributed_type: {shown(item.value)} is unknown; {hint}")
+        similar_kind = nearest(kind.lower(), [name.lower() for name in _DISTRIBUTED]).upper()
+        hint = f"did you mean {similar_kind}?" if similar_kind else f"known are {', '.join(_DISTRIBUTED)}."
+        raise SettingValueError(f"{line_text}: distributed_type: {shown(item.value)} is unknown; {hint}")
     for path, value in _DISTRIBUTED[kind]:
         reading.take(path, value, item.line, "distributed_type", weak=kind.startswith("MULTI_"))
     if kind == "TPU":
-        reading.notes.append(f"{place}: distributed_type: TPU is called XLA now")
+        reading.notes.append(f"{line_text}: distributed_type: TPU is called XLA now")
 
 
 def _read_nested(reading: EstablishedReading, key: str, item: Marked) -> None:
     if item.value is None:
         return
-    place = f"{reading.file}:{item.line}"
+    line_text = f"{reading.file}:{item.line}"
     if not isinstance(item.value, Mapping):
-        raise SettingValueError(f"{place}: {key} holds {shown(item.plain())}, but settings are expected below it.")
+        raise SettingValueError(f"{line_text}: {key} holds {shown(item.plain())}, but settings are expected below it.")
     names = nested_names(key)
     for name, inner in item.value.items():
         where = f"{reading.file}:{inner.line}"
@@ -225,7 +227,9 @@ def _read_nested(reading: EstablishedReading, key: str, item: Marked) -> None:
             reading.notes.append(f"{where}: {key}.{name} has no meaning any more: {MSAMP}")
         elif name not in names:
             reading.problems.add(
-                _unknown_key(where, f"{key}.{name}", [f"{key}.{known}" for known in names], reading.problems)
+                _unknown_key(
+                    where, f"{key}.{name}", [f"{key}.{nested_name}" for nested_name in names], reading.problems
+                )
             )
         elif names[name] == ("fp8", "backend") and str(inner.value).upper() == "MSAMP":
             message = (
@@ -256,17 +260,17 @@ def nested_names(key: str) -> Mapping[str, Path]:
     return names | extra | dict.fromkeys(MSAMP_NAMES, ())
 
 
-def _unknown_key(place: str, name: str, known: Iterable[str], problems: Problems) -> UnknownSettingError:
-    near = nearest(name, known) if problems.worth_a_hint else ""
-    hint = f"did you mean {near!r}?" if near else "remove it, or see docs/config.md for the known keys."
-    return UnknownSettingError(f"{place}: unknown key {name!r}, which would have no effect; {hint}")
+def _unknown_key(line_text: str, name: str, known_keys: Iterable[str], problems: Problems) -> UnknownSettingError:
+    similar_key = nearest(name, known_keys) if problems.worth_a_hint else ""
+    hint = f"did you mean {similar_key!r}?" if similar_key else "remove it, or see docs/config.md for the known keys."
+    return UnknownSettingError(f"{line_text}: unknown key {name!r}, which would have no effect; {hint}")
 
 
-def _yes(value: Any, place: str) -> bool:
+def _yes(value: Any, source_text: str) -> bool:
     try:
         return value is not None and to_bool(value)
     except Mismatch as error:
-        raise SettingValueError(f"{place}: got {shown(value)}, expected true or false.") from error
+        raise SettingValueError(f"{source_text}: got {shown(value)}, expected true or false.") from error
 
 
 def from_established_environment(env: Mapping[str, str]) -> list[SettingEntry]:

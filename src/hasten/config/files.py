@@ -52,9 +52,11 @@ def parse(text: str, name: str) -> Marked:
     except yaml.YAMLError as first:
         error = _in_words(text, first)
         mark = getattr(error, "problem_mark", None)
-        place = f"{name}:{mark.line + 1}" if mark else name
+        line_text = f"{name}:{mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigFileError(f"{place}: not valid YAML or JSON: {problem}; correct the file at this line.") from error
+        raise ConfigFileError(
+            f"{line_text}: not valid YAML or JSON: {problem}; correct the file at this line."
+        ) from error
     if node is None:
         return Marked({}, 1)
     tree = YamlReader(name).convert(node, ())
@@ -122,7 +124,7 @@ class YamlReader:
 
     def mapping(self, node: yaml.MappingNode, above: tuple[int, ...]) -> dict[str, Marked]:
         """Return the items of a mapping, each with the line of its key."""
-        found: dict[str, Marked] = {}
+        marked_values: dict[str, Marked] = {}
         merged: dict[str, Marked] = {}
         for key_node, value_node in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
@@ -131,14 +133,14 @@ class YamlReader:
             value = self.convert(value_node, above)
             if key == "<<" and isinstance(value.value, dict):
                 merged |= value.value
-            elif key in found:
+            elif key in marked_values:
                 raise ConfigFileError(
-                    f"{self.name}:{line}: {key!r} is given twice, first on line {found[key].line}; "
+                    f"{self.name}:{line}: {key!r} is given twice, first on line {marked_values[key].line}; "
                     "only one of them could count, so remove the other."
                 )
             else:
-                found[key] = Marked(value.value, line)
-        return merged | found
+                marked_values[key] = Marked(value.value, line)
+        return merged | marked_values
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
@@ -174,8 +176,8 @@ class SettingsFile:
 
 def home(env: Mapping[str, str], platform: str = sys.platform) -> Path:
     """Return the folder of settings: HASTEN_HOME, else `hasten` in the platform's folder for configuration."""
-    if given := env.get("HASTEN_HOME"):
-        return Path(given).expanduser()
+    if home_folder := env.get("HASTEN_HOME"):
+        return Path(home_folder).expanduser()
     user = Path(env.get("HOME") or env.get("USERPROFILE") or "~").expanduser()
     if platform == "darwin":
         return user / "Library" / "Application Support" / "hasten"
@@ -221,10 +223,10 @@ def contents(path: Path) -> str:
     """Return the text of a settings file; raise for a device, a pipe or a file too large for settings before reading it."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe without a writer would block
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        file_status = os.fstat(descriptor)
+        if not stat.S_ISREG(file_status.st_mode):
             raise ConfigFileError(
-                f"{path} is {_kind(found.st_mode)}, not a file, so it holds no settings; give a YAML or JSON file."
+                f"{path} is {_kind(file_status.st_mode)}, not a file, so it holds no settings; give a YAML or JSON file."
             )
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(MOST_BYTES + 1)
@@ -232,7 +234,7 @@ def contents(path: Path) -> str:
         os.close(descriptor)
     if len(data) > MOST_BYTES:
         raise ConfigFileError(
-            f"{path} has {max(found.st_size, len(data))} bytes, more than the {MOST_BYTES} that settings may have; give a settings file."
+            f"{path} has {max(file_status.st_size, len(data))} bytes, more than the {MOST_BYTES} that settings may have; give a settings file."
         )
     return data.decode("utf-8")
 

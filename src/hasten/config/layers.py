@@ -85,21 +85,21 @@ class Problems:
         if self.found:
             self.found.sort(key=_line)
             lines = "\n".join(f"  {number}. {error}" for number, error in enumerate(self.found[:_MOST_SHOWN], start=1))
-            if (rest := len(self.found) - _MOST_SHOWN) > 0:
-                lines += f"\n  … and {rest} more"
+            if (num_hidden := len(self.found) - _MOST_SHOWN) > 0:
+                lines += f"\n  … and {num_hidden} more"
             raise ConfigError(f"{len(self.found)} settings are wrong:\n{lines}", problems=tuple(self.found))
 
 
 def _line(error: ConfigError) -> int:
     """Return the line number of the file at the start of a message; 0 for others."""
-    found = re.match(r"[^\n]*?:(\d+): ", str(error))
-    return int(found[1]) if found else 0
+    line_match = re.match(r"[^\n]*?:(\d+): ", str(error))
+    return int(line_match[1]) if line_match else 0
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the most similar name, or an empty string if none is similar."""
-    near = get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
-    return near[0] if near else ""
+    similar_names = get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
+    return similar_names[0] if similar_names else ""
 
 
 def some(names: Sequence[str]) -> str:
@@ -107,20 +107,20 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", … (see docs/config.md)" if len(names) > 4 else "")
 
 
-def unknown(place: str, path: Path) -> UnknownSettingError:
+def unknown(source_text: str, path: Path) -> UnknownSettingError:
     """Return the error for a path that the schema does not have, with the nearest name or the right section."""
-    here = section_at(path[:-1])
-    siblings = tuple(here.__dataclass_fields__) if here else ()
-    elsewhere = [info.name for info in FIELDS if info.path[-1] == path[-1] or info.flag == path[-1]]
-    if near := nearest(path[-1], siblings):
-        hint = f"did you mean {dotted((*path[:-1], near))!r}?"
-    elif elsewhere:
-        hint = f"it belongs under {elsewhere[0]!r}."
-    elif anywhere := nearest(path[-1], {info.path[-1] for info in FIELDS}):
-        hint = f"did you mean {next(i.name for i in FIELDS if i.path[-1] == anywhere)!r}?"
+    section = section_at(path[:-1])
+    siblings = tuple(section.__dataclass_fields__) if section else ()
+    full_names = [info.name for info in FIELDS if info.path[-1] == path[-1] or info.flag == path[-1]]
+    if similar_name := nearest(path[-1], siblings):
+        hint = f"did you mean {dotted((*path[:-1], similar_name))!r}?"
+    elif full_names:
+        hint = f"it belongs under {full_names[0]!r}."
+    elif similar_setting := nearest(path[-1], {info.path[-1] for info in FIELDS}):
+        hint = f"did you mean {next(i.name for i in FIELDS if i.path[-1] == similar_setting)!r}?"
     else:
         hint = f"known here are {some(siblings)}."
-    return UnknownSettingError(f"{place}: unknown setting {dotted(path)!r}, which would have no effect; {hint}")
+    return UnknownSettingError(f"{source_text}: unknown setting {dotted(path)!r}, which would have no effect; {hint}")
 
 
 def arguments() -> tuple[str, ...]:
@@ -131,13 +131,16 @@ def arguments() -> tuple[str, ...]:
 
 def unknown_argument(name: str, value: Any) -> UnknownSettingError:
     """Return the error for an unknown argument of the Accelerator, with the nearest one that accepts this value."""
-    known = arguments()
-    near = get_close_matches(name.lower(), known, n=5, cutoff=0.6)
-    place, takes = str(SettingSource("code", name)), [one for one in near if _takes(ARGUMENTS.get(one, (one,)), value)]
-    if not takes:
-        return unknown(place, (name,))
+    argument_names = arguments()
+    similar_names = get_close_matches(name.lower(), argument_names, n=5, cutoff=0.6)
+    source_text, fitting_names = (
+        str(SettingSource("code", name)),
+        [similar_name for similar_name in similar_names if _takes(ARGUMENTS.get(similar_name, (similar_name,)), value)],
+    )
+    if not fitting_names:
+        return unknown(source_text, (name,))
     return UnknownSettingError(
-        f"{place}: unknown setting {name!r}, which would have no effect; did you mean {takes[0]!r}?"
+        f"{source_text}: unknown setting {name!r}, which would have no effect; did you mean {fitting_names[0]!r}?"
     )
 
 
@@ -161,32 +164,36 @@ def from_tree(tree: Marked, file: str, problems: Problems) -> list[SettingEntry]
 
 def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterator[SettingEntry]:
     for key, item in tree.value.items():
-        here, place = (*path, key), f"{file}:{item.line}"
-        if section := section_at(here):
-            words = section.section_names.word_fields
-            if words and isinstance(item.value, str | bool):
-                for name in words:
-                    yield SettingEntry((*here, name), item.plain(), SettingSource("file", place))
+        item_path, line_text = (*path, key), f"{file}:{item.line}"
+        if section := section_at(item_path):
+            word_fields = section.section_names.word_fields
+            if word_fields and isinstance(item.value, str | bool):
+                for name in word_fields:
+                    yield SettingEntry((*item_path, name), item.plain(), SettingSource("file", line_text))
             elif isinstance(item.value, Mapping):
-                yield from _flatten(item, file, here, problems)
+                yield from _flatten(item, file, item_path, problems)
             elif item.value is not None:
-                problems.add(_not_a_section(place, here, item))
-        elif here in BY_PATH or (path == ("fsdp",) and key in OLD_NAMES):
-            if here in BY_PATH and BY_PATH[here].meta.code_only:
-                problems.add(UnknownSettingError(f"{place}: {dotted(here)!r} holds a Python object; set it in code."))
+                problems.add(_not_a_section(line_text, item_path, item))
+        elif item_path in BY_PATH or (path == ("fsdp",) and key in OLD_NAMES):
+            if item_path in BY_PATH and BY_PATH[item_path].meta.code_only:
+                problems.add(
+                    UnknownSettingError(f"{line_text}: {dotted(item_path)!r} holds a Python object; set it in code.")
+                )
             else:
-                yield SettingEntry(here, item.plain(), SettingSource("file", place))
+                yield SettingEntry(item_path, item.plain(), SettingSource("file", line_text))
         elif problems.worth_a_hint:
-            problems.add(unknown(place, here))
+            problems.add(unknown(line_text, item_path))
         else:
-            problems.add(UnknownSettingError(f"{place}: unknown setting {dotted(here)!r}, which would have no effect."))
+            problems.add(
+                UnknownSettingError(f"{line_text}: unknown setting {dotted(item_path)!r}, which would have no effect.")
+            )
 
 
-def _not_a_section(place: str, path: Path, item: Marked) -> ConfigError:
+def _not_a_section(line_text: str, path: Path, item: Marked) -> ConfigError:
     cls = section_at(path)
     names = some(tuple(cls.__dataclass_fields__)) if cls else ""
     return SettingValueError(
-        f"{place}: {dotted(path)!r} is a section, but {shown(item.plain())} is given; write its settings below it: {names}."
+        f"{line_text}: {dotted(path)!r} is a section, but {shown(item.plain())} is given; write its settings below it: {names}."
     )
 
 
@@ -201,10 +208,10 @@ def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
             continue  # an empty variable counts as unset
         if info := BY_VARIABLE.get(name):
             entries.append(SettingEntry(info.path, value, SettingSource("environment", name), text=True))
-        elif near := get_close_matches(name, BY_VARIABLE, n=1, cutoff=0.93):
+        elif similar_variables := get_close_matches(name, BY_VARIABLE, n=1, cutoff=0.93):
             # Variables of other tools may share the prefix; only a likely typo is refused.
             raise UnknownSettingError(
-                f"environment {name}={value}: unknown variable, which would have no effect; did you mean {near[0]}?"
+                f"environment {name}={value}: unknown variable, which would have no effect; did you mean {similar_variables[0]}?"
             )
         elif name not in OTHER_VARIABLES and "TEST" not in name and "HASTEN_CONFIG" not in env:
             warnings.warn(_unknown_variable(name), HastenWarning, stacklevel=2)
@@ -213,12 +220,20 @@ def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
 
 def _unknown_variable(name: str) -> str:
     """Return the warning about a variable that hasten does not read, with the nearest one that it does."""
-    known, end = [*BY_VARIABLE, *sorted(OTHER_VARIABLES)], name.removeprefix(VARIABLE_PREFIX)
-    near = [one for one in known if one.endswith("_" + end)]  # settings that have moved into a section
-    if not near:
-        found = get_close_matches(end, [one.removeprefix(VARIABLE_PREFIX) for one in known], n=1, cutoff=0.6)
-        near = [VARIABLE_PREFIX + one for one in found]
-    hint = f"did you mean {near[0]}? Otherwise unset it." if near else "unset it, or see docs/config.md for the names."
+    variable_names, name_end = [*BY_VARIABLE, *sorted(OTHER_VARIABLES)], name.removeprefix(VARIABLE_PREFIX)
+    similar_variables = [
+        variable for variable in variable_names if variable.endswith("_" + name_end)
+    ]  # settings that have moved into a section
+    if not similar_variables:
+        similar_ends = get_close_matches(
+            name_end, [variable.removeprefix(VARIABLE_PREFIX) for variable in variable_names], n=1, cutoff=0.6
+        )
+        similar_variables = [VARIABLE_PREFIX + variable for variable in similar_ends]
+    hint = (
+        f"did you mean {similar_variables[0]}? Otherwise unset it."
+        if similar_variables
+        else "unset it, or see docs/config.md for the names."
+    )
     return f"environment {name}: hasten reads no variable of this name, so it has no effect; {hint}"
 
 
@@ -241,8 +256,8 @@ def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
         if len(path) == 1 and path[0] not in Config.__dataclass_fields__:
             raise unknown_argument(name, value)
         if name == "log_with":
-            asked = value if isinstance(value, (list, tuple, set)) else [value]
-            value = [item for item in asked if isinstance(item, str)]  # instances are not settings
+            trackers = value if isinstance(value, (list, tuple, set)) else [value]
+            value = [item for item in trackers if isinstance(item, str)]  # instances are not settings
         entries += _from_value(path, value, SettingSource("code", name))
     return entries
 
@@ -300,18 +315,18 @@ def _handlers(handlers: Any) -> list[SettingEntry]:
             f"kwargs_handlers={handlers!r}: got {kind_of(handlers)}, expected a list of settings classes, so it is unclear which settings "
             f"are meant; write for example kwargs_handlers=[AutocastKwargs(...)]."
         )
-    seen: set[type] = set()
+    seen_kinds: set[type] = set()
     entries: list[SettingEntry] = []
     for handler in handlers:
         kind = next((cls for cls in HANDLERS if isinstance(handler, cls)), None)
         if kind is None:
-            known, name = ", ".join(cls.__name__ for cls in HANDLERS), type(handler).__name__
+            known_names, name = ", ".join(cls.__name__ for cls in HANDLERS), type(handler).__name__
             raise UnknownSettingError(
-                f"kwargs_handlers holds {name}, which is not a settings class; known are {known}."
+                f"kwargs_handlers holds {name}, which is not a settings class; known are {known_names}."
             )
-        if kind in seen:
+        if kind in seen_kinds:
             raise ContradictionError(f"kwargs_handlers holds {kind.__name__} twice; only one could count, keep one.")
-        seen.add(kind)
+        seen_kinds.add(kind)
         source = SettingSource("code", kind.__name__)
         entries += _from_value(HANDLERS[kind], handler, source)
         if kind in (AORecipeKwargs, TERecipeKwargs):

@@ -40,12 +40,12 @@ def _strategy(entry: SettingEntry) -> Translation:
             f"{entry.place}: NO_SHARD keeps the whole model on every process, which is plain data parallel and not "
             "FSDP; set strategy: ddp (distributed_type: MULTI_GPU) instead."
         )
-    made = [_derived(entry, "reshard_after_forward", reshard)]
+    derived_entries = [_derived(entry, "reshard_after_forward", reshard)]
     words = f"reshard_after_forward: {str(reshard).lower()}"
     if hybrid:
-        made.append(_derived(entry, "hybrid_shard", True))
+        derived_entries.append(_derived(entry, "hybrid_shard", True))
         words += ", hybrid_shard: true"
-    return made, [f"{entry.spelled} {name} is FSDP2's {words}"]
+    return derived_entries, [f"{entry.spelled} {name} is FSDP2's {words}"]
 
 
 def _reshard(entry: SettingEntry) -> Translation:
@@ -54,8 +54,8 @@ def _reshard(entry: SettingEntry) -> Translation:
         try:
             decode(entry.value, bool | int, text=True)
         except Mismatch:
-            made, said = _strategy(entry)
-            return [replace(one, weak=False) for one in made], said
+            derived_entries, sentences = _strategy(entry)
+            return [replace(derived_entry, weak=False) for derived_entry in derived_entries], sentences
     return [entry], []
 
 
@@ -76,8 +76,8 @@ def _version(entry: SettingEntry) -> Translation:
 
 def _state_dict_type(entry: SettingEntry) -> Translation:
     if isinstance(entry.value, str) and entry.value.strip().upper() == "LOCAL_STATE_DICT":
-        made = replace(entry, value="SHARDED_STATE_DICT")
-        return [made], [
+        sharded_entry = replace(entry, value="SHARDED_STATE_DICT")
+        return [sharded_entry], [
             f"{entry.spelled} LOCAL_STATE_DICT is SHARDED_STATE_DICT: shards load on any number of processes"
         ]
     return [entry], []
@@ -138,8 +138,8 @@ def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParalle
     sentences: list[str] = []
     for key, value in options.items():
         name = key.lower().removeprefix("fsdp_")
-        entries, said = translate(SettingEntry(("fsdp", name), value, SettingSource("code", key), said=key))
-        sentences += said
+        entries, new_sentences = translate(SettingEntry(("fsdp", name), value, SettingSource("code", key), said=key))
+        sentences += new_sentences
         for entry in entries:
             field = entry.path[1]
             if field not in FullyShardedDataParallelPlugin.__dataclass_fields__:

@@ -33,7 +33,7 @@ _OWNERS: Final = _words(
 )
 """Words before `key` or `token` that mark a credential."""
 _COUNTS: Final = _words("num n max min total avg average mean")
-_BEFORE: Final = _words(
+_HARMLESS_PREFIXES: Final = _words(
     "per new image images video audio text input output label labels target column sort metric public "
     "primary foreign partition group cache kv query value dict state model module data batch pad padding eos bos unk sep cls mask "
     "masked special added additional start end stop begin first last next prev prompt completion response generated decoder "
@@ -41,7 +41,7 @@ _BEFORE: Final = _words(
     "split random rng seed weight extra mapping lookup join index best monitor sequence seq train eval tool decode position "
     "context of forward backward single sub chunk sample feature question answer class"
 )
-_AFTER: Final = _words(
+_HARMLESS_SUFFIXES: Final = _words(
     "dim dims size sizes count counts len length lengths embedding embeddings embed type types id ids index indices padding mask "
     "head heads value values layer layers per limit budget file path dir name names column columns timeout ratio rate dropout "
     "proj projection bias scale norm cache class level accuracy loss frequency bits width points frames order fn func format "
@@ -50,7 +50,9 @@ _AFTER: Final = _words(
     "range repo rope window chunk group groups grad gradient choice routing drop capacity"
 )
 """Words around `key`, `token`, `auth`, `private` and `pass` that mark a harmless name: `max_tokens`, `key_dim`."""
-_ABOUT: Final = _words("file path dir name timeout s seconds expiry expires ttl length size bits type limit")
+_DESCRIBING_SUFFIXES: Final = _words(
+    "file path dir name timeout s seconds expiry expires ttl length size bits type limit"
+)
 """Words after `api_key` and the like that describe the credential without being it."""
 _DIGESTS: Final = _words("commit revision rev sha md hash digest checksum fingerprint uuid crc etag xxh blake")
 """Words in the names of values that are long hexadecimal numbers without being secret."""
@@ -70,24 +72,26 @@ _ADDRESS: Final = re.compile(r"""(://)([^\s"'<>]{0,1000})@""")
 _HEX: Final = re.compile(r"(?<![\w.-])[0-9a-fA-F]{32,}(?![\w.-])")
 
 
-def _address(found: re.Match[str]) -> str:
+def _address(address_match: re.Match[str]) -> str:
     """Mask an address up to the last @, because passwords may contain one; an @ in a path without a user is not masked."""
-    host = found[2].partition("/")[0]
-    plain = "/" in found[2] and "@" not in host and ":" not in host
-    return found[0] if plain else f"{found[1]}{HIDDEN}@"
+    host = address_match[2].partition("/")[0]
+    plain = "/" in address_match[2] and "@" not in host and ":" not in host
+    return address_match[0] if plain else f"{address_match[1]}{HIDDEN}@"
 
 
 def _unassigned(text: str) -> str:
     """Mask the values of secret names in a text; a space counts as an assignment only in `--name value`."""
-    made, at = [], 0
-    while found := _ASSIGNED.search(text, at):
-        name, between, value = found.groups()
+    masked_parts, position = [], 0
+    while assignment := _ASSIGNED.search(text, position):
+        name, between, value = assignment.groups()
         secrecy = secrecy_of(name) if between.strip() or name.startswith("--") else "open"
         hide = secrecy == "certain" or (secrecy == "likely" and not _is_number(value))
         shell = value.lstrip("\"'").startswith(("${", "$("))  # an expression, which holds no secret
-        made.append(text[at : found.end(3 if shell else 2 if hide else 1)] + HIDDEN * (hide and not shell))
-        at = found.end(3 if hide or shell else 1)
-    return "".join(made) + text[at:]
+        masked_parts.append(
+            text[position : assignment.end(3 if shell else 2 if hide else 1)] + HIDDEN * (hide and not shell)
+        )
+        position = assignment.end(3 if hide or shell else 1)
+    return "".join(masked_parts) + text[position:]
 
 
 def _is_number(text: str) -> bool:
@@ -118,25 +122,30 @@ _AFTER_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
 
 def secrecy_of(name: str) -> Secrecy:
     """Return the secrecy of a name, regardless of its value; `a.b` is secret if `a` or `b` is."""
-    found: set[Secrecy] = {
-        _of_words([word.lower() for word in _WORD.findall(part)]) for part in re.split(r"[./]", name)
+    part_secrecies: set[Secrecy] = {
+        _of_words([word.lower() for word in _WORD.findall(name_part)]) for name_part in re.split(r"[./]", name)
     }
-    return "certain" if "certain" in found else "likely" if "likely" in found else "open"
+    return "certain" if "certain" in part_secrecies else "likely" if "likely" in part_secrecies else "open"
 
 
 def _of_words(words: list[str]) -> Secrecy:
-    found: Secrecy = "open"
-    for at, word in enumerate(words):
-        before, after = words[at - 1] if at else "", words[at + 1] if at + 1 < len(words) else ""
+    secrecy: Secrecy = "open"
+    for index, word in enumerate(words):
+        previous_word, next_word = words[index - 1] if index else "", words[index + 1] if index + 1 < len(words) else ""
         stem = next((s for s in ("tokens", "token", "keys", "key") if word.endswith(s)), "")
         glued = word.removesuffix(stem) if stem else ""
         certain = word in _CERTAIN or word.endswith(("password", "passwd", "passphrase"))
-        if (certain or (stem and (glued or before) in _OWNERS)) and after not in _ABOUT:
+        if (certain or (stem and (glued or previous_word) in _OWNERS)) and next_word not in _DESCRIBING_SUFFIXES:
             return "certain"
         several = word in ("keys", "tokens") and len(words) > 1  # `skip_keys`: names or counts
-        if word in _LIKELY and not several and before not in _BEFORE and after not in _AFTER:
-            found = "likely" if _COUNTS.isdisjoint(words) else found
-    return found
+        if (
+            word in _LIKELY
+            and not several
+            and previous_word not in _HARMLESS_PREFIXES
+            and next_word not in _HARMLESS_SUFFIXES
+        ):
+            secrecy = "likely" if _COUNTS.isdisjoint(words) else secrecy
+    return secrecy
 
 
 def masked(text: str, *, digests: bool = False) -> str:
@@ -160,8 +169,10 @@ def masked_tree(value: Any) -> Any:  # Any: a nested report
 
 
 def _masked(name: str, value: Any, above: Secrecy) -> Any:
-    own = secrecy_of(name)
-    secrecy: Secrecy = "certain" if "certain" in (own, above) else "likely" if "likely" in (own, above) else "open"
+    name_secrecy = secrecy_of(name)
+    secrecy: Secrecy = (
+        "certain" if "certain" in (name_secrecy, above) else "likely" if "likely" in (name_secrecy, above) else "open"
+    )
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

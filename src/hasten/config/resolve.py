@@ -61,13 +61,15 @@ def resolve(
         entries += from_code(code or {})
     if handed:
         entries += _not_read_here(handed, entries)
-    decoded, said = decode_all(entries, problems)
+    decoded, translation_notes = decode_all(entries, problems)
     winners, shadowed = merge(decoded, problems)
     problems.settle()
-    winners, shadowed, chosen = settle_choices(winners, shadowed, problems)
+    winners, shadowed, choice_notes = settle_choices(winners, shadowed, problems)
     problems.settle()
     config = cast(Config, build(Config, (), {path: entry.value for path, entry in winners.items()}))
-    resolved = Resolved(config, MappingProxyType(winners), MappingProxyType(shadowed), (*notes, *said, *chosen))
+    resolved = Resolved(
+        config, MappingProxyType(winners), MappingProxyType(shadowed), (*notes, *translation_notes, *choice_notes)
+    )
     for contradiction in contradictions(config, winners):
         problems.add(contradiction)
     problems.settle()
@@ -83,20 +85,20 @@ def _not_read_here(handed: Iterable[SettingEntry], entries: Sequence[SettingEntr
 def decode_all(entries: Iterable[SettingEntry], problems: Problems) -> tuple[list[SettingEntry], list[str]]:
     """Return the entries translated to current names with typed values, and notes about the translation."""
     decoded: list[SettingEntry] = []
-    said: list[str] = []
-    for given in entries:
+    notes: list[str] = []
+    for raw_entry in entries:
         with problems.catching():
-            translated = [given]
-            if given.path[0] == "fsdp":
-                translated, sentences = translate(given)
-                said += [sentence for sentence in sentences if sentence not in said]
+            translated = [raw_entry]
+            if raw_entry.path[0] == "fsdp":
+                translated, sentences = translate(raw_entry)
+                notes += [sentence for sentence in sentences if sentence not in notes]
             for entry in translated:
                 info = BY_PATH.get(entry.path)
                 if info is None:
                     raise unknown(str(entry.source), entry.path)
                 value = fit(info.owner, entry.path[-1], entry.value, entry, text=entry.text)
                 decoded.append(replace(entry, value=value))
-    return decoded, said
+    return decoded, notes
 
 
 def merge(
@@ -113,16 +115,19 @@ def merge(
             winners[path] = rivals[0]
             continue
         ranked = sorted(rivals, key=lambda entry: (entry.source.level, not entry.weak), reverse=True)
-        first = ranked[0]
-        for other in ranked[1:]:
-            if (other.source.level, other.weak) == (first.source.level, first.weak) and other.value != first.value:
+        strongest_entry = ranked[0]
+        for weaker_entry in ranked[1:]:
+            if (weaker_entry.source.level, weaker_entry.weak) == (
+                strongest_entry.source.level,
+                strongest_entry.weak,
+            ) and weaker_entry.value != strongest_entry.value:
                 problems.add(
                     ContradictionError(
-                        f"{first.name}: {shown(first.value)} ({first.source}) contradicts {shown(other.value)} "
-                        f"({other.source}): neither outranks the other; remove one."
+                        f"{strongest_entry.name}: {shown(strongest_entry.value)} ({strongest_entry.source}) contradicts {shown(weaker_entry.value)} "
+                        f"({weaker_entry.source}): neither outranks the other; remove one."
                     )
                 )
-        winners[path] = first
+        winners[path] = strongest_entry
         shadowed[path] = tuple(ranked[1:])
     return winners, shadowed
 
@@ -131,13 +136,13 @@ def build(cls: type[Section], path: Path, values: Mapping[Path, Any]) -> Section
     """Return a section built from the values below a path; other fields have their defaults."""
     arguments: dict[str, Any] = {}
     depth = len(path)
-    for given, value in values.items():
-        if given[:depth] != path:
+    for setting_path, value in values.items():
+        if setting_path[:depth] != path:
             continue
-        here = given[: depth + 1]
-        section = SECTIONS.get(here)
+        child_path = setting_path[: depth + 1]
+        section = SECTIONS.get(child_path)
         if section is None:
-            arguments[here[-1]] = value
-        elif here[-1] not in arguments:
-            arguments[here[-1]] = build(section, here, values)
+            arguments[child_path[-1]] = value
+        elif child_path[-1] not in arguments:
+            arguments[child_path[-1]] = build(section, child_path, values)
     return cls(**arguments)

@@ -304,14 +304,14 @@ def usable_cores() -> int:
 
 def _memory() -> int:
     """Return the host memory in bytes, or the container's limit if that is lower; 0 if unknown."""
-    found = []
+    limits_bytes = []
     for path, pattern, unit in _MEMORY:
         try:
             match = re.search(pattern, path.read_text(), re.MULTILINE)
         except OSError:  # not Linux, or no container: the other file may have the value
             continue
-        found += [int(match[1]) * unit] if match else []
-    return min(found, default=0)
+        limits_bytes += [int(match[1]) * unit] if match else []
+    return min(limits_bytes, default=0)
 
 
 def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
@@ -348,8 +348,8 @@ def _is_wsl() -> bool:
 
 
 def _nvidia_model(folder: Path) -> str:
-    found = re.search(r"^Model:\s*(.+)$", (folder / "information").read_text(), re.MULTILINE)
-    return found[1] if found else "NVIDIA GPU"
+    model_match = re.search(r"^Model:\s*(.+)$", (folder / "information").read_text(), re.MULTILINE)
+    return model_match[1] if model_match else "NVIDIA GPU"
 
 
 def _rocm_count() -> int:

@@ -76,8 +76,8 @@ def gather_reports(
     Raises: LaunchError on every participant if two have the same index, or if some have not reported after `timeout_s`.
     """
     if store.add(f"claim/{index}", 1) > 1:
-        other = Report.decode(store.get(f"report/{index}"))
-        _fail(store, f"{_place(report)} and {_place(other)} both claim to be {name(index)} of {count}")
+        rival_report = Report.decode(store.get(f"report/{index}"))
+        _fail(store, f"{_place(report)} and {_place(rival_report)} both claim to be {name(index)} of {count}")
     store.set(f"report/{index}", report.encode())
     _wait_for_all(store, count, timeout_s=timeout_s, name=name, waiting=waiting)
     return [Report.decode(store.get(f"report/{i}")) for i in range(count)]
@@ -117,16 +117,16 @@ def _wait_for_all(
 
 def disagreements(reports: Sequence[Report]) -> list[str]:
     """Return one line per difference in settings, code or versions, with the machines and the values."""
-    found: list[str] = []
+    differences: list[str] = []
     if len({r.config for r in reports}) > 1:
-        found += _setting_differences(reports) or [_values("the settings", reports, lambda r: r.config)]
+        differences += _setting_differences(reports) or [_values("the settings", reports, lambda r: r.config)]
     if len({r.code for r in reports}) > 1:
         programs = sorted({r.program for r in reports})
-        found.append(_values(f"the code of {', '.join(programs)}", reports, lambda r: r.code))
+        differences.append(_values(f"the code of {', '.join(programs)}", reports, lambda r: r.code))
     for package in sorted({p for r in reports for p in r.versions}):
         if len({r.versions.get(package) for r in reports}) > 1:
-            found.append(_values(package, reports, lambda r, p=package: r.versions.get(p, "absent")))  # type: ignore[misc]
-    return found
+            differences.append(_values(package, reports, lambda r, p=package: r.versions.get(p, "absent")))  # type: ignore[misc]
+    return differences
 
 
 def _setting_differences(reports: Sequence[Report]) -> list[str]:
@@ -138,13 +138,13 @@ def _setting_differences(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def _values(what: str, reports: Sequence[Report], read: Callable[[Report], str]) -> str:
+def _values(subject: str, reports: Sequence[Report], read: Callable[[Report], str]) -> str:
     """Return `what` followed by each value and the hosts that have it, the most common value first."""
     holders: dict[str, list[str]] = {}
     for report in reports:
         holders.setdefault(read(report), []).append(report.host)
     ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-    return f"{what}: " + "; ".join(f"{value} on {', '.join(dict.fromkeys(hosts))}" for value, hosts in ordered)
+    return f"{subject}: " + "; ".join(f"{value} on {', '.join(dict.fromkeys(hosts))}" for value, hosts in ordered)
 
 
 def check_agreement(reports: Sequence[Report], expected_world_size: int | None = None) -> None:
@@ -159,8 +159,8 @@ def check_agreement(reports: Sequence[Report], expected_world_size: int | None =
             f"num_processes={expected_world_size} is the total over all machines, but they start {total} ({counts}). Correct "
             "--num_processes, or remove it to use every device."
         )
-    if found := disagreements(reports):
-        lines = "\n".join(f"  - {line}" for line in found)
+    if differences := disagreements(reports):
+        lines = "\n".join(f"  - {line}" for line in differences)
         raise LaunchError(
             f"the machines differ, so the job would diverge or hang:\n{lines}\n"
             f"Use the same files and packages on every machine (or allow the difference: --check_in warn)."
@@ -234,11 +234,11 @@ SOURCE: Final = "source.txt"
 """File with the function's source in that folder; machines compare their cells by it."""
 
 
-def make_report(plan: LaunchPlan, config: Config, host: Host, *, alone: bool) -> Report:
+def make_report(plan: LaunchPlan, config: Config, host: Host, *, is_alone: bool) -> Report:
     """Return this machine's report; without the digests on a single machine, which has nothing to compare with."""
     count = sum(proc.count for proc in plan.procs)
     device = f"cpu ({host.cores} cores)" if config.cpu else host.device_words
-    if alone or plan.target is None:
+    if is_alone or plan.target is None:
         return Report(host=host.name, address="", num_processes=count, device=device)
     settings = dict(changed_settings(config))
     return Report(
@@ -267,13 +267,13 @@ def changed_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of packages that must match across machines, without importing them."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def code_digest(target: Target) -> str:
@@ -281,17 +281,19 @@ def code_digest(target: Target) -> str:
     path = _program_file(target)
     if path is None:
         return ""
-    seen: dict[Path, bytes] = {}
+    file_contents: dict[Path, bytes] = {}
     todo = [path]
-    while todo and len(seen) < _MAX_FILES:
+    while todo and len(file_contents) < _MAX_FILES:
         file = todo.pop()
-        if file in seen:
+        if file in file_contents:
             continue
-        seen[file] = file.read_bytes()
+        file_contents[file] = file.read_bytes()
         if file.suffix == ".py":
-            todo += _local_imports(seen[file], path.parent)
-    parts = (f"{file.relative_to(path.parent)}\0".encode() + text for file, text in sorted(seen.items()))
-    return _digest(b"\0".join(parts))
+            todo += _local_imports(file_contents[file], path.parent)
+    digested_parts = (
+        f"{file.relative_to(path.parent)}\0".encode() + text for file, text in sorted(file_contents.items())
+    )
+    return _digest(b"\0".join(digested_parts))
 
 
 def _program_file(target: Target) -> Path | None:
@@ -321,11 +323,11 @@ def _local_imports(source: bytes, folder: Path) -> list[Path]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    found: list[Path] = []
+    imported_files: list[Path] = []
     for name in names:
         base = folder.joinpath(*name.split("."))
-        found += [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
-    return found
+        imported_files += [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
+    return imported_files
 
 
 def _digest(data: bytes) -> str:

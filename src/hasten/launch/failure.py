@@ -144,8 +144,8 @@ def end_after_signal(number: int, codes: Sequence[int | None]) -> tuple[int, str
     """
     if number not in (signal.SIGTERM, signal.SIGUSR1) or not codes or not set(codes) <= {0, PREEMPTED}:
         return 128 + number, "were ended"
-    how = "have saved and exited" if set(codes) == {PREEMPTED} else "have exited without an error"
-    return PREEMPTED, f"{how}; restart the job to continue"
+    end_text = "have saved and exited" if set(codes) == {PREEMPTED} else "have exited without an error"
+    return PREEMPTED, f"{end_text}; restart the job to continue"
 
 
 def end_words(code: int) -> str:
@@ -207,19 +207,19 @@ def render_failure(
     if first.code == STALLED:
         words = first.summary.partition(": ")[2] or "the ranks waited for each other without progress"
         return f"the job was ended because it stalled: {words}.\nThe full report is above; docs/trust.md explains it."
-    rest = sorted((f for f in failures if f != first and f.code != 0), key=lambda f: f.rank)
-    how = "failed first" if first.code else "exited first, while other ranks still needed it"
-    lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) {how}: {end_words(first.code)}"]
+    later_failures = sorted((f for f in failures if f != first and f.code != 0), key=lambda f: f.rank)
+    order_text = "failed first" if first.code else "exited first, while other ranks still needed it"
+    lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) {order_text}: {end_words(first.code)}"]
     if lost:
         lines = [f"{' and '.join(lost)} no longer responds: probably the first failure, check it", *lines]
-    lines += [f"  {line}" for line in _summaries(rest)]
+    lines += [f"  {line}" for line in _summaries(later_failures)]
     if hint := hint_for(first, python):
         lines.append(f"hint: {hint}")
-    for other in rest:
-        if full and other.traceback:
-            lines += ["", f"rank {other.rank} on {other.host}:", other.traceback.rstrip()]
+    for later_failure in later_failures:
+        if full and later_failure.traceback:
+            lines += ["", f"rank {later_failure.rank} on {later_failure.host}:", later_failure.traceback.rstrip()]
     lines.append("")
-    if not first.code and (echo := next((f for f in rest if f.traceback), None)):
+    if not first.code and (echo := next((f for f in later_failures if f.traceback), None)):
         lines += [f"traceback of rank {echo.rank} on {echo.host}, which lost the connection:", echo.traceback.rstrip()]
     elif first.traceback:
         title = "traceback" if first.traceback.startswith("Traceback") else "error"  # a program that never started

@@ -129,8 +129,8 @@ def _check_script(target: Target) -> None:
         return
     folder = Path(target.name).parent
     names = [str(folder / p.name) for p in folder.glob("*.py")] if folder.is_dir() else []
-    near = get_close_matches(target.name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the current folder is {Path.cwd()}."
+    similar_names = get_close_matches(target.name, names, n=1)
+    hint = f"did you mean {similar_names[0]}?" if similar_names else f"the current folder is {Path.cwd()}."
     raise ConfigError(
         f"the script {target.name!r} does not exist; {hint} (For a module give -m, for a program --no_python.)"
     )
@@ -199,8 +199,8 @@ def _launcher(request: LaunchRequest, shape: JobShape) -> OwnLauncher:
         return "task"
     if launch.launcher in ("single", "torchrun"):
         return cast(OwnLauncher, launch.launcher)
-    alone = shape.num_processes == 1 and shape.max_machines == 1
-    return "torchrun" if _needs_agent(launch) or not alone else "single"
+    is_single_process = shape.num_processes == 1 and shape.max_machines == 1
+    return "torchrun" if _needs_agent(launch) or not is_single_process else "single"
 
 
 def _needs_agent(launch: LaunchConfig) -> bool:

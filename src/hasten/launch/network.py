@@ -35,10 +35,10 @@ def check_resolves(address: str) -> None:
 def owns_address(address: str) -> bool:
     """Return whether `address` (a name or a number) belongs to this machine."""
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        address_infos = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return False
-    return any(_can_bind(family, sockaddr) for family, _, _, _, sockaddr in found)
+    return any(_can_bind(family, sockaddr) for family, _, _, _, sockaddr in address_infos)
 
 
 def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
@@ -63,8 +63,8 @@ def address_towards(peer: str) -> str:
 
 def address_for_others(peer: str) -> str:
     """Return the address by which other machines reach this one; `peer` if this machine owns it."""
-    found = address_towards(peer)
-    return peer if found.startswith("127.") and not is_loopback(peer) else found
+    local_address = address_towards(peer)
+    return peer if local_address.startswith("127.") and not is_loopback(peer) else local_address
 
 
 def interface_of(address: str) -> str | None:

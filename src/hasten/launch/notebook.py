@@ -90,15 +90,15 @@ def notebook_launcher(
     Raises: LaunchError when a process of any machine fails (its traceback is printed in the cell), when the rendezvous
     fails, or when the function or its result cannot be pickled.
     """
-    many = num_nodes > 1
+    has_several_machines = num_nodes > 1
     flags = _flags(
-        num_processes=None if many else num_processes,
-        processes_per_machine=num_processes if many else None,
+        num_processes=None if has_several_machines else num_processes,
+        processes_per_machine=num_processes if has_several_machines else None,
         mixed_precision=mixed_precision,
         main_process_port=use_port,
         main_process_ip=master_addr,
-        machine_rank=node_rank if many or node_rank else None,
-        num_machines=num_nodes if many else None,
+        machine_rank=node_rank if has_several_machines or node_rank else None,
+        num_machines=num_nodes if has_several_machines else None,
         rdzv_backend=rdzv_backend,
         rdzv_endpoint=rdzv_endpoint or None,
         rdzv_conf=_pairs(rdzv_conf),
@@ -107,7 +107,7 @@ def notebook_launcher(
         monitor_interval=monitor_interval,
         config_file=config_file,
         cpu="true" if cpu else None,
-        quiet=None if many else "true",
+        quiet=None if has_several_machines else "true",
     )
     with tempfile.TemporaryDirectory(prefix="hasten-notebook-") as folder:
         home = Path(folder)
@@ -212,7 +212,9 @@ def _failure_words(verdict_file: Path, code: int) -> str:
     if not verdict_file.exists():
         return f"the processes ended with exit code {code} without reporting an error; see the output above."
     words = verdict_file.read_text()
-    names = [f"{theirs} is {ours}" for theirs, ours in _NAMES_HERE if theirs in words]
+    names = [
+        f"{setting_name} is {argument_name}" for setting_name, argument_name in _NAMES_HERE if setting_name in words
+    ]
     return f"{words} (In a notebook {', '.join(names)}.)" if names else words
 
 

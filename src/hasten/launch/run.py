@@ -171,7 +171,7 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     assert plan.meeting is not None, "a torchrun plan has a meeting"
     if plan.supervision.log_dir is not None:
         _make_log_dir(plan.supervision.log_dir)
-    report = make_report(plan, config, host, alone=plan.meeting.alone)
+    report = make_report(plan, config, host, is_alone=plan.meeting.alone)
     (proc,) = plan.procs
     variables = dict(proc.env)
     with environment.restored(), memory_folder() as memory:
@@ -194,8 +194,8 @@ def _run_watched(proc: Proc, stop_grace_s: float) -> int:
         env = {**environment.snapshot(), **proc.env, ERROR_FILE: error_file, LAUNCHER_PID: str(os.getpid())}
         code, pid, stopped_by = _wait(proc.argv, env, stop_grace_s)
         if stopped_by is not None:
-            code, how = end_after_signal(stopped_by, [code])
-            say(f"{signal.Signals(stopped_by).name}: all processes of this machine {how}")
+            code, end_text = end_after_signal(stopped_by, [code])
+            say(f"{signal.Signals(stopped_by).name}: all processes of this machine {end_text}")
             return code
         if code == 0:
             return 0

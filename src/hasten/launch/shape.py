@@ -157,9 +157,9 @@ def _processes(
                 f"num_processes={total} cannot be split evenly over {machines} machines. "
                 f"Give processes_per_machine on each, or remove both to use every device."
             )
-        here = total // machines
+        local_count = total // machines
         split = f"{total} / {machines} machines" if machines > 1 else "num_processes"
-        return _fits(request, host, here), total, f"{here} on this machine: {split}"
+        return _fits(request, host, local_count), total, f"{local_count} on this machine: {split}"
     if allocation.per_machine is not None:
         return allocation.per_machine, None, f"{allocation.per_machine} on this machine: {allocation.source}"
     if request.config.cpu or host.device == "cpu":
@@ -185,11 +185,11 @@ def _fits(request: LaunchRequest, host: Host, count: int) -> int:
 
 def check_memory(host: Host, count: int) -> None:
     """Raise unless the memory of this machine can hold `count` processes. Raises: ConfigError."""
-    most = max(host.cores, host.memory_bytes // _LEAST_PROCESS_BYTES)
-    if host.memory_bytes and count > most:
+    max_processes = max(host.cores, host.memory_bytes // _LEAST_PROCESS_BYTES)
+    if host.memory_bytes and count > max_processes:
         raise ConfigError(
             f"{count} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB is too small: each "
-            f"needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Request at most {most}, or for more machines."
+            f"needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Request at most {max_processes}, or for more machines."
         )
 
 

@@ -134,13 +134,17 @@ def check_tee(text: str | None, num_processes: int) -> None:
     """
     if text is None:
         return
-    whole = re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text)
-    if whole is None:
+    is_valid = re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text)
+    if is_valid is None:
         raise ConfigError(
             f"tee={text!r} is neither 0, 1, 2 or 3 (none, stdout, stderr, both) nor a list of rank:n such as 0:3,1:2, so it is "
             f"unclear what to print; correct it."
         )
-    absent = [part for part in text.split(",") if ":" in part and int(part.partition(":")[0]) >= num_processes]
+    absent = [
+        rank_mode
+        for rank_mode in text.split(",")
+        if ":" in rank_mode and int(rank_mode.partition(":")[0]) >= num_processes
+    ]
     if absent:
         raise ConfigError(
             f"tee={text!r} names local rank {absent[0].partition(':')[0]}, but this machine starts {num_processes} process(es), "
@@ -154,12 +158,12 @@ def parse_options(text: str | None) -> dict[str, str]:
     Raises: ConfigError for an item that is not a pair.
     """
     pairs: dict[str, str] = {}
-    for part in (text or "").split(","):
-        if not part.strip():
+    for pair in (text or "").split(","):
+        if not pair.strip():
             continue
-        name, equals, value = part.partition("=")
+        name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"rdzv_conf={text!r}: {part!r} is not key=value.")
+            raise ConfigError(f"rdzv_conf={text!r}: {pair!r} is not key=value.")
         pairs[name.strip()] = value.strip()
     return pairs
 

@@ -86,8 +86,8 @@ def trimming_hook(printing: Hook) -> Hook:
     """Return an excepthook that prints the exception as plain Python would, without hasten's frames."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        rest = without_bootstrap(trace, error)
-        printing(kind, error.with_traceback(rest), rest)
+        user_trace = without_bootstrap(trace, error)
+        printing(kind, error.with_traceback(user_trace), user_trace)
 
     return hook
 
@@ -134,11 +134,11 @@ def without_bootstrap(trace: TracebackType | None, error: BaseException) -> Trac
     None if no other frame is left and the message explains the problem with the program: it cannot be compiled, found or read,
     or hasten rejected it.
     """
-    rest = trace
-    while rest is not None and _is_bootstrap(rest.tb_frame.f_code.co_filename):
-        rest = rest.tb_next
+    user_trace = trace
+    while user_trace is not None and _is_bootstrap(user_trace.tb_frame.f_code.co_filename):
+        user_trace = user_trace.tb_next
     tells = isinstance(error, SyntaxError | ImportError | OSError | HastenError)
-    return rest or (None if tells else trace)
+    return user_trace or (None if tells else trace)
 
 
 def _is_bootstrap(file: str) -> bool:
@@ -173,11 +173,11 @@ def _run_as_main(code: CodeType, script: str) -> None:
     """Execute `code` in the real `__main__` module, without this file's names, so that pickling and spawning work."""
     main_module = sys.modules["__main__"]
     namespace = vars(main_module)
-    kept = {"__name__": "__main__", "__builtins__": namespace["__builtins__"]}
+    kept_names = {"__name__": "__main__", "__builtins__": namespace["__builtins__"]}
     loader = SourceFileLoader("__main__", script)
     namespace.clear()
     namespace.update(
-        kept, __loader__=loader, __file__=script, __spec__=None, __package__=None, __doc__=None, __cached__=None
+        kept_names, __loader__=loader, __file__=script, __spec__=None, __package__=None, __doc__=None, __cached__=None
     )
     exec(code, namespace)
 

@@ -48,7 +48,7 @@ def test_settings_of_one_machine_are_not_compared() -> None:
 
 def test_a_lone_machine_skips_the_digests() -> None:
     plan = LaunchPlan("torchrun", (Proc(("x",)), Proc(("x",))), meeting=Meeting(), target=Target("a.py"))
-    alone = make_report(plan, Config(), Host(name="h", cores=4), alone=True)
+    alone = make_report(plan, Config(), Host(name="h", cores=4), is_alone=True)
     assert (alone.num_processes, alone.device, alone.versions) == (2, "cpu (4 cores)", {})
-    assert make_report(plan, Config(), Host(name="h"), alone=False).versions == package_versions()
+    assert make_report(plan, Config(), Host(name="h"), is_alone=False).versions == package_versions()
     assert "torch" in package_versions()

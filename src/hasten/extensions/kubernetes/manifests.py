@@ -34,8 +34,8 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     Raises: ConfigError for settings that Kubernetes would refuse, or that cannot be honoured there.
     """
     pods = plan_pods(request)
-    asked: KubernetesSettings = pods.settings
-    path = f"{pods.name}-{asked.kind}.yaml"
+    settings: KubernetesSettings = pods.settings
+    path = f"{pods.name}-{settings.kind}.yaml"
     documents = manifests(pods)
     text = "---\n".join(_yaml(document) for document in documents)
     header = (
@@ -44,7 +44,7 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     )
     return LaunchPlan(
         launcher="kubernetes",
-        procs=(Proc(("kubectl", "apply", "-f", path)),) if asked.apply else (),
+        procs=(Proc(("kubectl", "apply", "-f", path)),) if settings.apply else (),
         notes=_notes(pods, path),
         files=(PlannedFile(path, header + text, public=True),),
         supervision=supervision(request, JobShape(num_processes=pods.processes)),
@@ -143,10 +143,10 @@ def _jobset(pods: PodPlan) -> JsonObject:
 
 def _training_runtime(pods: PodPlan) -> JsonObject:
     """Return the runtime of a TrainJob, which holds what a TrainJob itself cannot express: policies, volumes, the grace period."""
-    asked: KubernetesSettings = pods.settings
-    container: JsonObject = {"name": _JOB, "image": asked.image, **_env_from(pods), "volumeMounts": _mounts(pods)}
-    if asked.working_dir is not None:
-        container["workingDir"] = asked.working_dir
+    settings: KubernetesSettings = pods.settings
+    container: JsonObject = {"name": _JOB, "image": settings.image, **_env_from(pods), "volumeMounts": _mounts(pods)}
+    if settings.working_dir is not None:
+        container["workingDir"] = settings.working_dir
     template: JsonObject = {
         "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
         "spec": _with_stall_rule(pods, {**_job_policy(), "template": _pod_template(pods, container)}),
@@ -222,14 +222,14 @@ def _pytorchjob(pods: PodPlan) -> JsonObject:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _metadata(pods: PodPlan, more: JsonObject | None = None) -> JsonObject:
-    asked: KubernetesSettings = pods.settings
+def _metadata(pods: PodPlan, more_labels: JsonObject | None = None) -> JsonObject:
+    settings: KubernetesSettings = pods.settings
     metadata: JsonObject = {"name": pods.name}
-    if asked.namespace is not None:
-        metadata["namespace"] = asked.namespace
-    metadata["labels"] = {**_labels(pods), **(more or {})}
-    if asked.annotations:
-        metadata["annotations"] = _tags(asked.annotations)
+    if settings.namespace is not None:
+        metadata["namespace"] = settings.namespace
+    metadata["labels"] = {**_labels(pods), **(more_labels or {})}
+    if settings.annotations:
+        metadata["annotations"] = _tags(settings.annotations)
     return metadata
 
 
@@ -268,8 +268,8 @@ def _with_stall_rule(pods: PodPlan, job: JsonObject) -> JsonObject:
     if pods.settings.on_stall == "restart":  # like any other failure
         return job
     stalled = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [STALLED]}}
-    first, *others = job["podFailurePolicy"]["rules"]
-    return {**job, "podFailurePolicy": {"rules": [first, stalled, *others]}}
+    first_rule, *later_rules = job["podFailurePolicy"]["rules"]
+    return {**job, "podFailurePolicy": {"rules": [first_rule, stalled, *later_rules]}}
 
 
 def _failure_policy(pods: PodPlan) -> JsonObject:
@@ -281,29 +281,29 @@ def _failure_policy(pods: PodPlan) -> JsonObject:
 
 
 def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
-    asked: KubernetesSettings = pods.settings
+    settings: KubernetesSettings = pods.settings
     spec: JsonObject = {"terminationGracePeriodSeconds": pods.grace_s}
-    if asked.kind != "pytorchjob":  # there the operator sets it from the replica's policy
+    if settings.kind != "pytorchjob":  # there the operator sets it from the replica's policy
         spec["restartPolicy"] = "Never"
-    if asked.service_account is not None:
-        spec["serviceAccountName"] = asked.service_account
-    if asked.pull_from:
-        spec["imagePullSecrets"] = [{"name": name} for name in asked.pull_from]
-    if asked.node_selector:
-        spec["nodeSelector"] = _tags(asked.node_selector)
-    spec |= asked.pod_spec
-    memory = {"medium": "Memory", **({"sizeLimit": asked.shared_memory} if asked.shared_memory else {})}
+    if settings.service_account is not None:
+        spec["serviceAccountName"] = settings.service_account
+    if settings.pull_from:
+        spec["imagePullSecrets"] = [{"name": name} for name in settings.pull_from]
+    if settings.node_selector:
+        spec["nodeSelector"] = _tags(settings.node_selector)
+    spec |= settings.pod_spec
+    memory = {"medium": "Memory", **({"sizeLimit": settings.shared_memory} if settings.shared_memory else {})}
     volumes: list[JsonObject] = [{"name": "shared-memory", "emptyDir": memory}]
-    if asked.volume is not None:
-        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": asked.volume}})
+    if settings.volume is not None:
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": settings.volume}})
     return {"metadata": _pod_metadata(pods), "spec": {**spec, "containers": [container], "volumes": volumes}}
 
 
 def _container(pods: PodPlan, name: str, env: list[JsonObject]) -> JsonObject:
-    asked: KubernetesSettings = pods.settings
-    container: JsonObject = {"name": name, "image": asked.image, "command": _command(pods)}
-    if asked.working_dir is not None:
-        container["workingDir"] = asked.working_dir
+    settings: KubernetesSettings = pods.settings
+    container: JsonObject = {"name": name, "image": settings.image, "command": _command(pods)}
+    if settings.working_dir is not None:
+        container["workingDir"] = settings.working_dir
     if variables := [*env, *_env(pods)]:
         container["env"] = variables
     container |= _env_from(pods)
@@ -336,11 +336,11 @@ def _from_field(name: str, path: str) -> JsonObject:
 
 def _resources(pods: PodPlan) -> JsonObject:
     """Return requests equal to limits, so that a pod is the last to be evicted."""
-    asked: KubernetesSettings = pods.settings
-    amounts: JsonObject = {name: value for name, value in (("cpu", asked.cpu), ("memory", asked.memory)) if value}
+    settings: KubernetesSettings = pods.settings
+    amounts: JsonObject = {name: value for name, value in (("cpu", settings.cpu), ("memory", settings.memory)) if value}
     if pods.gpus:
-        amounts[asked.gpu_resource] = str(pods.gpus)
-    amounts |= _tags(asked.resources)
+        amounts[settings.gpu_resource] = str(pods.gpus)
+    amounts |= _tags(settings.resources)
     return {"requests": dict(amounts), "limits": dict(amounts)} if amounts else {}
 
 

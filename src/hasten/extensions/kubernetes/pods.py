@@ -105,33 +105,33 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
 
     Raises: ConfigError for settings that Kubernetes would refuse, or that cannot be honoured there.
     """
-    config, launch, asked = request.config, request.config.launch, request.config.section(KubernetesSettings)
+    config, launch, settings = request.config, request.config.launch, request.config.section(KubernetesSettings)
     _refuse_foreign(launch)
     low, high = split_range(launch.nnodes) if launch.nnodes else (launch.num_machines, launch.num_machines)
-    if low != high and asked.kind != "pytorchjob":
+    if low != high and settings.kind != "pytorchjob":
         raise ConfigError(
-            f"nnodes={launch.nnodes!r} asks for an elastic number of pods, but a {asked.kind} has a fixed one, so it would wait for all "
+            f"nnodes={launch.nnodes!r} asks for an elastic number of pods, but a {settings.kind} has a fixed one, so it would wait for all "
             f"{high}. Give --num_machines, or --kind pytorchjob, whose elasticPolicy supports it."
         )
-    processes, gpus = _processes(launch, asked, high, on_cpu=config.cpu)
-    name = asked.name or _default_name(request.target.name)
-    _check_name(name, asked, high)
-    _check_settings(asked)
+    processes, gpus = _processes(launch, settings, high, on_cpu=config.cpu)
+    name = settings.name or _default_name(request.target.name)
+    _check_name(name, settings, high)
+    _check_settings(settings)
     metrics: Any = getattr(config, "metrics", None)  # Any: settings of another extension
     serves_metrics = metrics is not None and metrics.port is not None
     if serves_metrics:
         _check_metrics(metrics)
     return PodPlan(
         name=name,
-        settings=asked,
+        settings=settings,
         min_pods=low,
         max_pods=high,
         processes=processes,
         gpus=gpus,
         command=_command(request, processes),
         port=_port(launch),
-        grace_s=_grace_s(launch, asked),
-        max_restarts=_max_restarts(asked),
+        grace_s=_grace_s(launch, settings),
+        max_restarts=_max_restarts(settings),
         pod_restarts=launch.max_restarts,
         serves_metrics=serves_metrics,
         scrape_port=metrics.port or None if serves_metrics and not network.is_loopback(metrics.host) else None,
@@ -172,7 +172,7 @@ def _refuse_foreign(launch: LaunchConfig) -> None:
         )
 
 
-def _processes(launch: LaunchConfig, asked: KubernetesSettings, pods: int, *, on_cpu: bool) -> tuple[int, int]:
+def _processes(launch: LaunchConfig, settings: KubernetesSettings, pods: int, *, on_cpu: bool) -> tuple[int, int]:
     """Return the processes and the GPUs of each pod."""
     processes = launch.processes_per_machine
     if processes is None and launch.num_processes is not None:
@@ -182,19 +182,19 @@ def _processes(launch: LaunchConfig, asked: KubernetesSettings, pods: int, *, on
                 f"processes in a pod is unknown. Give --processes_per_machine."
             )
         processes = launch.num_processes // pods
-    if on_cpu and asked.gpus:
+    if on_cpu and settings.gpus:
         raise ConfigError(
-            f"cpu and kubernetes.gpus={asked.gpus} contradict each other: the GPUs would be reserved and not used. Remove one of them."
+            f"cpu and kubernetes.gpus={settings.gpus} contradict each other: the GPUs would be reserved and not used. Remove one of them."
         )
     if on_cpu:
         return processes or 1, 0
-    if processes is None and not asked.gpus:
+    if processes is None and not settings.gpus:
         raise ConfigError(
             "neither GPUs nor a number of processes were given, and this machine's devices say nothing about a pod's. Give "
             "--kubernetes_gpus, or --cpu for training on CPUs."
         )
-    processes = processes or asked.gpus or 1
-    gpus = processes if asked.gpus is None else asked.gpus
+    processes = processes or settings.gpus or 1
+    gpus = processes if settings.gpus is None else settings.gpus
     if gpus < processes:
         raise ConfigError(
             f"{processes} processes in a pod with kubernetes.gpus={gpus}: two processes cannot share a GPU. Give --kubernetes_gpus "
@@ -209,14 +209,14 @@ def _default_name(script: str) -> str:
     return stem if _LABEL.fullmatch(stem) else f"job-{stem}".strip("-")
 
 
-def _check_name(name: str, asked: KubernetesSettings, pods: int) -> None:
+def _check_name(name: str, settings: KubernetesSettings, pods: int) -> None:
     """Raise unless the names of the job, of its Service and of its pods are valid."""
     if not _LABEL.fullmatch(name):
         raise ConfigError(
             f"kubernetes.name={name!r} is not a DNS label, which names the job's Service and its pods: lower-case letters, digits and "
             f"'-', starting with a letter and not ending with '-'. Correct --kubernetes_name."
         )
-    last = f"-worker-{pods - 1}" if asked.kind == "pytorchjob" else f"-node-0-{pods - 1}-12345"
+    last = f"-worker-{pods - 1}" if settings.kind == "pytorchjob" else f"-node-0-{pods - 1}-12345"
     if len(name) + len(last) > _LONGEST:
         raise ConfigError(
             f"kubernetes.name={name!r} is too long: its pods would be called {name}{last}, and Kubernetes accepts {_LONGEST} characters. "
@@ -224,43 +224,45 @@ def _check_name(name: str, asked: KubernetesSettings, pods: int) -> None:
         )
 
 
-def _check_settings(asked: KubernetesSettings) -> None:
-    if asked.image is None or not _IMAGE.fullmatch(asked.image):
-        said = " was not given" if asked.image is None else f"={masked(asked.image)!r} is not the name of an image"
+def _check_settings(settings: KubernetesSettings) -> None:
+    if settings.image is None or not _IMAGE.fullmatch(settings.image):
+        image_text = (
+            " was not given" if settings.image is None else f"={masked(settings.image)!r} is not the name of an image"
+        )
         raise ConfigError(
-            f"kubernetes.image{said}, so there is nothing that a pod could run. Give --kubernetes_image with the image that holds the "
+            f"kubernetes.image{image_text}, so there is nothing that a pod could run. Give --kubernetes_image with the image that holds the "
             f"script and hasten, such as registry.example/team/train:1; credentials of the registry belong into a Secret named in "
             f"--kubernetes_pull_from."
         )
-    _check_objects(asked)
-    _check_tags("labels", asked.labels)
-    _check_tags("node_selector", asked.node_selector)
-    _check_tags("annotations", dict.fromkeys(asked.annotations, ""))
-    _check_pod_spec(asked)
-    _check_amounts(asked)
-    _check_variables(asked.env)
+    _check_objects(settings)
+    _check_tags("labels", settings.labels)
+    _check_tags("node_selector", settings.node_selector)
+    _check_tags("annotations", dict.fromkeys(settings.annotations, ""))
+    _check_pod_spec(settings)
+    _check_amounts(settings)
+    _check_variables(settings.env)
     for name in ("volume_path", "working_dir"):
-        path = getattr(asked, name)
+        path = getattr(settings, name)
         if path is not None and (not PurePosixPath(path).is_absolute() or ":" in path):
             raise ConfigError(
                 f"kubernetes.{name}={path!r} is not an absolute path without ':', so it names no folder of a pod. Write it from '/', "
                 f"such as /checkpoints."
             )
-    if asked.volume is not None and PurePosixPath(asked.volume_path) in map(PurePosixPath, ("/", "/dev/shm")):
+    if settings.volume is not None and PurePosixPath(settings.volume_path) in map(PurePosixPath, ("/", "/dev/shm")):
         raise ConfigError(
-            f"kubernetes.volume_path={asked.volume_path!r} would hide files that every pod needs. Choose a folder such as /checkpoints."
+            f"kubernetes.volume_path={settings.volume_path!r} would hide files that every pod needs. Choose a folder such as /checkpoints."
         )
 
 
-def _check_pod_spec(asked: KubernetesSettings) -> None:
+def _check_pod_spec(settings: KubernetesSettings) -> None:
     """Raise for fields of a pod that the manifest writes itself, and for credentials in fields and annotations."""
-    for name in asked.pod_spec:
+    for name in settings.pod_spec:
         if name in _WRITTEN:
             raise ConfigError(
                 f"kubernetes.pod_spec: {name} is written by the manifest, and two values would contradict each other. Remove it; "
                 f"{_WRITTEN[name]} decides it."
             )
-    fields = {"pod_spec": _without_label_keys(asked.pod_spec), "annotations": dict(asked.annotations)}
+    fields = {"pod_spec": _without_label_keys(settings.pod_spec), "annotations": dict(settings.annotations)}
     for setting, value in fields.items():
         if masked_tree(value) != value:
             raise ConfigError(
@@ -277,12 +279,12 @@ def _without_label_keys(value: Any) -> Any:  # Any: JSON values
     return value
 
 
-def _check_objects(asked: KubernetesSettings) -> None:
+def _check_objects(settings: KubernetesSettings) -> None:
     """Raise unless the names of other objects are valid."""
     named: list[tuple[str, str | None]] = [
-        *((name, getattr(asked, name)) for name in ("service_account", "volume")),
-        *(("env_from", name) for name in asked.env_from),
-        *(("pull_from", name) for name in asked.pull_from),
+        *((name, getattr(settings, name)) for name in ("service_account", "volume")),
+        *(("env_from", name) for name in settings.env_from),
+        *(("pull_from", name) for name in settings.pull_from),
     ]
     for setting, name in named:
         if name is not None and (len(name) > 253 or not _SUBDOMAIN.fullmatch(name)):
@@ -290,7 +292,7 @@ def _check_objects(asked: KubernetesSettings) -> None:
                 f"kubernetes.{setting}={name!r} is not a DNS-1123 name, so no object can be called that: lower-case letters, digits, '-' "
                 f"and '.', starting and ending with a letter or digit. Correct it."
             )
-    space = asked.namespace
+    space = settings.namespace
     if space is not None and (len(space) > _LONGEST or "." in space or not _SUBDOMAIN.fullmatch(space)):
         raise ConfigError(
             f"kubernetes.namespace={space!r} is not a DNS-1123 label, so no namespace can be called that: at most {_LONGEST} lower-case "
@@ -315,30 +317,30 @@ def tag_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_amounts(asked: KubernetesSettings) -> None:
-    if asked.cpu is not None and not _CPU.fullmatch(asked.cpu):
+def _check_amounts(settings: KubernetesSettings) -> None:
+    if settings.cpu is not None and not _CPU.fullmatch(settings.cpu):
         raise ConfigError(
-            f"kubernetes.cpu={asked.cpu!r} is not a quantity of CPUs, so nothing could be reserved. Write 8, 0.5 or 500m."
+            f"kubernetes.cpu={settings.cpu!r} is not a quantity of CPUs, so nothing could be reserved. Write 8, 0.5 or 500m."
         )
     sizes = {}
     for name in ("memory", "shared_memory"):
-        text = getattr(asked, name)
+        text = getattr(settings, name)
         if text is None:
             continue
-        if (found := _BYTES.fullmatch(text)) is None or not float(found[1]):
+        if (amount_match := _BYTES.fullmatch(text)) is None or not float(amount_match[1]):
             raise ConfigError(
                 f"kubernetes.{name}={text!r} is not a quantity of memory, so nothing could be reserved. Write 64Gi, 512Mi or 100G."
             )
-        sizes[name] = float(found[1]) * _UNITS[found[2] or ""]
+        sizes[name] = float(amount_match[1]) * _UNITS[amount_match[2] or ""]
     if sizes.get("shared_memory", 0.0) > sizes.get("memory", float("inf")):
         raise ConfigError(
-            f"kubernetes.shared_memory={asked.shared_memory} exceeds kubernetes.memory={asked.memory}, in which /dev/shm is counted: the "
+            f"kubernetes.shared_memory={settings.shared_memory} exceeds kubernetes.memory={settings.memory}, in which /dev/shm is counted: the "
             f"pod would be killed before the limit is reached. Lower shared_memory, or raise memory."
         )
-    _check_tags("gpu_resource", {asked.gpu_resource: ""})
-    _check_tags("resources", dict.fromkeys(asked.resources, ""))
-    for name, amount in asked.resources.items():
-        if name in ("cpu", "memory", asked.gpu_resource) or not _QUANTITY.fullmatch(str(amount)):
+    _check_tags("gpu_resource", {settings.gpu_resource: ""})
+    _check_tags("resources", dict.fromkeys(settings.resources, ""))
+    for name, amount in settings.resources.items():
+        if name in ("cpu", "memory", settings.gpu_resource) or not _QUANTITY.fullmatch(str(amount)):
             raise ConfigError(
                 f"kubernetes.resources: {name}={amount} is not a quantity of a further resource. Write rdma/hca=1; CPUs, memory and GPUs "
                 f"have --kubernetes_cpu, --kubernetes_memory and --kubernetes_gpus."
@@ -366,10 +368,10 @@ def _check_variables(env: Mapping[str, Any]) -> None:
 
 def _command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
     """Return the command of a pod: `hasten launch` with the settings as flags, whatever their source was here."""
-    target, asked = request.target, request.config.section(KubernetesSettings)
+    target, settings = request.target, request.config.section(KubernetesSettings)
     flags = [f"--processes_per_machine={processes}", *_flags(request.handoff)]
-    if asked.kind == "pytorchjob":
-        codes = [PREEMPTED, *([STALLED] if asked.on_stall == "restart" else [])]
+    if settings.kind == "pytorchjob":
+        codes = [PREEMPTED, *([STALLED] if settings.on_stall == "restart" else [])]
         flags.append("--exit_codes=" + ",".join(f"{code}={RETRIED[code]}" for code in codes))
     flags += ["--module"] * target.module + ["--no_python"] * target.no_python
     words = shlex.join(target.args)
@@ -378,7 +380,7 @@ def _command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
             f"the script's arguments hold a credential ({masked(words)}), and a manifest is readable by others. Put it into a Secret, name "
             f"that in --kubernetes_env_from, and read the variable in the script."
         )
-    return (asked.python, "-m", "hasten", "launch", *flags, target.name, *target.args)
+    return (settings.python, "-m", "hasten", "launch", *flags, target.name, *target.args)
 
 
 def _flags(handoff: str) -> Iterator[str]:
@@ -415,22 +417,22 @@ def _port(launch: LaunchConfig) -> int:
     return port
 
 
-def _grace_s(launch: LaunchConfig, asked: KubernetesSettings) -> int:
+def _grace_s(launch: LaunchConfig, settings: KubernetesSettings) -> int:
     """Return terminationGracePeriodSeconds, which is longer than the launcher gives its processes to save."""
-    if asked.grace_s is None:
+    if settings.grace_s is None:
         return int(launch.stop_grace_s) + _GRACE_AFTER_STOP_S
-    if asked.grace_s <= launch.stop_grace_s:
+    if settings.grace_s <= launch.stop_grace_s:
         raise ConfigError(
-            f"kubernetes.grace_s={asked.grace_s} does not exceed stop_grace_s={launch.stop_grace_s:g}: Kubernetes would kill a pod while "
+            f"kubernetes.grace_s={settings.grace_s} does not exceed stop_grace_s={launch.stop_grace_s:g}: Kubernetes would kill a pod while "
             f"its processes may still be saving. Raise grace_s above it, or lower --stop_grace_s."
         )
-    return asked.grace_s
+    return settings.grace_s
 
 
-def _max_restarts(asked: KubernetesSettings) -> int:
-    if asked.kind == "pytorchjob" and asked.max_restarts is not None:
+def _max_restarts(settings: KubernetesSettings) -> int:
+    if settings.kind == "pytorchjob" and settings.max_restarts is not None:
         raise ConfigError(
-            f"kubernetes.max_restarts={asked.max_restarts} has no counterpart in a PyTorchJob, which restarts pods by their exit code. "
+            f"kubernetes.max_restarts={settings.max_restarts} has no counterpart in a PyTorchJob, which restarts pods by their exit code. "
             f"Remove it; --max_restarts restarts the processes inside the pods."
         )
-    return _RESTARTS if asked.max_restarts is None else asked.max_restarts
+    return _RESTARTS if settings.max_restarts is None else settings.max_restarts

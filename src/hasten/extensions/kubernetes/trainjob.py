@@ -63,8 +63,8 @@ class StatusEndpoint:
         url = variables.get(URL, "")
         if not url:
             return None
-        parts = urlsplit(url)
-        if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
+        url_parts = urlsplit(url)
+        if url_parts.scheme != "https" and not (url_parts.scheme == "http" and url_parts.hostname in _LOOPBACK):
             log.warning("%s=%s is not an https address, so the pod's token is not sent there", URL, url)
             return None
         return cls(url, variables.get(CA_CERT) or None, variables.get(TOKEN) or None)
@@ -132,11 +132,11 @@ class TrainJobStatus:
         self.take(reading.values)
 
     def _read(self) -> None:
-        now = time.monotonic()
-        if now - self._read_at >= self._every_s / 2:
-            self._read_at = now
-            found = {name: value for name, value in self._late.read().items() if isinstance(value, float | int)}
-            self._metrics = MappingProxyType(found)
+        now_s = time.monotonic()
+        if now_s - self._read_at >= self._every_s / 2:
+            self._read_at = now_s
+            numbers = {name: value for name, value in self._late.read().items() if isinstance(value, float | int)}
+            self._metrics = MappingProxyType(numbers)
 
     def close(self) -> None:
         """Post the last state and end the thread; a second call does nothing."""
@@ -191,13 +191,13 @@ class TrainJobStatus:
 
     def _left_s(self, share: float) -> int | None:
         """Return the remaining seconds at the average speed since the first report, which a resumed run starts midway."""
-        now = time.monotonic()
+        now_s = time.monotonic()
         if self._began is None:
-            self._began = (now, share)
-        then, first = self._began
+            self._began = (now_s, share)
+        first_time_s, first_share = self._began
         if share >= 1.0:
             return 0
-        return round((now - then) * (1.0 - share) / (share - first)) if share > first else None
+        return round((now_s - first_time_s) * (1.0 - share) / (share - first_share)) if share > first_share else None
 
 
 class TrainJobPart(RunPart):

@@ -79,10 +79,10 @@ def fit(trainer: Any) -> Any:  # Any: a ray.train.torch.TorchTrainer and its ray
     try:
         return trainer.fit()
     except train.TrainingFailedError as error:
-        lost = [one for one in failures_of(error) if one.lost]
-        if not lost:
+        lost_workers = [failure for failure in failures_of(error) if failure.lost]
+        if not lost_workers:
             raise
-        raise PeerFailedError(lost_words(lost)) from error
+        raise PeerFailedError(lost_words(lost_workers)) from error
 
 
 def location(filesystem: Any, path: str) -> str:  # Any: a pyarrow.fs.FileSystem, which comes with ray
@@ -106,8 +106,8 @@ def location(filesystem: Any, path: str) -> str:  # Any: a pyarrow.fs.FileSystem
 
 
 def _plain(name: str, value: Any) -> bool | int | float | str:
-    found = snapshot(name, value)
-    return found if isinstance(found, bool | int | float | str) else found.tensor.item()
+    logged_value = snapshot(name, value)
+    return logged_value if isinstance(logged_value, bool | int | float | str) else logged_value.tensor.item()
 
 
 def _worker(caller: str) -> tuple[Any, Any]:  # Any: the module ray.train and its storage context

@@ -156,20 +156,20 @@ def _workers(num_processes: int | None, ray_settings: RaySettings) -> tuple[int,
         ) from error
 
 
-def _storage(asked: str | None, folder: str) -> str | None:
+def _storage(storage: str | None, folder: str) -> str | None:
     """Return the storage as Ray accepts it: a URL, or an absolute path."""
-    return asked if asked is None or "://" in asked else str(Path(folder, asked))
+    return storage if storage is None or "://" in storage else str(Path(folder, storage))
 
 
-def _resources(asked: Mapping[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in asked.items():
+def _resources(requested_amounts: Mapping[str, Any]) -> dict[str, float]:
+    amounts: dict[str, float] = {}
+    for name, value in requested_amounts.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigError(
                 f"ray_resources: {name}={value!r} is not an amount, so that Ray could not reserve it; write numbers, such as CPU=2,GPU=1."
             )
-        found[name] = value
-    return found
+        amounts[name] = value
+    return amounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,8 @@ class LostOrFailed:
 
 def failures_of(error: BaseException) -> list[LostOrFailed]:
     """Return the failed workers of a `ray.train.WorkerGroupError`, by rank; empty for other errors."""
-    found: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
-    return [_failed(rank, found[rank]) for rank in sorted(found)]
+    worker_failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
+    return [_failed(rank, worker_failures[rank]) for rank in sorted(worker_failures)]
 
 
 def _failed(rank: int, error: BaseException) -> LostOrFailed:
@@ -206,7 +206,7 @@ def _failed(rank: int, error: BaseException) -> LostOrFailed:
 
 def lost_words(lost: Sequence[LostOrFailed]) -> str:
     """Return one message for lost ranks: which, on what machine, the reason that Ray gives, and what to do."""
-    named = ranks_in_words([one.rank for one in lost])
+    named = ranks_in_words([worker.rank for worker in lost])
     first = lost[0]
     where = f" (Ray actor with pid {first.pid} on {first.host})" if len(lost) == 1 and first.host else ""
     return (
@@ -227,8 +227,8 @@ def verdict(failures: Sequence[LostOrFailed]) -> str:
 
 def main() -> None:
     """Run the program on the workers of a Ray cluster, as the JSON on the command line describes; exit with 1 if it failed."""
-    asked = json.loads(sys.argv[1])
-    run = RayRun(**{**asked, "workers": tuple(asked["workers"])})
+    run_fields = json.loads(sys.argv[1])
+    run = RayRun(**{**run_fields, "workers": tuple(run_fields["workers"])})
     program = sys.argv[2:]
     ray, train = need("ray", VERSIONS, "--ray"), need("ray.train", VERSIONS, "--ray")
     ray.init(address=run.address)

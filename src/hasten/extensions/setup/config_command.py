@@ -139,8 +139,12 @@ def main(argv: Sequence[str]) -> int:
     if words and not words[0].startswith("-"):
         name = words.pop(0)
         if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-            hint = f"did you mean `hasten config {near[0]}`?" if near else f"the commands are {', '.join(COMMANDS)}."
+            similar_names = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+            hint = (
+                f"did you mean `hasten config {similar_names[0]}`?"
+                if similar_names
+                else f"the commands are {', '.join(COMMANDS)}."
+            )
             raise ConfigError(f"there is no command `hasten config {name}`; {hint}")
         return COMMANDS[name](words)
     return ask(words)
@@ -152,9 +156,9 @@ def ask(argv: Sequence[str]) -> int:
         prog="hasten config", description="Ask questions about the machine and the training, and write a settings file."
     )
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write (default: config path)")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     env = environment.snapshot()
-    path = Path(given.config_file) if given.config_file else files.default_path(env)
+    path = Path(arguments.config_file) if arguments.config_file else files.default_path(env)
     from hasten.extensions.setup import wizard  # the other commands do not need questionary
 
     return wizard.run(examine(), path)
@@ -166,14 +170,14 @@ def default(argv: Sequence[str]) -> int:
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write (default: config path)")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.add_settings()
-    given = parser.parse_args(argv)
-    path = Path(given.config_file) if given.config_file else files.default_path(environment.snapshot())
-    if path.exists() and not given.force:
+    arguments = parser.parse_args(argv)
+    path = Path(arguments.config_file) if arguments.config_file else files.default_path(environment.snapshot())
+    if path.exists() and not arguments.force:
         raise ConfigError(
             f"{path} already exists; pass --force to overwrite it, or --config_file to write another file."
         )
     machine = examine()
-    config = with_flags(basic_config(machine), given.settings)
+    config = with_flags(basic_config(machine), arguments.settings)
     files.write(config, path)
     sys.stdout.write(f"This machine: {machine.words}\n\n{files.dump(config, masked=True)}\nWritten to {path}\n")
     return 0
@@ -197,13 +201,13 @@ def show(argv: Sequence[str]) -> int:
     parser.add_argument("--changed", action="store_true", help="print only values that differ from the default")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_settings()
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     env = environment.snapshot()
-    resolved = effective(env, given.config_file, given.settings)
-    if given.json:
-        sys.stdout.write(json.dumps(explain(resolved, changed=given.changed), indent=2, ensure_ascii=False) + "\n")
-    elif given.why:
-        table(resolved, changed=given.changed)
+    resolved = effective(env, arguments.config_file, arguments.settings)
+    if arguments.json:
+        sys.stdout.write(json.dumps(explain(resolved, changed=arguments.changed), indent=2, ensure_ascii=False) + "\n")
+    elif arguments.why:
+        table(resolved, changed=arguments.changed)
     else:
         sys.stdout.write(files.dump(resolved.config, masked=True))
     for note in resolved.notes:
@@ -215,8 +219,8 @@ def check(argv: Sequence[str]) -> int:
     """Check a settings file; return exit code 0 or 2, with every problem listed."""
     parser = SettingsParser(prog="hasten config check", description="Check a settings file.")
     parser.add_argument("file", metavar="FILE")
-    given = parser.parse_args(argv)
-    file = files.read(given.file)
+    arguments = parser.parse_args(argv)
+    file = files.read(arguments.file)
     resolved = resolve(file=file.entries, notes=file.notes)
     kind = "ours" if file.kind == "hasten" else "Hugging Face Accelerate's"
     sys.stdout.write(f"{file.path}: valid ({kind}, {len(resolved.entries)} settings)\n")
@@ -230,12 +234,12 @@ def path(argv: Sequence[str]) -> int:
     parser = SettingsParser(prog="hasten config path", description="Print the path of the settings file.")
     parser.parse_args(argv)
     env = environment.snapshot()
-    found, ours = files.find(env), files.default_path(env)
-    sys.stdout.write(f"{found or ours}\n")
-    if found is None:
+    used_file, default_file = files.find(env), files.default_path(env)
+    sys.stdout.write(f"{used_file or default_file}\n")
+    if used_file is None:
         sys.stderr.write("note: there is no file yet; `hasten config` writes it\n")
-    elif found != ours:
-        sys.stderr.write(f"note: this is Hugging Face Accelerate's file; hasten's would be {ours}\n")
+    elif used_file != default_file:
+        sys.stderr.write(f"note: this is Hugging Face Accelerate's file; hasten's would be {default_file}\n")
     return 0
 
 

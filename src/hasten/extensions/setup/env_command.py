@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="the settings file to report")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     env = environment.snapshot()
     report: dict[str, Any] = {  # Any: strings, and mappings of them
         "hasten": __version__,
@@ -44,10 +44,10 @@ def main(argv: Sequence[str]) -> int:
         "packages": package_versions(),
         "torch": _torch(),
         "variables": _variables(env),
-        "settings": _settings(env, given.config_file),
+        "settings": _settings(env, arguments.config_file),
     }
     report = masked_tree(report)
-    sys.stdout.write(json.dumps(report, indent=2) + "\n" if given.json else _text(report))
+    sys.stdout.write(json.dumps(report, indent=2) + "\n" if arguments.json else _text(report))
     return 0
 
 
@@ -57,7 +57,7 @@ def _torch() -> dict[str, str]:
         torch = need("torch")
     except (ImportError, OSError) as error:
         return {"error": str(error)}
-    found = {
+    torch_facts = {
         "version": torch.__version__,
         "cuda": torch.version.cuda or "not built in",
         "hip": torch.version.hip or "not built in",
@@ -69,10 +69,10 @@ def _torch() -> dict[str, str]:
         ),
     }
     if torch.cuda.is_available():
-        found["names"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
+        torch_facts["names"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        torch_facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        torch_facts["cudnn"] = str(torch.backends.cudnn.version())
+    return torch_facts
 
 
 def _cluster(env: Mapping[str, str]) -> str:
@@ -91,16 +91,16 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _settings(env: Mapping[str, str], config_file: str | None) -> dict[str, str]:
-    found = config_file or files.find(env)
+    settings_file = config_file or files.find(env)
     try:
         resolved = effective(env, config_file)
     except HastenError as error:
-        return {"file": str(found), "error": str(error)}
+        return {"file": str(settings_file), "error": str(error)}
     values = {
         ".".join(path): f"{masked_value(path[-1], entry.value)} ({entry.source})"
         for path, entry in resolved.entries.items()
     }
-    return {"file": str(found or "none"), **values}
+    return {"file": str(settings_file or "none"), **values}
 
 
 def _text(report: Mapping[str, Any]) -> str:

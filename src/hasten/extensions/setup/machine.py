@@ -41,12 +41,12 @@ class MachineFacts:
         """Description of the machine in one line."""
         host = f"{self.cores} cores, {self.host_memory_bytes / _GIB:.0f} GiB host memory"
         if self.device == "cpu":
-            found = f"no accelerator; {host}"
+            device_text = f"no accelerator; {host}"
         else:
             memory = f", {self.memory_bytes / _GIB:.0f} GiB each" if self.memory_bytes else ""
             link = f", linked by {self.link}" if self.link else ""
-            found = f"{self.num_devices} x {self.device_name or self.device}{memory}{link}; {host}"
-        return f"{found}; under {self.cluster}" if self.cluster else found
+            device_text = f"{self.num_devices} x {self.device_name or self.device}{memory}{link}; {host}"
+        return f"{device_text}; under {self.cluster}" if self.cluster else device_text
 
 
 def examine() -> MachineFacts:
@@ -109,10 +109,10 @@ def _nvidia(host: Host) -> tuple[int, float, str]:
 
 def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
     """Return the minimum memory in bytes and the minimum capability of rows such as `143771, 9.0`."""
-    found = [match for row in rows if (match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))]
-    if not found:
+    device_rows = [match for row in rows if (match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))]
+    if not device_rows:
         return 0, 0.0
-    return min(int(match[1]) for match in found) * 1024**2, min(float(match[2]) for match in found)
+    return min(int(match[1]) for match in device_rows) * 1024**2, min(float(match[2]) for match in device_rows)
 
 
 def parse_links(table: str) -> str:

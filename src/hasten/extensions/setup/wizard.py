@@ -61,8 +61,8 @@ def questions(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
 
 def num_processes(machine: MachineFacts, answers: Answers) -> int:
     """Return the number of processes requested by the answers so far."""
-    given = answers.get("launch.num_processes")
-    return int(given) if given else devices(machine, answers) * int(answers.get("launch.num_machines", 1))
+    answer = answers.get("launch.num_processes")
+    return int(answer) if answer else devices(machine, answers) * int(answers.get("launch.num_machines", 1))
 
 
 def devices(machine: MachineFacts, answers: Answers) -> int:
@@ -160,9 +160,9 @@ def _fsdp(answers: Answers) -> Iterator[Question]:
     yield Question("fsdp.activation_checkpointing", prompt, "yesno", False)
 
 
-def remembered(question: Question, before: Config) -> Question:
+def remembered(question: Question, previous_config: Config) -> Question:
     """Return the question with the previous setting as its default, if that is one of its answers."""
-    value = _said_before(question.key, before)
+    value = _said_before(question.key, previous_config)
     if isinstance(value, tuple):
         value = ", ".join(value)
     if value is None or (question.choices and value not in [choice for choice, _ in question.choices]):
@@ -170,16 +170,16 @@ def remembered(question: Question, before: Config) -> Question:
     return replace(question, default=value)
 
 
-def _said_before(key: str, before: Config) -> Any:
+def _said_before(key: str, previous_config: Config) -> Any:
     match key:
         case "?place":
-            return "tpu" if before.launch.tpu else "cpu" if before.cpu else "accelerator"
+            return "tpu" if previous_config.launch.tpu else "cpu" if previous_config.cpu else "accelerator"
         case "?meeting":
-            return "by hand" if before.launch.main_process_ip else "cluster"
+            return "by hand" if previous_config.launch.main_process_ip else "cluster"
         case "?compile":
-            regional = "regional" if before.dynamo.use_regional_compilation else "whole"
-            return "no" if before.dynamo.backend == "no" else regional
-    value: Any = before
+            regional = "regional" if previous_config.dynamo.use_regional_compilation else "whole"
+            return "no" if previous_config.dynamo.backend == "no" else regional
+    value: Any = previous_config
     for name in key.split("."):
         value = getattr(value, name)
     return value
@@ -188,14 +188,14 @@ def _said_before(key: str, before: Config) -> Any:
 def to_arguments(machine: MachineFacts, answers: Answers) -> dict[str, Any]:
     """Return the settings for the answers, as arguments of `resolve`."""
     arguments = {key: value for key, value in answers.items() if not key.startswith("?")}
-    place = answers.get("?place")
+    device_answer = answers.get("?place")
     default = devices(machine, answers) * int(answers.get("launch.num_machines", 1))
-    known = place == "accelerator" and machine.device != "cpu"
-    if known and arguments.get("launch.num_processes") == default:
+    has_accelerator = device_answer == "accelerator" and machine.device != "cpu"
+    if has_accelerator and arguments.get("launch.num_processes") == default:
         del arguments["launch.num_processes"]  # determined at launch, also on a machine with another number of devices
-    if place == "cpu":
+    if device_answer == "cpu":
         arguments["cpu"] = True
-    elif place == "tpu":
+    elif device_answer == "tpu":
         arguments |= {"launch.tpu": True, "strategy": "xla"}
     elif num_processes(machine, answers) > 1:
         arguments["launch.multi_gpu"] = True
@@ -212,14 +212,14 @@ class Abandoned(ConfigError):
     """Raised when the user leaves the wizard; nothing was written."""
 
 
-def interview(machine: MachineFacts, ask: Ask, before: Config | None = None) -> Config:
+def interview(machine: MachineFacts, ask: Ask, previous_config: Config | None = None) -> Config:
     """Return the settings for the answers; `ask` asks one question, `before` provides the defaults.
 
     Raises: ConfigError when the answers contradict each other.
     """
     answers: dict[str, Any] = {}
     for question in questions(machine, answers):
-        answers[question.key] = ask(remembered(question, before) if before else question)
+        answers[question.key] = ask(remembered(question, previous_config) if previous_config else question)
     return resolve(code=to_arguments(machine, answers)).config
 
 
@@ -266,10 +266,10 @@ def run(machine: MachineFacts, path: Path) -> int:
         )
     say = sys.stdout.write
     say(f"This machine: {machine.words}\n")
-    before = resolve(file=read(path).entries).config if path.exists() else None
-    say("The default answers are those of the existing file.\n\n" if before else "\n")
+    previous_config = resolve(file=read(path).entries).config if path.exists() else None
+    say("The default answers are those of the existing file.\n\n" if previous_config else "\n")
     try:
-        config = interview(machine, ask_in_terminal, before)
+        config = interview(machine, ask_in_terminal, previous_config)
         say(f"\n{dump(config, masked=True)}\n")
         verb = "Replace" if path.exists() else "Write"
         if not questionary.confirm(f"{verb} {path}?", default=True).unsafe_ask():

@@ -103,14 +103,14 @@ def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     outlives_machines = any(
         target.outlives_machines is not None and target.outlives_machines(request) for target in all_targets()
     )
-    given = _dashed(launch.submit_options)
-    if "nodes" in given and str(given["nodes"]) != (nodes := _nodes(launch)) and nodes != "1":
+    user_options = _dashed(launch.submit_options)
+    if "nodes" in user_options and str(user_options["nodes"]) != (nodes := _nodes(launch)) and nodes != "1":
         raise ConfigError(
-            f"submit_options nodes={given['nodes']} contradicts num_machines={nodes}: the job would wait for machines that are not "
+            f"submit_options nodes={user_options['nodes']} contradicts num_machines={nodes}: the job would wait for machines that are not "
             "reserved, or reserve machines that it does not use. Remove nodes."
         )
     name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
-    options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **given}
+    options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **user_options}
     options.setdefault("requeue", not options.get("no-requeue"))
     if outlives_machines:
         options.setdefault("no-kill", True)
@@ -156,7 +156,7 @@ TARGET: Final = LaunchTarget(
 
 def without_submit(flags: tuple[str, ...]) -> list[str]:
     """Return the options as typed, without those that request the batch script."""
-    kept: list[str] = []
+    kept_words: list[str] = []
     skip = False
     for word in flags:
         if skip:
@@ -166,8 +166,8 @@ def without_submit(flags: tuple[str, ...]) -> list[str]:
         if name in _SCRIPT_FLAGS:
             skip = not equals and "dry" not in name
             continue
-        kept.append(word)
-    return kept
+        kept_words.append(word)
+    return kept_words
 
 
 def _nodes(launch: LaunchConfig) -> str:

@@ -134,10 +134,10 @@ def _leave_together(store: PrefixStore, topology: Topology) -> None:
         while saved < count and time.monotonic() < deadline:
             time.sleep(0.02)
             saved = store.add("saved", 0)
-        seen, last = store.add("seen", 1), time.monotonic() + _LAST_WORDS_S
-        while topology.is_main and seen < count and time.monotonic() < last:  # rank 0 serves the store
+        num_seen, last_wait_s = store.add("seen", 1), time.monotonic() + _LAST_WORDS_S
+        while topology.is_main and num_seen < count and time.monotonic() < last_wait_s:  # rank 0 serves the store
             time.sleep(0.02)
-            seen = store.add("seen", 0)
+            num_seen = store.add("seen", 0)
     except DistError:  # rank 0 has exited, so it has seen all ranks
         return
 

@@ -71,18 +71,18 @@ class MachineSupervisor:
         launcher_files.write_ended({}, environment.snapshot())
         return self._handler.round
 
-    def restarts_left(self, own: int) -> int:
+    def restarts_left(self, agent_restarts: int) -> int:
         """Return the restarts left: machines of a fixed set share one budget; elastic ones use the agent's count."""
         elastic = isinstance(self._handler, ElasticRendezvous)
-        return own if elastic else max(0, self._supervision.max_restarts - self._handler.round)
+        return agent_restarts if elastic else max(0, self._supervision.max_restarts - self._handler.round)
 
     def started(self, pids: Collection[int]) -> None:
         """Record the process groups."""
         self.groups.update(pids)
 
-    def some_ended(self, ends: Sequence[End]) -> None:
+    def some_ended(self, process_ends: Sequence[End]) -> None:
         """Report ended processes, while others still run, to the ranks of this machine and to the other machines."""
-        codes = {end.rank: end.code for end in ends if end.code is not None}
+        codes = {end.rank: end.code for end in process_ends if end.code is not None}
         if codes == self._ended:
             return
         self._ended = codes
@@ -99,9 +99,9 @@ class MachineSupervisor:
         if restarts_left > 0 and self._told_elsewhere():
             return 0  # another machine received a stop signal; the scheduler restarts the whole job
         if restarts_left > 0:
-            most = self._supervision.max_restarts
+            max_restarts = self._supervision.max_restarts
             self._say(render_failure(self.failures))
-            self._say(f"restart {most - restarts_left + 1} of {most}")
+            self._say(f"restart {max_restarts - restarts_left + 1} of {max_restarts}")
         return restarts_left
 
     def _told_elsewhere(self) -> bool:
@@ -189,9 +189,9 @@ class _Run:
 
     def _left_early(self) -> list[Failure]:
         """Return this machine's processes that exited without an error while others still ran."""
-        host, now = socket.gethostname(), time.time()
-        ends = self.agent.ends() if self.agent is not None else []
-        return [Failure(end.rank, host, 0, now, end.pid) for end in ends if end.code == 0]
+        host, time_s = socket.gethostname(), time.time()
+        process_ends = self.agent.ends() if self.agent is not None else []
+        return [Failure(end.rank, host, 0, time_s, end.pid) for end in process_ends if end.code == 0]
 
     def stopped(self, number: int) -> int:
         """Return the exit code after a signal."""
@@ -201,8 +201,8 @@ class _Run:
             self.say(f"{name}: the job has not started, and nothing was saved")
             return 128 + number
         codes = [end.code for end in self.agent.ends()]
-        code, how = end_after_signal(number, codes if len(codes) == self.agent.num_started else [])
-        self.say(f"{name}: all processes of this machine {how}")
+        code, end_words = end_after_signal(number, codes if len(codes) == self.agent.num_started else [])
+        self.say(f"{name}: all processes of this machine {end_words}")
         return code
 
     def agreed(self, code: int) -> int:
@@ -251,12 +251,12 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
 
 def _failures_of(result: RunResult) -> list[Failure]:
     """Return the failures of this machine's ranks; torch lists ranks that died before ranks that it stopped."""
-    host, now = socket.gethostname(), time.time()
-    found = [
-        read_failure(rank, host, f.exitcode, f.pid, error_file=str(f.error_file or ""), time=now)
+    host, time_s = socket.gethostname(), time.time()
+    failures = [
+        read_failure(rank, host, f.exitcode, f.pid, error_file=str(f.error_file or ""), time=time_s)
         for rank, f in result.failures.items()
     ]
-    return [replace(found[0], stopped=False), *found[1:]]
+    return [replace(failures[0], stopped=False), *failures[1:]]
 
 
 def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:

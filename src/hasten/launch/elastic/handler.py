@@ -75,20 +75,20 @@ class CheckedBackend(RendezvousBackend):
 
         Raises: RendezvousStateError for a state that was not written by torch.
         """
-        found = self._inner.get_state()
-        if found is not None:
-            check_state(found[0])
-        return found
+        state_and_token = self._inner.get_state()
+        if state_and_token is not None:
+            check_state(state_and_token[0])
+        return state_and_token
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """Store `state` if `token` is current, and return the resulting state.
 
         Raises: as get_state.
         """
-        found = self._inner.set_state(state, token)
-        if found is not None:
-            check_state(found[0])
-        return found
+        stored_state = self._inner.set_state(state, token)
+        if stored_state is not None:
+            check_state(stored_state[0])
+        return stored_state
 
 
 def check_state(state: bytes) -> None:

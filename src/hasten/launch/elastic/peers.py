@@ -59,8 +59,8 @@ class Peers:
     """Exit codes of this machine's ranks that have ended; shared by copies of this object."""
     _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
 
-    def _key(self, what: str, machine: int) -> str:
-        return f"peers/{self.round}/{what}/{machine}"
+    def _key(self, topic: str, machine: int) -> str:
+        return f"peers/{self.round}/{topic}/{machine}"
 
     def look(self) -> None:
         """Send this machine's heartbeat, and check the heartbeats and failures of the others.
@@ -72,18 +72,18 @@ class Peers:
         if failures := self.published():
             raise PeerMachineFailed(f"machine {failures[0].host} failed", failures)
         self._hear_of_ends()
-        now, suspects = time.monotonic(), []
+        now_s, suspects = time.monotonic(), []
         for machine, host in enumerate(self.hosts):
             if machine == self.index:
                 continue
             key = self._key("beat", machine)
             beat = self.store.get(key).decode() if self.store.check([key]) else ""
-            known, since = self._heard.setdefault(machine, (beat, now))
-            if beat != known:
-                self._heard[machine] = (beat, now)
-            elif now - since > _SUSPECT_S and not self.store.check([self._key("done", machine)]):
+            last_beat, since_s = self._heard.setdefault(machine, (beat, now_s))
+            if beat != last_beat:
+                self._heard[machine] = (beat, now_s)
+            elif now_s - since_s > _SUSPECT_S and not self.store.check([self._key("done", machine)]):
                 suspects.append(host)
-                if now - since < _SILENCE_S:
+                if now_s - since_s < _SILENCE_S:
                     continue
                 raise MachineLost(
                     f"machine {machine} ({host}) has not responded for {_SILENCE_S:g} s: it is down, or the network to it is. The job "
@@ -94,13 +94,13 @@ class Peers:
 
     def ended_anywhere(self) -> dict[int, int]:
         """Publish this machine's ended ranks, and return the exit codes of ended ranks on all machines."""
-        found = dict(self.ended)
-        self.store.set(self._key("ended", self.index), json.dumps(list(found.items())))
+        exit_codes = dict(self.ended)
+        self.store.set(self._key("ended", self.index), json.dumps(list(exit_codes.items())))
         for machine in range(len(self.hosts)):
             key = self._key("ended", machine)
             if machine != self.index and self.store.check([key]):
-                found.update({int(rank): int(code) for rank, code in json.loads(self.store.get(key))})
-        return found
+                exit_codes.update({int(rank): int(code) for rank, code in json.loads(self.store.get(key))})
+        return exit_codes
 
     def _hear_of_ends(self) -> None:
         for machine, code in self._codes().items():
@@ -127,13 +127,13 @@ class Peers:
         self.store.set(_exit_key(self.index), str(code))
         deadline, beats = time.monotonic() + timeout_s, dict.fromkeys(range(len(self.hosts)), ("", time.monotonic()))
         while waited := [m for m in range(len(self.hosts)) if not self.store.check([_exit_key(m)])]:
-            now = time.monotonic()
+            now_s = time.monotonic()
             for machine in waited:
                 key = self._key("beat", machine)
                 beat = self.store.get(key).decode() if self.store.check([key]) else ""
                 if beat != beats[machine][0]:
-                    beats[machine] = (beat, now)
-            if now > deadline or all(now - beats[m][1] > _LOST_S for m in waited):
+                    beats[machine] = (beat, now_s)
+            if now_s > deadline or all(now_s - beats[m][1] > _LOST_S for m in waited):
                 break
             time.sleep(0.02)
         return agreed_code(list(self._codes().values()))
@@ -149,12 +149,12 @@ class Peers:
 
     def published(self) -> list[Failure]:
         """Return the failures published by other machines."""
-        found: list[Failure] = []
+        failures: list[Failure] = []
         for machine in range(len(self.hosts)):
             key = self._key("failed", machine)
             if machine != self.index and self.store.check([key]):
-                found += [Failure.decode(item) for item in json.loads(self.store.get(key))]
-        return found
+                failures += [Failure.decode(item) for item in json.loads(self.store.get(key))]
+        return failures
 
     def collect(self, timeout_s: float) -> list[Failure]:
         """Return the failures of all other machines, waiting up to `timeout_s` for machines that are still stopping."""
@@ -289,18 +289,18 @@ def with_others(failures: Sequence[Failure], peers: Peers | None) -> tuple[list[
     """Return the failures of all machines, and the machines that no longer respond."""
     if peers is None or len(peers.hosts) == 1:
         return list(failures), []
-    known = {(f.host, f.rank) for f in failures}
-    others: list[Failure] = []
+    known_ranks = {(f.host, f.rank) for f in failures}
+    remote_failures: list[Failure] = []
     silent: list[str] = [] if peers.index == 0 else [f"machine 0 ({peers.hosts[0]})"]
 
     def exchange() -> None:
         peers.publish([f for f in failures if f.host == socket.gethostname()])
-        others.extend(f for f in peers.collect(COLLECT_S) if (f.host, f.rank) not in known)
+        remote_failures.extend(f for f in peers.collect(COLLECT_S) if (f.host, f.rank) not in known_ranks)
         silent[:] = peers.silent()
 
     # Machine 0 collects the others' failures while it waits; the others treat a late answer as no answer.
     within((2 if peers.index == 0 else 1) * COLLECT_S + 1, exchange)
-    return [*failures, *others], silent
+    return [*failures, *remote_failures], silent
 
 
 def agreed_exit_code(peers: Peers | None, code: int, *, saving_s: float) -> int:

@@ -61,13 +61,13 @@ class CheckIn:
                 raise
             if self.supervision.check_in == "warn" and index == 0:
                 self.say(f"warning: {error}")
-        there = tuple(r.encode() for r in reports)
-        if index == 0 and not self.supervision.quiet and there != self.seen:
+        encoded_reports = tuple(r.encode() for r in reports)
+        if index == 0 and not self.supervision.quiet and encoded_reports != self.seen:
             total = sum(r.num_processes for r in reports)
             machines = "1 machine" if count == 1 else f"{count} machines"
             processes = "1 process" if total == 1 else f"{total} processes"
             self.say(f"{processes} on {machines}\n{rank_table(reports)}")
-        self.seen = there
+        self.seen = encoded_reports
         return reports
 
 
@@ -131,11 +131,14 @@ class FixedRendezvous(RendezvousHandler):
 
     def _next_round(self, control: Store, index: int) -> int:
         """Return the next round that this machine has not joined; a rejoining machine has joined earlier rounds."""
-        number, mine = self.round + 1, self._check_in.report
+        number, local_report = self.round + 1, self._check_in.report
         while control.check([f"round/{number}/report/{index}"]):
-            other = Report.decode(control.get(f"round/{number}/report/{index}"))
-            begun = control.check([f"round/{number}/report/{i}" for i in range(self._meeting.max_machines)])
-            if not begun and (other.host, other.address) != (mine.host, mine.address):
+            stored_report = Report.decode(control.get(f"round/{number}/report/{index}"))
+            has_begun = control.check([f"round/{number}/report/{i}" for i in range(self._meeting.max_machines)])
+            if not has_begun and (stored_report.host, stored_report.address) != (
+                local_report.host,
+                local_report.address,
+            ):
                 break  # two machines claim one rank at the start: the check-in reports it
             number += 1
         return number
@@ -202,8 +205,8 @@ class FixedRendezvous(RendezvousHandler):
             f"lost contact with machine 0 at {where}: it ended, or the network is down. Check its output; the job cannot continue "
             "without it"
         )
-        own = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())  # a connection used only by the watch
-        self._watch = PeerWatch(replace(peers, store=own), lost)
+        watch_store = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())  # a connection used only by the watch
+        self._watch = PeerWatch(replace(peers, store=watch_store), lost)
 
     def _stop_watch(self) -> None:
         if self._watch is not None:
@@ -253,14 +256,14 @@ class FixedRendezvous(RendezvousHandler):
             elapsed = time.monotonic() - start
             if elapsed > meeting.join_timeout_s:
                 network.check_resolves(meeting.address)
-                here = network.owns_address(meeting.address) and not network.is_loopback(meeting.address)
-                mine = (
+                is_local_address = network.owns_address(meeting.address) and not network.is_loopback(meeting.address)
+                rank_hint = (
                     f" This machine has that address, but was started with --machine_rank {meeting.machine_rank}."
-                    if here
+                    if is_local_address
                     else ""
                 )
                 raise LaunchError(
-                    f"{where} did not respond within {meeting.join_timeout_s:g} s.{mine} Start the job there with --machine_rank 0, "
+                    f"{where} did not respond within {meeting.join_timeout_s:g} s.{rank_hint} Start the job there with --machine_rank 0, "
                     f"check main_process_ip, main_process_port and the firewall, or raise --rdzv_conf join_timeout=SECONDS."
                 )
             if elapsed > next_word:
@@ -278,8 +281,8 @@ class FixedRendezvous(RendezvousHandler):
     def _find_index(self, control: Store) -> int:
         """Return this machine's rank if none was given: such machines take the free ranks in order of name."""
         count, report = self._meeting.max_machines, self._check_in.report
-        mine = f"{report.host} {report.address} {time.time_ns()}"
-        control.set(f"lobby/{control.add('lobby', 1) - 1}", mine)
+        machine_name = f"{report.host} {report.address} {time.time_ns()}"
+        control.set(f"lobby/{control.add('lobby', 1) - 1}", machine_name)
         deadline = time.monotonic() + self._meeting.join_timeout_s
         while control.add("lobby", 0) + control.add("placed", 0) < count:
             if time.monotonic() > deadline:
@@ -296,7 +299,7 @@ class FixedRendezvous(RendezvousHandler):
                 f"{control.add('placed', 0) + len(names)} machines arrived, but {count} were expected. Give each a different "
                 f"--machine_rank from 0 to {count - 1}, or give none."
             )
-        return free[names.index(mine)]
+        return free[names.index(machine_name)]
 
     def _agreed_reports(self, control: Store, store: Store, index: int) -> list[Report]:
         """Return the reports of the check-in; if it fails, machine 0 serves it until all have read the reason."""

@@ -41,7 +41,7 @@ class Supervisor(Protocol):
         """Return the restart count to pass to new processes; it is part of names that all ranks share."""
         ...
 
-    def restarts_left(self, own: int) -> int:
+    def restarts_left(self, agent_restarts: int) -> int:
         """Return the number of restarts left after a start; `own` is this agent's count."""
         ...
 
@@ -81,8 +81,8 @@ class TorchAgent(LocalElasticAgent):
         """Return the exit status of ended processes of the last start. Torch stores exit codes nowhere else."""
         started = getattr(self._pcontext, "subprocess_handlers", {})
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        found = [End(ranks[local], handler.proc.pid, handler.proc.poll()) for local, handler in started.items()]
-        return [end for end in found if end.code is not None]
+        process_ends = [End(ranks[local], handler.proc.pid, handler.proc.poll()) for local, handler in started.items()]
+        return [end for end in process_ends if end.code is not None]
 
     @property
     def num_started(self) -> int:
@@ -90,11 +90,11 @@ class TorchAgent(LocalElasticAgent):
         return len(getattr(self._pcontext, "subprocess_handlers", {}))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        own = self._remaining_restarts
+        agent_restarts = self._remaining_restarts
         self._remaining_restarts = worker_group.spec.max_restarts - self._supervisor.restart_count()
         with _signals_deferred():
             started: dict[int, int] = super()._start_workers(worker_group)
-        self._remaining_restarts = self._supervisor.restarts_left(own)
+        self._remaining_restarts = self._supervisor.restarts_left(agent_restarts)
         self._supervisor.started(started.values())
         return started
 
@@ -102,8 +102,8 @@ class TorchAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._remaining_restarts = self._supervisor.failed(result, self._remaining_restarts)
-        elif ends := self.ends():
-            self._some_ended(ends)
+        elif process_ends := self.ends():
+            self._some_ended(process_ends)
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S) -> None:
