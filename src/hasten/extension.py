@@ -14,18 +14,21 @@ The core asks for a name of a kind, and never names an extension.
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hasten.errors import ExtensionError, HastenWarning
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINT_GROUP: Final = "hasten.extensions"
 """Entry-point group of packages that extend hasten; each entry point is an `Extension`."""
@@ -196,6 +199,16 @@ def _bundled() -> Iterator[Extension]:
     for declaration in sorted(folder.glob("*/extension.py")):
         module = import_module(f"hasten.extensions.{declaration.parent.name}.extension")  # whatever folders are there
         yield module.extension
+
+
+def entry_points(group: str) -> Iterable[EntryPoint]:
+    """Return the entry points of a group; without importlib.metadata, which takes 30 ms, if no installed package has any."""
+    files = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
+    if not any(f"[{group}]" in file.read_text("utf-8", "replace") for file in files):
+        return ()
+    metadata = import_module("importlib.metadata")  # only where a package extends hasten
+    points: Iterable[EntryPoint] = metadata.entry_points(group=group)
+    return points
 
 
 def _third_party() -> Iterator[Extension]:
