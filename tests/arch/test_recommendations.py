@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hasten
+import hasten.extensions.bigmodel
 import hasten.extensions.trainer
 from hasten import Accelerator, optional
 from hasten.cli.flags import SettingsParser
@@ -119,7 +120,7 @@ def test_flags_in_messages_exist() -> None:
     parser = SettingsParser(prog="hasten launch")
     parser.add_settings()
     known = {word.lstrip("-").replace("-", "_") for word in parser._option_string_actions}
-    for path in [*(SOURCE / "cli").glob("*.py"), *(SOURCE / "extensions").glob("*/*.py")]:
+    for path in [*(SOURCE / "cli").glob("*.py"), *(SOURCE / "extensions").rglob("*.py")]:
         known |= {word.replace("-", "_") for word in re.findall(r'"--([a-z_-]+)"', path.read_text())}
     for path, text in messages():
         for flag in _FLAG.findall(text):

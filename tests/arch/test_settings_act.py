@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, get_args, get_origin
 import pytest
 
 import hasten
+import hasten.extensions.bigmodel
 import hasten.extensions.trainer
 from hasten.config import absent
 from hasten.config.base import Section
@@ -25,6 +26,7 @@ from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, FieldInfo, subsection
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError
+from hasten.optim.run_part import EVENTS
 from tests.support.syntax import trees
 
 SOURCE: Final = Path(hasten.__file__).parent
@@ -218,7 +220,9 @@ def test_settings_of_code_and_files_are_refused_alike(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- parameters of the public surface
 
-BASES: Final = frozenset({"ModelHook", "SequentialHook"})  # every method has an answer for a hook that does nothing
+BASES: Final = frozenset(
+    {"ModelHook", "SequentialHook", "RunPart"}
+)  # every method has an answer for an object that does nothing
 
 
 def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -232,10 +236,11 @@ def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
             elif isinstance(node, ast.ClassDef) and node.name == name and name not in BASES:
                 methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
                 public = [one for one in methods if not one.name.startswith("_") or one.name == "__init__"]
-                if any(isinstance(base, ast.Name) and base.id == "TrainerCallback" for base in node.bases):
-                    public = [
-                        one for one in public if not one.name.startswith("on_")
-                    ]  # events: the Trainer's own calls
+                parents = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                if "TrainerCallback" in parents:  # events: the Trainer calls them
+                    public = [method for method in public if not method.name.startswith("on_")]
+                if "RunPart" in parents:  # events: the run calls them
+                    public = [method for method in public if method.name not in EVENTS]
                 yield from ((f"{name}.{one.name}", one) for one in public if not _is_stub(one))
 
 

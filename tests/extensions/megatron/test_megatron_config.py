@@ -114,7 +114,7 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
 
 def test_degrees_are_axes_of_the_mesh() -> None:
     sizes = plugin(tp_degree=2, pp_degree=3, context_parallel_size=2, expert_model_parallel_size=4)
-    config = Config(strategy="megatron", megatron=sizes)
+    config = Config(strategy="megatron", megatron=sizes)  # type: ignore[call-arg]  # its section
     mesh = mesh_of(config, 24, 24)
     assert [mesh.size(axis) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.CP, Axis.TP)] == [3, 2, 2, 2]
     assert mesh.ep == 1  # experts are divided by the engine, among all ranks of a stage
@@ -171,7 +171,7 @@ def test_experts_divide_the_processes(sizes: tuple[int, int, int], fits: bool) -
     """tp_degree, expert_model_parallel_size and pp_degree over 4 processes."""
     tp, ep, pp = sizes
     found = plugin(tp_degree=tp, expert_model_parallel_size=ep, pp_degree=pp, sequence_parallelism=tp > 1)
-    config = Config(strategy="megatron", launch=LaunchConfig(num_processes=4), megatron=found)
+    config = Config(strategy="megatron", launch=LaunchConfig(num_processes=4), megatron=found)  # type: ignore[call-arg]  # its section
     complaints = [str(one) for one in rules.check_sizes(config, {})]
     assert [one for one in complaints if "use a multiple of 8 processes" in one] == ([] if fits else complaints)
     assert bool(complaints) is not fits
