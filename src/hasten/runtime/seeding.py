@@ -127,14 +127,7 @@ class RngState:
         """
         place = torch.device(device)
         saved = "cpu" if self.device is None else str(self.device["type"])
-        if saved != place.type:
-            message = (
-                f"the random state was captured on {saved!r} and this process works on {place.type!r}, so dropout and other "
-                f"draws there will differ from the run that was saved"
-            )
-            if missing == "error":
-                raise DeviceError(f"{message}. Resume on {saved!r}, or accept it by restoring with missing='warn'.")
-            log.warning("%s.", message)
+        self.check_device(place, missing)
         random.setstate((self.python["version"], tuple(self.python["words"].tolist()), self.python["gauss"]))
         n = self.numpy
         np.random.set_state(
@@ -143,6 +136,19 @@ class RngState:
         torch.set_rng_state(self.cpu)
         if self.device is not None and saved == place.type:
             _set_device_state(place, self.device["state"])
+
+    def check_device(self, device: torch.device, missing: Literal["error", "warn"] = "error") -> None:
+        """Raise DeviceError, or warn, if the state was captured on another kind of device."""
+        saved = "cpu" if self.device is None else str(self.device["type"])
+        if saved == device.type:
+            return
+        message = (
+            f"the random state was captured on {saved!r} and this process works on {device.type!r}, so dropout and other "
+            f"draws there will differ from the run that was saved"
+        )
+        if missing == "error":
+            raise DeviceError(f"{message}. Resume on {saved!r}, or accept it by restoring with missing='warn'.")
+        log.warning("%s.", message)
 
     def to_tree(self) -> dict[str, Any]:  # Any: a tree of tensors and JSON values
         """Return the state as nested dicts of tensors and JSON values."""

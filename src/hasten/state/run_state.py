@@ -67,8 +67,13 @@ class Randomness:
         return {"seed": generators.seed, "generators": state.to_tree()}
 
     def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
-        """Return a function that restores a saved state. Raises: CorruptCheckpointError for the state of something else."""
+        """Return a function that restores a saved state.
+
+        Raises: CorruptCheckpointError for the state of something else; DeviceError for that of another device, if strict.
+        """
         state = RngState.from_tree(_checked(saved)["generators"])
+        if strict:
+            state.check_device(self._device)
         return partial(state.restore, self._device, "error" if strict else "warn")
 
     def deriving(self, saved: Any, rank: int, step: int) -> Callable[[], object]:

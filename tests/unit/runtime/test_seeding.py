@@ -17,6 +17,7 @@ from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, CorruptCheckpointError, DeviceError
 from hasten.runtime import env
 from hasten.runtime.seeding import RngState, set_seed, synchronize_rng_states
+from hasten.state.run_state import Randomness
 
 
 def draw() -> tuple[float, ...]:
@@ -146,6 +147,8 @@ def test_state_of_another_kind_of_device_is_an_error_unless_accepted(caplog: pyt
     state = RngState.from_tree(tree)
     with pytest.raises(DeviceError, match=r"captured on 'cuda' and this process works on 'cpu'.*missing='warn'"):
         state.restore("cpu")
+    with pytest.raises(DeviceError, match="captured on 'cuda'"):  # before a load changes anything
+        Randomness(torch.device("cpu")).restoring({"seed": 1, "generators": tree})
     with caplog.at_level(logging.WARNING):
         state.restore("cpu", missing="warn")
     assert "captured on 'cuda'" in caplog.text
