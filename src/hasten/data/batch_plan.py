@@ -76,11 +76,11 @@ class Shuffle:
         return out
 
 
-def derive_seed(*parts: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """Return a 63-bit seed from several numbers; different parts give unrelated seeds."""
     state = 0
-    for part in parts:
-        state = _mix((state + _GOLDEN + (part & _MASK)) & _MASK)
+    for number in numbers:
+        state = _mix((state + _GOLDEN + (number & _MASK)) & _MASK)
     return state >> 1
 
 
@@ -97,8 +97,8 @@ def _hash_bits(x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits
 
 def _sorted_by_hash(size: int, keys: NDArray[np.uint32]) -> Indices:
     """Return `range(size)` sorted by a 62-bit hash of each number."""
-    places = np.arange(size, dtype=np.uint32)
-    high, low = (_hash_bits(places ^ keys[turn], keys[turn + 1], keys[turn + 2], 31) for turn in (0, 3))
+    positions = np.arange(size, dtype=np.uint32)
+    high, low = (_hash_bits(positions ^ keys[turn], keys[turn + 1], keys[turn + 2], 31) for turn in (0, 3))
     return np.argsort((high.astype(np.uint64) << np.uint64(31)) | low).astype(np.int64)
 
 
@@ -210,10 +210,10 @@ class LoaderPlan:
 
         The last array may be one shorter row: the tail, whose padding wraps to the start of the epoch.
         """
-        whole = self.part(self.global_batch)
+        full_share = self.part(self.global_batch)
         full = max(size - start, 0) // self.global_batch
-        per_chunk = max(chunk // max(whole.rows, 1), 1)
-        offsets = start + whole.first + np.arange(whole.rows, dtype=np.int64)
+        per_chunk = max(chunk // max(full_share.rows, 1), 1)
+        offsets = start + full_share.first + np.arange(full_share.rows, dtype=np.int64)
         for first in range(0, full, per_chunk):
             steps = np.arange(first, min(first + per_chunk, full), dtype=np.int64)
             yield steps[:, None] * self.global_batch + offsets
@@ -279,21 +279,21 @@ def plan_batches(
     )
 
 
-def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = None) -> RankShare:
-    """Return the share of `shard` in `size` units, or in the `whole` units of a full step if given.
+def cut(size: int, num_shards: int, shard: int, even: bool, full_size: int | None = None) -> RankShare:
+    """Return the share of `shard` in `size` units, or in the `full_size` units of a full step if given.
 
     An even share may extend past the end, into padding.
     """
-    if whole is not None:
-        rows = -(-whole // num_shards)
+    if full_size is not None:
+        rows = -(-full_size // num_shards)
         real = min(max(size - shard * rows, 0), rows)
         return RankShare(shard * rows, rows if even else real, real)
     if even:
         rows = -(-size // num_shards)
         return RankShare(shard * rows, rows, min(max(size - shard * rows, 0), rows))
     rows, longer = divmod(size, num_shards)
-    mine = rows + (shard < longer)
-    return RankShare(shard * rows + min(shard, longer), mine, mine)
+    num_rows = rows + (shard < longer)
+    return RankShare(shard * rows + min(shard, longer), num_rows, num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,11 +356,14 @@ def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = N
         raise DataError(
             f"batch {batch} does not exist: an epoch has batches 1 to {steps} on each rank ({size} samples, {plan.global_batch} a step)."
         )
-    at = int(state["epoch"]) if epoch is None else epoch
+    batch_epoch = int(state["epoch"]) if epoch is None else epoch
     share = plan.share(size, batch - 1)
     positions = np.arange(share.first, share.first + share.real, dtype=np.int64)
-    indices = Shuffle(size, int(state["seed"]), at).at(positions) if reading["shuffled"] else positions
+    indices = Shuffle(size, int(state["seed"]), batch_epoch).at(positions) if reading["shuffled"] else positions
     first, end = plan.consumed(size, batch - 1), plan.consumed(size, batch)
-    given = (at, end) <= (int(state["epoch"]), int(state["consumed"]))
-    out = any(one[0] == at and one[1] < end and first < one[2] for one in state.get("left_out", ()))
-    return FoundSample(at, batch, steps, tuple(int(index) for index in indices), given, out)
+    is_returned = (batch_epoch, end) <= (int(state["epoch"]), int(state["consumed"]))
+    out = any(
+        left_out_range[0] == batch_epoch and left_out_range[1] < end and first < left_out_range[2]
+        for left_out_range in state.get("left_out", ())
+    )
+    return FoundSample(batch_epoch, batch, steps, tuple(int(index) for index in indices), is_returned, out)

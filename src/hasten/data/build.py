@@ -72,8 +72,8 @@ def prepare_loader(
     if config.use_stateful_dataloader:
         log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict")
     data_ranks = ALONE if ctx.mesh == _ONE_RANK else _data_ranks(ctx)
-    given = config.already_sharded if already_sharded is None else already_sharded
-    agreed = _agreed(loader, ctx, config, data_ranks, _seed(loader, config, seed), given)
+    is_declared_sharded = config.already_sharded if already_sharded is None else already_sharded
+    agreed = _agreed(loader, ctx, config, data_ranks, _seed(loader, config, seed), is_declared_sharded)
     make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
@@ -85,7 +85,7 @@ def prepare_loader(
     iteration = LoaderIteration(Position(seed=agreed.seed))
     if isinstance(shown.get("batch_sampler"), Assignment):
         shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, iteration)
-    parts = LoaderParts(
+    loader_parts = LoaderParts(
         source=source,
         clock=clock,
         iteration=iteration,
@@ -97,7 +97,7 @@ def prepare_loader(
     )
     if getattr(loader.batch_sampler, "drop_last", loader.drop_last):
         _warn_if_empty(source, data_ranks.num_shards, total)
-    return Loader.made(loader, parts, **shown)
+    return Loader.made(loader, loader_parts, **shown)
 
 
 def _data_ranks(ctx: ProcessContext) -> DataRanks:
@@ -112,15 +112,15 @@ def _agreed(
     config: DataLoaderConfiguration,
     data_ranks: DataRanks,
     seed: int,
-    given: bool | None,
+    is_declared_sharded: bool | None,
 ) -> LoaderAgreement:
     """Return the facts that the ranks agree on, after refusing incompatible settings."""
     if ctx.world.size == 1:
         agreed = LoaderAgreement(seed, sharded=False)
     else:
         reads_samples = not (config.dispatch_batches and isinstance(loader.dataset, IterableDataset))
-        agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, reads_samples)
-    if agreed.sharded or given:
+        agreed = agree_on_loader(loader, _facts(loader, config), is_declared_sharded, seed, ctx.world, reads_samples)
+    if agreed.sharded or is_declared_sharded:
         batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
         _refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
     if agreed.split is not None:
@@ -212,14 +212,14 @@ Made = tuple[BatchSource, int | None, dict[str, Any]]
 
 def _indexed_parts(request: _Request) -> Made:
     loader, ctx, config, data_ranks = request.loader, request.ctx, request.config, request.data_ranks
-    whole = assignment_of(loader, ctx, config, data_ranks, request.sharded)
-    fixed = whole.form == "rows"
-    shown: dict[str, Any] = {} if whole.form == "items" else {"batch_sampler": whole}
+    assignment = assignment_of(loader, ctx, config, data_ranks, request.sharded)
+    fixed = assignment.form == "rows"
+    shown: dict[str, Any] = {} if assignment.form == "items" else {"batch_sampler": assignment}
     if loader.batch_size is not None:
-        shown["batch_size"] = whole.plan.rows
-    total = whole.plan.global_batch * whole.stride if fixed else None
+        shown["batch_size"] = assignment.plan.rows
+    total = assignment.plan.global_batch * assignment.stride if fixed else None
     if not config.dispatch_batches:
-        if whole.form == "items" and config.split_batches and data_ranks.num_shards > 1:
+        if assignment.form == "items" and config.split_batches and data_ranks.num_shards > 1:
             raise ConfigError(
                 "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
                 "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
@@ -228,7 +228,7 @@ def _indexed_parts(request: _Request) -> Made:
         return (
             IndexedSource(
                 loader,
-                whole,
+                assignment,
                 ctx.topology.rank,
                 ahead=_ahead(request.depth, request.device, request.transfer),
                 shard=shard,
@@ -236,8 +236,8 @@ def _indexed_parts(request: _Request) -> Made:
             total,
             shown,
         )
-    if request.slice_fn is None and not (whole.form == "items" and config.split_batches):
-        inner = IndexedSource(loader, whole, ctx.topology.rank, data_ranks.num_shards, ahead="always")
+    if request.slice_fn is None and not (assignment.form == "items" and config.split_batches):
+        inner = IndexedSource(loader, assignment, ctx.topology.rank, data_ranks.num_shards, ahead="always")
         return _dispatched(inner, IndexedReader(), ctx, data_ranks), total, shown
     inner = IndexedSource(loader, assignment_of(loader, ctx, config, ALONE), ctx.rank, ahead="always")
     reader = _batch_reader(request)

@@ -51,10 +51,10 @@ class CarriedState:
             for path, (_, _, packed) in self._plain().items()
             if path in self._baseline and packed != self._baseline[path]
         }
-        kept: dict[str, Any] = {"generators": generators} if generators else {}
+        state: dict[str, Any] = {"generators": generators} if generators else {}
         if changed:
-            kept["attributes"] = changed
-        return kept or None
+            state["attributes"] = changed
+        return state or None
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
         """Restore the state.
@@ -73,28 +73,28 @@ class CarriedState:
         for path, state in states.items():
             _write(generators[path], state, path)
         for path, (owner, name, packed) in plain.items():
-            wanted = attributes.get(path, self._baseline.get(path))
-            if wanted is not None and wanted != packed:
-                _assign(owner, name, decode_value(wanted))
+            saved_value = attributes.get(path, self._baseline.get(path))
+            if saved_value is not None and saved_value != packed:
+                _assign(owner, name, decode_value(saved_value))
 
     def generators_changed(self, since: Mapping[str, Any] | None) -> bool:
         """Return True if any generator was drawn from since a capture."""
-        now = {path: _read(generator) for path, generator in self._generators().items()}
-        return bool(now != (since or {}).get("generators", {}))
+        current_states = {path: _read(generator) for path, generator in self._generators().items()}
+        return bool(current_states != (since or {}).get("generators", {}))
 
     def _generators(self) -> dict[str, Any]:
         return {path: value for path, value, _, _ in _walk(self._owner) if isinstance(value, _GENERATORS)}
 
     def _plain(self) -> dict[str, tuple[Any, str, Any]]:
         """Return path -> (owner, attribute, value as JSON) of plain attributes."""
-        found: dict[str, tuple[Any, str, Any]] = {}
+        attributes: dict[str, tuple[Any, str, Any]] = {}
         if self._attributes:
             for path, value, owner, name in _walk(self._owner):
                 if owner is not None and _values(value) <= _MOST_VALUES:
                     packed = encode_value(value)
                     if packed is not None:
-                        found[path] = (owner, name, packed)
-        return found
+                        attributes[path] = (owner, name, packed)
+        return attributes
 
 
 class SamplerState:
@@ -123,14 +123,14 @@ class SamplerState:
 def _walk(root: Any) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield (path, value, owner, attribute) of an object's content; the owner is None if assignment is impossible."""
     waiting: deque[tuple[str, Any]] = deque([("", root)])
-    seen = {id(root)}
-    while waiting and len(seen) < _MOST_OBJECTS:
+    seen_ids = {id(root)}
+    while waiting and len(seen_ids) < _MOST_OBJECTS:
         prefix, holder = waiting.popleft()
         for name, value, owner in _held(holder):
             path = f"{prefix}.{name}" if prefix else name
             yield path, value, owner, name
-            if id(value) not in seen and _may_hold(value):
-                seen.add(id(value))
+            if id(value) not in seen_ids and _may_hold(value):
+                seen_ids.add(id(value))
                 waiting.append((path, value))
 
 
@@ -153,7 +153,9 @@ def _held(holder: Any) -> Iterator[tuple[str, Any, Any]]:
         for kind in type(holder).__mro__:
             for name, value in vars(kind).items():
                 if isinstance(value, types.FunctionType) and kind.__module__.split(".")[0] not in ("torch", "builtins"):
-                    yield from ((f"{name}()/{inner}", held, None) for inner, held, _ in _held_by_function(value))
+                    yield from (
+                        (f"{name}()/{inner}", inner_value, None) for inner, inner_value, _ in _held_by_function(value)
+                    )
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any, None]]:
@@ -204,10 +206,10 @@ def _values(value: Any) -> int:
     if isinstance(value, list | tuple | set | frozenset | deque | dict):
         if len(value) > _MOST_VALUES:
             return none
-        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         total = 1
-        for part in parts:
-            total += _values(part)
+        for item in items:
+            total += _values(item)
             if total > _MOST_VALUES:
                 return none
         return total
@@ -226,7 +228,7 @@ def encode_value(value: Any) -> dict[str, Any] | None:
 
 def decode_value(saved: Any) -> Any:
     """Return the value that was given to `encode_value`."""
-    return unpack(saved["data"], {key: torch.from_numpy(_unarray(one)) for key, one in saved["tensors"].items()})
+    return unpack(saved["data"], {key: torch.from_numpy(_unarray(array)) for key, array in saved["tensors"].items()})
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:

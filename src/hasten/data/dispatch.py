@@ -45,28 +45,28 @@ class BatchWire:
         self._room = _FIRST_ROOM
         self._buffers: list[Tensor] = []
 
-    def pack(self, parts: Sequence[Any]) -> list[PackedBatch]:
+    def pack(self, rank_trees: Sequence[Any]) -> list[PackedBatch]:
         """Return the parts in serialised form. Unserialisable values raise here, before other ranks wait for them."""
-        return [PackedBatch.of(part, self._comm.codec) for part in parts]
+        return [PackedBatch.of(rank_tree, self._comm.codec) for rank_tree in rank_trees]
 
-    def send(self, packed: Sequence[PackedBatch], place: Sequence[int]) -> None:
-        """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`.
+    def send(self, packed: Sequence[PackedBatch], packed_indices: Sequence[int]) -> None:
+        """Send `packed[packed_indices[r]]` to member r. Ranks: the first member only, while the others `receive`.
 
         The buffer of the first member is not filled for itself alone, as it has its part already.
         """
-        need = max(one.num_bytes for one in packed)
+        need = max(packed_batch.num_bytes for packed_batch in packed)
         if need > self._room:
             notice = self._buffer(0)
             notice[:_HEADER].view(torch.int64)[0] = need
             self._scatter([notice] * self._comm.size)
             self._grow(need)
         filled = []
-        for index, one in enumerate(packed):
+        for index, packed_batch in enumerate(packed):
             buffer = self._buffer(index)
-            if index in place[1:]:
-                one.write(buffer, need)
+            if index in packed_indices[1:]:
+                packed_batch.write(buffer, need)
             filled.append(buffer)
-        self._scatter([filled[where] for where in place])
+        self._scatter([filled[where] for where in packed_indices])
 
     def receive(self) -> Any:
         """Receive the tree that the first member sent."""
@@ -77,8 +77,8 @@ class BatchWire:
                 return _unpack(buffer, length, self._comm.codec)
             self._grow(need)
 
-    def _scatter(self, parts: Sequence[Tensor] | None) -> Tensor:
-        return self._comm.scatter(parts, torch.empty(self._room, dtype=torch.uint8))
+    def _scatter(self, buffers: Sequence[Tensor] | None) -> Tensor:
+        return self._comm.scatter(buffers, torch.empty(self._room, dtype=torch.uint8))
 
     def _grow(self, need: int) -> None:
         self._room = -(-need // 4096) * 4096
@@ -100,7 +100,7 @@ class PackedBatch:
 
     @classmethod
     def of(cls, tree: Any, codec: Codec) -> PackedBatch:
-        held: list[tuple[_BatchHole, Tensor]] = []
+        holes_and_tensors: list[tuple[_BatchHole, Tensor]] = []
         offset = 0
 
         def dig(x: Tensor) -> Any:
@@ -108,13 +108,13 @@ class PackedBatch:
             if x.layout != torch.strided or x.is_quantized or type(x) is not Tensor:
                 return x  # sent inside the skeleton
             hole = _BatchHole(offset, tuple(x.shape), x.dtype)
-            held.append((hole, x))
+            holes_and_tensors.append((hole, x))
             offset += _aligned(x.numel() * x.element_size())
             return hole
 
         dug = trees.map_tensors(dig, tree)
         skeleton = codec.encode(dug)
-        return cls(skeleton, held, _HEADER + _aligned(len(skeleton)) + offset)
+        return cls(skeleton, holes_and_tensors, _HEADER + _aligned(len(skeleton)) + offset)
 
     def write(self, buffer: Tensor, need: int) -> None:
         length = len(self.skeleton)
@@ -153,8 +153,8 @@ class Round(NamedTuple):
 class DispatchReader(Protocol):
     """Protocol of the reading rank: it turns a position into rounds."""
 
-    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
-        """Yield the steps from `at` to the end of the epoch, read through `source`."""
+    def rounds(self, source: BatchSource, position: Position) -> Iterator[Round]:
+        """Yield the steps from `position` to the end of the epoch, read through `source`."""
         ...
 
     def steps(self, source: BatchSource) -> int | None:
@@ -191,11 +191,11 @@ class DispatchSource(OuterSource):
     def steps(self) -> int | None:
         return self._reader.steps(self._inner)
 
-    def open(self, at: Position) -> Iterator[Item]:
+    def open(self, position: Position) -> Iterator[Item]:
         if self._comm.size == 1:
-            return self._read_alone(at)
+            return self._read_alone(position)
         wire = BatchWire(self._comm)
-        return self._send(wire, at) if self._comm.rank == 0 else self._receive(wire)
+        return self._send(wire, position) if self._comm.rank == 0 else self._receive(wire)
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:  # Any: of the inner source
         return self._inner.reached(start, steps * self._reader.per_round, source_state)
@@ -206,15 +206,15 @@ class DispatchSource(OuterSource):
     def copied(self, even: bool | None = None) -> DispatchSource:
         return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._data_ranks)
 
-    def _read_alone(self, at: Position) -> Iterator[Item]:
-        for step in self._reader.rounds(self._inner, at):
+    def _read_alone(self, position: Position) -> Iterator[Item]:
+        for step in self._reader.rounds(self._inner, position):
             yield from (item for item in step.items if item is not None)
 
-    def _send(self, wire: BatchWire, at: Position) -> Iterator[Item]:
-        rounds = self._reader.rounds(self._inner, at)
+    def _send(self, wire: BatchWire, position: Position) -> Iterator[Item]:
+        rounds = self._reader.rounds(self._inner, position)
         data_ranks = self._data_ranks
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             try:
                 step = next(rounds, None) or Round([None] * data_ranks.num_shards, False)
                 messages = wire.pack([_RankMessage(item, step.more) for item in step.items])
@@ -223,15 +223,15 @@ class DispatchSource(OuterSource):
                 wire.send(failed * data_ranks.num_shards, data_ranks.shard_of)
                 raise
             wire.send(messages, data_ranks.shard_of)
-            more = step.more
-            mine = step.items[data_ranks.shard]
-            if mine is not None:
-                yield mine
+            has_more = step.more
+            own_item = step.items[data_ranks.shard]
+            if own_item is not None:
+                yield own_item
 
     def _receive(self, wire: BatchWire) -> Iterator[Item]:
-        more = True
-        while more:
-            item, more, error = wire.receive()
+        has_more = True
+        while has_more:
+            item, has_more, error = wire.receive()
             if error is not None:
                 raise PeerFailedError(
                     f"rank {self._comm.ranks[0]}, which reads the data for all ranks, failed with {error}; so this rank has no batch. "
@@ -257,9 +257,9 @@ class IndexedReader:
     def steps(self, source: BatchSource) -> int | None:
         return source.steps()
 
-    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
+    def rounds(self, source: BatchSource, position: Position) -> Iterator[Round]:
         assert isinstance(source, IndexedSource), "indices are cut for indexed data only"
-        index_batches = with_next(source.assignment.rounds(at))
+        index_batches = with_next(source.assignment.rounds(position))
         plans: deque[tuple[list[IndexBatch | None], bool]] = deque()
 
         def flat() -> Iterator[IndexBatch]:
@@ -267,12 +267,12 @@ class IndexedReader:
                 plans.append((step, following is not None))
                 yield from (index_batch for index_batch in step if index_batch is not None)
 
-        items = source.read(flat(), at)
+        items = source.read(flat(), position)
         for first in items:
-            step, more = plans.popleft()
-            rest = islice(items, sum(index_batch is not None for index_batch in step) - 1)
-            read = chain([first], rest)
-            yield Round([None if index_batch is None else next(read) for index_batch in step], more)
+            step, has_more = plans.popleft()
+            other_items = islice(items, sum(index_batch is not None for index_batch in step) - 1)
+            read = chain([first], other_items)
+            yield Round([None if index_batch is None else next(read) for index_batch in step], has_more)
 
 
 class StreamReader:
@@ -286,11 +286,12 @@ class StreamReader:
     def steps(self, source: BatchSource) -> int | None:
         return source.steps()
 
-    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
-        for (parts, _, _, state), following in with_next(source.open(at)):
-            left = [None] * len(parts) if following is None else following[0]
+    def rounds(self, source: BatchSource, position: Position) -> Iterator[Round]:
+        for (rank_batches, _, _, state), following in with_next(source.open(position)):
+            left = [None] * len(rank_batches) if following is None else following[0]
             items = [
-                None if part is None else (*part, later is None, state) for part, later in zip(parts, left, strict=True)
+                None if rank_batch is None else (*rank_batch, later is None, state)
+                for rank_batch, later in zip(rank_batches, left, strict=True)
             ]
             yield Round(items, following is not None)
 
@@ -319,17 +320,19 @@ class BatchReader:
         full, tail = divmod(batches, self.per_round)
         return full + int(tail > 0 and not self.drop_last)
 
-    def rounds(self, source: BatchSource, at: Position) -> Iterator[Round]:
+    def rounds(self, source: BatchSource, position: Position) -> Iterator[Round]:
         pads = self.even and self.num_shards > 1 and not (self.split and self.slice_fn is None)
-        first: Any = source.first(at) if pads and at.consumed else None
-        items = source.open(at)
+        first: Any = source.first(position) if pads and position.consumed else None
+        items = source.open(position)
         for group, following in with_next(self._groups(items)):
             if first is None:
                 first = trees.map_leaves(own_copy, group[0][0])
-            parts = self._parts(group, first)
+            rank_batches = self._parts(group, first)
             num_next = self.num_shards if following and (self.even or self.split) else len(following or ())
             state = group[-1][3]
-            items_of_ranks: list[Item | None] = [(*part, shard >= num_next, state) for shard, part in enumerate(parts)]
+            items_of_ranks: list[Item | None] = [
+                (*rank_batch, shard >= num_next, state) for shard, rank_batch in enumerate(rank_batches)
+            ]
             yield Round(items_of_ranks + [None] * (self.num_shards - len(items_of_ranks)), following is not None)
 
     def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
@@ -340,10 +343,10 @@ class BatchReader:
             shards = range(self.num_shards)
             batch, padding = group[0][:2]
             return [split_batch(batch, self.num_shards, shard, self.even, padding) for shard in shards]
-        parts: list[tuple[Any, Padding | None]] = [(item[0], item[1]) for item in group]
+        rank_batches: list[tuple[Any, Padding | None]] = [(item[0], item[1]) for item in group]
         if self.even:
-            parts += [(first, Padding(0, None))] * (self.num_shards - len(parts))
-        return parts
+            rank_batches += [(first, Padding(0, None))] * (self.num_shards - len(rank_batches))
+        return rank_batches
 
     def _groups(self, items: Iterator[Item]) -> Iterator[list[Item]]:
         while group := list(islice(items, self.per_round)):
@@ -352,19 +355,19 @@ class BatchReader:
 
     def _sliced(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
         assert self.slice_fn is not None, "only called with a slice function"
-        whole = trees.concat([item[0] for item in group])
-        size = trees.batch_size(whole) or 0
+        global_batch = trees.concat([item[0] for item in group])
+        size = trees.batch_size(global_batch) or 0
         shares = [cut(size, self.num_shards, shard, self.even) for shard in range(self.num_shards)]
         missing = shares[-1].first + shares[-1].rows - size
         have = trees.batch_size(first) or 1
         while missing > 0:  # the epoch's first batch may have fewer rows
-            whole = trees.concat([whole, trees.slice_rows(first, slice(0, min(missing, have)))])
+            global_batch = trees.concat([global_batch, trees.slice_rows(first, slice(0, min(missing, have)))])
             missing -= have
         padded = sum(item[1].rows - item[1].real for item in group if item[1] is not None and item[1].rows is not None)
         reals = [min(share.real, max(size - padded - share.first, 0)) for share in shares]
         return [
             (
-                self.slice_fn(whole, slice(share.first, share.first + share.rows), shard, self.num_shards),
+                self.slice_fn(global_batch, slice(share.first, share.first + share.rows), shard, self.num_shards),
                 None if real == share.rows else Padding(real, share.rows),
             )
             for shard, (share, real) in enumerate(zip(shares, reals, strict=True))

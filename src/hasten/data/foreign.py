@@ -49,8 +49,8 @@ class ForeignSplit(NamedTuple):
 def split_by_itself(dataset: Any) -> ForeignSplit | None:
     """Return the split that a dataset performs itself, as its package documents; None if none is known."""
     if isinstance(dataset, ChainDataset):
-        splits = [split_by_itself(one) for one in dataset.datasets]
-        return splits[0] if splits and all(one == splits[0] for one in splits) else None
+        splits = [split_by_itself(member) for member in dataset.datasets]
+        return splits[0] if splits and all(member == splits[0] for member in splits) else None
     if is_hub_stream(dataset):
         node = getattr(dataset, "_distributed", None)  # set by split_dataset_by_node()
         return None if node is None else ForeignSplit("split_dataset_by_node() of datasets", node.rank, node.world_size)
@@ -111,11 +111,11 @@ def counted_states(stream: Any, positions: Sequence[int], epoch: int, num_ranks:
     """
     num_workers = len(positions)
     if _is_litdata(stream):
-        made = dict(stream.state_dict(sum(positions), num_workers, stream.batch_size))
-        made["current_epoch"] = epoch
-        return [{**made, "num_samples_yielded": position * num_workers} for position in positions]
-    parts = math.lcm(num_ranks, stream.num_canonical_nodes or 1)
-    if len(set(positions)) > 1 or positions[0] % (stream.batch_size or 1) or stream.epoch_size % parts:
+        rank_state = dict(stream.state_dict(sum(positions), num_workers, stream.batch_size))
+        rank_state["current_epoch"] = epoch
+        return [{**rank_state, "num_samples_yielded": position * num_workers} for position in positions]
+    num_parts = math.lcm(num_ranks, stream.num_canonical_nodes or 1)
+    if len(set(positions)) > 1 or positions[0] % (stream.batch_size or 1) or stream.epoch_size % num_parts:
         return None
     state = dict(stream.state_dict(sum(positions) * num_ranks, True))
     return [{**state, "epoch": epoch, "sample_in_epoch": sum(positions) * num_ranks}] * num_workers
@@ -128,7 +128,10 @@ def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
     user that wraps such a stream and passes its state on. A buffer of size one loses nothing; but taken in a worker,
     which reads only some of the shards, its state cannot be loaded: `datasets` compares it with that of all shards.
     """
-    return any(_is_a(part, _HUB_BUFFER) and (part.buffer_size > 1 or in_worker) for part in parts_of(stream))
+    return any(
+        _is_a(inner_stream, _HUB_BUFFER) and (inner_stream.buffer_size > 1 or in_worker)
+        for inner_stream in parts_of(stream)
+    )
 
 
 def has_fixed_shard_order(stream: Any) -> bool:
@@ -168,10 +171,10 @@ def own_epoch(stream: Any) -> None:
     Workers share one counter, and `set_epoch()` reads it before it adds the difference: two workers at the same
     time add it twice, and then read an epoch in another order.
     """
-    for part in parts_of(stream):
-        counter = vars(part).get("_epoch") if is_hub_stream(part) else None
+    for inner_stream in parts_of(stream):
+        counter = vars(inner_stream).get("_epoch") if is_hub_stream(inner_stream) else None
         if isinstance(counter, Tensor) and counter.is_shared():  # type: ignore[no-untyped-call]
-            part._epoch = counter.clone()
+            inner_stream._epoch = counter.clone()
 
 
 def is_torchdata(value: object) -> bool:
@@ -181,8 +184,8 @@ def is_torchdata(value: object) -> bool:
 
 def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
     """Return True if `value` is exactly of that class, or torchdata's version of it, not of a user's subclass."""
-    own = type(value)
-    return own is kind or (own.__name__ == kind.__name__ and is_torchdata(value))
+    value_type = type(value)
+    return value_type is kind or (value_type.__name__ == kind.__name__ and is_torchdata(value))
 
 
 def _is_a(value: object, name: tuple[str, str]) -> bool:
@@ -191,16 +194,16 @@ def _is_a(value: object, name: tuple[str, str]) -> bool:
 
 def parts_of(stream: Any, depth: int = 12) -> Iterator[Any]:
     """Yield the objects a stream is built from, found by attribute; `datasets` adds about two per transformation."""
-    waiting, seen = [(stream, depth)], set()
+    waiting, seen_ids = [(stream, depth)], set()
     while waiting:
-        part, left = waiting.pop()
-        if id(part) in seen:
+        component, left = waiting.pop()
+        if id(component) in seen_ids:
             continue
-        seen.add(id(part))
-        yield part
+        seen_ids.add(id(component))
+        yield component
         if left:
-            inner = vars(part).values() if hasattr(part, "__dict__") else ()
-            inner = part if isinstance(part, list | tuple) else inner
+            inner = vars(component).values() if hasattr(component, "__dict__") else ()
+            inner = component if isinstance(component, list | tuple) else inner
             waiting += [(value, left - 1) for value in inner if _may_hold_streams(value)]
 
 

@@ -67,13 +67,13 @@ class LoaderIteration:
         """Return the start of the next iteration. An abandoned iteration is over: the next one takes the next epoch."""
         return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
 
-    def enter(self, at: Position) -> None:
-        """Record that an iteration starts at `at`."""
-        self.start, self.steps, self.source_state, self.fresh, self.iterator = at, 0, None, False, None
+    def enter(self, position: Position) -> None:
+        """Record that an iteration starts at `position`."""
+        self.start, self.steps, self.source_state, self.fresh, self.iterator = position, 0, None, False, None
 
-    def place(self, at: Position) -> None:
-        """Make the next iteration start at `at`."""
-        self.enter(at)
+    def place(self, position: Position) -> None:
+        """Make the next iteration start at `position`."""
+        self.enter(position)
         self.fresh = True
 
     def set_epoch(self, epoch: int) -> None:
@@ -178,24 +178,30 @@ class Loader(DataLoader[Any]):
         if not parts.iteration.fresh:
             parts.iteration.place(parts.iteration.upcoming())
         parts.clock.keep_position(parts.cursor)
-        at = parts.iteration.start
+        position = parts.iteration.start
         if skip:
-            at = replace(parts.source.skipped(replace(at, consumed=0), skip), batches=skip)
-        if parts.equalise is not None and at.consumed == 0:  # a resumed epoch has saved states
+            position = replace(parts.source.skipped(replace(position, consumed=0), skip), batches=skip)
+        if parts.equalise is not None and position.consumed == 0:  # a resumed epoch has saved states
             parts.equalise()
-        self._set_seeds(at)
-        at = parts.source.begin(at if at.workers_ran is None else replace(at, workers_ran=None))
-        parts.iteration.enter(at)
-        items = parts.source.open(at)
+        self._set_seeds(position)
+        position = parts.source.begin(position if position.workers_ran is None else replace(position, workers_ran=None))
+        parts.iteration.enter(position)
+        items = parts.source.open(position)
         cursor = parts.cursor
-        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = at.epoch, 0, False, None, None
+        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = (
+            position.epoch,
+            0,
+            False,
+            None,
+            None,
+        )
         size, total = parts.source.size(), parts.total_batch_size
-        known = size is not None and total is not None  # the length of a stream is not asked for
-        steps = parts.source.steps() if known else None
-        cursor.pads_like = None if steps is None else (size, at.consumed, total, steps)
+        is_length_known = size is not None and total is not None  # the length of a stream is not asked for
+        steps = parts.source.steps() if is_length_known else None
+        cursor.pads_like = None if steps is None else (size, position.consumed, total, steps)
         if not opened:
             parts.clock.loaders.opening(cursor)
-        return items if parts.move is None else parts.move(items), at
+        return items if parts.move is None else parts.move(items), position
 
     def _hand_out(self) -> Iterator[Any]:
         """Yield the batches to the end of the epoch; after a rollback, from the new position to this epoch's end."""
@@ -205,24 +211,24 @@ class Loader(DataLoader[Any]):
             return
         for tell in self.parts.clock.parts.pass_begins:
             tell(cursor)
-        items, here = self._begin(self.parts.skip, opened=bool(cursor.opened))
-        active, until = self.parts.clock.loaders, here.epoch
+        items, pass_start = self._begin(self.parts.skip, opened=bool(cursor.opened))
+        active, until = self.parts.clock.loaders, pass_start.epoch
         with self.parts.clock.watching(self.parts.cursor):
             while True:
                 num_rollbacks = active.num_rollbacks
-                yield from self._pass(items, here, num_rollbacks)
-                if active.num_rollbacks == num_rollbacks and here.epoch >= until:
+                yield from self._pass(items, pass_start, num_rollbacks)
+                if active.num_rollbacks == num_rollbacks and pass_start.epoch >= until:
                     return
                 if callable(close := getattr(items, "close", None)):
                     close()
-                items, here = self._begin(0 if self.parts.iteration.upcoming().consumed else self.parts.skip)
+                items, pass_start = self._begin(0 if self.parts.iteration.upcoming().consumed else self.parts.skip)
 
-    def _pass(self, items: Iterator[Item], here: Position, num_rollbacks: int) -> Iterator[Any]:
+    def _pass(self, items: Iterator[Item], pass_start: Position, num_rollbacks: int) -> Iterator[Any]:
         """Yield the batches of these items; stop early when the run was rolled back."""
         cursor, iteration, clock = self.parts.cursor, self.parts.iteration, self.parts.clock
         active, run_parts, total = clock.loaders, clock.parts, self.parts.total_batch_size
         for batch, padding, last, source_state in items:
-            if iteration.start is here:  # not superseded by a later pass
+            if iteration.start is pass_start:  # not superseded by a later pass
                 iteration.steps += 1
                 iteration.source_state = source_state
                 if iteration.left_out and self._is_left_out():
@@ -234,7 +240,7 @@ class Loader(DataLoader[Any]):
             cursor.num_samples = total
             if last:
                 source, steps = self.parts.source, iteration.steps
-                cursor.num_samples = samples_of_last_batch(source, here, steps, cursor, total, self.batch_size)
+                cursor.num_samples = samples_of_last_batch(source, pass_start, steps, cursor, total, self.batch_size)
             cursor.passes_at_batch = clock.num_passes
             for tell in run_parts.batch_ready:
                 tell(cursor)
@@ -245,17 +251,19 @@ class Loader(DataLoader[Any]):
                 return
             if clock.every > 1:
                 clock.keep_position(cursor)
-        if iteration.start is here:
-            iteration.place(here.begin(here.epoch + 1))
+        if iteration.start is pass_start:
+            iteration.place(pass_start.begin(pass_start.epoch + 1))
 
-    def _set_seeds(self, at: Position) -> None:
+    def _set_seeds(self, position: Position) -> None:
         parts = self.parts
         engine = parts.source.engine
-        if at.generator is None or (self.generator is None and not at.consumed):  # else it is the state after this draw
+        if position.generator is None or (
+            self.generator is None and not position.consumed
+        ):  # else it is the state after this draw
             self._draw_workers_seed()
         if engine is not self:
-            engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
-        forward_epoch(self.dataset, at.epoch)
+            engine.generator = torch.Generator().manual_seed(derive_seed(position.seed, position.epoch, parts.shard, 1))
+        forward_epoch(self.dataset, position.epoch)
 
     def _draw_workers_seed(self) -> None:
         """Draw from the user's generator what a DataLoader draws before the order: a seed per iteration.
@@ -275,15 +283,15 @@ class Loader(DataLoader[Any]):
         ran = self.parts.iteration.start.workers_ran
         return self.parts.source.engine.__dict__["_iterator"] is not None if ran is None else ran
 
-    def _remembered(self, at: Position) -> Position:
-        """Return `at`, before the first batch, with the state that the next iteration would start from."""
+    def _remembered(self, position: Position) -> Position:
+        """Return `position`, before the first batch, with the state that the next iteration would start from."""
         generator = self.generator
-        if at.generator is not None or not isinstance(generator, torch.Generator):
-            return self.parts.source.remember(at)
+        if position.generator is not None or not isinstance(generator, torch.Generator):
+            return self.parts.source.remember(position)
         state = generator.get_state()
         self._draw_workers_seed()
         try:
-            return self.parts.source.remember(at)
+            return self.parts.source.remember(position)
         finally:
             generator.set_state(state)
 
@@ -304,8 +312,8 @@ class Loader(DataLoader[Any]):
         total = self.parts.total_batch_size
         if total is None or self.parts.source.unit != "samples":
             return None
-        number, rest = divmod(self.batch_range(start, steps)[1], total)
-        return None if rest else number + 1
+        number, remainder = divmod(self.batch_range(start, steps)[1], total)
+        return None if remainder else number + 1
 
     def leave_out(self, batches: Iterable[BatchRange]) -> None:
         """Skip these global batches from now on, also after a resume. Ranks: every rank, with equal arguments."""
@@ -313,7 +321,10 @@ class Loader(DataLoader[Any]):
 
     def _is_left_out(self) -> bool:
         epoch, first, end = self.batch_range(*self.current())
-        return any(one[0] == epoch and one[1] < end and first < one[2] for one in self.parts.iteration.left_out)
+        return any(
+            left_out_range[0] == epoch and left_out_range[1] < end and first < left_out_range[2]
+            for left_out_range in self.parts.iteration.left_out
+        )
 
     def samples(self, start: Position | None = None, steps: int = 0) -> list[int] | None:
         """Return the dataset indices of a batch of this rank: of the one in use, or of batch number `steps` since `start`.
@@ -362,12 +373,12 @@ class Loader(DataLoader[Any]):
         skips = self.parts.skip > 0  # counts from the epoch's first batch
         if not iteration.fresh or not iteration.start.consumed or skips:
             return 0
-        at, steps, size = iteration.start, source.steps(), source.size()
+        position, steps, size = iteration.start, source.steps(), source.size()
         if source.unit == "stream" or steps is None or size is None:
-            return at.batches
-        first, every = replace(at, consumed=0), range(steps + 1)
-        done = bisect_right(every, at.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
-        left = bisect_left(every, size, key=lambda number: source.skipped(at, number).consumed)
+            return position.batches
+        first, every = replace(position, consumed=0), range(steps + 1)
+        done = bisect_right(every, position.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
+        left = bisect_left(every, size, key=lambda number: source.skipped(position, number).consumed)
         return max(done, steps - left)  # with another world size, steps need not start where the saved ones ended
 
     def set_epoch(self, epoch: int) -> None:
@@ -386,14 +397,14 @@ class Loader(DataLoader[Any]):
     def _encoded(self, steps: int) -> dict[str, Any]:
         """Return the position after `steps` batches of the pass that runs or comes next."""
         iteration, source = self.parts.iteration, self.parts.source
-        at = iteration.start
+        position = iteration.start
         if steps:
-            at = source.reached(at, steps, iteration.source_state)
+            position = source.reached(position, steps, iteration.source_state)
         elif iteration.fresh or not iteration.steps:
-            at = self._remembered(at)
-        ran = self._has_workers() if self.persistent_workers and not at.consumed else None
-        at = replace(at, batches=iteration.start.batches + steps, workers_ran=ran)
-        state = encode(at, source.unit, source.size())
+            position = self._remembered(position)
+        ran = self._has_workers() if self.persistent_workers and not position.consumed else None
+        position = replace(position, batches=iteration.start.batches + steps, workers_ran=ran)
+        state = encode(position, source.unit, source.size())
         if (reading := getattr(source, "reading", None)) is not None:
             state["reading"] = dict(reading)
         if iteration.left_out:

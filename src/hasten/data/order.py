@@ -47,15 +47,15 @@ class SampleOrder(Protocol):
         """Return the number of units of an epoch, if it is known before drawing them."""
         ...
 
-    def begin(self, at: Position) -> Position:
-        """Return `at` with the state needed to draw its epoch again; restores the state of an earlier call."""
+    def begin(self, position: Position) -> Position:
+        """Return `position` with the state needed to draw its epoch again; restores the state of an earlier call."""
         ...
 
-    def seek(self, at: Position) -> Callable[[Indices], Indices] | None:
+    def seek(self, position: Position) -> Callable[[Indices], Indices] | None:
         """Return a function from positions to indices, if positions can be computed; else None."""
         ...
 
-    def draw(self, at: Position) -> Iterator[Any]:
+    def draw(self, position: Position) -> Iterator[Any]:
         """Yield the units of the epoch from its start."""
         ...
 
@@ -72,14 +72,14 @@ class ComputedOrder:
     def size(self) -> int:
         return len(self._source)
 
-    def begin(self, at: Position) -> Position:
-        return at
+    def begin(self, position: Position) -> Position:
+        return position
 
-    def seek(self, at: Position) -> Callable[[Indices], Indices]:
-        return Shuffle(self.size(), at.seed, at.epoch).at if self.shuffled else lambda positions: positions
+    def seek(self, position: Position) -> Callable[[Indices], Indices]:
+        return Shuffle(self.size(), position.seed, position.epoch).at if self.shuffled else lambda positions: positions
 
-    def draw(self, at: Position) -> Iterator[int]:
-        index_at, size = self.seek(at), self.size()
+    def draw(self, position: Position) -> Iterator[int]:
+        index_at, size = self.seek(position), self.size()
         for first in range(0, size, 4096):
             yield from index_at(np.arange(first, min(first + 4096, size))).tolist()
 
@@ -95,15 +95,15 @@ class SeededOrder:
     def size(self) -> int:
         return len(self._sampler)
 
-    def begin(self, at: Position) -> Position:
-        return at
+    def begin(self, position: Position) -> Position:
+        return position
 
-    def seek(self, at: Position) -> None:
+    def seek(self, position: Position) -> None:
         return None
 
-    def draw(self, at: Position) -> Iterator[int]:
+    def draw(self, position: Position) -> Iterator[int]:
         sampler = copy.copy(self._sampler)
-        sampler.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch))
+        sampler.generator = torch.Generator().manual_seed(derive_seed(position.seed, position.epoch))
         return iter(sampler)
 
 
@@ -118,14 +118,14 @@ class DistributedOrder:
     def size(self) -> int:
         return len(self.sampler)
 
-    def begin(self, at: Position) -> Position:
-        return at
+    def begin(self, position: Position) -> Position:
+        return position
 
-    def seek(self, at: Position) -> None:
+    def seek(self, position: Position) -> None:
         return None
 
-    def draw(self, at: Position) -> Iterator[int]:
-        self.sampler.set_epoch(at.epoch)
+    def draw(self, position: Position) -> Iterator[int]:
+        self.sampler.set_epoch(position.epoch)
         return iter(self.sampler)
 
     def num_real(self) -> int:
@@ -166,52 +166,52 @@ class SharedOrder:
     def size(self) -> int | None:
         return length_of(self._sampler)
 
-    def begin(self, at: Position) -> Position:
+    def begin(self, position: Position) -> Position:
         self._again = None
-        if at.generator is None:
+        if position.generator is None:
             states = {"process": encode_states(self._process.read())} if self.as_torch else {}
-            return replace(at, generator=self._state.capture() | states)
-        if self.as_torch and at.consumed and "process" in at.generator:
-            self._again = decode_states(at.generator["process"])
-        self._state.restore(at.generator)
-        return at
+            return replace(position, generator=self._state.capture() | states)
+        if self.as_torch and position.consumed and "process" in position.generator:
+            self._again = decode_states(position.generator["process"])
+        self._state.restore(position.generator)
+        return position
 
     def witness(self, consumed: int) -> Witness | None:
         """Return a checksum of the order's first units that were consumed; None if they are not plain numbers."""
         return _witness(self._first_units[:consumed])
 
-    def seek(self, at: Position) -> None:
+    def seek(self, position: Position) -> None:
         return None
 
-    def draw(self, at: Position) -> Iterator[Any]:  # Any: units are of any type
+    def draw(self, position: Position) -> Iterator[Any]:  # Any: units are of any type
         if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(at.epoch)
-        with closing(OwnRng(derive_seed(at.seed, at.epoch), self._process)) as rng:
+            self._sampler.set_epoch(position.epoch)
+        with closing(OwnRng(derive_seed(position.seed, position.epoch), self._process)) as rng:
             rng.place(self._again)
-            yield from self._drawn(at, rng)
+            yield from self._drawn(position, rng)
 
-    def _drawn(self, at: Position, rng: OwnRng) -> Iterator[Any]:  # Any: units are of any type
+    def _drawn(self, position: Position, rng: OwnRng) -> Iterator[Any]:  # Any: units are of any type
         units: Iterator[Any] | None = None
         self._first_units = []
         drawn = 0
         while True:
-            own = not self.as_torch or (self._again is not None and drawn < at.consumed)
-            if not own and self._comm.size == 1:  # as torch draws: each unit when it is needed
+            is_seeded = not self.as_torch or (self._again is not None and drawn < position.consumed)
+            if not is_seeded and self._comm.size == 1:  # as torch draws: each unit when it is needed
                 yield from self._noted(iter(self._sampler) if units is None else units)
                 return
-            most = min(_CHUNK, at.consumed - drawn) if own and self.as_torch else _CHUNK
+            most = min(_CHUNK, position.consumed - drawn) if is_seeded and self.as_torch else _CHUNK
             chunk: list[Any] = []
             error: Exception | None = None
             if self._comm.rank == 0:
                 try:
-                    with self._apart(rng) if own else nullcontext():
+                    with self._apart(rng) if is_seeded else nullcontext():
                         units = iter(self._sampler) if units is None else units
                         chunk = list(islice(units, most))
                 except Exception as raised:  # errors of the user's sampler must reach the waiting ranks
                     error = raised
             chunk = self._share(chunk, error)
             if drawn == 0:
-                self._check(at, chunk)
+                self._check(position, chunk)
             drawn += len(chunk)
             yield from self._noted(chunk)
             if len(chunk) < most:
@@ -230,22 +230,22 @@ class SharedOrder:
         with self._process.kept(), rng.entered():
             yield
 
-    def _check(self, at: Position, chunk: list[Any]) -> None:
+    def _check(self, position: Position, chunk: list[Any]) -> None:
         """Raise DataError when the saved run's order started with other units."""
-        if at.witness is None or _witness(chunk[: at.witness[0]]) == at.witness:
+        if position.witness is None or _witness(chunk[: position.witness[0]]) == position.witness:
             return
         raise DataError(
-            f"{type(self._sampler).__name__} drew a different order for epoch {at.epoch} than in the saved run, so samples would be "
+            f"{type(self._sampler).__name__} drew a different order for epoch {position.epoch} than in the saved run, so samples would be "
             "lost and repeated: it has state that hasten cannot find. Implement set_epoch(), or state_dict() and load_state_dict(), or "
             "draw from a generator that is an attribute of the sampler."
         )
 
     def _share(self, chunk: list[Any], error: Exception | None) -> list[Any]:
         if self._comm.size > 1:
-            said, chunk = self._comm.broadcast_object((None if error is None else repr(error), chunk))
-            if said is not None and error is None:
+            peer_error, chunk = self._comm.broadcast_object((None if error is None else repr(error), chunk))
+            if peer_error is not None and error is None:
                 raise PeerFailedError(
-                    f"the sampler raised {said} on rank {self._comm.ranks[0]}, which draws for all ranks, so this rank has no indices. "
+                    f"the sampler raised {peer_error} on rank {self._comm.ranks[0]}, which draws for all ranks, so this rank has no indices. "
                     "See the traceback of that rank."
                 )
         if error is not None:
@@ -258,7 +258,7 @@ def plain_unit(unit: Any) -> Any:
     if isinstance(unit, str):
         return str(unit)
     if isinstance(unit, list | tuple):
-        return [plain_unit(part) for part in unit]
+        return [plain_unit(index) for index in unit]
     return operator.index(unit)
 
 
@@ -311,12 +311,12 @@ class PartOrder:
         """Return the number of units of the shard itself; None while it is unknown and no padding was yielded."""
         return self._num_drawn
 
-    def begin(self, at: Position) -> Position:
-        return self.inner.begin(at)
+    def begin(self, position: Position) -> Position:
+        return self.inner.begin(position)
 
-    def seek(self, at: Position) -> Callable[[Indices], Indices] | None:
-        found = self.inner.seek(at)
-        if found is None:
+    def seek(self, position: Position) -> Callable[[Indices], Indices] | None:
+        seek_inner = self.inner.seek(position)
+        if seek_inner is None:
             return None
         size, prepared = self.inner.size() or 0, self._sizes[self._comm.rank]
         if size != prepared and self._fit != "own":
@@ -325,27 +325,27 @@ class PartOrder:
                 "number, so some would wait forever. Prepare a new loader, or keep the length."
             )
         self._num_drawn = size
-        return lambda positions: found(positions % max(size, 1))
+        return lambda positions: seek_inner(positions % max(size, 1))
 
-    def draw(self, at: Position) -> Iterator[Any]:
+    def draw(self, position: Position) -> Iterator[Any]:
         self._num_drawn = None
-        units = self.inner.draw(at)
+        units = self.inner.draw(position)
         if self._fit == "own":
             yield from units
             return
         first_units: list[Any] = []
-        given = 0
+        num_yielded = 0
         while True:
             chunk, counts = self._exchanged(units)
             first_units = first_units or chunk
-            self._refuse_empty(counts, given)
+            self._refuse_empty(counts, num_yielded)
             most = max(counts) if self._fit == "longest" else min(counts)
             if len(chunk) < _CHUNK and self._num_drawn is None:
-                self._num_drawn = given + len(chunk)
+                self._num_drawn = num_yielded + len(chunk)
             yield from chunk[:most]
-            for place in range(given + len(chunk), given + most):
-                yield first_units[(place - (self._num_drawn or 0)) % len(first_units)]
-            given += most
+            for unit_index in range(num_yielded + len(chunk), num_yielded + most):
+                yield first_units[(unit_index - (self._num_drawn or 0)) % len(first_units)]
+            num_yielded += most
             if most < _CHUNK:
                 return
 
@@ -360,8 +360,8 @@ class PartOrder:
             chunk = list(islice(units, _CHUNK))
         except Exception as raised:  # errors of the user's sampler must reach the waiting ranks
             error = raised
-        mine = torch.tensor([_FAILED if error is not None else len(chunk)], dtype=torch.int64)
-        counts: list[int] = self._comm.all_gather(mine).flatten().tolist()
+        own_count = torch.tensor([_FAILED if error is not None else len(chunk)], dtype=torch.int64)
+        counts: list[int] = self._comm.all_gather(own_count).flatten().tolist()
         if error is not None:
             raise error
         failed = [self._comm.ranks[member] for member, count in enumerate(counts) if count == _FAILED]
@@ -372,9 +372,9 @@ class PartOrder:
             )
         return chunk, counts
 
-    def _refuse_empty(self, counts: list[int], given: int) -> None:
+    def _refuse_empty(self, counts: list[int], num_yielded: int) -> None:
         empty = [self._comm.ranks[member] for member, count in enumerate(counts) if not count]
-        if self._fit == "longest" and not given and 0 < len(empty) < len(counts):
+        if self._fit == "longest" and not num_yielded and 0 < len(empty) < len(counts):
             raise empty_part(empty, len(counts))
 
 

@@ -138,12 +138,12 @@ class CopyStream:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
-    def _copy(self, batch: Any, slot: Slot, before: torch.Event | None = None) -> tuple[Any, Slot]:
+    def _copy(self, batch: Any, slot: Slot, reader_event: torch.Event | None = None) -> tuple[Any, Slot]:
         slot.take()
         pinned = _pin(batch, self._skip_keys, slot)
         with self._stream:
-            if before is not None:
-                self._stream.wait_event(before)
+            if reader_event is not None:
+                self._stream.wait_event(reader_event)
             moved = trees.to_device(pinned, self._device, True, self._skip_keys)
             slot.done.record(self._stream)
         slot.used = True
@@ -258,18 +258,18 @@ def host_bytes(batch: Any) -> int | None:
     if kind is Tensor:
         return int(batch.nbytes)
     if kind is dict:
-        parts = batch.values()
+        items = batch.values()
     elif kind is tuple or kind is list:
-        parts = batch
+        items = batch
     elif isinstance(batch, Tensor):
         return batch.numel() * batch.element_size()
     elif trees.is_container(batch):
-        parts = [part for _, part in trees.children(batch)]
+        items = [item for _, item in trees.children(batch)]
     else:
         return None if hasattr(batch, "to") else 0
     total = 0
-    for part in parts:
-        size = part.nbytes if type(part) is Tensor else host_bytes(part)
+    for item in items:
+        size = item.nbytes if type(item) is Tensor else host_bytes(item)
         if size is None:
             return None
         total += size
@@ -288,8 +288,8 @@ def _pin(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
     if not trees.is_container(batch):
         pin = getattr(batch, "pin_memory", None)
         return pin() if callable(pin) else batch
-    parts = [part if key in skip_keys else _pin(part, skip_keys, slot) for key, part in trees.children(batch)]
-    return trees.rebuild(batch, parts)
+    items = [item if key in skip_keys else _pin(item, skip_keys, slot) for key, item in trees.children(batch)]
+    return trees.rebuild(batch, items)
 
 
 def _pinned(num_bytes: int) -> Tensor:

@@ -32,10 +32,10 @@ class States(NamedTuple):
     python: tuple[Any, ...]
     numpy: NumpyState
 
-    def same(self, other: States) -> bool:
+    def same(self, earlier: States) -> bool:
         """Return True if nothing was drawn between the two, of which the second was read first."""
         # NumpyGenerator.read returns the same object while nothing is drawn
-        return self.numpy is other.numpy and self.python == other.python and torch.equal(self.torch, other.torch)
+        return self.numpy is earlier.numpy and self.python == earlier.python and torch.equal(self.torch, earlier.torch)
 
 
 class NumpyGenerator:
@@ -173,7 +173,7 @@ class OwnRng:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Context manager that draws from these states; only np.random's are restored on exit (see RandomStates.kept)."""
-        before = _installed()
+        outside_bits = _installed()
         numpy = self._numpy = self._process.borrow() if self._numpy is None else self._numpy
         if self._states is None:
             numpy.install()
@@ -193,7 +193,7 @@ class OwnRng:
             states = States(torch.get_rng_state(), random.getstate(), numpy.read())
             self._drawn = self._drawn or not states.same(self._states)
             self._states = states
-            _install(before)
+            _install(outside_bits)
 
     def close(self) -> None:
         """Give numpy's generator back; the states are not entered again."""

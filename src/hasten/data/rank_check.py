@@ -160,7 +160,7 @@ def _compare_samplers(loader: DataLoader[Any], comm: Comm) -> None:
 def _draw_units(sampler: Any, generators: Mapping[str, Any] | None, num_units: int) -> list[Any] | None:
     """Return the first units from these states of the sampler's generators; None if they cannot be drawn or compared."""
     state = SamplerState(sampler)
-    before = state.capture()
+    saved_state = state.capture()
     try:
         with RandomStates().kept():
             seed_everything(0)
@@ -169,7 +169,7 @@ def _draw_units(sampler: Any, generators: Mapping[str, Any] | None, num_units: i
     except Exception:  # the user's sampler: the training loop raises its error when it draws
         return None
     finally:
-        state.restore(before)
+        state.restore(saved_state)
 
 
 def _checksum_of_units(units: list[Any] | None) -> int | None:
@@ -214,7 +214,7 @@ def _read_first_samples(loader: DataLoader[Any], num_turns: int) -> list[list[Sa
     )
     engine.generator = torch.Generator().manual_seed(0)
     carried = CarriedState(dataset)
-    before = carried.capture()
+    saved_state = carried.capture()
     turns: list[list[Sample]] = [[] for _ in range(num_turns)]
     try:
         with RandomStates().kept():
@@ -224,7 +224,7 @@ def _read_first_samples(loader: DataLoader[Any], num_turns: int) -> list[list[Sa
         log.info("the first samples could not be compared between ranks: %r", error)
         return None
     finally:
-        carried.restore(before)
+        carried.restore(saved_state)
     return turns
 
 
@@ -302,8 +302,8 @@ def _leaf(value: Any) -> Leaf | None:
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type == "meta":
         return None
     numbers = value.detach().reshape(-1).cpu()
-    places = torch.linspace(0, max(numbers.numel() - 1, 0), min(_NUM_VALUES, numbers.numel())).round().long()
-    values = numbers[places].tolist()
+    value_positions = torch.linspace(0, max(numbers.numel() - 1, 0), min(_NUM_VALUES, numbers.numel())).round().long()
+    values = numbers[value_positions].tolist()
     if value.is_floating_point() or value.dtype == torch.uint8:  # images are subject to rounding
         mean = float(numbers.double().mean()) if values else 0.0
         return [f"real {tuple(value.shape)}", mean, *values]
@@ -333,15 +333,15 @@ def samples_differ(reads: Sequence[Sequence[list[Sample]] | None]) -> bool:
 
 def _is_equal(samples: list[Sample], others: list[Sample], path: str) -> bool:
     return all(
-        path in sample and path in other and _alike(sample[path], other[path])
-        for sample, other in zip(samples, others, strict=True)
+        path in sample and path in other_sample and _alike(sample[path], other_sample[path])
+        for sample, other_sample in zip(samples, others, strict=True)
     )
 
 
-def _alike(leaf: Leaf, other: Leaf) -> bool:
-    if leaf[0] != other[0] or len(leaf) != len(other):
+def _alike(leaf: Leaf, other_leaf: Leaf) -> bool:
+    if leaf[0] != other_leaf[0] or len(leaf) != len(other_leaf):
         return False
     return all(
         math.isclose(number, second, rel_tol=2e-2, abs_tol=1e-6) or (math.isnan(number) and math.isnan(second))
-        for number, second in zip(leaf[1:], other[1:], strict=True)
+        for number, second in zip(leaf[1:], other_leaf[1:], strict=True)
     )

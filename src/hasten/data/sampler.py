@@ -76,20 +76,20 @@ class Assignment:
             order = order.fitted(fit_of(even, self.plan.drop_last))
         return replace(self, order=order, plan=replace(self.plan, even=even))
 
-    def index_batches(self, at: Position, ends: bool = True) -> Iterator[IndexBatch]:
-        """Yield this rank's batches from `at` to the end of its epoch.
+    def index_batches(self, position: Position, ends: bool = True) -> Iterator[IndexBatch]:
+        """Yield this rank's batches from `position` to the end of its epoch.
 
         Without `ends` none is marked as the last, and no unit is drawn before it is needed.
 
         Raises: DataError when the position cannot be reached with the user's DistributedSampler.
         """
-        start = self._start(at)
-        seek = self._seek(at)
+        start = self._start(position)
+        seek = self._seek(position)
         if seek is not None:
-            found = self._sought(seek, start)
-            return self._padded(found, start) if isinstance(self.order, PartOrder) else found
+            computed_batches = self._sought(seek, start)
+            return self._padded(computed_batches, start) if isinstance(self.order, PartOrder) else computed_batches
         shards = [self.plan.shard]
-        index_batches = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards, ends))
+        index_batches = (round_[0] for round_ in self._drawn(self.order.draw(position), start, shards, ends))
         if self.split is not None:
             index_batches = (
                 None if index_batch is None else self._share_of(index_batch, self.split[1])
@@ -97,15 +97,15 @@ class Assignment:
             )
         return (index_batch for index_batch in index_batches if index_batch is not None)
 
-    def batch_of(self, at: Position, step: int) -> list[int] | None:
-        """Return the dataset indices of this rank's `step`-th batch from `at`, without padding; None if unknown."""
-        seek, size = self._seek(at), self.order.size()
+    def batch_of(self, position: Position, step: int) -> list[int] | None:
+        """Return the dataset indices of this rank's `step`-th batch from `position`, without padding; None if unknown."""
+        seek, size = self._seek(position), self.order.size()
         if seek is None or size is None:
             return None
-        share = self.plan.share(size, step, self._start(at))
+        share = self.plan.share(size, step, self._start(position))
         real = self._num_real(share.real, share.first)
-        found: list[int] = seek(np.arange(share.first, share.first + real, dtype=np.int64)).tolist()
-        return found
+        indices: list[int] = seek(np.arange(share.first, share.first + real, dtype=np.int64)).tolist()
+        return indices
 
     def reading(self) -> dict[str, Any] | None:
         """Return the settings that `plan.find` needs besides the position; None when batches cannot be computed."""
@@ -113,45 +113,48 @@ class Assignment:
             return None
         return reading_of(self.plan, self.order.shuffled)
 
-    def rounds(self, at: Position) -> Iterator[list[IndexBatch | None]]:
+    def rounds(self, position: Position) -> Iterator[list[IndexBatch | None]]:
         """Yield the batches of all ranks, step by step, for the rank that reads for all; None for ranks without one."""
-        start = self._start(at)
-        seek = self._seek(at)
+        start = self._start(position)
+        seek = self._seek(position)
         if seek is not None:
             shards = range(self.plan.num_shards)
             return map(list, zip_longest(*(self._sought(seek, start, shard) for shard in shards)))
-        rounds = self._drawn(self.order.draw(at), start, range(self.plan.num_shards))
+        rounds = self._drawn(self.order.draw(position), start, range(self.plan.num_shards))
         return rounds if self.split is None else map(self._shares_of, rounds)
 
-    def _start(self, at: Position) -> int:
-        if at.consumed:
-            self._check_part(at.part)
-        if at.consumed % self.stride:
+    def _start(self, position: Position) -> int:
+        if position.consumed:
+            self._check_part(position.part)
+        if position.consumed % self.stride:
             raise DataError(
-                f"the position of {at.consumed} samples is not a multiple of the {self.stride} ranks that the loader's "
+                f"the position of {position.consumed} samples is not a multiple of the {self.stride} ranks that the loader's "
                 f"DistributedSampler splits over, so samples would be lost or read twice. Resume on a number of processes "
-                f"that divides {at.consumed}, or remove the sampler: prepare() shards the loader."
+                f"that divides {position.consumed}, or remove the sampler: prepare() shards the loader."
             )
-        return at.consumed // self.stride
+        return position.consumed // self.stride
 
     def _check_part(self, saved: Part | None) -> None:
         """Raise DataError unless a position inside an epoch refers to this rank's shard."""
-        part = self.part
-        if saved == part:
+        current_part = self.part
+        if saved == current_part:
             return
-        if saved is None or part is None or saved[0] != part[0]:
-            was, now = ("the whole data" if one is None else f"one of {one[0]} parts" for one in (saved, part))
+        if saved is None or current_part is None or saved[0] != current_part[0]:
+            was, current_words = (
+                "the whole data" if shard_part is None else f"one of {shard_part[0]} parts"
+                for shard_part in (saved, current_part)
+            )
             advice = (
                 "on the data of the saved run"
                 if saved is None
                 else f"on {saved[0]} data-parallel processes, with already_sharded=True"
             )
             raise DataError(
-                f"the loader's state is inside an epoch of {was}, and this rank reads {now}; samples would be lost or "
+                f"the loader's state is inside an epoch of {was}, and this rank reads {current_words}; samples would be lost or "
                 f"repeated. Resume {advice}, or start a new epoch."
             )
         raise DataError(
-            f"the loader's state is inside an epoch of a part with {saved[1]} {self.unit}, and this rank's part has {part[1]}; "
+            f"the loader's state is inside an epoch of a part with {saved[1]} {self.unit}, and this rank's part has {current_part[1]}; "
             f"its order is different, so samples would be repeated or lost. Restore the part, or start a new epoch."
         )
 
@@ -162,8 +165,8 @@ class Assignment:
             yield (indices, self._real_or_none(rows if real is None else real, rows, done), last)
             done += self.plan.rows
 
-    def _seek(self, at: Position) -> Callable[[Indices], Indices] | None:
-        return self.order.seek(at) if self.form != "batches" else None
+    def _seek(self, position: Position) -> Callable[[Indices], Indices] | None:
+        return self.order.seek(position) if self.form != "batches" else None
 
     def _sought(self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None) -> Iterator[IndexBatch]:
         plan = self.plan if shard is None else replace(self.plan, shard=shard)
@@ -172,8 +175,8 @@ class Assignment:
         rows = self.form == "rows"
         left, tail = plan.steps(size, start), plan.tail(size, start)
         for positions in plan.assign(size, start):
-            found = seek(positions.reshape(-1)).reshape(positions.shape)
-            for indices in cast(list[list[int]], found.tolist()):
+            index_rows = seek(positions.reshape(-1)).reshape(positions.shape)
+            for indices in cast(list[list[int]], index_rows.tolist()):
                 left -= 1
                 if left:
                     yield (indices if rows else indices[0], None, False)
@@ -212,11 +215,15 @@ class Assignment:
         if rows and plan.even and not plan.drop_last and following == [] and self._is_short(block, rows):
             filled = self._filled(rows, block, first_units, shard)
             return filled if self._num_real(1, done) else (filled[0], 0, filled[2])
-        mine, real = self._take(block, first_units, shard)
-        if not mine:
+        own_units, real = self._take(block, first_units, shard)
+        if not own_units:
             return None
         last = following is not None and not self._take(following, first_units, shard)[0]
-        return (mine if self.form == "rows" else mine[0], self._real_or_none(real, len(mine), done), last)
+        return (
+            own_units if self.form == "rows" else own_units[0],
+            self._real_or_none(real, len(own_units), done),
+            last,
+        )
 
     def _is_short(self, block: list[Any], rows: int) -> bool:
         return len(block) < self.plan.global_batch or len(block[-1]) < rows
@@ -225,10 +232,10 @@ class Assignment:
         """Return a rank's share of the last batches together, filled with rows from the start of the epoch."""
         left, first = ([row for batch in batches for row in batch] for batches in (block, first_units))
         share = cut(len(left), self.plan.num_shards, shard, True, rows * self.plan.num_shards)
-        mine = left[share.first : share.first + rows]
+        own_rows = left[share.first : share.first + rows]
         pads = range(max(share.first, len(left)), share.first + rows)
-        mine.extend(first[(place - len(left)) % len(first)] for place in pads)
-        return (mine, None if share.real == rows else share.real, True)
+        own_rows.extend(first[(row_index - len(left)) % len(first)] for row_index in pads)
+        return (own_rows, None if share.real == rows else share.real, True)
 
     def _take(self, block: list[Any], first_units: list[Any], shard: int) -> tuple[list[Any], int]:
         """Return a rank's share of a block, padded from the start of the epoch, and the number of real units in it."""
@@ -236,10 +243,10 @@ class Assignment:
         if not block or (len(block) < plan.global_batch and plan.drop_last):
             return [], 0
         share = cut(len(block), plan.num_shards, shard, plan.even, plan.whole)
-        mine = block[share.first : share.first + share.rows]
+        own_units = block[share.first : share.first + share.rows]
         pads = range(max(share.first, len(block)), share.first + share.rows)
-        mine.extend(first_units[(place - len(block)) % len(first_units)] for place in pads)
-        return mine, share.real
+        own_units.extend(first_units[(unit_index - len(block)) % len(first_units)] for unit_index in pads)
+        return own_units, share.real
 
     def _real_or_none(self, real: int, rows: int, done: int) -> int | None:
         real = self._num_real(real, done)
@@ -247,8 +254,8 @@ class Assignment:
 
     def _num_real(self, real: int, done: int) -> int:
         """Return the number of the `real` units from index `done` of this rank's order on that are not padding."""
-        own = self.order.num_real() if isinstance(self.order, DistributedOrder | PartOrder) else None
-        return real if own is None else min(max(own - done, 0), real)
+        num_own_units = self.order.num_real() if isinstance(self.order, DistributedOrder | PartOrder) else None
+        return real if num_own_units is None else min(max(num_own_units - done, 0), real)
 
     def _shares_of(self, round_: list[IndexBatch | None]) -> list[IndexBatch | None]:
         assert self.split is not None, "only split assignments share batches"
@@ -259,21 +266,28 @@ class Assignment:
     def _share_of(self, index_batch: IndexBatch, share: int) -> IndexBatch | None:
         assert self.split is not None, "only split assignments share batches"
         num_shares, size, even = self.split[0], len(index_batch[0]), self.plan.even
-        whole = self.fill if size <= (self.fill or 0) else None
-        mine = cut(size, num_shares, share, even, whole)
+        full_size = self.fill if size <= (self.fill or 0) else None
+        rank_share = cut(size, num_shares, share, even, full_size)
         if (
-            whole is None and not cut(size, num_shares, num_shares - 1, even).rows
+            full_size is None and not cut(size, num_shares, num_shares - 1, even).rows
         ):  # raised on every rank, also on those with rows
             raise DataError(
                 f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have no samples in "
                 f"this step. Use batches of at least {num_shares} rows, set even_batches=True, or "
                 f"split_batches=False."
             )
-        if not mine.rows:
+        if not rank_share.rows:
             return None
-        indices = [index_batch[0][place % size] for place in range(mine.first, mine.first + mine.rows)]
-        real = mine.real if index_batch[1] is None else min(max(index_batch[1] - mine.first, 0), mine.real)
-        return (indices, None if real == mine.rows else real, index_batch[2])
+        indices = [
+            index_batch[0][row_index % size]
+            for row_index in range(rank_share.first, rank_share.first + rank_share.rows)
+        ]
+        real = (
+            rank_share.real
+            if index_batch[1] is None
+            else min(max(index_batch[1] - rank_share.first, 0), rank_share.real)
+        )
+        return (indices, None if real == rank_share.rows else real, index_batch[2])
 
 
 def assignment_of(
@@ -393,8 +407,8 @@ class PlannedSampler(BatchSampler):
         self._position = position
 
     def __iter__(self) -> Iterator[list[Any]]:
-        at = replace(self._position.upcoming(), consumed=0)
-        for index_batch in self.assignment.index_batches(at):
+        position = replace(self._position.upcoming(), consumed=0)
+        for index_batch in self.assignment.index_batches(position):
             yield index_batch[0]
 
     def __len__(self) -> int:

@@ -57,20 +57,20 @@ class BatchSource(Protocol):
         """Return the number of batches of a whole epoch on this rank, if known."""
         ...
 
-    def begin(self, at: Position) -> Position:
-        """Return `at` with the state needed to enter its epoch again."""
+    def begin(self, position: Position) -> Position:
+        """Return `position` with the state needed to enter its epoch again."""
         ...
 
-    def remember(self, at: Position) -> Position:
-        """Return `at`, the start of an epoch, with the state that the user's sampler or stream carries over."""
+    def remember(self, position: Position) -> Position:
+        """Return `position`, the start of an epoch, with the state that the user's sampler or stream carries over."""
         ...
 
-    def first(self, at: Position) -> Any:
-        """Return the first batch of the epoch of `at`; None when it has none. Call before `open`."""
+    def first(self, position: Position) -> Any:
+        """Return the first batch of the epoch of `position`; None when it has none. Call before `open`."""
         ...
 
-    def open(self, at: Position) -> Iterator[Item]:
-        """Yield the batches from `at` to the end of its epoch."""
+    def open(self, position: Position) -> Iterator[Item]:
+        """Yield the batches from `position` to the end of its epoch."""
         ...
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:
@@ -107,14 +107,14 @@ class OuterSource:
     def size(self) -> int | None:
         return self._inner.size()
 
-    def begin(self, at: Position) -> Position:
-        return self._inner.begin(at)
+    def begin(self, position: Position) -> Position:
+        return self._inner.begin(position)
 
-    def remember(self, at: Position) -> Position:
-        return self._inner.remember(at)
+    def remember(self, position: Position) -> Position:
+        return self._inner.remember(position)
 
-    def first(self, at: Position) -> Any:
-        return self._inner.first(at)
+    def first(self, position: Position) -> Any:
+        return self._inner.first(position)
 
     def change(self, name: str, value: Any) -> None:
         self._inner.change(name, value)
@@ -157,40 +157,42 @@ class IndexedSource:
     def steps(self) -> int | None:
         return self.assignment.steps()
 
-    def begin(self, at: Position) -> Position:
-        return self.assignment.order.begin(at)
+    def begin(self, position: Position) -> Position:
+        return self.assignment.order.begin(position)
 
-    def remember(self, at: Position) -> Position:
-        return self.begin(at) if at.generator is None else at
+    def remember(self, position: Position) -> Position:
+        return self.begin(position) if position.generator is None else position
 
-    def first(self, at: Position) -> Any:
+    def first(self, position: Position) -> Any:
         twin = self.copied()
-        twin.engine.generator = own_generator(at)
+        twin.engine.generator = own_generator(position)
         with self._process.kept():
-            seed_everything(derive_seed(at.seed, at.epoch, 6))
-            items = twin.open(replace(at, consumed=0, witness=None))
+            seed_everything(derive_seed(position.seed, position.epoch, 6))
+            items = twin.open(replace(position, consumed=0, witness=None))
             item = next(items, None)
         items.close()  # ends its workers
-        self.begin(at)  # the sampler has been drawn from
+        self.begin(position)  # the sampler has been drawn from
         return None if item is None else item[0]
 
-    def open(self, at: Position) -> Generator[Item]:
-        return self.read(self.assignment.index_batches(at), at)
+    def open(self, position: Position) -> Generator[Item]:
+        return self.read(self.assignment.index_batches(position), position)
 
-    def read(self, index_batches: Iterator[IndexBatch], at: Position) -> Generator[Item]:
-        """Yield the batches of the given batches of indices, which start at `at`."""
+    def read(self, index_batches: Iterator[IndexBatch], position: Position) -> Generator[Item]:
+        """Yield the batches of the given batches of indices, which start at `position`."""
         if not self._loader.num_workers and self._ahead == "never":
             notes = self._feed.load(index_batches, None)
-            return self._read(iter(self.engine), notes, at)
+            return self._read(iter(self.engine), notes, position)
         plan = self.assignment.plan
-        first = at.consumed // (plan.global_batch * self.assignment.stride) * self._batches_per_step
-        seed_of = partial(seed_of_batch, at.seed, at.epoch, plan.shard if self._shard is None else self._shard)
+        first = position.consumed // (plan.global_batch * self.assignment.stride) * self._batches_per_step
+        seed_of = partial(
+            seed_of_batch, position.seed, position.epoch, plan.shard if self._shard is None else self._shard
+        )
         if self._loader.num_workers:
             notes = self._feed.load(index_batches, map(seed_of, count(first)))
-            return self._read(iter(self.engine), notes, at)
+            return self._read(iter(self.engine), notes, position)
         notes, batches = self._feed.load(index_batches, None), iter(self.engine)
-        switch = ReadAhead(at.ahead) if self._ahead == "when large" else None
-        return self._read(self._seeded(batches, seed_of, first, switch), notes, at, switch)
+        switch = ReadAhead(position.ahead) if self._ahead == "when large" else None
+        return self._read(self._seeded(batches, seed_of, first, switch), notes, position, switch)
 
     def _seeded(
         self, batches: Iterator[Any], seed_of: Callable[[int], int], first: int, switch: ReadAhead | None
@@ -211,17 +213,17 @@ class IndexedSource:
             yield batch
 
     def reached(self, start: Position, steps: int, source_state: Any) -> Position:
-        order, stride, part = self.assignment.order, self.assignment.stride, None
+        order, stride, shard_part = self.assignment.order, self.assignment.stride, None
         first = start.consumed // stride
         consumed = first + steps * self.assignment.plan.global_batch
         if isinstance(order, PartOrder):
-            part, order = order.part(stride), order.inner
+            shard_part, order = order.part(stride), order.inner
         elif (size := order.size()) is not None:
             consumed = min(consumed, max(size, first))
         consumed *= stride
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
         ahead = source_state.now if isinstance(source_state, ReadAhead) else start.ahead
-        return replace(start, consumed=consumed, witness=witness, ahead=ahead, part=part)
+        return replace(start, consumed=consumed, witness=witness, ahead=ahead, part=shard_part)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
@@ -234,9 +236,9 @@ class IndexedSource:
         return IndexedSource(self._loader, assignment, self._rank, self._batches_per_step, self._ahead, self._shard)
 
     def _read(
-        self, batches: Iterator[Any], notes: deque[IndexBatch], at: Position, switch: ReadAhead | None = None
+        self, batches: Iterator[Any], notes: deque[IndexBatch], position: Position, switch: ReadAhead | None = None
     ) -> Generator[Item]:
-        whole = self.assignment.form == "items"
+        is_whole_batch = self.assignment.form == "items"
         take = notes.popleft
         number = 0
         while True:
@@ -245,7 +247,7 @@ class IndexedSource:
             except StopIteration:
                 return
             except Exception as error:  # of the user's dataset or a worker: any type, re-raised unchanged
-                self._explain(error, notes, at, number)
+                self._explain(error, notes, position, number)
             if not notes:
                 raise DataError(
                     f"{type(self._loader).__name__} returned an unexpected batch (rank {self._rank}, batch "
@@ -254,11 +256,11 @@ class IndexedSource:
                 )
             indices, real, last = take()
             number += 1
-            yield batch, None if real is None else Padding(real, None if whole else len(indices)), last, switch
+            yield batch, None if real is None else Padding(real, None if is_whole_batch else len(indices)), last, switch
 
-    def _explain(self, error: Exception, notes: deque[IndexBatch], at: Position, number: int) -> NoReturn:
+    def _explain(self, error: Exception, notes: deque[IndexBatch], position: Position, number: int) -> NoReturn:
         """Add rank, epoch, batch and indices to the error as a note, and re-raise it."""
-        where = f"rank {self._rank}, epoch {at.epoch}, batch {number} after position {at.consumed}"
+        where = f"rank {self._rank}, epoch {position.epoch}, batch {number} after position {position.consumed}"
         indices = notes[0][0] if notes else "unknown"
         if isinstance(indices, list) and len(indices) > _SHOWN_INDICES:
             indices = f"{indices[:_SHOWN_INDICES]} and {len(indices) - _SHOWN_INDICES} more"
@@ -282,9 +284,9 @@ def own_copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def own_generator(at: Position) -> torch.Generator:
+def own_generator(position: Position) -> torch.Generator:
     """Return the generator for the worker seeds of a DataLoader that reads separately."""
-    return torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, 5))
+    return torch.Generator().manual_seed(derive_seed(position.seed, position.epoch, 5))
 
 
 class Forwarding:

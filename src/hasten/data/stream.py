@@ -55,76 +55,82 @@ class StreamSource:
 
     def size(self) -> int | None:
         """Return the stream's length if its end can be computed: one reader, the same stream on all ranks."""
-        known = self._cutting.sharing == "strided" and self._num_workers == 1
-        return length_of(self._dataset) if known else None
+        is_known = self._cutting.sharing == "strided" and self._num_workers == 1
+        return length_of(self._dataset) if is_known else None
 
     def steps(self) -> int | None:
         size = self.size()
         return None if size is None else self._cutting.plan.steps(size)
 
-    def begin(self, at: Position) -> Position:
-        return at
+    def begin(self, position: Position) -> Position:
+        return position
 
-    def remember(self, at: Position) -> Position:
-        if at.stream is not None:
-            return at
+    def remember(self, position: Position) -> Position:
+        if position.stream is not None:
+            return position
         persistent = self._loader.num_workers and self._loader.persistent_workers
-        here = self._shard.hasten_carried.capture()
-        workers = tuple(WorkerState(origin=(end if persistent and end is not None else here)) for end in self._ends)
-        return at if all(worker.origin is None for worker in workers) else self._encode(at, StreamState(workers, 0))
+        current_origin = self._shard.hasten_carried.capture()
+        workers = tuple(
+            WorkerState(origin=(end if persistent and end is not None else current_origin)) for end in self._ends
+        )
+        return (
+            position
+            if all(worker.origin is None for worker in workers)
+            else self._encode(position, StreamState(workers, 0))
+        )
 
-    def first(self, at: Position) -> Any:
+    def first(self, position: Position) -> Any:
         twin = self.copied()
-        twin.engine.generator = own_generator(at)
-        start = twin._decode(at)
+        twin.engine.generator = own_generator(position)
+        start = twin._decode(position)
         beginning = StreamState(tuple(WorkerState(origin=worker.origin) for worker in start.workers), 0)
         carried = self._shard.hasten_carried
-        before = carried.capture()
+        saved_state = carried.capture()
         if all(worker.origin is None for worker in start.workers):
             carried.restore(None)
-        items = twin._items(beginning, at)
+        items = twin._items(beginning, position)
         item = next(items, None)
         items.close()  # ends its workers
-        carried.restore(before)  # without workers, the dataset itself has been read
+        carried.restore(saved_state)  # without workers, the dataset itself has been read
         return None if item is None else item[0]
 
-    def open(self, at: Position) -> Iterator[Item]:
-        start = self._decode(at)
+    def open(self, position: Position) -> Iterator[Item]:
+        start = self._decode(position)
         cutting = self._cutting
         agrees = self._comm.size > 1 and cutting.even and self.size() is None
         # Ranks with separate shards may run out before others, and then repeat the epoch's first batch.
         pads = agrees and cutting.sharing != "strided" and not cutting.drop_last
-        first = self.first(at) if pads and start.position else None
-        if at.stream is not None:  # persistent workers of an earlier epoch do not see the new start
+        first = self.first(position) if pads and start.position else None
+        if position.stream is not None:  # persistent workers of an earlier epoch do not see the new start
             self.engine.__dict__["_iterator"] = None
         if first is not None and shares_epochs(self._loader.dataset):
             self._comm.barrier("first batch of a stream")  # the first iterator has counted the epoch on every rank
-        items = self._items(start, at)
+        items = self._items(start, position)
         if not agrees:
             return looking_ahead(items)
         return agreed(items, self._comm, cutting.drop_last, start, first)
 
-    def _items(self, start: StreamState, at: Position) -> Generator[Item]:
+    def _items(self, start: StreamState, position: Position) -> Generator[Item]:
         """Yield the batches from a state on."""
         shard = self._shard
         shard.hasten_serial += 1
-        shard.hasten_control.copy_(torch.tensor([at.epoch, shard.hasten_serial, derive_seed(at.seed)]))
+        shard.hasten_control.copy_(torch.tensor([position.epoch, shard.hasten_serial, derive_seed(position.seed)]))
         shard.hasten_start = start
         with nullcontext() if self._loader.num_workers else self._process.kept():
             blocks = iter(self.engine)
-        return self._read(blocks, start, at)
+        return self._read(blocks, start, position)
 
     def reached(self, start: Position, steps: int, source_state: StreamState) -> Position:
         return self._encode(start, source_state)
 
-    def _encode(self, at: Position, state: StreamState) -> Position:
+    def _encode(self, position: Position, state: StreamState) -> Position:
         workers = state.workers
         stream: dict[str, Any] = {
             "workers": self._num_workers,
             "positions": [worker.position for worker in workers],
             "turn": state.turn,
         }
-        if (states := self._states(at, workers)) is not None:
+        if (states := self._states(position, workers)) is not None:
             stream["states"] = states
         if any(worker.rng is not None for worker in workers):
             stream["rngs"] = [None if worker.rng is None else encode_states(worker.rng) for worker in workers]
@@ -132,9 +138,9 @@ class StreamSource:
             stream["origins"] = [worker.origin for worker in workers]
         if self._cutting.sharing != "strided":
             stream["shards"] = self._cutting.num_shards
-        return replace(at, consumed=state.position, stream=stream)
+        return replace(position, consumed=state.position, stream=stream)
 
-    def _states(self, at: Position, workers: tuple[WorkerState, ...]) -> list[Any] | None:
+    def _states(self, position: Position, workers: tuple[WorkerState, ...]) -> list[Any] | None:
         """Return the states of the workers' streams; None if they are read again up to their positions."""
         states = [worker.state for worker in workers]
         if COUNTED not in states:
@@ -142,17 +148,17 @@ class StreamSource:
         if any(state is None and worker.position for state, worker in zip(states, workers, strict=True)):
             return None
         positions = [worker.position for worker in workers]
-        return counted_states(self._loader.dataset, positions, at.epoch, self._cutting.num_shards)
+        return counted_states(self._loader.dataset, positions, position.epoch, self._cutting.num_shards)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
-        rounds, more = divmod(num_batches, self._num_workers)
+        rounds, num_extra = divmod(num_batches, self._num_workers)
         size = self._cutting.plan.global_batch
         origins = (start.stream or {}).get("origins", (None,))
         workers = tuple(
-            WorkerState((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
+            WorkerState((rounds + (worker < num_extra)) * size, origin=origins[worker % len(origins)])
             for worker in range(self._num_workers)
         )
-        return self._encode(start, StreamState(workers, more))
+        return self._encode(start, StreamState(workers, num_extra))
 
     def change(self, name: str, value: Any) -> None:
         setattr(self.engine, name, BlockCollate(value, self._cutting) if name == "collate_fn" else value)
@@ -161,10 +167,10 @@ class StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
         return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank)
 
-    def _decode(self, at: Position) -> StreamState:
-        if at.stream is None:
+    def _decode(self, position: Position) -> StreamState:
+        if position.stream is None:
             return StreamState((WorkerState(),) * self._num_workers, 0)
-        saved, stream = at.stream["workers"], at.stream
+        saved, stream = position.stream["workers"], position.stream
         origins = stream.get("origins", (None,) * saved)
         if self._made_with is not None and any(origin not in (None, self._made_with) for origin in origins):
             raise DataError(
@@ -191,15 +197,15 @@ class StreamSource:
                 f"Set num_workers={saved}."
             )
         shards = stream.get("shards", self._cutting.num_shards)
-        own = self._cutting.sharing != "strided"
-        if shards != self._cutting.num_shards or ("shards" in stream) != own:
+        has_own_shard = self._cutting.sharing != "strided"
+        if shards != self._cutting.num_shards or ("shards" in stream) != has_own_shard:
             raise DataError(
                 f"the stream's position was saved with the dataset's shards split over {shards} rank(s), and there are "
                 f"{self._cutting.num_shards} now; the parts of the ranks differ, so samples would be lost or "
                 f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
 
-    def _read(self, blocks: Iterator[Any], start: StreamState, at: Position) -> Generator[Item]:
+    def _read(self, blocks: Iterator[Any], start: StreamState, position: Position) -> Generator[Item]:
         workers = list(start.workers)
         number = 0
         in_process = not self._loader.num_workers
@@ -211,8 +217,8 @@ class StreamSource:
                 return
             except Exception as error:  # of the user's dataset or a worker: any type, re-raised unchanged
                 error.add_note(
-                    f"hasten: reading the stream failed on rank {self._rank}, epoch {at.epoch}, batch {number} after "
-                    f"element {at.consumed}."
+                    f"hasten: reading the stream failed on rank {self._rank}, epoch {position.epoch}, batch {number} after "
+                    f"element {position.consumed}."
                 )
                 raise
             batch, padding, (_, worker, state, blank) = block
@@ -257,17 +263,17 @@ def agreed(
         comm, _FAILED if error else _MORE if item is not None else _ENDED if start.position else _EMPTY
     )
     _raise_failures(gathered, error, comm)
-    more = _has_next_step(gathered, comm, drop_last)
+    has_next = _has_next_step(gathered, comm, drop_last)
     state = start
-    while more:
+    while has_next:
         batch, padding, _, state = (
             (trees.map_leaves(own_copy, first), Padding(0, None), False, state) if item is None else item
         )
         item, error = _next(items)
         gathered = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED)
         _raise_failures(gathered, error, comm)
-        more = _has_next_step(gathered, comm, drop_last)
-        yield batch, padding, not more, state
+        has_next = _has_next_step(gathered, comm, drop_last)
+        yield batch, padding, not has_next, state
 
 
 def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
@@ -278,15 +284,15 @@ def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
         return None, error
 
 
-def _share_ends(comm: Comm, mine: int) -> list[int]:
-    gathered: list[int] = comm.all_gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()
+def _share_ends(comm: Comm, own_end: int) -> list[int]:
+    gathered: list[int] = comm.all_gather(torch.tensor([own_end], dtype=torch.int64)).flatten().tolist()
     return gathered
 
 
 def _raise_failures(gathered: list[int], error: Exception | None, comm: Comm) -> None:
     if error is not None:
         raise error
-    failed = [comm.ranks[member] for member, said in enumerate(gathered) if said == _FAILED]
+    failed = [comm.ranks[member] for member, end in enumerate(gathered) if end == _FAILED]
     if failed:
         raise PeerFailedError(
             f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank cannot take a step with them. See the "
@@ -295,14 +301,14 @@ def _raise_failures(gathered: list[int], error: Exception | None, comm: Comm) ->
 
 
 def _has_next_step(gathered: list[int], comm: Comm, drop_last: bool) -> bool:
-    empty = [comm.ranks[member] for member, said in enumerate(gathered) if said == _EMPTY]
+    empty = [comm.ranks[member] for member, end in enumerate(gathered) if end == _EMPTY]
     if empty and len(empty) < len(gathered) and not drop_last:
         raise DataError(
             f"the stream has no sample for rank(s) {', '.join(map(str, empty))} of {len(gathered)}, so these ranks could not take part in a "
             f"step. Give the dataset at least {len(gathered)} shards, or samples for every rank; "
             f"drop_last=True ends the epoch with the shortest rank, even_batches=False ends each rank separately."
         )
-    return all(said == _MORE for said in gathered) if drop_last else any(said == _MORE for said in gathered)
+    return all(end == _MORE for end in gathered) if drop_last else any(end == _MORE for end in gathered)
 
 
 def ended(item: Item) -> Item:

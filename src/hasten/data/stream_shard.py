@@ -113,15 +113,15 @@ class Cutting:
 
         A separate shard has separate rounds, whose last block is filled, because other ranks end elsewhere.
         """
-        alone = self.sharing != "strided"
+        has_own_shard = self.sharing != "strided"
         return LoaderPlan(
             how="shard",
-            num_shards=1 if alone else self.num_shards,
-            shard=0 if alone else self.shard,
-            global_batch=self.rows if alone else self.step or self.rows * self.num_shards,
+            num_shards=1 if has_own_shard else self.num_shards,
+            shard=0 if has_own_shard else self.shard,
+            global_batch=self.rows if has_own_shard else self.step or self.rows * self.num_shards,
             drop_last=self.drop_last,
             even=self.even,
-            pad="full" if alone and self.num_shards > 1 else self.pad,
+            pad="full" if has_own_shard and self.num_shards > 1 else self.pad,
         )
 
 
@@ -157,8 +157,8 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
         state = state._replace(origin=carried.capture())
         # Ranks that read the same elements draw the same numbers; so do ranks that shuffle before they split.
         alike = cutting.sharing in ("strided", "given")
-        place = (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
-        rng = OwnRng(derive_seed(*place, 3), self.hasten_process)
+        seed_numbers = (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
+        rng = OwnRng(derive_seed(*seed_numbers, 3), self.hasten_process)
         begin_anew(dataset, epoch)
         with rng.entered():
             stream = _part_of(dataset, cutting, worker, num_workers)
@@ -216,12 +216,12 @@ class _Cutter:
         resumed_by_state = start.state is not None and self._shares_epochs
         while True:
             with self._rng.entered():
-                wanted = self._num_first - len(first_elements)
-                round_ = _round(elements, plan, self._shards, wanted)
+                num_wanted = self._num_first - len(first_elements)
+                round_ = _round(elements, plan, self._shards, num_wanted)
             if resumed_by_state:
                 first_elements.clear()
             else:
-                first_elements += round_.first[: max(wanted, 0)]
+                first_elements += round_.first[: max(num_wanted, 0)]
             full = round_.taken == plan.global_batch
             if not round_.taken or (not full and plan.drop_last):
                 break
@@ -246,12 +246,16 @@ class _Cutter:
         if not share.rows:
             return None
         end = share.first + share.rows
-        mine = round_.held[share.first - round_.begin : end - round_.begin]
+        own_samples = round_.held[share.first - round_.begin : end - round_.begin]
         pads = range(max(share.first, round_.taken), end)
-        mine.extend(first_elements[(place - round_.taken) % len(first_elements)] for place in pads)
+        own_samples.extend(
+            first_elements[(element_index - round_.taken) % len(first_elements)] for element_index in pads
+        )
         name = self._names[shard - self._shards.start]
         seed = derive_seed(*self._seeds, name, self._worker, position, 4)
-        return RankSamples(mine if self._batched else mine[0], None if share.real == share.rows else share.real, seed)
+        return RankSamples(
+            own_samples if self._batched else own_samples[0], None if share.real == share.rows else share.real, seed
+        )
 
     def _seek(self, start: WorkerState) -> tuple[list[Any], Iterator[Any]]:
         """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
@@ -298,15 +302,19 @@ class BlockCollate:
 
     def __call__(self, block: SampleBlock) -> tuple[Any, Padding | None, SampleBlock]:
         """Return (batch, padding, block without samples); if one rank reads for all, a list of (batch, padding)."""
-        parts = [None if one is None else self._collated(one) for one in block.samples]
-        batch, padding = (parts, None) if self.cutting.every else (parts and parts[0]) or (None, None)
+        rank_batches = [
+            None if rank_samples is None else self._collated(rank_samples) for rank_samples in block.samples
+        ]
+        batch, padding = (
+            (rank_batches, None) if self.cutting.every else (rank_batches and rank_batches[0]) or (None, None)
+        )
         return batch, padding, block._replace(samples=())
 
-    def _collated(self, mine: RankSamples) -> tuple[Any, Padding | None]:
-        seed_everything(mine.seed)
-        batch = self.collate_fn(mine.samples)
-        rows = len(mine.samples) if self.cutting.batched else None
-        padding = None if mine.real is None else Padding(mine.real, rows)
+    def _collated(self, rank_samples: RankSamples) -> tuple[Any, Padding | None]:
+        seed_everything(rank_samples.seed)
+        batch = self.collate_fn(rank_samples.samples)
+        rows = len(rank_samples.samples) if self.cutting.batched else None
+        padding = None if rank_samples.real is None else Padding(rank_samples.real, rows)
         if self.cutting.split is not None:
             batch, padding = split_batch(batch, *self.cutting.split, even=self.cutting.even)
         return batch, padding
@@ -324,8 +332,8 @@ def split_batch(
         real = share.rows if padding is None else min(max(padding.real - share.first, 0), share.rows)
         rows = trees.slice_rows(batch, slice(share.first, share.first + share.rows), size)
         return rows, None if real == share.rows else Padding(real, share.rows)
-    places = torch.arange(share.first, share.first + share.rows) % size
-    wrapped = trees.map_tensors(lambda x: x[places.to(x.device)] if x.ndim and x.shape[0] == size else x, batch)
+    row_indices = torch.arange(share.first, share.first + share.rows) % size
+    wrapped = trees.map_tensors(lambda x: x[row_indices.to(x.device)] if x.ndim and x.shape[0] == size else x, batch)
     real = share.real if padding is None else min(max(padding.real - share.first, 0), share.real)
     return wrapped, Padding(real, share.rows)
 
@@ -349,16 +357,16 @@ def _round(elements: Iterator[Any], plan: LoaderPlan, shards: range, num_first: 
     The longer the round, the fewer of its first elements can belong to a rank: at most a quarter of a round is held.
     """
     full = plan.part(plan.global_batch, shard=shards[-1])
-    end, first, held, begin, taken = full.first + full.rows, [], deque[Any](), 0, 0
+    end, first, held_elements, begin, taken = full.first + full.rows, [], deque[Any](), 0, 0
     while taken < end and (piece := list(islice(elements, min(full.rows, end - taken)))):
         first += piece[: max(num_first - taken, 0)]
-        held.extend(piece)
+        held_elements.extend(piece)
         taken += len(piece)
         while begin < min(plan.part(taken, shard=shards[0]).first, taken):
-            held.popleft()
+            held_elements.popleft()
             begin += 1
     taken += _skip(elements, plan.global_batch - taken) if taken == end else 0
-    return _Round(first, list(held), begin, taken)
+    return _Round(first, list(held_elements), begin, taken)
 
 
 def _skip(elements: Iterator[Any], count: int) -> int:
