@@ -41,6 +41,7 @@ from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
+from hasten.config.resolve import Resolved
 from hasten.config.root import Config
 from hasten.config.sections.loop import (
     AutocastKwargs,
@@ -63,7 +64,7 @@ from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.loss_weights import LossWeights
 from hasten.optim.optimizer import PreparedOptimizer, settle
-from hasten.optim.run_part import Objects, parts_of_every_run
+from hasten.optim.run_part import Objects, RunPart, parts_of_every_run
 from hasten.optim.window import divided
 from hasten.precision.build import build_precision
 from hasten.runtime.context import ProcessContext
@@ -208,7 +209,7 @@ class Accelerator:
         self._is_checked: Callable[[str], bool] = lambda setting: (
             context is None or settings.source(setting).kind == "code"  # who passes a context watches it
         )
-        self._add_parts()
+        self._add_parts(settings)
 
     # -- components that are created on first use -------------------------------------------------------------------
     @cached_property
@@ -267,13 +268,12 @@ class Accelerator:
 
         return ContextParallel(self.config.parallelism, self.ctx, self._clock, lambda: self._prepared.models)
 
-    def _add_parts(self) -> None:
+    def _add_parts(self, settings: Resolved) -> None:
         """Add the parts of this run, in the order of their events."""
         if self.ctx.mesh.cp > 1 and not self._strategy.caps.splits_sequences:
             self._preparer.on_call = lambda model: self._context.follow(model, self._strategy.unwrap(model))
-        run_parts = self._clock.parts
-        preemption = self._preemption = Preemption(self.ctx.world, self._clock)
-        run_parts.add(preemption)
+        self._preemption = Preemption(self.ctx.world, self._clock)
+        members: list[RunPart] = [self._preemption]
         self._rollback: Rollback | None = None
         number_settings = numbers_settings(self.config, self._strategy, self._precision)
         if number_settings is not None:
@@ -282,7 +282,7 @@ class Accelerator:
                 self._rollback = Rollback(
                     find_newest, self.load_state, self._clock.loaders, max_rollbacks, self.is_main_process
                 )
-                run_parts.add(self._rollback)
+                members.append(self._rollback)
             numbers_watch = NumbersWatch(
                 self._prepared,
                 self.unwrap_model,
@@ -292,13 +292,14 @@ class Accelerator:
                 self._rollback,
                 lambda: self._saving.newest(),
             )
-            run_parts.add(numbers_watch)
+            members.append(numbers_watch)
         if self.config.checkpoint_in_memory is not None:
             load("run_parts", "checkpoint_in_memory")  # an error if nothing provides it
         if self._run_log is not None:
-            run_parts.add(RunLogPart(self._run_log, self._clock))
-        for part in parts_of_every_run() or parts_of_extensions(self.config):
-            run_parts.add(part)
+            members.append(RunLogPart(self._run_log, self._clock))
+        members += parts_of_every_run() or parts_of_extensions(settings)
+        run_parts = self._clock.parts
+        run_parts.add(*members)
         for begin in run_parts.built:
             begin(components(self))
         log.debug("the parts of this run, with their events:\n%s", run_parts)

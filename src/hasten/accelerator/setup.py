@@ -177,24 +177,27 @@ class RunLogPart(RunPart):
             log.warning("the run log could not note a save or load: %s", error)
 
 
-def parts_of_extensions(config: Config) -> list[RunPart]:
+def parts_of_extensions(settings: Resolved) -> list[RunPart]:
     """Return the parts of a run that extensions offer and the settings ask for."""
     parts: list[RunPart] = []
     for extension in installed():
         for name, place in extension.run_parts.items():
-            if _is_asked_for(extension.run_part_settings.get(name), config):
+            if _is_asked_for(extension.run_part_settings.get(name), settings):
                 parts.append(Offer("run_parts", name, place, extension.name).load()())
     return parts
 
 
-def _is_asked_for(setting: str | None, config: Config) -> bool:
+def _is_asked_for(setting: str | None, settings: Resolved) -> bool:
     """Return whether a setting or section differs from its default, or a $VARIABLE is set."""
     if setting is None:
         return True
     if setting.startswith("$"):
         return bool(env.snapshot().get(setting[1:]))
-    value, default = attrgetter(setting)(config), attrgetter(setting)(Config())
-    return bool(value != default)
+    path = tuple(setting.split("."))
+    if all(given[: len(path)] != path for given in settings.entries):
+        return False
+    read = attrgetter(setting)
+    return bool(read(settings.config) != read(Config()))
 
 
 def _setting(entry: SettingEntry) -> list[str]:

@@ -173,9 +173,9 @@ class RunParts:
     def __init__(self, *parts: RunPart) -> None:
         self._set(parts)
 
-    def add(self, part: RunPart) -> None:
-        """Add a part, behind the others."""
-        self._set((*self.members, part))
+    def add(self, *parts: RunPart) -> None:
+        """Add parts, behind the others."""
+        self._set((*self.members, *parts))
 
     def forget(self, part: RunPart, *events: str) -> None:
         """Call a part at these events no more."""

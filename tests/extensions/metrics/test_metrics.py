@@ -205,8 +205,7 @@ def test_a_process_that_ends_or_fails_is_not_held(tmp_path: Path) -> None:
             """
             import sys
             from hasten import Accelerator
-            from hasten.extensions.metrics.settings import MetricsSettings
-from hasten.extensions.metrics.part import metrics_of
+            from hasten.extensions.metrics.part import metrics_of
             accelerator = Accelerator(cpu=True, metrics={"port": 0})
             print(metrics_of(accelerator).server.port, flush=True)
             if sys.argv[1] == "fail":
