@@ -28,40 +28,40 @@ def refuse_combinations(config: Config, ctx: ProcessContext, compiles: bool) -> 
 
     Raises: ConfigError with an alternative.
     """
-    asked = f"offload={config.offload!r}"
-    own = {
+    offload_setting = f"offload={config.offload!r}"
+    engine_settings = {
         "deepspeed": "deepspeed.offload_optimizer_device and deepspeed.offload_param_device",
         "megatron": "megatron.optimizer_cpu_offload",
         "xla": "more devices and strategy='xla' with sharding",
     }
     engine = "xla" if ctx.device.type == "xla" else config.strategy
-    if engine in own:
+    if engine in engine_settings:
         raise ConfigError(
-            f"{asked} is not supported with strategy={engine!r}, which updates the parameters itself, so nothing would be offloaded. Use "
-            f"{own[engine]}, or strategy='fsdp'."
+            f"{offload_setting} is not supported with strategy={engine!r}, which updates the parameters itself, so nothing would be offloaded. Use "
+            f"{engine_settings[engine]}, or strategy='fsdp'."
         )
     if config.fsdp.cpu_offload:
         raise ConfigError(
-            f"{asked} and fsdp.cpu_offload=True both decide where training state is, and cpu_offload also computes updates on the CPU. Remove "
+            f"{offload_setting} and fsdp.cpu_offload=True both decide where training state is, and cpu_offload also computes updates on the CPU. Remove "
             "fsdp.cpu_offload; offload='all' keeps the same state in host memory."
         )
     if config.offload != "optimizer":
-        _refuse_with_parameters(config, ctx, asked, compiles)
+        _refuse_with_parameters(config, ctx, offload_setting, compiles)
 
 
-def _refuse_with_parameters(config: Config, ctx: ProcessContext, asked: str, compiles: bool) -> None:
+def _refuse_with_parameters(config: Config, ctx: ProcessContext, offload_setting: str, compiles: bool) -> None:
     """Raise for settings with which parameters cannot be in host memory."""
     sizes = {str(axis): ctx.mesh.size(axis) for axis in (Axis.PP, Axis.TP, Axis.CP) if ctx.mesh.size(axis) > 1}
     if sizes or ctx.mesh.ep > 1:
-        shown = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items()) or f"ep_size={ctx.mesh.ep}"
+        shown_sizes = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items()) or f"ep_size={ctx.mesh.ep}"
         raise ConfigError(
-            f"{asked} is not supported with {shown}: parameters in host memory have only been tested on one device and with FSDP2's shards. "
+            f"{offload_setting} is not supported with {shown_sizes}: parameters in host memory have only been tested on one device and with FSDP2's shards. "
             "Use offload='optimizer', or only dp_shard_size."
         )
-    sharded = config.strategy == "fsdp" or (config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1)
-    if ctx.world.size > 1 and not sharded:
+    is_sharded = config.strategy == "fsdp" or (config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1)
+    if ctx.world.size > 1 and not is_sharded:
         raise ConfigError(
-            f"{asked} is not supported with strategy={config.strategy!r} on {ctx.world.size} processes, whose replicas keep all parameters on "
+            f"{offload_setting} is not supported with strategy={config.strategy!r} on {ctx.world.size} processes, whose replicas keep all parameters on "
             "the device. Use strategy='fsdp', or offload='optimizer'."
         )
     if compiles:
@@ -69,12 +69,12 @@ def _refuse_with_parameters(config: Config, ctx: ProcessContext, asked: str, com
             f"dynamo backend {config.dynamo.backend!r}" if config.dynamo.backend != "no" else "performance.compile"
         )
         raise ConfigError(
-            f"{asked} is not supported with {setting}: compiled code does not expect parameters that move between host and device. Use "
+            f"{offload_setting} is not supported with {setting}: compiled code does not expect parameters that move between host and device. Use "
             "offload='optimizer', or dynamo_backend='no' and performance={'compile': False}."
         )
     if config.mixed_precision == "fp8":
         raise ConfigError(
-            f"{asked} is not supported with mixed_precision='fp8', which replaces the layers whose parameters are streamed. Use 'bf16', or "
+            f"{offload_setting} is not supported with mixed_precision='fp8', which replaces the layers whose parameters are streamed. Use 'bf16', or "
             "offload='optimizer'."
         )
 
@@ -85,13 +85,13 @@ def refuse_unsplittable(optimizer: Optimizer) -> None:
     Raises: PrepareError with alternatives.
     """
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    sharded = any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
-    if type(optimizer) not in (ELEMENTWISE if sharded else (*ELEMENTWISE, Adafactor, Muon)):
-        why = (
+    is_sharded = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if type(optimizer) not in (ELEMENTWISE if is_sharded else (*ELEMENTWISE, Adafactor, Muon)):
+        reason = (
             "its state is sparse" if isinstance(optimizer, SparseAdam) else "it may need all (whole) parameters at once"
         )
         raise PrepareError(
-            f"offload is not supported with {name}: state in host memory is updated in pieces, and {why}, so results could differ from those "
+            f"offload is not supported with {name}: state in host memory is updated in pieces, and {reason}, so results could differ from those "
             "without offload. Use AdamW, Adam, SGD or another optimizer of torch that updates each element by itself, or leave offload out."
         )
     for group in optimizer.param_groups:
@@ -114,20 +114,20 @@ def stream_updates(
     Blocks of the models ask for the memory of pieces that are still written back, before their activations need it.
     """
     refuse_unsplittable(optimizer)
-    streamed = any(is_streamed(p) for group in optimizer.param_groups for p in group["params"])
+    is_streamed_model = any(is_streamed(parameter) for group in optimizer.param_groups for parameter in group["params"])
     update = StreamedUpdate(
         optimizer,
         lanes_for(ctx.device),
         memory_use(ctx.device),
         boundary,
         moves_state=config.offload != "parameters",
-        parameters=StreamedParameters() if streamed else None,
+        parameters=StreamedParameters() if is_streamed_model else None,
     )
     blocks = [block for model in models for _, block in repeated_blocks(model)]
     update.drains_in_forward = bool(blocks)
-    call = weakly(update.before_block)
+    before_block = weakly(update.before_block)
     for block in blocks:
-        block.register_forward_pre_hook(lambda module, inputs: call())
+        block.register_forward_pre_hook(lambda module, inputs: before_block())
 
 
 OPTIMIZER_STATE: Final = OfferedOffload(refuse_combinations, stream_updates)

@@ -55,41 +55,47 @@ class MemoryBudget:
         self._previous: list[_Sample] = []
         self._updated = False
 
-    def sample(self, held: int, in_forward: bool = False) -> None:
+    def sample(self, held_bytes: int, in_forward: bool = False) -> None:
         """Record the current memory use; `held` bytes of it are fetched state."""
         if self._use is not None:
             now, peak = self._use.now_and_most()
-            self._samples.append(_Sample(now - held, in_forward))
-            self._peak = max(self._peak, now - held, 0 if self._updated else peak)
+            self._samples.append(_Sample(now - held_bytes, in_forward))
+            self._peak = max(self._peak, now - held_bytes, 0 if self._updated else peak)
 
     def end_step(self) -> None:
         """Take the samples since the last call as the prediction for the next step."""
         self._previous, self._samples, self._updated = self._samples, [], True
 
-    def fits_ahead(self, held: int, more: int) -> bool:
+    def fits_ahead(self, held_bytes: int, more_bytes: int) -> bool:
         """Return whether `more` bytes may be fetched during the backward, beside `held` ones."""
-        coming = [sample.used for sample in self._previous[max(len(self._samples) - 1, 0) :]]
-        return held + more <= self.floor_bytes or (bool(coming) and self._fits(held, more, max(coming)))
+        coming_samples = [sample.used for sample in self._previous[max(len(self._samples) - 1, 0) :]]
+        return held_bytes + more_bytes <= self.floor_bytes or (
+            bool(coming_samples) and self._fits(held_bytes, more_bytes, max(coming_samples))
+        )
 
-    def fits(self, held: int, more: int) -> bool:
+    def fits(self, held_bytes: int, more_bytes: int) -> bool:
         """Return whether `more` bytes may be fetched during the update, beside `held` ones."""
-        return held + more <= self.floor_bytes or self._fits(held, more, 0)
+        return held_bytes + more_bytes <= self.floor_bytes or self._fits(held_bytes, more_bytes, 0)
 
-    def is_tight(self, held: int) -> bool:
+    def is_tight(self, held_bytes: int) -> bool:
         """Return whether the next block, or the loss after it, may need memory of the `held` bytes beyond the fixed part."""
-        if self._use is None or held <= self.floor_bytes:
-            return held > self.floor_bytes
+        if self._use is None or held_bytes <= self.floor_bytes:
+            return held_bytes > self.floor_bytes
         count = len(self._samples)
-        before, coming = self._previous[max(count - 1, 0) : count], self._previous[count:][:1]
-        unseen = not coming or not coming[0].in_forward or bool(before and coming[0].used < before[0].used)
-        if unseen and self._peak + held > self._use.capacity():
+        samples_before, coming_samples = self._previous[max(count - 1, 0) : count], self._previous[count:][:1]
+        loss_follows = (
+            not coming_samples
+            or not coming_samples[0].in_forward
+            or bool(samples_before and coming_samples[0].used < samples_before[0].used)
+        )
+        if loss_follows and self._peak + held_bytes > self._use.capacity():
             return True
-        return not self._fits(held, 0, coming[0].used if coming else self._peak)
+        return not self._fits(held_bytes, 0, coming_samples[0].used if coming_samples else self._peak)
 
-    def _fits(self, held: int, more: int, coming: int) -> bool:
+    def _fits(self, held_bytes: int, more_bytes: int, coming_bytes: int) -> bool:
         if self._use is None:
             return False
-        return max(self._use.now_and_most()[0] - held, coming) + held + more <= self._peak
+        return max(self._use.now_and_most()[0] - held_bytes, coming_bytes) + held_bytes + more_bytes <= self._peak
 
 
 class _Sample(NamedTuple):

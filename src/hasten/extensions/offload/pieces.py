@@ -17,7 +17,7 @@ from hasten.runtime.streams import Mark
 
 MOST_PIECE_BYTES: Final = 128 * 1024**2
 """Largest parameters of a piece; its state under AdamW is twice as large."""
-_PIECES: Final = 32  # small models are divided as well, so that most of their state is in host memory
+_LEAST_NUM_PIECES: Final = 32  # small models are divided as well, so that most of their state is in host memory
 
 Given = ParamSpec("Given")
 Key = tuple[int, str]
@@ -37,12 +37,16 @@ class StateSlot:
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor in a piece's memory."""
         size = self.dtype.itemsize
-        count = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if _full(self) else 0
+        count = (
+            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+            if _has_elements(self)
+            else 0
+        )
         flat = memory[self.start : self.start + count * size].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 
 
-def _full(slot: StateSlot) -> bool:
+def _has_elements(slot: StateSlot) -> bool:
     return 0 not in slot.shape
 
 
@@ -86,8 +90,8 @@ class OffDevice:
 
     def memory(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's local memory if it is not on the device."""
-        own = local_tensor(parameter).detach()
-        return None if own.device.type == self._device.type else own
+        local_values = local_tensor(parameter).detach()
+        return None if local_values.device.type == self._device.type else local_values
 
     def rest(self, parameters: Iterable[Tensor]) -> None:
         """Do nothing: FSDP2 keeps no copies between passes."""
@@ -121,23 +125,23 @@ class UpdatePiece:
 
 def num_bytes(tensor: Tensor) -> int:
     """Return the bytes that this rank holds of a tensor."""
-    own = local_tensor(tensor)
-    return own.numel() * own.element_size()
+    local_values = local_tensor(tensor)
+    return local_values.numel() * local_values.element_size()
 
 
-def divide(groups: Sequence[Mapping[str, Any]], most_bytes: int | None = None) -> list[UpdatePiece]:
+def divide_into_pieces(groups: Sequence[Mapping[str, Any]], most_piece_bytes: int | None = None) -> list[UpdatePiece]:
     """Return the pieces of an optimizer's groups, those first whose gradients a backward usually computes first."""
-    total = sum(num_bytes(p) for group in groups for p in group["params"])
-    limit = most_bytes or min(MOST_PIECE_BYTES, total // _PIECES)
-    placed: list[tuple[float, UpdatePiece]] = []
+    total = sum(num_bytes(parameter) for group in groups for parameter in group["params"])
+    limit = most_piece_bytes or min(MOST_PIECE_BYTES, total // _LEAST_NUM_PIECES)
+    positioned_pieces: list[tuple[float, UpdatePiece]] = []
     for number, group in enumerate(groups):
         members: list[Tensor] = list(group["params"])[::-1]
-        done = 0
-        for part in _runs(members, limit):
-            placed.append((done / len(members), UpdatePiece(number, part)))
-            done += len(part)
-    placed.sort(key=lambda entry: entry[0])
-    return [piece for _, piece in placed]
+        num_divided = 0
+        for piece_parameters in _runs(members, limit):
+            positioned_pieces.append((num_divided / len(members), UpdatePiece(number, piece_parameters)))
+            num_divided += len(piece_parameters)
+    positioned_pieces.sort(key=lambda entry: entry[0])
+    return [piece for _, piece in positioned_pieces]
 
 
 def _runs(members: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
@@ -145,12 +149,12 @@ def _runs(members: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
     run: list[Tensor] = []
     size = 0
     for member in members:
-        own = num_bytes(member)
-        if run and size + own > limit:
+        member_bytes = num_bytes(member)
+        if run and size + member_bytes > limit:
             yield run
             run, size = [], 0
         run.append(member)
-        size += own
+        size += member_bytes
     if run:
         yield run
 
@@ -159,13 +163,13 @@ def lay_out(tensors: Mapping[Key, Tensor]) -> tuple[tuple[StateSlot, ...], int]:
     """Return the places of tensors in one block of memory, and its size in bytes."""
     slots, start = [], 0
     for key, tensor in tensors.items():
-        stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
         slots.append(StateSlot(key, start, tuple(tensor.shape), tuple(stride), tensor.dtype))
         start += aligned(tensor.numel() * tensor.element_size())
     return tuple(slots), start
 
 
-def _dense(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """Return whether the elements occupy memory without gaps and overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -179,11 +183,13 @@ def _dense(tensor: Tensor) -> bool:
 def sort_like_groups(optimizer: Optimizer) -> None:
     """Order the state as the groups are, as a step over all parameters creates it, so that checkpoints are the same."""
     state = optimizer.state
-    wanted = [p for group in optimizer.param_groups for p in group["params"] if p in state]
-    if len(wanted) == len(state) and any(a is not b for a, b in zip(wanted, state, strict=True)):
-        ordered = [(parameter, state[parameter]) for parameter in wanted]
+    ordered_parameters = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    if len(ordered_parameters) == len(state) and any(
+        a is not b for a, b in zip(ordered_parameters, state, strict=True)
+    ):
+        ordered_state = [(parameter, state[parameter]) for parameter in ordered_parameters]
         state.clear()
-        state.update(ordered)
+        state.update(ordered_state)
 
 
 class _Hidden:
@@ -196,10 +202,13 @@ class _Hidden:
 def hide_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:  # Any: the state of any optimizer
     """Return the state of a state dict with its tensors hidden from torch, which would move all of them to the device."""
     return {
-        name: {key: _Hidden(value) if isinstance(value, Tensor) and value.ndim else value for key, value in own.items()}
-        if isinstance(own, dict)
-        else own
-        for name, own in state.items()
+        name: {
+            key: _Hidden(value) if isinstance(value, Tensor) and value.ndim else value
+            for key, value in parameter_state.items()
+        }
+        if isinstance(parameter_state, dict)
+        else parameter_state
+        for name, parameter_state in state.items()
     }
 
 
@@ -208,18 +217,18 @@ def show_tensors(optimizer: Optimizer) -> None:
     for parameter, values in optimizer.state.items():
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, _Hidden):
-                given = value.tensor
-                casts = parameter.is_floating_point() and given.dtype != parameter.dtype
-                values[key] = given.to(parameter.dtype) if casts else given
+                hidden_tensor = value.tensor
+                casts = parameter.is_floating_point() and hidden_tensor.dtype != parameter.dtype
+                values[key] = hidden_tensor.to(parameter.dtype) if casts else hidden_tensor
 
 
 def weakly(method: Callable[Given, None]) -> Callable[Given, None]:
     """Return a function that calls a bound method as long as its object exists, and does not keep it alive."""
-    found = WeakMethod(method)
+    method_reference = WeakMethod(method)
 
     def call(*args: Given.args, **kwargs: Given.kwargs) -> None:
-        function = found()
-        if function is not None:
-            function(*args, **kwargs)
+        bound_method = method_reference()
+        if bound_method is not None:
+            bound_method(*args, **kwargs)
 
     return call

@@ -25,7 +25,7 @@ from hasten.extensions.offload.pieces import (
     Key,
     OffDevice,
     UpdatePiece,
-    divide,
+    divide_into_pieces,
     hide_tensors,
     lay_out,
     num_bytes,
@@ -38,8 +38,8 @@ from hasten.optim.optimizer import SETTLE_STATE
 from hasten.runtime.host_pool import HostPool
 from hasten.runtime.streams import HostLanes, Mark
 
-_AHEAD: Final = 2  # pieces fetched while one is updated
-_FLOOR_PIECES: Final = 2 + _AHEAD  # and one that is written back
+_NUM_AHEAD: Final = 2  # pieces fetched while one is updated
+_NUM_FLOOR_PIECES: Final = 2 + _NUM_AHEAD  # and one that is written back
 _STATE_PER_PARAMETER: Final = 2.0  # AdamW's, until the first update has shown the optimizer's own
 
 
@@ -98,23 +98,23 @@ class StreamedUpdate:
     def _plan(self) -> None:
         """Divide the groups into pieces, again if parameters were added since."""
         groups = self._optimizer.param_groups
-        now = [id(parameter) for group in groups for parameter in group["params"]]
-        if now == self._planned:
+        parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
+        if parameter_ids == self._planned:
             return
         self.release()
         for handle in self._handles:
             handle.remove()
-        self._planned = now
-        self._pieces = divide(groups, self._most_bytes)
+        self._planned = parameter_ids
+        self._pieces = divide_into_pieces(groups, self._most_bytes)
         largest = max((piece.parameter_bytes for piece in self._pieces), default=0)
-        self._budget.floor_bytes = int(_FLOOR_PIECES * largest * self._ratio)
+        self._budget.floor_bytes = int(_NUM_FLOOR_PIECES * largest * self._ratio)
         self._handles = []
         # Python's collector does not follow references through hooks of a tensor, so they must not own the update
-        call = weakly(self._gradient_arrived)
+        gradient_arrived = weakly(self._gradient_arrived)
         for piece in self._pieces:
             first = piece.parameters[0]
             if first.requires_grad and first.is_leaf:
-                hook = first.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]  # untyped in torch
+                hook = first.register_post_accumulate_grad_hook(gradient_arrived)  # type: ignore[no-untyped-call]  # untyped in torch
                 self._handles.append(hook)
 
     @property
@@ -132,13 +132,13 @@ class StreamedUpdate:
         if not self._boundary():
             return
         self._budget.sample(self.held_bytes)
-        missing = [piece for piece in self._pieces if piece.flight is None]
+        missing_pieces = [piece for piece in self._pieces if piece.flight is None]
         if not self._arrived:
-            self._missing = len(missing)
+            self._missing = len(missing_pieces)
         self._arrived += 1
-        fetched = self._missing - len(missing)
-        due = math.ceil(self._missing * self._arrived / len(self._handles))
-        for piece in missing[: max(0, due - fetched)]:
+        num_fetched = self._missing - len(missing_pieces)
+        num_due = math.ceil(self._missing * self._arrived / len(self._handles))
+        for piece in missing_pieces[: max(0, num_due - num_fetched)]:
             if piece.home is None or not piece.is_current(self._optimizer.state):
                 return
             if not self._budget.fits_ahead(self.held_bytes, self._expected_bytes(piece)):
@@ -148,13 +148,13 @@ class StreamedUpdate:
     def before_block(self) -> None:
         """Let go of written pieces as far as the activations of the next block need their memory."""
         self._lanes.follow_current_stream()
-        held = self.held_bytes
-        self._budget.sample(held, in_forward=True)
-        while held and self._budget.is_tight(held):
+        held_bytes = self.held_bytes
+        self._budget.sample(held_bytes, in_forward=True)
+        while held_bytes and self._budget.is_tight(held_bytes):
             piece = self._leaving[0] if self._leaving else self._last_fetched()
             assert piece is not None, "a piece is held"
             self._let_go(piece)
-            held = self.held_bytes
+            held_bytes = self.held_bytes
 
     def _last_fetched(self) -> UpdatePiece | None:
         """Return the piece on the device that the next update needs last."""
@@ -172,13 +172,15 @@ class StreamedUpdate:
             )
         self._plan()
         self._lanes.follow_current_stream()
-        self._parameters.rest(p for group in optimizer.param_groups for p in group["params"])
-        due = [piece for piece in self._pieces if any(p.grad is not None for p in piece.parameters)]
+        self._parameters.rest(parameter for group in optimizer.param_groups for parameter in group["params"])
+        due_pieces = [
+            piece for piece in self._pieces if any(parameter.grad is not None for parameter in piece.parameters)
+        ]
         groups = optimizer.param_groups
         params = [list(group["params"]) for group in groups]
         try:
-            for number, piece in enumerate(due):
-                self._fetch_for_update(due[number : number + 1 + _AHEAD])
+            for number, piece in enumerate(due_pieces):
+                self._fetch_for_update(due_pieces[number : number + 1 + _NUM_AHEAD])
                 self._update(piece)
                 self._store(piece)
         finally:
@@ -203,24 +205,28 @@ class StreamedUpdate:
             group["params"] = members
         self._params = None
 
-    def _fetch_for_update(self, coming: Sequence[UpdatePiece]) -> None:
+    def _fetch_for_update(self, coming_pieces: Sequence[UpdatePiece]) -> None:
         """Fetch the first piece, and the following ones as far as there is memory."""
-        for piece in coming:
+        for piece in coming_pieces:
             flight = piece.flight
             if flight is None or flight.leaving:
-                more = self._expected_bytes(piece) if flight is None else 0
-                while self._leaving and not self._budget.fits(self.held_bytes, more):  # also sends them
+                more_bytes = self._expected_bytes(piece) if flight is None else 0
+                while self._leaving and not self._budget.fits(self.held_bytes, more_bytes):  # also sends them
                     self._let_go(self._leaving[0])
-                if piece is not coming[0] and not self._budget.fits(self.held_bytes, more):
+                if piece is not coming_pieces[0] and not self._budget.fits(self.held_bytes, more_bytes):
                     return
                 self._fetch(piece)
             self._fetch_gradients(piece)
 
     def _expected_bytes(self, piece: UpdatePiece) -> int:
-        moved = sum(num_bytes(p) for p in piece.parameters if self._parameters.memory(p) is not None)
+        parameter_bytes = sum(
+            num_bytes(parameter) for parameter in piece.parameters if self._parameters.memory(parameter) is not None
+        )
         if not self._moves_state:
-            return moved
-        return moved + (int(self._ratio * piece.parameter_bytes) if piece.home is None else piece.home.numel())
+            return parameter_bytes
+        return parameter_bytes + (
+            int(self._ratio * piece.parameter_bytes) if piece.home is None else piece.home.numel()
+        )
 
     def _fetch(self, piece: UpdatePiece) -> None:
         """Start the copies of a piece to the device."""
@@ -250,13 +256,13 @@ class StreamedUpdate:
         for index, parameter in enumerate(piece.parameters):  # the state is new, or was loaded by other code
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.ndim:
-                    own = local_tensor(value).detach()
-                    if own.device.type != self._lanes.device.type or piece.home is not None:
-                        flight.state[index, key] = self._room_like(own)
-                        pairs.append((flight.state[index, key], own))
+                    local_values = local_tensor(value).detach()
+                    if local_values.device.type != self._lanes.device.type or piece.home is not None:
+                        flight.state[index, key] = self._room_like(local_values)
+                        pairs.append((flight.state[index, key], local_values))
                     else:
-                        flight.state[index, key] = own
-                    flight.num_bytes += num_bytes(own)
+                        flight.state[index, key] = local_values
+                    flight.num_bytes += num_bytes(local_values)
 
     def _room_like(self, tensor: Tensor) -> Tensor:
         slots, size = lay_out({(0, ""): tensor})
@@ -271,10 +277,10 @@ class StreamedUpdate:
         pairs: list[tuple[Tensor, Tensor]] = []
         for index, parameter in enumerate(piece.parameters):
             if parameter.grad is not None and parameter.grad.device.type != self._lanes.device.type:
-                own = local_tensor(parameter.grad).detach()
-                flight.gradients[index] = self._room_like(own)
-                flight.num_bytes += num_bytes(own)
-                pairs.append((flight.gradients[index], own))
+                local_gradient = local_tensor(parameter.grad).detach()
+                flight.gradients[index] = self._room_like(local_gradient)
+                flight.num_bytes += num_bytes(local_gradient)
+                pairs.append((flight.gradients[index], local_gradient))
         if pairs:
             flight.graded = self._lanes.fetch(pairs, self._lanes.mark())
 
@@ -284,27 +290,27 @@ class StreamedUpdate:
         assert flight is not None, "the piece is on the device"
         self._lanes.compute_waits(flight.arrived)
         self._lanes.compute_waits(flight.graded)
-        chosen = [
+        stand_ins = [
             (index, p, self._stand_in(index, p, flight))
             for index, p in enumerate(piece.parameters)
             if p.grad is not None
         ]
         groups = optimizer.param_groups
         group = groups[piece.group]
-        held = [optimizer.state.get(parameter, {}) for _, parameter, _ in chosen]
-        for (index, _, stand_in), values in zip(chosen, held, strict=True):
+        held_states = [optimizer.state.get(parameter, {}) for _, parameter, _ in stand_ins]
+        for (index, _, stand_in), values in zip(stand_ins, held_states, strict=True):
             if values:
                 optimizer.state[stand_in] = {
                     key: self._usable(flight.state.get((index, key), value), group) for key, value in values.items()
                 }
-        group["params"] = [stand_in for _, _, stand_in in chosen]
+        group["params"] = [stand_in for _, _, stand_in in stand_ins]
         optimizer.param_groups = [group]
         try:
             inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks, which run once per step
-            held = [self._as_held(optimizer.state[stand_in], parameter) for _, parameter, stand_in in chosen]
+            held_states = [self._as_held(optimizer.state[stand_in], parameter) for _, parameter, stand_in in stand_ins]
         finally:
             optimizer.param_groups = groups
-            for (_, parameter, stand_in), values in zip(chosen, held, strict=True):
+            for (_, parameter, stand_in), values in zip(stand_ins, held_states, strict=True):
                 if stand_in is not parameter:
                     optimizer.state.pop(stand_in, None)
                 if values or parameter in optimizer.state:
@@ -327,11 +333,11 @@ class StreamedUpdate:
 
     def _stand_in(self, index: int, parameter: Tensor, flight: Flight) -> Tensor:
         """Return the tensor that the optimizer updates: the parameter, or its local memory on the device."""
-        moved = flight.parameters.get(index)
-        if moved is None and not is_dtensor(parameter):
+        fetched_values = flight.parameters.get(index)
+        if fetched_values is None and not is_dtensor(parameter):
             return parameter
-        own = local_tensor(parameter).detach() if moved is None else moved
-        stand_in = nn.Parameter(own, requires_grad=False)
+        local_values = local_tensor(parameter).detach() if fetched_values is None else fetched_values
+        stand_in = nn.Parameter(local_values, requires_grad=False)
         assert parameter.grad is not None, "it has a gradient"
         grad = flight.gradients.get(index)
         stand_in.grad = local_tensor(parameter.grad).detach() if grad is None else grad
@@ -372,41 +378,45 @@ class StreamedUpdate:
 
     def _store_state(self, piece: UpdatePiece, flight: Flight) -> list[tuple[Tensor, Tensor]]:
         """Make views of host memory the optimizer's state, and return the copies that fill them."""
-        found = self._updated(piece)
-        slots, size = lay_out(found)
-        if flight.memory is not None and slots == piece.slots and self._in_place(flight, found):
+        updated_tensors = self._updated(piece)
+        slots, size = lay_out(updated_tensors)
+        if flight.memory is not None and slots == piece.slots and self._in_place(flight, updated_tensors):
             assert piece.home is not None, "its state came from there"
             pairs = [(piece.home, flight.memory)]
         else:
             if piece.home is None or slots != piece.slots:
-                self._learn_ratio(sum(map(num_bytes, found.values())), piece)
+                self._learn_ratio(sum(map(num_bytes, updated_tensors.values())), piece)
                 piece.home, piece.slots = self._pool.cut(size)[2], slots
-            flight.memory, flight.state = None, found
-            flight.num_bytes = sum(map(num_bytes, (*found.values(), *flight.parameters.values())))
-            pairs = [(slot.view(piece.home), found[slot.key]) for slot in slots]
+            flight.memory, flight.state = None, updated_tensors
+            flight.num_bytes = sum(map(num_bytes, (*updated_tensors.values(), *flight.parameters.values())))
+            pairs = [(slot.view(piece.home), updated_tensors[slot.key]) for slot in slots]
         assert piece.home is not None, "just allocated"
-        known = piece.resting if flight.memory is not None else {}
+        known_views = piece.resting if flight.memory is not None else {}
         piece.resting = {}
         for slot in piece.slots:
             index, key = slot.key
             parameter = piece.parameters[index]
-            rest = known.get(slot.key)
-            piece.resting[slot.key] = like_parameter(slot.view(piece.home), parameter) if rest is None else rest
+            resting_view = known_views.get(slot.key)
+            piece.resting[slot.key] = (
+                like_parameter(slot.view(piece.home), parameter) if resting_view is None else resting_view
+            )
             self._optimizer.state[parameter][key] = piece.resting[slot.key]
         return pairs
 
     def _updated(self, piece: UpdatePiece) -> dict[Key, Tensor]:
         """Return the piece's state tensors on the device after the update; those of parameters without gradient as fetched."""
-        found: dict[Key, Tensor] = {}
+        updated_tensors: dict[Key, Tensor] = {}
         flight = piece.flight
         assert flight is not None, "the piece is on the device"
         for index, parameter in enumerate(piece.parameters):
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.ndim:
                     fetched = flight.state.get((index, key))
-                    rests = parameter.grad is None and fetched is not None
-                    found[index, key] = fetched if rests and fetched is not None else local_tensor(value).detach()
-        return found
+                    is_unchanged = parameter.grad is None and fetched is not None
+                    updated_tensors[index, key] = (
+                        fetched if is_unchanged and fetched is not None else local_tensor(value).detach()
+                    )
+        return updated_tensors
 
     @staticmethod
     def _in_place(flight: Flight, found: dict[Key, Tensor]) -> bool:
@@ -420,9 +430,9 @@ class StreamedUpdate:
         if not self._reserved and piece.parameter_bytes:
             self._reserved = True
             self._ratio = state_bytes / piece.parameter_bytes
-            sizes = [other.parameter_bytes for other in self._pieces]
-            self._budget.floor_bytes = int(_FLOOR_PIECES * max(sizes) * self._ratio)
-            self._pool.reserve(int(sum(sizes) * self._ratio))
+            piece_sizes = [planned_piece.parameter_bytes for planned_piece in self._pieces]
+            self._budget.floor_bytes = int(_NUM_FLOOR_PIECES * max(piece_sizes) * self._ratio)
+            self._pool.reserve(int(sum(piece_sizes) * self._ratio))
 
     def _let_go(self, piece: UpdatePiece) -> None:
         """Free the device memory of a piece, for work of the compute stream that follows its copies."""
@@ -451,16 +461,22 @@ class StreamedUpdate:
 
     def _state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the memory to load a state tensor into: existing memory if it fits, else new memory, not on the device if offloaded."""
-        known = self._optimizer.state.get(parameter, {}).get(key) if key else None
-        if isinstance(known, Tensor) and tuple(known.shape) == shape and known.dtype == dtype:
-            return known
-        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
-        offloaded = not _counts_on_device(group) if shape == () else self._moves_state
-        where = torch.device("cpu") if offloaded else self._lanes.device
+        known_tensor = self._optimizer.state.get(parameter, {}).get(key) if key else None
+        if isinstance(known_tensor, Tensor) and tuple(known_tensor.shape) == shape and known_tensor.dtype == dtype:
+            return known_tensor
+        group = next(
+            group_of_parameter
+            for group_of_parameter in self._optimizer.param_groups
+            if any(parameter_of_group is parameter for parameter_of_group in group_of_parameter["params"])
+        )
+        is_offloaded = not _counts_on_device(group) if shape == () else self._moves_state
+        state_device = torch.device("cpu") if is_offloaded else self._lanes.device
         if shape == () or shape != tuple(parameter.shape):
-            return torch.empty(shape, dtype=dtype, device=where)
+            return torch.empty(shape, dtype=dtype, device=state_device)
         with torch.no_grad():
-            return like_parameter(torch.empty(local_tensor(parameter).shape, dtype=dtype, device=where), parameter)
+            return like_parameter(
+                torch.empty(local_tensor(parameter).shape, dtype=dtype, device=state_device), parameter
+            )
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:  # Any: a state dict
         """Hide tensors from torch, which would move all of them to the device."""

@@ -27,7 +27,7 @@ from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.placing import refuse_meta
 
 _ATTRIBUTE: Final = "_hasten_host_parameter"
-_AHEAD: Final = 2  # blocks fetched while one computes
+_NUM_AHEAD: Final = 2  # blocks fetched while one computes
 
 
 class StreamedBlock:
@@ -113,10 +113,15 @@ class StreamedWeights:
             return model if not request.place else model.to(ctx.device)
         if self._lanes is None or self._pool is None:
             self._lanes, self._pool = lanes_for(ctx.device), HostPool(pinned=ctx.device.type != "cpu")
-        chosen = streamable(model)
-        self._pool.reserve(sum(p.numel() * p.element_size() for _, _, own in chosen for p in own))
-        blocks = [StreamedBlock(name, own, self._pool, self._lanes) for name, _, own in chosen]
-        for index, (block, (_, module, _)) in enumerate(zip(blocks, chosen, strict=True)):
+        streamable_blocks = streamable(model)
+        self._pool.reserve(
+            sum(p.numel() * p.element_size() for _, _, block_parameters in streamable_blocks for p in block_parameters)
+        )
+        blocks = [
+            StreamedBlock(name, block_parameters, self._pool, self._lanes)
+            for name, _, block_parameters in streamable_blocks
+        ]
+        for index, (block, (_, module, _)) in enumerate(zip(blocks, streamable_blocks, strict=True)):
             for parameter, home in zip(block.parameters, block.homes, strict=True):
                 setattr(parameter, _ATTRIBUTE, (home, weakref.ref(self)))
             module.register_forward_pre_hook(partial(self._before_forward, blocks, index))
@@ -142,7 +147,7 @@ class StreamedWeights:
         self._lanes.follow_current_stream()
         with torch.no_grad():
             blocks[index].use()
-            for other in blocks[index + 1 : index + 1 + _AHEAD]:
+            for other in blocks[index + 1 : index + 1 + _NUM_AHEAD]:
                 other.fetch()
 
     def _after_forward(
@@ -159,7 +164,7 @@ class StreamedWeights:
                     tensor.register_hook(partial(self._before_backward, blocks, index))  # type: ignore[no-untyped-call]  # untyped in torch
             if index == len(blocks) - 1:  # the backward begins with these
                 with torch.no_grad():
-                    for other in blocks[-_AHEAD:]:
+                    for other in blocks[-_NUM_AHEAD:]:
                         other.fetch()
 
     def _before_backward(self, blocks: Sequence[StreamedBlock], index: int, grad: Tensor) -> None:
@@ -169,11 +174,11 @@ class StreamedWeights:
             Variable._execution_engine.queue_callback(self.rest)
         with torch.no_grad():
             for number, block in enumerate(blocks):
-                if block.fetched and not index - _AHEAD <= number <= index + 1:
+                if block.fetched and not index - _NUM_AHEAD <= number <= index + 1:
                     block.rest()
             blocks[index].in_backward = True
             blocks[index].use()
-            for other in blocks[max(0, index - _AHEAD) : index][::-1]:
+            for other in blocks[max(0, index - _NUM_AHEAD) : index][::-1]:
                 other.fetch()
 
 
@@ -186,12 +191,12 @@ class PlaceRest:
         if not request.train or not is_trainable(model):
             return model
         refuse_meta(model)
-        streamed = [p for _, _, own in streamable(model) for p in own]
-        data = [p.data.cpu() for p in streamed]
-        for parameter in streamed:
+        streamed_parameters = [p for _, _, block_parameters in streamable(model) for p in block_parameters]
+        data = [p.data.cpu() for p in streamed_parameters]
+        for parameter in streamed_parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
         model.to(ctx.device)
-        for parameter, values in zip(streamed, data, strict=True):
+        for parameter, values in zip(streamed_parameters, data, strict=True):
             parameter.data = values
         return model
 
@@ -204,21 +209,21 @@ def streamable(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter
 
     Raises: PrepareError if the model has no repeated block.
     """
-    found = repeated_blocks(model)
-    if not found:
+    blocks = repeated_blocks(model)
+    if not blocks:
         raise PrepareError(
             f"offload of parameters streams the repeated blocks of a model, and {type(model).__name__} has none (a ModuleList or Sequential with "
             "several modules of one class), so nothing would be offloaded. Use offload='optimizer', or strategy='fsdp', which shards "
             "any module."
         )
     uses: dict[nn.Parameter, set[str]] = {}
-    names = [name for name, _ in found]
+    names = [name for name, _ in blocks]
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        inside = next((name for name in names if path.startswith(f"{name}.")), "")
-        uses.setdefault(parameter, set()).add(inside)
+        block_name = next((name for name in names if path.startswith(f"{name}.")), "")
+        uses.setdefault(parameter, set()).add(block_name)
     return [
         (name, block, [p for p in block.parameters() if uses[p] == {name} and type(p) is nn.Parameter])
-        for name, block in found
+        for name, block in blocks
     ]
 
 
@@ -232,12 +237,16 @@ class StreamedParameters:
 
     def memory(self, parameter: Tensor) -> Tensor | None:
         """Return the host memory of a streamed parameter; None for others."""
-        found: tuple[Tensor, object] | None = getattr(parameter, _ATTRIBUTE, None)
-        return None if found is None else found[0]
+        host_parameter: tuple[Tensor, object] | None = getattr(parameter, _ATTRIBUTE, None)
+        return None if host_parameter is None else host_parameter[0]
 
     def rest(self, parameters: Iterable[Tensor]) -> None:
         """Put streamed parameters back into host memory, with all others that are streamed with them."""
-        owners = {found[1] for p in parameters if (found := getattr(p, _ATTRIBUTE, None)) is not None}
+        owners = {
+            host_parameter[1]
+            for parameter in parameters
+            if (host_parameter := getattr(parameter, _ATTRIBUTE, None)) is not None
+        }
         for owner in owners:
             weights = owner()
             if weights is not None:
