@@ -29,8 +29,8 @@ _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
 _SHARDS: Final = "src/hasten/strategies/sharded_updates.py"
 _NAMES: Final = "src/hasten/modules/names.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
-_META: Final = "src/hasten/bigmodel/meta.py"
-_BLOCKS: Final = "src/hasten/bigmodel/units.py"
+_META: Final = "src/hasten/modules/meta.py"
+_BLOCKS: Final = "src/hasten/extensions/bigmodel/units.py"
 _BEGUN: Final = "src/hasten/comm/collective_log.py"
 _TAKEOVER: Final = "src/hasten/extensions/planning/plan/takeover.py"
 _WATCH: Final = "src/hasten/extensions/planning/plan/watch.py"
@@ -174,7 +174,7 @@ NAMES: Final = (
     Name(
         _MODULE,
         "_modules",
-        ("src/hasten/modules/names.py", "src/hasten/bigmodel/device_map.py"),
+        ("src/hasten/modules/names.py", "src/hasten/extensions/bigmodel/device_map.py"),
         "wrappers are not seen through, and models cannot be placed",
     ),
     Name(_MODULE, "_forward_pre_hooks", (_META,), "the note on weights that were never filled stays"),
