@@ -321,15 +321,13 @@ def _plain(value: Any) -> str:
 def run_module(words: Sequence[str], command: str, arguments: argparse.Namespace, typed: Sequence[str]) -> int:
     """Run a module with its arguments under the command line's settings, or print its plan; return the exit code."""
     as_module = SettingEntry(("launch", "module"), "true", SettingSource("flag", command), text=True)
-    job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
-    job = job_module.prepare(
-        words, settings=[*arguments.settings, as_module], config_file=arguments.config_file, typed=typed
-    )
+    from hasten.launch.job import prepare  # so that --help is fast
+
+    job = prepare(words, settings=[*arguments.settings, as_module], config_file=arguments.config_file, typed=typed)
     if arguments.dry_run:
         sys.stdout.write(job.plan.render() + "\n")
         return 0
-    code: int = job.run()
-    return code
+    return job.run()
 
 
 _LARGEST_NUMBER: Final = 10**12

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from hasten.cli.flags import SettingsParser
 from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, HastenError
+
+if TYPE_CHECKING:
+    from hasten.launch.job import Job
 
 DESCRIPTION: Final = (
     "Start a script on all devices of this machine, or of several machines. On several machines run the same command on each, with the "
@@ -48,13 +50,16 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
     try:
         return _launch(arguments, words, argv[: len(argv) - len(arguments.script)])
     except HastenError as error:
-        import_module("hasten.launch.failure").leave(str(error))  # only needed by a launch that failed
+        from hasten.launch import failure  # only needed by a launch that failed
+
+        failure.leave(str(error))
         raise
 
 
 def _launch(arguments: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
-    job_module = import_module("hasten.launch.job")  # imported late, so that --help is fast
-    job = job_module.prepare(words, settings=arguments.settings, config_file=arguments.config_file, typed=typed)
+    from hasten.launch.job import prepare  # so that --help is fast
+
+    job = prepare(words, settings=arguments.settings, config_file=arguments.config_file, typed=typed)
     if not job.request.config.launch.quiet:
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
@@ -64,11 +69,10 @@ def _launch(arguments: argparse.Namespace, words: list[str], typed: Sequence[str
     if arguments.dry_run:
         sys.stdout.write(job.plan.render() + "\n" + job.mesh())
         return 0
-    code: int = job.run()
-    return code
+    return job.run()
 
 
-def _manifest(arguments: argparse.Namespace, job: Any) -> str:  # Any: from a module imported above
+def _manifest(arguments: argparse.Namespace, job: Job) -> str:
     """Return the manifest alone, as `kubectl apply -f -` reads it."""
     if not arguments.dry_run or job.launch_target is None or not job.launch_target.runs_in_image:
         raise ConfigError(
