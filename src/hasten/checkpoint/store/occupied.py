@@ -19,7 +19,7 @@ from hasten.checkpoint.format.manifest import (
     size_of,
 )
 from hasten.checkpoint.store.disk import file_checksum
-from hasten.errors import CheckpointError, CheckpointVersionError, ConfigError
+from hasten.errors import CheckpointError, CheckpointVersionError
 
 WEIGHTS: Final = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 """Weight files in the Hub layout, with the same names in a checkpoint and in an exported model."""
@@ -147,24 +147,3 @@ def holding(folder: Path) -> Holding | None:
     if not found:
         return None
     return Holding(" and ".join(found), tuple(name for parts in found.values() for name in parts))
-
-
-def names_to_replace(target: Path, sources: Sequence[Path], overwrite: bool) -> tuple[str, ...]:
-    """Return the files of a target folder that a command replaces: none if it is empty.
-
-    Raises: ConfigError when the target is also a source; CheckpointError when it is not empty and `overwrite` is False.
-    """
-    if any(target.resolve() == source.resolve() for source in sources):
-        raise ConfigError(
-            f"{target} is both the source and the target, so it would be overwritten while it is read; nothing was changed. Give "
-            "another folder for the result."
-        )
-    content = holding(target)
-    if content is None:
-        return ()
-    if not overwrite:
-        raise CheckpointError(
-            f"{target} already holds {content.what} ({', '.join(content.names[:3])}{', ...' if len(content.names) > 3 else ''}), which "
-            "would be lost. Nothing was changed. Give another folder, or --overwrite to replace it."
-        )
-    return content.names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,9 @@ from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.drafts import hidden_entries
 from hasten.checkpoint.store.locate import check_local, is_url, locate, newest, open_store
-from hasten.checkpoint.store.occupied import FOREIGN, listed, names_to_replace
+from hasten.checkpoint.store.occupied import FOREIGN, holding, listed
 from hasten.comm.local import LocalComm
-from hasten.errors import CheckpointError, CheckpointReplacedError, IncompleteCheckpointError
+from hasten.errors import CheckpointError, CheckpointReplacedError, ConfigError, IncompleteCheckpointError
 from hasten.extensions.checkpoint_tools.torch_folder import is_torch_folder, whole_tensors
 
 
@@ -234,7 +234,7 @@ def merge(
     """
     target = check_local(output, "the folder for the model")
     if is_torch_folder(Path(place)):
-        replaces = names_to_replace(target, [Path(place)], overwrite)
+        replaces = _names_to_replace(target, [Path(place)], overwrite)
         weights = _unprefixed(whole_tensors(Path(place)))
         return save_model(weights, target, max_shard_size, safe_serialization, replaces=replaces)
     store, name = find(place)
@@ -245,8 +245,29 @@ def merge(
             f"{place} has no model called {component!r}; it has {models}. Choose one with --component."
         )
     sources = [] if store.remote else [Path(store.address) / name]
-    replaces = names_to_replace(target, sources, overwrite)
+    replaces = _names_to_replace(target, sources, overwrite)
     return save_model(tensors_of(place, component), target, max_shard_size, safe_serialization, replaces=replaces)
+
+
+def _names_to_replace(target: Path, sources: Sequence[Path], overwrite: bool) -> tuple[str, ...]:
+    """Return the files of a target folder that a command replaces: none if it is empty.
+
+    Raises: ConfigError when the target is also a source; CheckpointError when it is not empty and `overwrite` is False.
+    """
+    if any(target.resolve() == source.resolve() for source in sources):
+        raise ConfigError(
+            f"{target} is both the source and the target, so it would be overwritten while it is read; nothing was changed. Give "
+            "another folder for the result."
+        )
+    content = holding(target)
+    if content is None:
+        return ()
+    if not overwrite:
+        raise CheckpointError(
+            f"{target} already holds {content.what} ({', '.join(content.names[:3])}{', ...' if len(content.names) > 3 else ''}), which "
+            "would be lost. Nothing was changed. Give another folder, or --overwrite to replace it."
+        )
+    return content.names
 
 
 def _verified_manifest(store: CheckpointStore, name: str) -> Manifest:
@@ -282,7 +303,7 @@ def convert(source: str | Path, target: str | Path, allow_pickle: bool = False, 
     store, name = locate(target)
     replaces: tuple[str, ...] = ()
     if not store.remote:
-        replaces = names_to_replace(Path(store.address) / name, [folder], overwrite)
+        replaces = _names_to_replace(Path(store.address) / name, [folder], overwrite)
     elif not overwrite and name in store.names():
         raise CheckpointError(
             f"{store.address}/{name} already holds a checkpoint, which would be lost. Nothing was changed. Give another URL, or --overwrite "
