@@ -61,7 +61,7 @@ class LogitsChange(NamedTuple):
         return grad if self.after == 1.0 else grad.mul_(self.after)
 
 
-class _How(NamedTuple):
+class _LossSettings(NamedTuple):
     """Settings of one computation: dtype of the products, rows of a chunk, smoothing, and the ranks of a split vocabulary."""
 
     compute: torch.dtype
@@ -96,7 +96,7 @@ class _Chunk(NamedTuple):
     mine: Tensor | None
     changed: Tensor | None
 
-    def gradient_(self, factors: Tensor, how: _How) -> Tensor:
+    def gradient_(self, factors: Tensor, how: _LossSettings) -> Tensor:
         """Return the gradient of `factors * losses` with respect to the logits, in the memory of the shares."""
         grad = self.shares.mul_((factors / self.total).unsqueeze(-1))
         if how.smoothing:
@@ -107,12 +107,12 @@ class _Chunk(NamedTuple):
         return how.change.chain_(grad, self.changed)
 
 
-def _uncast(x: Tensor) -> torch.autocast:
+def _without_autocast(x: Tensor) -> torch.autocast:
     """Return a context manager without autocast: dtypes are chosen here."""
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: _How) -> _Chunk:
+def _chunk_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: _LossSettings) -> _Chunk:
     """Compute the losses of a chunk of tokens. Ranks: those that share the vocabulary."""
     logits = F.linear(hidden.to(how.compute), weight, bias)
     logits = how.change.apply_(logits.to(how.sums))
@@ -120,21 +120,21 @@ def _chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, 
     largest = logits.amax(-1)
     if how.group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=how.group)
-    local, mine = _located(target, weight.shape[0], how)
-    picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-    picked = picked if mine is None else picked.masked_fill(~mine, 0)
-    spread = logits.sum(-1) if how.smoothing else torch.zeros_like(picked)
+    local, is_own = _locate_targets(target, weight.shape[0], how)
+    target_logits = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    target_logits = target_logits if is_own is None else target_logits.masked_fill(~is_own, 0)
+    logit_sums = logits.sum(-1) if how.smoothing else torch.zeros_like(target_logits)
     shares = logits.sub_(largest.unsqueeze(-1)).exp_()
-    sums = torch.stack([shares.sum(-1), picked, spread])
+    sums = torch.stack([shares.sum(-1), target_logits, logit_sums])
     if how.group is not None:
         dist.all_reduce(sums, group=how.group)
     losses = sums[0].log() + largest - (1 - how.smoothing) * sums[1]
     if how.smoothing:
         losses = losses - sums[2] * (how.smoothing / how.vocabulary)
-    return _Chunk(losses, shares, sums[0], local, mine, changed)
+    return _Chunk(losses, shares, sums[0], local, is_own, changed)
 
 
-def _located(target: Tensor, number: int, how: _How) -> tuple[Tensor, Tensor | None]:
+def _locate_targets(target: Tensor, number: int, how: _LossSettings) -> tuple[Tensor, Tensor | None]:
     """Return the targets as rows of this rank's weight, and which of them it holds; None if it holds all."""
     if how.group is None:
         return target, None
@@ -146,13 +146,22 @@ class _Gradients:
     """Gradients of hidden states, weight and bias, summed over chunks."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...], how: _How
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs_gradient: tuple[bool, ...],
+        settings: _LossSettings,
     ) -> None:
-        self._how, self._wanted = how, wanted
-        self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.weight = torch.zeros(weight.shape, dtype=how.sums, device=weight.device) if wanted[1] else None
+        self._how, self._wanted = settings, needs_gradient
+        self.hidden = torch.empty_like(hidden) if needs_gradient[0] else None
+        self.weight = (
+            torch.zeros(weight.shape, dtype=settings.sums, device=weight.device) if needs_gradient[1] else None
+        )
         self.bias = (
-            torch.zeros(bias.shape, dtype=how.sums, device=bias.device) if bias is not None and wanted[2] else None
+            torch.zeros(bias.shape, dtype=settings.sums, device=bias.device)
+            if bias is not None and needs_gradient[2]
+            else None
         )
 
     def add(self, rows: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
@@ -180,18 +189,18 @@ class _WeightedSum(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         factors: Tensor,
-        how: _How,
-        wanted: tuple[bool, ...],
+        settings: _LossSettings,
+        needs_gradient: tuple[bool, ...],
     ) -> Tensor:
-        cast, cast_bias = weight.to(how.compute), None if bias is None else bias.to(how.compute)
-        total = torch.zeros((), dtype=how.sums, device=hidden.device)
-        grads = _Gradients(hidden, weight, bias, wanted, how)
-        with _uncast(hidden):
-            for rows in how.chunks(hidden.shape[0]):
-                chunk = _chunk(hidden[rows], cast, cast_bias, target[rows], how)
+        cast_weight, cast_bias = weight.to(settings.compute), None if bias is None else bias.to(settings.compute)
+        total = torch.zeros((), dtype=settings.sums, device=hidden.device)
+        grads = _Gradients(hidden, weight, bias, needs_gradient, settings)
+        with _without_autocast(hidden):
+            for rows in settings.chunks(hidden.shape[0]):
+                chunk = _chunk_losses(hidden[rows], cast_weight, cast_bias, target[rows], settings)
                 total += (chunk.losses * factors[rows]).sum()
-                if any(wanted):
-                    grads.add(rows, chunk.gradient_(factors[rows], how), hidden, cast)
+                if any(needs_gradient):
+                    grads.add(rows, chunk.gradient_(factors[rows], settings), hidden, cast_weight)
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return total
@@ -218,27 +227,29 @@ class _TokenLosses(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        how: _How,
-        wanted: tuple[bool, ...],
+        settings: _LossSettings,
+        needs_gradient: tuple[bool, ...],
     ) -> Tensor:
-        cast, cast_bias = weight.to(how.compute), None if bias is None else bias.to(how.compute)
-        with _uncast(hidden):
-            ranges = how.chunks(hidden.shape[0])
-            parts = [_chunk(hidden[rows], cast, cast_bias, target[rows], how).losses for rows in ranges]
+        cast_weight, cast_bias = weight.to(settings.compute), None if bias is None else bias.to(settings.compute)
+        with _without_autocast(hidden):
+            ranges = settings.chunks(hidden.shape[0])
+            loss_parts = [
+                _chunk_losses(hidden[rows], cast_weight, cast_bias, target[rows], settings).losses for rows in ranges
+            ]
         ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.how, ctx.wanted = how, wanted
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=how.sums, device=hidden.device)
+        ctx.how, ctx.wanted = settings, needs_gradient
+        return torch.cat(loss_parts) if loss_parts else torch.zeros(0, dtype=settings.sums, device=hidden.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, bias, target = ctx.saved_tensors
-        how: _How = ctx.how
-        cast, cast_bias = weight.to(how.compute), None if bias is None else bias.to(how.compute)
-        grads = _Gradients(hidden, weight, bias, ctx.wanted, how)
-        with _uncast(hidden):
-            for rows in how.chunks(hidden.shape[0]):
-                chunk = _chunk(hidden[rows], cast, cast_bias, target[rows], how)
-                grads.add(rows, chunk.gradient_(grad[rows].to(how.sums), how), hidden, cast)
+        settings: _LossSettings = ctx.how
+        cast_weight, cast_bias = weight.to(settings.compute), None if bias is None else bias.to(settings.compute)
+        grads = _Gradients(hidden, weight, bias, ctx.wanted, settings)
+        with _without_autocast(hidden):
+            for rows in settings.chunks(hidden.shape[0]):
+                chunk = _chunk_losses(hidden[rows], cast_weight, cast_bias, target[rows], settings)
+                grads.add(rows, chunk.gradient_(grad[rows].to(settings.sums), settings), hidden, cast_weight)
         return (
             grads.hidden,
             None if grads.weight is None else grads.weight.to(weight.dtype),
@@ -306,30 +317,34 @@ def summed_loss(
     Ranks: those that share the vocabulary.
     """
     _check_present(head)
-    kept = target != options.ignore_index
-    how = _how(hidden, head, options)
-    known = target.masked_fill(~kept, 0)
-    wanted = (hidden.requires_grad, head.weight.requires_grad, head.bias is not None and head.bias.requires_grad)
-    wanted = wanted if torch.is_grad_enabled() else (False, False, False)
+    is_counted = target != options.ignore_index
+    settings = _choose_settings(hidden, head, options)
+    known_target = target.masked_fill(~is_counted, 0)
+    needs_gradient = (
+        hidden.requires_grad,
+        head.weight.requires_grad,
+        head.bias is not None and head.bias.requires_grad,
+    )
+    needs_gradient = needs_gradient if torch.is_grad_enabled() else (False, False, False)
     weighs_with_gradient = token_weights is not None and token_weights.requires_grad and torch.is_grad_enabled()
-    factors = kept.to(how.sums)
-    if how.group is not None:  # a class that no rank holds; a whole head's own look-up notices it
-        outside = kept & ((target < 0) | (target >= head.vocabulary))
+    factors = is_counted.to(settings.sums)
+    if settings.group is not None:  # a class that no rank holds; a whole head's own look-up notices it
+        outside = is_counted & ((target < 0) | (target >= head.vocabulary))
         factors = factors.masked_fill(outside, torch.nan)
     if token_weights is not None:
-        factors = factors * token_weights.to(how.sums)
+        factors = factors * token_weights.to(settings.sums)
     if options.reduction == "none" or weighs_with_gradient:
-        losses: Tensor = _TokenLosses.apply(hidden, head.weight, head.bias, known, how, wanted)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        losses = losses.masked_fill(~kept, 0) * factors
+        losses: Tensor = _TokenLosses.apply(hidden, head.weight, head.bias, known_target, settings, needs_gradient)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        losses = losses.masked_fill(~is_counted, 0) * factors
         if options.reduction == "none":
             return losses
         total = losses.sum()
     else:
-        total = _WeightedSum.apply(hidden, head.weight, head.bias, known, factors, how, wanted)  # type: ignore[no-untyped-call]
+        total = _WeightedSum.apply(hidden, head.weight, head.bias, known_target, factors, settings, needs_gradient)  # type: ignore[no-untyped-call]
     return total / factors.sum() if options.reduction == "mean" else total
 
 
-def _how(hidden: Tensor, head: Head, options: LossOptions) -> _How:
+def _choose_settings(hidden: Tensor, head: Head, options: LossOptions) -> _LossSettings:
     tokens, width = hidden.shape
     rows = options.chunk_tokens
     if rows is None:
@@ -337,7 +352,7 @@ def _how(hidden: Tensor, head: Head, options: LossOptions) -> _How:
         rows = min(max(512, width // 2), max(_SMALLEST, -(-tokens // 8)))
     ranks = 1 if head.group is None else head.group.size()
     first = 0 if head.group is None else min(head.group.rank() * -(-head.vocabulary // ranks), head.vocabulary)
-    return _How(
+    return _LossSettings(
         compute=head.compute,
         rows=rows,
         smoothing=options.label_smoothing,
@@ -441,31 +456,31 @@ class ChunkedCrossEntropyLoss(nn.Module):
                 f"a vocabulary of {vocabulary} leaves the last of {group.size()} ranks without an entry; use fewer ranks, or "
                 "pad the vocabulary to a multiple of their number."
             )
-        part = bias.to_local() if isinstance(bias, DTensor) else bias
-        if part is not None and part.shape[0] != weight.to_local().shape[0]:
+        bias_part = bias.to_local() if isinstance(bias, DTensor) else bias
+        if bias_part is not None and bias_part.shape[0] != weight.to_local().shape[0]:
             raise ConfigError(
                 f"the head's weight is sharded over {group.size()} ranks and its bias is not: this rank holds {weight.to_local().shape[0]} "
-                f"rows of the one and {part.shape[0]} of the other. Shard the bias like the weight."
+                f"rows of the one and {bias_part.shape[0]} of the other. Shard the bias like the weight."
             )
         if group.size() > 1 and hidden.requires_grad:
             hidden = _SumGradient.apply(hidden, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return Head(weight.to_local(), part, group, vocabulary, compute_dtype(hidden)), hidden
+        return Head(weight.to_local(), bias_part, group, vocabulary, compute_dtype(hidden)), hidden
 
 
 def _check_shapes(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, token_weights: Tensor | None
 ) -> None:
-    wrong = ""
+    problem = ""
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
-        wrong = f"hidden states {list(hidden.shape)} do not fit a weight {list(weight.shape)}"
+        problem = f"hidden states {list(hidden.shape)} do not fit a weight {list(weight.shape)}"
     elif target.shape != hidden.shape[:-1] or target.is_floating_point():
-        wrong = f"targets {list(target.shape)} of {target.dtype} are not class indices of hidden states {list(hidden.shape)}"
+        problem = f"targets {list(target.shape)} of {target.dtype} are not class indices of hidden states {list(hidden.shape)}"
     elif bias is not None and bias.shape != weight.shape[:1]:
-        wrong = f"a bias {list(bias.shape)} does not fit a weight {list(weight.shape)}"
+        problem = f"a bias {list(bias.shape)} does not fit a weight {list(weight.shape)}"
     elif token_weights is not None and token_weights.shape != target.shape:
-        wrong = f"token weights {list(token_weights.shape)} do not have the shape of the targets {list(target.shape)}"
-    if wrong:
+        problem = f"token weights {list(token_weights.shape)} do not have the shape of the targets {list(target.shape)}"
+    if problem:
         raise ArgumentError(
-            f"{wrong}, so that tokens and logits cannot be matched. Give hidden states [..., width], a weight [vocabulary, "
+            f"{problem}, so that tokens and logits cannot be matched. Give hidden states [..., width], a weight [vocabulary, "
             "width], and class indices (and token weights) [...]; shift labels before the call."
         )

@@ -51,7 +51,7 @@ _OF_HIDDEN: Final = frozenset(
 """Attributes and methods with the same result for the hidden states and for the logits."""
 
 
-def _same(logits: Tensor) -> Tensor:
+def _return_logits(logits: Tensor) -> Tensor:
     return logits
 
 
@@ -59,7 +59,7 @@ class LogitsSource(NamedTuple):
     """Properties of a head that its logits need later."""
 
     chunk_tokens: int | None = None
-    finish: Callable[[Tensor], Tensor] = _same
+    finish: Callable[[Tensor], Tensor] = _return_logits
     """Gathers a rank's part of the vocabulary."""
     gather: Callable[[], object] | None = None
     """Gathers the weight of a sharded head again for the loss."""
@@ -86,10 +86,10 @@ class LazyLogits(Tensor):
         shape = (*hidden.shape[:-1], head.vocabulary)
         with torch._C.DisableTorchFunctionSubclass():
             plain = torch.empty(shape, device="meta", dtype=dtype or head.compute)
-            made = plain.as_subclass(LazyLogits)
-        made.plain, made.hidden, made.head, made.source, made.made = plain, hidden, head, source, None
-        made.version = _version(head.weight)
-        return made
+            logits = plain.as_subclass(LazyLogits)
+        logits.plain, logits.hidden, logits.head, logits.source, logits.made = plain, hidden, head, source, None
+        logits.version = _version(head.weight)
+        return logits
 
     def whole(self) -> Tensor:
         """Return the logits, differentiable.
@@ -127,14 +127,14 @@ class LazyLogits(Tensor):
     def _like(
         self, hidden: Tensor | None = None, head: Head | None = None, dtype: torch.dtype | None = None
     ) -> LazyLogits:
-        made = LazyLogits.of(
+        logits = LazyLogits.of(
             self.hidden if hidden is None else hidden,
             self.head if head is None else head,
             self.source,
             self.plain.dtype if dtype is None else dtype,
         )
-        made.version = self.version
-        return made
+        logits.version = self.version
+        return logits
 
     @classmethod
     def __torch_function__(
@@ -150,7 +150,7 @@ class LazyLogits(Tensor):
             answer = first._answered(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
-            if _writes(func):
+            if _is_in_place(func):
                 first.made = first.whole()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_whole(args), **_whole(kwargs))
@@ -177,13 +177,13 @@ class LazyLogits(Tensor):
         return self._changed(func, args, kwargs)
 
     def _cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        fixed = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
-        if func in fixed:
-            return self._like(dtype=fixed[func])
+        dtypes_by_function = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+        if func in dtypes_by_function:
+            return self._like(dtype=dtypes_by_function[func])
         values = [*args, *kwargs.values()]
-        known = all(isinstance(value, torch.dtype) or value == self.hidden.device for value in values)
+        is_supported = all(isinstance(value, torch.dtype) or value == self.hidden.device for value in values)
         dtype = next((value for value in values if isinstance(value, torch.dtype)), None)
-        if not known or dtype == torch.float64:
+        if not is_supported or dtype == torch.float64:
             return NotImplemented
         return self._like(dtype=dtype)
 
@@ -253,7 +253,7 @@ def _version(x: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
-def _writes(func: Callable[..., Any]) -> bool:
+def _is_in_place(func: Callable[..., Any]) -> bool:
     """Return whether a function changes its first argument."""
     name = getattr(func, "__name__", "")
     augmented = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__", "__iter__")
@@ -327,9 +327,9 @@ def _head_of(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Module,
         inner: Any = getattr(model, "module", model)  # of a wrapper such as DistributedDataParallel
         head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
-        linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         raise PrepareError(
             f"{type(model).__name__} does not say which layer computes its logits (it has no method get_output_embeddings), so nothing can be "
             f"computed in chunks. Name the layer with head=; its last linear layer is {(linears or ['none'])[-1]!r}."
         )
-    return head, next((name for name, part in model.named_modules() if part is head), type(head).__name__)
+    return head, next((name for name, module in model.named_modules() if module is head), type(head).__name__)

@@ -39,13 +39,13 @@ class StageCut:
 
     def stage_of(self, name: str) -> int | None:
         """Return the stage of a parameter, buffer or module; None for one that every stage has."""
-        inside = name.removeprefix(f"{self.container}.") if self.container else name
-        if not self.container or inside != name:
-            index = self.blocks.index(inside.partition(".")[0])
+        inner_name = name.removeprefix(f"{self.container}.") if self.container else name
+        if not self.container or inner_name != name:
+            index = self.blocks.index(inner_name.partition(".")[0])
             return next(stage for stage, (start, stop) in enumerate(self.ranges) if start <= index < stop)
-        if any(_within(name, unit) for unit in self.first):
+        if any(_is_inside(name, unit) for unit in self.first):
             return 0
-        return len(self.ranges) - 1 if any(_within(name, unit) for unit in self.last) else None
+        return len(self.ranges) - 1 if any(_is_inside(name, unit) for unit in self.last) else None
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Return the positions along the pipeline of the ranks that hold a name."""
@@ -58,15 +58,15 @@ def decide(model: nn.Module, config: PipelineParallelConfig, place: StagePlaceme
     container = _container(model, config, place.stages)
     blocks = dict(model.get_submodule(container).named_children())
     _check_length(container, len(blocks), place)
-    first, last = _outside(model, container, config)
-    ranges = _given(config.split_points, list(blocks), place.stages) or _even(
-        model, list(blocks.values()), first, last, place
+    first_units, last_units = _outside(model, container, config)
+    ranges = _ranges_of_points(config.split_points, list(blocks), place.stages) or _balanced_ranges(
+        model, list(blocks.values()), first_units, last_units, place
     )
-    return StageCut(container, tuple(blocks), ranges, first, last, place)
+    return StageCut(container, tuple(blocks), ranges, first_units, last_units, place)
 
 
 def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) -> str:
-    name = type(model).__name__
+    model_name = type(model).__name__
     if config.split_points:
         parents = {point.rpartition(".")[0] for point in config.split_points}
         for point in config.split_points:
@@ -74,7 +74,7 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
             if not isinstance(parent, _LISTS) or point.rpartition(".")[2] not in dict(parent.named_children()):
                 raise ConfigError(
                     f"pp_handler.split_points names {point!r}, which is not a member of a ModuleList or Sequential of "
-                    f"{name}; a stage must start with a block of such a list. Its lists are: {_few(list(_lists(model)))}."
+                    f"{model_name}; a stage must start with a block of such a list. Its lists are: {_list_some(list(_lists(model)))}."
                 )
         if len(parents) > 1:
             raise ConfigError(
@@ -82,15 +82,23 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
                 "output of blocks of one list. Name blocks of one list."
             )
         return parents.pop()
-    found = dict.fromkeys(path.rpartition(".")[0] for path, _ in repeated_blocks(model))
-    lists = [path for path in found if not any(path != other and _within(path, other) for other in found)]
-    if isinstance(model, nn.Sequential) and (not lists or len(model) >= stages):
+    block_lists = dict.fromkeys(list_path.rpartition(".")[0] for list_path, _ in repeated_blocks(model))
+    outermost_lists = [
+        list_path
+        for list_path in block_lists
+        if not any(list_path != other_path and _is_inside(list_path, other_path) for other_path in block_lists)
+    ]
+    if isinstance(model, nn.Sequential) and (not outermost_lists or len(model) >= stages):
         return ""
-    if len(lists) == 1:
-        return lists[0]
-    why = "no list of repeated blocks" if not lists else f"several lists of blocks ({', '.join(lists)})"
+    if len(outermost_lists) == 1:
+        return outermost_lists[0]
+    reason = (
+        "no list of repeated blocks"
+        if not outermost_lists
+        else f"several lists of blocks ({', '.join(outermost_lists)})"
+    )
     raise PrepareError(
-        f"{name} has {why}, so it is unclear how to split it into {stages} stages. A pipeline needs one ModuleList or Sequential whose "
+        f"{model_name} has {reason}, so it is unclear how to split it into {stages} stages. A pipeline needs one ModuleList or Sequential whose "
         "blocks pass on one tensor; name the first blocks of the stages in pp_handler.split_points, or "
         "use tp_size or dp_shard_size for this model."
     )
@@ -109,40 +117,40 @@ def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -
     """Return the modules with state outside the blocks: those before the blocks, and those after them."""
     first: list[str] = []
     last: list[str] = []
-    for unit, before in _units(model, container):
+    for unit, runs_before in _units_outside(model, container):
         if unit in config.first_stage:
-            before = True
+            runs_before = True
         elif unit in config.last_stage:
-            before = False
-        (first if before else last).append(unit)
+            runs_before = False
+        (first if runs_before else last).append(unit)
     for setting, names in (("first_stage", config.first_stage), ("last_stage", config.last_stage)):
-        if unknown := sorted(set(names) - {*first, *last}):
+        if unknown_names := sorted(set(names) - {*first, *last}):
             raise ConfigError(
-                f"pp_handler.{setting} names {unknown[0]!r}, which is not a module with weights outside the blocks of "
-                f"{type(model).__name__}; these are: {_few([*first, *last])}."
+                f"pp_handler.{setting} names {unknown_names[0]!r}, which is not a module with weights outside the blocks of "
+                f"{type(model).__name__}; these are: {_list_some([*first, *last])}."
             )
     return tuple(first), tuple(last)
 
 
-def _units(model: nn.Module, container: str) -> Iterator[tuple[str, bool]]:
+def _units_outside(model: nn.Module, container: str) -> Iterator[tuple[str, bool]]:
     """Yield the outermost modules with state outside the container, and whether they are registered before it."""
-    parts = container.split(".") if container else []
-    here = model
-    for depth, part in enumerate(parts):
-        prefix = ".".join(parts[:depth])
-        before = True
-        for name, child in here.named_children():
-            if name == part:
-                before = False
+    path_parts = container.split(".") if container else []
+    module = model
+    for depth, child_name in enumerate(path_parts):
+        prefix = ".".join(path_parts[:depth])
+        is_before = True
+        for name, child in module.named_children():
+            if name == child_name:
+                is_before = False
             elif child.state_dict():
-                yield (f"{prefix}.{name}" if prefix else name), before
-        here = here.get_submodule(part)
+                yield (f"{prefix}.{name}" if prefix else name), is_before
+        module = module.get_submodule(child_name)
 
 
-def _given(points: Sequence[str] | None, blocks: Sequence[str], stages: int) -> tuple[Range, ...]:
-    if not points:
+def _ranges_of_points(split_points: Sequence[str] | None, blocks: Sequence[str], stages: int) -> tuple[Range, ...]:
+    if not split_points:
         return ()
-    starts = sorted({0, *(blocks.index(point.rpartition(".")[2]) for point in points)})
+    starts = sorted({0, *(blocks.index(point.rpartition(".")[2]) for point in split_points)})
     if len(starts) != stages:
         raise ConfigError(
             f"pp_handler.split_points makes {len(starts)} stages, but pp_size and the schedule need {stages}. Give the first blocks of "
@@ -151,23 +159,25 @@ def _given(points: Sequence[str] | None, blocks: Sequence[str], stages: int) -> 
     return tuple(zip(starts, [*starts[1:], len(blocks)], strict=True))
 
 
-def _even(
+def _balanced_ranges(
     model: nn.Module, blocks: Sequence[nn.Module], first: Sequence[str], last: Sequence[str], place: StagePlacement
 ) -> tuple[Range, ...]:
-    before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (first, last))
+    cost_before, cost_after = (
+        sum(work(model.get_submodule(name)) for name in unit_names) for unit_names in (first, last)
+    )
     costs = [work(block) for block in blocks]
     if not any(costs):
         costs = [1.0] * len(blocks)
-    return balanced(costs, place.stages, before, after)
+    return balanced(costs, place.stages, cost_before, cost_after)
 
 
 def work(module: nn.Module) -> float:
     """Estimate the cost of a module: the number of weights in its matrix products; embedding lookups cost nothing."""
-    own = 0.0
-    for part in module.modules():
-        if not isinstance(part, nn.Embedding):
-            own += sum(p.numel() for p in part.parameters(recurse=False) if p.ndim > 1)
-    return own
+    num_weights = 0.0
+    for submodule in module.modules():
+        if not isinstance(submodule, nn.Embedding):
+            num_weights += sum(p.numel() for p in submodule.parameters(recurse=False) if p.ndim > 1)
+    return num_weights
 
 
 def part_of(model: nn.Module, cut: StageCut, rank: int) -> StagePart:
@@ -177,20 +187,20 @@ def part_of(model: nn.Module, cut: StageCut, rank: int) -> StagePart:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     whole_names, copies = {}, set()
-    for known in names.values():
-        holders = dict.fromkeys(holder for name in known for holder in cut.ranks_of(name))
-        owner = cut.ranks_of(known[0])[0]
+    for names_of_one in names.values():
+        holders = dict.fromkeys(holder for name in names_of_one for holder in cut.ranks_of(name))
+        owner = cut.ranks_of(names_of_one[0])[0]
         if rank not in holders or rank == owner:
             continue
-        copies.add(known[0])
-        here = next(name for name in known if rank in cut.ranks_of(name))
-        if here != known[0]:
-            whole_names[here] = known[0]
+        copies.add(names_of_one[0])
+        local_name = next(name for name in names_of_one if rank in cut.ranks_of(name))
+        if local_name != names_of_one[0]:
+            whole_names[local_name] = names_of_one[0]
     return StagePart(
         tuple(keys),
-        frozenset(known[0] for known in names.values()),
+        frozenset(names_of_one[0] for names_of_one in names.values()),
         frozenset(key for key in keys if cut.ranks_of(key)[0] == rank),
-        tuple(tuple(known) for known in names.values() if len(known) > 1),
+        tuple(tuple(names_of_one) for names_of_one in names.values() if len(names_of_one) > 1),
         whole_names,
         frozenset(copies),
     )
@@ -198,11 +208,11 @@ def part_of(model: nn.Module, cut: StageCut, rank: int) -> StagePart:
 
 def shared(model: nn.Module, cut: StageCut) -> dict[str, tuple[int, ...]]:
     """Return the parameters (by first name) that several ranks hold, with the positions of those ranks."""
-    found: dict[int, tuple[str, dict[int, None]]] = {}
+    holders_by_parameter: dict[int, tuple[str, dict[int, None]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        _, holders = found.setdefault(id(parameter), (name, {}))
+        _, holders = holders_by_parameter.setdefault(id(parameter), (name, {}))
         holders.update(dict.fromkeys(cut.ranks_of(name)))
-    return {name: tuple(sorted(holders)) for name, holders in found.values() if len(holders) > 1}
+    return {name: tuple(sorted(holders)) for name, holders in holders_by_parameter.values() if len(holders) > 1}
 
 
 def _lists(model: nn.Module) -> Iterator[str]:
@@ -211,11 +221,11 @@ def _lists(model: nn.Module) -> Iterator[str]:
             yield name or type(model).__name__
 
 
-def _within(name: str, unit: str) -> bool:
+def _is_inside(name: str, unit: str) -> bool:
     return name == unit or name.startswith(f"{unit}.")
 
 
-def _few(names: Sequence[str]) -> str:
+def _list_some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
 
 
@@ -234,26 +244,26 @@ def balanced_split_points(
     """
     cut = decide(model, PipelineParallelConfig(), StagePlacement(num_stages))
     blocks = list(model.get_submodule(cut.container).children())
-    rounds = [_round(model, blocks, lambda: loss_of(model, batch)) for _ in range(_ROUNDS)]
-    best = [min(times) for times in zip(*rounds, strict=True)]
-    ranges = balanced(best[1:-1], num_stages, best[0], best[-1])
+    rounds = [_time_blocks(model, blocks, lambda: loss_of(model, batch)) for _ in range(_ROUNDS)]
+    best_times = [min(times) for times in zip(*rounds, strict=True)]
+    ranges = balanced(best_times[1:-1], num_stages, best_times[0], best_times[-1])
     prefix = f"{cut.container}." if cut.container else ""
     return tuple(prefix + cut.blocks[start] for start, _ in ranges[1:])
 
 
-def _round(model: nn.Module, blocks: list[nn.Module], call: Callable[[], Tensor]) -> list[float]:
+def _time_blocks(model: nn.Module, blocks: list[nn.Module], call: Callable[[], Tensor]) -> list[float]:
     """Return the seconds before the blocks, in each block, and after the blocks."""
     device = parameter_device(model)
-    begun: list[float] = []
-    ended: list[float] = []
+    start_times: list[float] = []
+    end_times: list[float] = []
 
     def now() -> float:
         if device is not None and device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(device)
         return time.perf_counter()
 
-    handles = [block.register_forward_pre_hook(lambda *_: begun.append(now())) for block in blocks]
-    handles += [block.register_forward_hook(lambda *_: ended.append(now())) for block in blocks]
+    handles = [block.register_forward_pre_hook(lambda *_: start_times.append(now())) for block in blocks]
+    handles += [block.register_forward_hook(lambda *_: end_times.append(now())) for block in blocks]
     try:
         with torch.no_grad():
             start = now()
@@ -262,4 +272,8 @@ def _round(model: nn.Module, blocks: list[nn.Module], call: Callable[[], Tensor]
     finally:
         for handle in handles:
             handle.remove()
-    return [begun[0] - start, *(b - a for a, b in zip(begun, ended, strict=True)), stop - ended[-1]]
+    return [
+        start_times[0] - start,
+        *(ended_s - started_s for started_s, ended_s in zip(start_times, end_times, strict=True)),
+        stop - end_times[-1],
+    ]

@@ -29,23 +29,23 @@ class Learner:
         self._comm = comm
         self._place = place
         self._device = device
-        self._known = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
+        self._shapes = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
 
     def learn(self, model: nn.Module, line: BlockChain, kind: Signature, call: Callable[[], Any]) -> Learnt:
         """Return the shapes of this kind of micro-batch, inferred by running `call` once. Ranks: the whole pipeline.
 
         An error here is raised on every rank of the pipeline. Buffers and random state are restored.
         """
-        known = self._known.setdefault(model, {})
-        if kind in known:
-            return known[kind]
+        shapes_by_kind = self._shapes.setdefault(model, {})
+        if kind in shapes_by_kind:
+            return shapes_by_kind[kind]
         devices = [self._device] if self._device.type == "cuda" else []
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             learnt = self._first_pass(line, call)
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        known[kind] = learnt
+            for buffer, saved_values in buffers:
+                buffer.copy_(saved_values)
+        shapes_by_kind[kind] = learnt
         return learnt
 
     def _first_pass(self, line: BlockChain, call: Callable[[], Any]) -> Learnt:
@@ -73,25 +73,25 @@ class Learner:
             learnt.inputs[stage] = _shape_only(hidden)
         line.recording = stage == 0
         try:
-            output = self._checked(line, line.begin(stage, hidden if stage else None, learnt.seen), call)
+            output = self._run_checked(line, line.begin(stage, hidden if stage else None, learnt.seen), call)
         finally:
             line.recording = False
         learnt.outputs[stage] = _shape_only(output) if isinstance(output, Tensor) else torch.empty((), device="meta")
         return output
 
-    def _checked(self, line: BlockChain, at: Pass, call: Callable[[], Any]) -> Any:
+    def _run_checked(self, line: BlockChain, running_pass: Pass, call: Callable[[], Any]) -> Any:
         """Return the output of a stage. Raises: PrepareError if it depends on a value that another stage computes."""
-        out = line.run(at, call)
-        if at.stage and _has_nan(out):
-            again = line.begin(at.stage, at.received, at.seen)
-            again.fill = 0.0
-            if not _has_nan(line.run(again, call)):
+        output = line.run(running_pass, call)
+        if running_pass.stage and _has_nan(output):
+            second_pass = line.begin(running_pass.stage, running_pass.received, running_pass.seen)
+            second_pass.fill = 0.0
+            if not _has_nan(line.run(second_pass, call)):
                 raise PrepareError(
-                    f"pipeline stage {at.stage} uses a value that modules of another stage compute before the blocks, but only the "
+                    f"pipeline stage {running_pass.stage} uses a value that modules of another stage compute before the blocks, but only the "
                     "hidden state of the blocks is sent between stages. Pass the value through the hidden state, compute it from the "
                     "batch, or do not use a pipeline for this model (pp_size=1)."
                 )
-        return out
+        return output
 
 
 def signature(micro: Tree) -> Signature:
@@ -104,5 +104,5 @@ def _shape_only(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=floating)
 
 
-def _has_nan(out: Tree) -> bool:
-    return any(x.is_floating_point() and bool(torch.isnan(x).any()) for x in trees.tensors(out))
+def _has_nan(output: Tree) -> bool:
+    return any(x.is_floating_point() and bool(torch.isnan(x).any()) for x in trees.tensors(output))

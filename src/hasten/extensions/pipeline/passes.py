@@ -73,48 +73,54 @@ class RemoteModule(nn.Module):
 
     def __init__(self, name: str, index: int | None, original: nn.Module, line: BlockChain) -> None:
         super().__init__()
-        kept = {key: value for key, value in vars(original).items() if not key.startswith("_") and key != "training"}
-        kept |= {key: _without_memory(p) for key, p in original.named_parameters(recurse=False)}
-        self.__dict__["kept"] = kept
+        kept_attributes = {
+            key: value for key, value in vars(original).items() if not key.startswith("_") and key != "training"
+        }
+        kept_attributes |= {key: _meta_parameter(p) for key, p in original.named_parameters(recurse=False)}
+        self.__dict__["kept"] = kept_attributes
         self.__dict__["line"] = line
         self.name = name
         self.index = index
 
     def __getattr__(self, name: str) -> Any:  # Any: any attribute of the module
-        kept = self.__dict__.get("kept", {})
-        return kept[name] if name in kept else super().__getattr__(name)
+        kept_attributes = self.__dict__.get("kept", {})
+        return kept_attributes[name] if name in kept_attributes else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
         """Return a placeholder, or the input if a block is skipped."""
-        at: Pass | None = self.__dict__["line"].at
-        if at is None:
+        running_pass: Pass | None = self.__dict__["line"].at
+        if running_pass is None:
             raise StepError(
                 f"{self.name!r} was called on a rank whose pipeline stage does not hold it, outside a call of the whole "
                 "model. Call the model itself, under torch.no_grad(), or train with accelerator.forward_backward()."
             )
-        return self._skip(at, args, kwargs) if self.index is not None else self._placeholder(at)
+        return self._skip(running_pass, args, kwargs) if self.index is not None else self._placeholder(running_pass)
 
-    def _skip(self, at: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = _hidden_of(args, kwargs, self.name)
-        return (hidden, *[None] * (at.seen.returns - 1)) if at.seen.returns else hidden
+    def _skip(self, running_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = _hidden_state_of(args, kwargs, self.name)
+        return (hidden, *[None] * (running_pass.seen.returns - 1)) if running_pass.seen.returns else hidden
 
-    def _placeholder(self, at: Pass) -> Any:
-        if (at.stage == 0 and not at.entered) or (at.final and at.done):
-            side, other = ("after", "first_stage") if at.stage == 0 and not at.entered else ("before", "last_stage")
-            raise PrepareError(
-                f"{self.name!r} was expected to run {side} the blocks, based on the order in which the model registers its modules, but "
-                f"it is called on the other side. Name it: pp_handler.{other}=({self.name!r},)."
+    def _placeholder(self, running_pass: Pass) -> Any:
+        if (running_pass.stage == 0 and not running_pass.entered) or (running_pass.final and running_pass.done):
+            expected_side, remedy_setting = (
+                ("after", "first_stage")
+                if running_pass.stage == 0 and not running_pass.entered
+                else ("before", "last_stage")
             )
-        calls = at.seen.units.get(self.name, [])
-        number = at.calls[self.name]
-        at.calls[self.name] += 1
+            raise PrepareError(
+                f"{self.name!r} was expected to run {expected_side} the blocks, based on the order in which the model registers its modules, but "
+                f"it is called on the other side. Name it: pp_handler.{remedy_setting}=({self.name!r},)."
+            )
+        calls = running_pass.seen.units.get(self.name, [])
+        number = running_pass.calls[self.name]
+        running_pass.calls[self.name] += 1
         if number >= len(calls):
             raise PrepareError(
                 f"{self.name!r} is called before the blocks on one pipeline stage and not on another, so its output is unknown here. A "
                 "forward must call the same modules on every stage."
             )
         device = self.__dict__["line"].device
-        return trees.map_leaves(lambda leaf: _filled(leaf, at.fill, device), calls[number])
+        return trees.map_leaves(lambda leaf: _fill_placeholder(leaf, running_pass.fill, device), calls[number])
 
 
 class OutputShape(msgspec.Struct, frozen=True):
@@ -124,7 +130,7 @@ class OutputShape(msgspec.Struct, frozen=True):
     dtype: torch.dtype
 
 
-def _filled(leaf: Any, value: float, device: torch.device) -> Any:
+def _fill_placeholder(leaf: Any, value: float, device: torch.device) -> Any:
     if not isinstance(leaf, OutputShape):
         return leaf
     placeholder = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
@@ -138,9 +144,9 @@ def output_shapes(tree: Any) -> Any:  # Any: output of a module
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if type(tree) in (list, tuple):
-        return type(tree)(output_shapes(part) for part in tree)
+        return type(tree)(output_shapes(subtree) for subtree in tree)
     if type(tree) is dict:
-        return {key: output_shapes(part) for key, part in tree.items()}
+        return {key: output_shapes(subtree) for key, subtree in tree.items()}
     raise PrepareError(
         f"a module before the blocks returned a {type(tree).__name__}, which cannot be represented by a placeholder on other pipeline "
         "stages. Return tensors, or tuples, lists and dicts of them."
@@ -170,18 +176,18 @@ class StageForward(forwarding.Forward):
 
     def through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the stage of the current pass and return its output; for the last stage, the model's output."""
-        at = self.line.at
-        assert at is not None, "a pass is running"
+        running_pass = self.line.at
+        assert running_pass is not None, "a pass is running"
         try:
-            out = self.inner(*args, **kwargs)
+            output = self.inner(*args, **kwargs)
         except _BlocksDone as done:
             return done.hidden
-        if not at.entered or not at.done:
+        if not running_pass.entered or not running_pass.done:
             raise StepError(
-                f"the forward of {type(self.module).__name__} ended without calling block {self.line.cut.blocks[at.start]!r} "
-                f"of {self.line.cut.container!r}, where pipeline stage {at.stage} begins. A forward must call every block."
+                f"the forward of {type(self.module).__name__} ended without calling block {self.line.cut.blocks[running_pass.start]!r} "
+                f"of {self.line.cut.container!r}, where pipeline stage {running_pass.stage} begins. A forward must call every block."
             )
-        return out
+        return output
 
 
 class BlockChain:
@@ -224,17 +230,19 @@ class BlockChain:
         for name in self.cut.first:
             unit = model.get_submodule(name)
             if not isinstance(unit, RemoteModule):
-                unit.register_forward_hook(_Record(self, name))
-        model.register_forward_hook(_HandOn(self))
+                unit.register_forward_hook(_RecordShapes(self, name))
+        model.register_forward_hook(_ReturnHidden(self))
 
-    def run(self, at: Pass, call: Callable[[], Any]) -> Any:  # Any: the output of the stage, or the user's result
+    def run(
+        self, running_pass: Pass, call: Callable[[], Any]
+    ) -> Any:  # Any: the output of the stage, or the user's result
         """Run `call`, in which the model is called once, for one stage, and return its result."""
-        hidden = [i for i in self._blocks if not at.start <= i < at.stop]
-        names = self.cut.blocks
-        for index in hidden:
-            self._container.register_module(names[index], self._stand_ins[index])
-        stream, self.at = self._streams[at.stage], at
-        stream.begin(self._blocks[at.start])
+        hidden_indices = [i for i in self._blocks if not running_pass.start <= i < running_pass.stop]
+        block_names = self.cut.blocks
+        for index in hidden_indices:
+            self._container.register_module(block_names[index], self._stand_ins[index])
+        stream, self.at = self._streams[running_pass.stage], running_pass
+        stream.begin(self._blocks[running_pass.start])
         try:
             return call()
         except StageDone as done:
@@ -242,8 +250,8 @@ class BlockChain:
         finally:
             stream.end()
             self.at = None
-            for index in hidden:
-                self._container.register_module(names[index], self._blocks[index])
+            for index in hidden_indices:
+                self._container.register_module(block_names[index], self._blocks[index])
 
     def begin(self, stage: int, received: Tensor | None, seen: SeenCall) -> Pass:
         """Create a pass over a stage."""
@@ -266,11 +274,11 @@ class _EnterStage(_Hook):
         self.index = index
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at = self.line.at
-        if at is None or at.start != self.index:
+        running_pass = self.line.at
+        if running_pass is None or running_pass.start != self.index:
             return None
-        at.entered = True
-        return None if at.received is None else _with_hidden(args, kwargs, at.received)
+        running_pass.entered = True
+        return None if running_pass.received is None else _with_hidden_state(args, kwargs, running_pass.received)
 
 
 class _LeaveStage(_Hook):
@@ -281,23 +289,23 @@ class _LeaveStage(_Hook):
         self.index = index
 
     def __call__(self, block: nn.Module, args: object, output: Any) -> None:
-        at = self.line.at
-        if at is None or at.stop - 1 != self.index:
+        running_pass = self.line.at
+        if running_pass is None or running_pass.stop - 1 != self.index:
             return
-        at.done = True
+        running_pass.done = True
         if self.line.recording:
-            at.seen.returns = len(output) if isinstance(output, tuple) else 0
+            running_pass.seen.returns = len(output) if isinstance(output, tuple) else 0
         hidden = output[0] if isinstance(output, tuple) and output else output
         if not isinstance(hidden, Tensor):
             raise PrepareError(
                 f"a {type(block).__name__} returned a {type(output).__name__}, but pipeline stages exchange one tensor. Let blocks "
                 "return the hidden state, alone or first in a tuple."
             )
-        if not at.final:
+        if not running_pass.final:
             raise _BlocksDone(hidden)
 
 
-class _Record(_Hook):
+class _RecordShapes(_Hook):
     """Hook that records the shapes of the outputs of a module before the blocks."""
 
     def __init__(self, line: BlockChain, name: str) -> None:
@@ -309,16 +317,16 @@ class _Record(_Hook):
             self.line.at.seen.units.setdefault(self.name, []).append(output_shapes(output))
 
 
-class _HandOn(_Hook):
+class _ReturnHidden(_Hook):
     """Hook that ends the code around the model's call with the hidden state, on all stages but the last."""
 
     def __call__(self, model: nn.Module, args: object, output: Any) -> None:
-        at = self.line.at
-        if at is not None and not at.final:
+        running_pass = self.line.at
+        if running_pass is not None and not running_pass.final:
             raise StageDone(output)
 
 
-def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+def _hidden_state_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     if args:
         return args[0]
     if "hidden_states" in kwargs:
@@ -329,12 +337,12 @@ def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     )
 
 
-def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
+def _with_hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
     if args:
         return (hidden, *args[1:]), kwargs
-    _hidden_of(args, kwargs, "of this stage")
+    _hidden_state_of(args, kwargs, "of this stage")
     return args, {**kwargs, "hidden_states": hidden}
 
 
-def _without_memory(parameter: Tensor) -> Tensor:
+def _meta_parameter(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -52,7 +52,7 @@ class Work:
     micros: Sequence[Tree] = ()
     loss_of: LossOf | None = None
     factor: Tensor | float = 1.0
-    shares: Sequence[Tensor | float] = ()
+    relative_weights: Sequence[Tensor | float] = ()
     """Weight of each micro-batch's loss in the loss of the batch."""
     losses: list[Tensor] = field(default_factory=list)
 
@@ -73,27 +73,29 @@ class _StageModule(nn.Module):
         work, line = self.work, self.line
         assert work.loss_of is not None, "a step is running"
         micro, loss_of = work.micros[int(where)], work.loss_of
-        at = line.begin(self.stage, received[0] if self.stage else None, self.seen)
-        result = line.run(at, lambda: loss_of(self.model, micro))
-        if not at.final:
+        running_pass = line.begin(self.stage, received[0] if self.stage else None, self.seen)
+        result = line.run(running_pass, lambda: loss_of(self.model, micro))
+        if not running_pass.final:
             hidden: Tensor = result
             return hidden.contiguous()
-        loss, share = checked_loss(result), work.shares[int(where)]
-        counts = loss.detach().float() * share
-        if isinstance(share, Tensor):
-            leave_if_weightless(loss, share)
-            counts = torch.where(share == 0, torch.zeros_like(counts), counts)  # a mean over no labels is NaN
-        work.losses.append(counts)
-        return loss * (share * work.factor)
+        loss, loss_share = checked_loss(result), work.shares[int(where)]
+        weighted_loss = loss.detach().float() * loss_share
+        if isinstance(loss_share, Tensor):
+            leave_if_weightless(loss, loss_share)
+            weighted_loss = torch.where(
+                loss_share == 0, torch.zeros_like(weighted_loss), weighted_loss
+            )  # a mean over no labels is NaN
+        work.losses.append(weighted_loss)
+        return loss * (loss_share * work.factor)
 
 
 def checked_loss(loss: Any) -> Tensor:  # Any: result of the user's function
     """Return the loss as a scalar. Raises: StepError if it is not a tensor with one element."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
-    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     raise StepError(
-        f"loss_of returned {what}, but there is one loss per micro-batch. Return the mean over its samples."
+        f"loss_of returned {description}, but there is one loss per micro-batch. Return the mean over its samples."
     )
 
 
@@ -112,23 +114,23 @@ class Stepper:
         self._work = Work()
         self._first = 0 in line.stages
         self._where = torch.arange(count)
-        total = len(line.cut.ranges)
+        num_stages = len(line.cut.ranges)
         stages = []
         for stage in line.stages:
             module = _StageModule(model, line, stage, learnt.seen, self._work)
-            given = learnt.inputs[stage] if stage else self._where[:1]
+            example_input = learnt.inputs[stage] if stage else self._where[:1]
             stages.append(
                 PipelineStage(
                     module,
                     stage,
-                    total,
+                    num_stages,
                     line.device,
-                    input_args=(given,),
+                    input_args=(example_input,),
                     output_args=(learnt.outputs[stage],),
                     group=comm.group,
                 )
             )
-        self._schedule = _made(schedule, stages, count)
+        self._schedule = _make_schedule(schedule, stages, count)
 
     def step(
         self, micros: Sequence[Tree], loss_of: LossOf, factor: Tensor | float, shares: Sequence[Tensor | float]
@@ -149,10 +151,10 @@ class Stepper:
             work.losses.clear()
 
 
-def _made(
+def _make_schedule(
     schedule: PipelineSchedule, stages: list[Any], count: int
 ) -> Any:  # Any: torch's classes share a private base
-    options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _itself, "scale_grads": False}
+    options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _return_loss, "scale_grads": False}
     match schedule:
         case "gpipe":
             return ScheduleGPipe(stages[0], **options)
@@ -170,7 +172,7 @@ def _made(
             assert_never(other)
 
 
-def _itself(loss: Tensor, target: Tensor) -> Tensor:
+def _return_loss(loss: Tensor, target: Tensor) -> Tensor:
     """Return the output of the last stage, which is the loss already."""
     return loss
 
@@ -186,10 +188,14 @@ def refuse_unweighted(batch: Tree) -> None:
             )
 
 
-def shares(amounts: list[Number], device: torch.device) -> list[Tensor]:
+def relative_weights(amounts: list[Number], device: torch.device) -> list[Tensor]:
     """Return each amount divided by their sum, zero where the sum is zero."""
-    stacked = torch.stack(
+    stacked_amounts = torch.stack(
         [torch.as_tensor(amount, dtype=torch.float64).to(device, torch.float32) for amount in amounts]
     )
-    total = stacked.sum()
-    return list(torch.where(total == 0, total, stacked / total.clamp(min=torch.finfo(torch.float32).tiny)))
+    total_amount = stacked_amounts.sum()
+    return list(
+        torch.where(
+            total_amount == 0, total_amount, stacked_amounts / total_amount.clamp(min=torch.finfo(torch.float32).tiny)
+        )
+    )

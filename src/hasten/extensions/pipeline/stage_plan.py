@@ -25,24 +25,31 @@ def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: flo
     one is chosen.
     """
     assert 1 <= parts <= len(costs), f"{len(costs)} blocks do not make {parts} parts"
-    sums = [0.0, *accumulate(costs)]
-    total = len(costs)
+    cost_sums = [0.0, *accumulate(costs)]
+    num_blocks = len(costs)
 
     def cost(start: int, stop: int) -> float:
-        return sums[stop] - sums[start] + (before if start == 0 else 0.0) + (after if stop == total else 0.0)
+        return (
+            cost_sums[stop]
+            - cost_sums[start]
+            + (before if start == 0 else 0.0)
+            + (after if stop == num_blocks else 0.0)
+        )
 
-    best = {stop: ((cost(0, stop), cost(0, stop) ** 2), [(0, stop)]) for stop in range(1, total - parts + 2)}
-    for part in range(2, parts + 1):
-        longer = {}
-        for stop in range(part, total - parts + part + 1):
-            found = [
-                ((max(most, cost(start, stop)), spread + cost(start, stop) ** 2), [*ranges, (start, stop)])
-                for start, ((most, spread), ranges) in best.items()
+    best_partitions = {
+        stop: ((cost(0, stop), cost(0, stop) ** 2), [(0, stop)]) for stop in range(1, num_blocks - parts + 2)
+    }
+    for num_parts in range(2, parts + 1):
+        longer_partitions = {}
+        for stop in range(num_parts, num_blocks - parts + num_parts + 1):
+            candidates = [
+                ((max(highest_cost, cost(start, stop)), spread + cost(start, stop) ** 2), [*ranges, (start, stop)])
+                for start, ((highest_cost, spread), ranges) in best_partitions.items()
                 if start < stop
             ]
-            longer[stop] = min(found, key=lambda item: item[0])
-        best = longer
-    return tuple(best[total][1])
+            longer_partitions[stop] = min(candidates, key=lambda item: item[0])
+        best_partitions = longer_partitions
+    return tuple(best_partitions[num_blocks][1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,8 @@ class StagePlacement:
 
     def rank_of(self, stage: int) -> int:
         """Return the pipeline position of the rank that holds a stage."""
-        turn, place = divmod(stage, self.ranks)
-        return self.ranks - 1 - place if self.in_a_v and turn % 2 else place
+        turn, position = divmod(stage, self.ranks)
+        return self.ranks - 1 - position if self.in_a_v and turn % 2 else position
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, ascending."""
@@ -70,12 +77,12 @@ class StagePlacement:
 
 def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None) -> StagePlacement:
     """Return the placement of a schedule's stages. Raises: ConfigError for an unsupported number of stages per rank."""
-    wanted = (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
-    per_rank = stages_per_rank or (wanted[0] if wanted else 2)
-    if wanted and per_rank not in wanted:
+    supported_counts = (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
+    per_rank = stages_per_rank or (supported_counts[0] if supported_counts else 2)
+    if supported_counts and per_rank not in supported_counts:
         raise ConfigError(
-            f"pp_handler.stages_per_rank={per_rank} is not supported with schedule {schedule!r}, which has {wanted[0]} "
-            f"stage{'s' if wanted[0] > 1 else ''} on each rank. Leave it out, or use 'interleaved_1f1b'."
+            f"pp_handler.stages_per_rank={per_rank} is not supported with schedule {schedule!r}, which has {supported_counts[0]} "
+            f"stage{'s' if supported_counts[0] > 1 else ''} on each rank. Leave it out, or use 'interleaved_1f1b'."
         )
     return StagePlacement(ranks, per_rank, schedule == IN_A_V)
 

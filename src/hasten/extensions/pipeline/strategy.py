@@ -30,7 +30,7 @@ from hasten.extensions.pipeline.schedule import (
     WeightOf,
     checked_loss,
     refuse_unweighted,
-    shares,
+    relative_weights,
 )
 from hasten.extensions.pipeline.stage_plan import check_microbatches, default_microbatches, placement
 from hasten.modules import forwarding
@@ -49,36 +49,40 @@ from hasten.trees import Tree
 
 
 @torch.no_grad()
-def average(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
+def average_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     """Replace each gradient by its mean over the ranks of `comm`, with one message per dtype.
 
     A rank without a gradient of a parameter contributes zeros. Ranks: every rank of the group.
     """
     if comm.size == 1:
         return
-    by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    parameters_by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for same in by_kind.values():
-        parts = [_part(p.grad) if p.grad is not None else torch.zeros_like(_part(p)) for p in same]
-        there = parts[0].new_tensor([float(p.grad is not None) for p in same])
-        joined = comm.all_reduce(torch.cat([there, *(part.reshape(-1) for part in parts)]), "mean")
-        flags = joined[: len(same)].tolist()
-        offset = len(same)
-        for parameter, part, flag in zip(same, parts, flags, strict=True):
-            if flag:
-                part.copy_(joined[offset : offset + part.numel()].view_as(part))
+            parameters_by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for alike_parameters in parameters_by_kind.values():
+        gradient_parts = [
+            _local_part(p.grad) if p.grad is not None else torch.zeros_like(_local_part(p)) for p in alike_parameters
+        ]
+        has_gradient = gradient_parts[0].new_tensor([float(p.grad is not None) for p in alike_parameters])
+        averaged = comm.all_reduce(
+            torch.cat([has_gradient, *(gradient_part.reshape(-1) for gradient_part in gradient_parts)]), "mean"
+        )
+        flags = averaged[: len(alike_parameters)].tolist()
+        offset = len(alike_parameters)
+        for parameter, gradient_part, share_of_ranks in zip(alike_parameters, gradient_parts, flags, strict=True):
+            if share_of_ranks:
+                gradient_part.copy_(averaged[offset : offset + gradient_part.numel()].view_as(gradient_part))
                 if parameter.grad is None:
-                    _give(parameter, part)
-            offset += part.numel()
+                    _set_gradient(parameter, gradient_part)
+            offset += gradient_part.numel()
 
 
-def _part(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
-def _give(parameter: nn.Parameter, part: Tensor) -> None:
+def _set_gradient(parameter: nn.Parameter, part: Tensor) -> None:
     if is_dtensor(parameter):
         parameter.grad = type(parameter.data).from_local(  # type: ignore[attr-defined]  # a method of DTensor
             part,
@@ -111,17 +115,17 @@ class SharedWeights:
     @torch.no_grad()
     def exchange(self) -> None:
         """Sum the gradients since `set_aside` over the ranks with a copy. Ranks: every rank with a copy."""
-        for (parameter, group), earlier in zip(self.members, self._aside, strict=True):
+        for (parameter, group), earlier_gradient in zip(self.members, self._aside, strict=True):
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
-                _give(parameter, torch.zeros_like(_part(parameter)))
+                _set_gradient(parameter, torch.zeros_like(_local_part(parameter)))
             assert parameter.grad is not None, "given just now"
-            part = _part(parameter.grad).contiguous()
-            dist.all_reduce(part, group=group)
-            _part(parameter.grad).copy_(part)
-            if earlier is not None:
-                _part(parameter.grad).add_(_part(earlier))
+            gradient_part = _local_part(parameter.grad).contiguous()
+            dist.all_reduce(gradient_part, group=group)
+            _local_part(parameter.grad).copy_(gradient_part)
+            if earlier_gradient is not None:
+                _local_part(parameter.grad).add_(_local_part(earlier_gradient))
         self._aside = []
 
 
@@ -166,7 +170,7 @@ class Pipeline:
         self._learner = Learner(comm, self._place, ctx.device)
         self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, Stepper]]()
         self._copies = WeakValueDictionary[int, nn.Parameter]()
-        self._quiet = False
+        self._is_paused = False
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         return self  # a copied model runs through the same ranks
@@ -179,37 +183,41 @@ class Pipeline:
         ctx, rank = self._ctx, self._comm.rank
         with agree(ctx.world, f"splitting {type(model).__name__} into pipeline stages"):
             cut = decide(model, self._config, self._place)
-            _refuse(model)
+            _prepare_settings(model)
         source = source_of(model, self._fsdp, ctx)
         if source is WeightSource.RANK_0:
-            _materialise(model, ctx.device)
+            _allocate_meta_tensors(model, ctx.device)
         if source is not WeightSource.NO_RANK:
             copy_from_rank_0(model, ctx)
-        ties = shared(model, cut)
-        held = {name: tuple(self._comm.ranks[i] for i in at) for name, at in ties.items() if rank in at}
-        groups = groups_of(list(held.values()))
+        ranks_by_tie = shared(model, cut)
+        held_ties = {
+            name: tuple(self._comm.ranks[i] for i in positions)
+            for name, positions in ranks_by_tie.items()
+            if rank in positions
+        }
+        groups = groups_of(list(held_ties.values()))
         if ctx.is_main:
-            log.info(_account(model, cut, ties))
+            log.info(_describe_stages(model, cut, ranks_by_tie))
         line = BlockChain(model, cut, part_of(model, cut, rank), rank, ctx.device)
         forwarding.replace(model, StageForward(line, self._call))
-        self._ties[model] = {name: groups[ranks] for name, ranks in held.items()}
+        self._ties[model] = {name: groups[ranks] for name, ranks in held_ties.items()}
         return model
 
     def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        spread = self._within.apply(model, request, self._stage_ctx, precision)
-        line = self._line(spread)
-        if spread not in self._shared:
-            line.attach(spread)
-            ties, part = self._ties.get(spread, {}), line.part
+        wrapped_model = self._within.apply(model, request, self._stage_ctx, precision)
+        line = self._line(wrapped_model)
+        if wrapped_model not in self._shared:
+            line.attach(wrapped_model)
+            ties, stage_part = self._ties.get(wrapped_model, {}), line.part
             weights = SharedWeights()
-            for name, parameter in named_parameters(spread):
-                whole = part.whole_name(name)
-                if whole in ties:
-                    weights.members.append((parameter, ties[whole]))
-                if whole in part.copies:
+            for name, parameter in named_parameters(wrapped_model):
+                whole_name = stage_part.whole_name(name)
+                if whole_name in ties:
+                    weights.members.append((parameter, ties[whole_name]))
+                if whole_name in stage_part.copies:
                     self._copies[id(parameter)] = parameter
-            self._shared[spread] = weights
-        return spread
+            self._shared[wrapped_model] = weights
+        return wrapped_model
 
     def undo(self, model: nn.Module) -> nn.Module:
         return self._within.undo(model)
@@ -237,27 +245,29 @@ class Pipeline:
         line, count, device = self._line(model), self._count, self._ctx.device
         rows = check_rows(trees.batch_size(batch), count)
         total = rows * count
-        micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total) for i in range(count)]
-        kind = ("train", model.training, weight is None, *signature(micros[0]))
-        stepper = self._steppers.setdefault(model, {}).get(kind)
+        micro_batches = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total) for i in range(count)]
+        batch_kind = ("train", model.training, weight is None, *signature(micro_batches[0]))
+        stepper = self._steppers.setdefault(model, {}).get(batch_kind)
         if stepper is None:
             if weight is None and count > 1:
                 refuse_unweighted(batch)
-            stepper = self._steppers[model][kind] = self._new_stepper(model, line, kind, micros[0], loss_of)
-        parts: Sequence[Tensor | float] = [1 / count] * count
-        amount: Number | None = None
+            stepper = self._steppers[model][batch_kind] = self._new_stepper(
+                model, line, batch_kind, micro_batches[0], loss_of
+            )
+        loss_shares: Sequence[Tensor | float] = [1 / count] * count
+        total_weight: Number | None = None
         if weight is not None:
-            amounts = [checked_weight(weight(micro)) for micro in micros]
-            amount, parts = sum(amounts), shares(amounts, device)
-        factor = weigh(torch.ones((), device=device), amount)
+            amounts = [checked_weight(weight(micro_batch)) for micro_batch in micro_batches]
+            total_weight, loss_shares = sum(amounts), relative_weights(amounts, device)
+        factor = weigh(torch.ones((), device=device), total_weight)
         weights = self._shared[model]
         weights.set_aside()
-        loss = stepper.step(micros, loss_of, factor, parts)
+        loss = stepper.step(micro_batches, loss_of, factor, loss_shares)
         weights.exchange()
-        if not self._quiet and not self._spreads_itself:
-            average(model.parameters(), self._peers)
-        mine = torch.zeros((), device=device) if loss is None else loss
-        return self._comm.broadcast(mine, self._place.rank_of(self._place.stages - 1))
+        if not self._is_paused and not self._is_sharded:
+            average_gradients(model.parameters(), self._peers)
+        own_loss = torch.zeros((), device=device) if loss is None else loss
+        return self._comm.broadcast(own_loss, self._place.rank_of(self._place.stages - 1))
 
     def _new_stepper(
         self, model: nn.Module, line: BlockChain, kind: Signature, micro: Tree, loss_of: LossOf
@@ -273,17 +283,17 @@ class Pipeline:
         return Stepper(model, line, learnt, self._count, self._config.schedule, self._comm)
 
     @property
-    def _spreads_itself(self) -> bool:
+    def _is_sharded(self) -> bool:
         return self._ctx.mesh.size(Axis.DP_SHARD) > 1
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        before, self._quiet = self._quiet, True
+        before, self._is_paused = self._is_paused, True
         try:
             with self._within.no_sync(model):
                 yield
         finally:
-            self._quiet = before
+            self._is_paused = before
 
     # -- forward only ---------------------------------------------------------------------------------------------
     def _call(self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,42 +313,46 @@ class Pipeline:
             )
         rows = trees.batch_size((args, kwargs))
         size = max(1, -(-(rows or 1) // self._count))
-        cuts = [slice(start, start + size) for start in range(0, rows or 1, size)]
-        micros = [trees.slice_rows((args, kwargs), cut, rows) for cut in cuts] if rows else [(args, kwargs)]
+        row_slices = [slice(start, start + size) for start in range(0, rows or 1, size)]
+        micro_batches = (
+            [trees.slice_rows((args, kwargs), row_slice, rows) for row_slice in row_slices]
+            if rows
+            else [(args, kwargs)]
+        )
         learnt: list[Learnt] = []
-        for micro in micros:
-            kind = ("forward", model.training, *signature(micro))
-            learnt.append(self._learner.learn(model, line, kind, partial(forward.through, *micro)))
-        outputs = self._run_through(line, forward, micros, learnt)
-        last = self._place.rank_of(self._place.stages - 1)
+        for micro_batch in micro_batches:
+            kind = ("forward", model.training, *signature(micro_batch))
+            learnt.append(self._learner.learn(model, line, kind, partial(forward.through, *micro_batch)))
+        outputs = self._run_through(line, forward, micro_batches, learnt)
+        last_rank = self._place.rank_of(self._place.stages - 1)
         result = (
-            _joined(outputs, [min(cut.stop, rows or 1) - cut.start for cut in cuts])
-            if self._comm.rank == last
+            _join_outputs(outputs, [min(row_slice.stop, rows or 1) - row_slice.start for row_slice in row_slices])
+            if self._comm.rank == last_rank
             else None
         )
-        return share(result, self._comm, last) if forward.gathers_output else result
+        return share(result, self._comm, last_rank) if forward.gathers_output else result
 
     def _run_through(
-        self, line: BlockChain, forward: StageForward, micros: list[Any], learnt: list[Learnt]
+        self, line: BlockChain, forward: StageForward, micro_batches: list[Any], learnt: list[Learnt]
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """Return the outputs of all micro-batches, on the rank of the last stage."""
-        rank_of, here, ranks, group = self._place.rank_of, self._comm.rank, self._comm.ranks, self._comm.group
+        rank_of, own_rank, ranks, group = self._place.rank_of, self._comm.rank, self._comm.ranks, self._comm.group
         local_outputs: dict[tuple[int, int], Tensor] = {}
         sends: list[tuple[Any, Tensor]] = []  # Any: torch's work handles
         outputs: list[Any] = []
         for stage in line.stages:
-            for number, (args, kwargs) in enumerate(micros):
+            for number, (args, kwargs) in enumerate(micro_batches):
                 received = None
-                if stage and rank_of(stage - 1) == here:
+                if stage and rank_of(stage - 1) == own_rank:
                     received = local_outputs.pop((stage - 1, number))
                 elif stage:
                     received = torch.empty_like(learnt[number].inputs[stage], device=line.device, requires_grad=False)
                     dist.recv(received, ranks[rank_of(stage - 1)], group=group)
-                at = line.begin(stage, received, learnt[number].seen)
-                output = line.run(at, partial(forward.through, args, kwargs))
-                if at.final:
+                running_pass = line.begin(stage, received, learnt[number].seen)
+                output = line.run(running_pass, partial(forward.through, args, kwargs))
+                if running_pass.final:
                     outputs.append(output)
-                elif rank_of(stage + 1) == here:
+                elif rank_of(stage + 1) == own_rank:
                     local_outputs[stage, number] = output
                 else:
                     sent = output.detach().contiguous()
@@ -350,20 +364,24 @@ class Pipeline:
     # -- state ----------------------------------------------------------------------------------------------------
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Return the unsharded state of all stages on the CPU of the main process; {} elsewhere. Ranks: every rank."""
-        part = self._line(model).part
-        own: dict[str, Any] = {}
+        stage_part = self._line(model).part
+        own_state: dict[str, Any] = {}
         for key, value in model.state_dict(keep_vars=True).items():
             if is_dtensor(value):
                 value = whole_of(value)
-            own[key] = value.detach() if isinstance(value, Tensor) else value
-        found: dict[str, Any] = {}
+            own_state[key] = value.detach() if isinstance(value, Tensor) else value
+        whole_state: dict[str, Any] = {}
         for position in range(self._comm.size):
-            theirs = share({key: own[key] for key in own if key in part.own_keys}, self._comm, position)
+            stage_state = share(
+                {key: own_state[key] for key in own_state if key in stage_part.own_keys}, self._comm, position
+            )
             if self._ctx.is_main:
-                found |= {key: value.cpu() if isinstance(value, Tensor) else value for key, value in theirs.items()}
-        for first, *others in part.ties:
-            found |= {name: found[first] for name in others if first in found}
-        return {key: found[key] for key in part.state_keys} if self._ctx.is_main else {}
+                whole_state |= {
+                    key: value.cpu() if isinstance(value, Tensor) else value for key, value in stage_state.items()
+                }
+        for first, *tied_names in stage_part.ties:
+            whole_state |= {name: whole_state[first] for name in tied_names if first in whole_state}
+        return {key: whole_state[key] for key in stage_part.state_keys} if self._ctx.is_main else {}
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         raise PrepareError(
@@ -396,7 +414,7 @@ class CutStages:
         return model
 
 
-def _refuse(model: nn.Module) -> None:
+def _prepare_settings(model: nn.Module) -> None:
     """Raise for settings of the model that stages cannot run with, and turn its cache off."""
     if getattr(model, "is_gradient_checkpointing", False):
         raise PrepareError(
@@ -417,7 +435,7 @@ def _refuse(model: nn.Module) -> None:
 def _refuse_batch_norm(model: nn.Module, count: int) -> None:
     """Raise for a layer that normalises over the batch, of which it would see one micro-batch at a time."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    name = next((name for name, part in model.named_modules() if isinstance(part, kinds) and part.training), None)
+    name = next((name for name, module in model.named_modules() if isinstance(module, kinds) and module.training), None)
     if name is not None:
         raise StepError(
             f"{name!r} normalises by the mean and variance of its batch, but under pipeline parallelism it sees one of {count} "
@@ -426,45 +444,47 @@ def _refuse_batch_norm(model: nn.Module, count: int) -> None:
         )
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
+def _allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
     """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
 
-    def real(tensor: Tensor) -> Tensor:
+    def allocate(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-    model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's outputs
+def _join_outputs(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's outputs
     """Concatenate the outputs of micro-batches along rows; scalars are averaged, weighted by rows."""
     if len(outputs) == 1:
         return outputs[0]
 
-    def join(*parts: Tensor) -> Tensor:
-        if parts[0].ndim:
-            return torch.cat(parts)
-        share = torch.tensor(rows, dtype=torch.float32, device=parts[0].device)
-        return (torch.stack(parts) * share).sum() / share.sum()
+    def join(*micro_outputs: Tensor) -> Tensor:
+        if micro_outputs[0].ndim:
+            return torch.cat(micro_outputs)
+        row_counts = torch.tensor(rows, dtype=torch.float32, device=micro_outputs[0].device)
+        return (torch.stack(micro_outputs) * row_counts).sum() / row_counts.sum()
 
     return trees.zip_tensors(join, *outputs)
 
 
-def _account(model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]]) -> str:
+def _describe_stages(model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]]) -> str:
     """Return a summary of each stage: its blocks, its rank and its share of the estimated work."""
     blocks = list(model.get_submodule(cut.container).children())
-    before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (cut.first, cut.last))
+    cost_before, cost_after = (
+        sum(work(model.get_submodule(name)) for name in side_names) for side_names in (cut.first, cut.last)
+    )
     costs = [sum(work(block) for block in blocks[start:stop]) for start, stop in cut.ranges]
-    costs[0] += before
-    costs[-1] += after
-    total = sum(costs) or 1.0
+    costs[0] += cost_before
+    costs[-1] += cost_after
+    total_cost = sum(costs) or 1.0
     prefix = f"{cut.container}." if cut.container else ""
     lines = []
     for stage, (start, stop) in enumerate(cut.ranges):
-        held = [*(cut.first if stage == 0 else ()), f"{prefix}{cut.blocks[start]}"]
-        held[-1] += f" to {prefix}{cut.blocks[stop - 1]}" if stop - start > 1 else ""
-        held += cut.last if stage == len(cut.ranges) - 1 else ()
+        unit_names = [*(cut.first if stage == 0 else ()), f"{prefix}{cut.blocks[start]}"]
+        unit_names[-1] += f" to {prefix}{cut.blocks[stop - 1]}" if stop - start > 1 else ""
+        unit_names += cut.last if stage == len(cut.ranges) - 1 else ()
         lines.append(
-            f"stage {stage} (pp {cut.place.rank_of(stage)}): {', '.join(held)}, {costs[stage] / total:.0%} of the work"
+            f"stage {stage} (pp {cut.place.rank_of(stage)}): {', '.join(unit_names)}, {costs[stage] / total_cost:.0%} of the work"
         )
     text = f"{type(model).__name__} is split into {len(cut.ranges)} stages: " + "; ".join(lines)
     if ties:
