@@ -52,7 +52,7 @@ class Work:
     micros: Sequence[Tree] = ()
     loss_of: LossOf | None = None
     factor: Tensor | float = 1.0
-    relative_weights: Sequence[Tensor | float] = ()
+    shares: Sequence[Tensor | float] = ()
     """Weight of each micro-batch's loss in the loss of the batch."""
     losses: list[Tensor] = field(default_factory=list)
 
