@@ -193,3 +193,13 @@ def test_a_batch_that_the_other_process_lacks_is_an_error_in_words(by_accumulate
     assert seen == 3
     for (batch,) in loader:  # an evaluation may end at different times
         model(batch)
+
+
+def test_random_numbers_that_a_save_hook_draws_are_drawn_for_the_checkpoint_too(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: torch.rand(7))
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = torch.rand(3)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(torch.rand(3), expected)

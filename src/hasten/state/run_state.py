@@ -124,7 +124,8 @@ class RunObjects:
         """
         clock = self.clock
         if not clock.is_open or clock.read_position is None:
-            return read_position(self, at_window=False)
+            # random generators are captured after save hooks, which may draw
+            return replace(read_position(self, at_window=False), generators=None)
         position = clock.position
         if not isinstance(position, LoopPosition):
             raise StepError(
