@@ -143,16 +143,16 @@ class Progress(Generic[T]):
         self._tick()
 
     def _tick(self) -> None:
-        now, here = time.perf_counter(), self._here
+        now_s, here = time.perf_counter(), self._here
         if here.watch is not None and here.pulse is not None:
-            known = here.watch.found
-            here.watch.tick(now, here.pulse)
-            if here.watch.found is not known:  # checked again, in a step of this bar
+            known_straggler = here.watch.found
+            here.watch.tick(now_s, here.pulse)
+            if here.watch.found is not known_straggler:  # checked again, in a step of this bar
                 self._hint = str(here.watch.found)
         display = here.display
-        if here.is_main and now >= display.next_draw_s:
-            display.next_draw_s = now + display.every_s
-            reading = self._complete(self._meter.read(now, self._desc))
+        if here.is_main and now_s >= display.next_draw_s:
+            display.next_draw_s = now_s + display.every_s
+            reading = self._complete(self._meter.read(now_s, self._desc))
             display.draw(reading)
             for show in here.parts.progress:
                 show(self, reading, False)

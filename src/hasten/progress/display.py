@@ -99,9 +99,9 @@ class LineDisplay:
 
     def close(self, reading: MeterReading) -> None:
         """Write the last line, unless another line was written less than `every_s` seconds ago."""
-        now = time.perf_counter()
-        if self._is_empty or reading.hint or now >= self.next_draw_s:
-            self.next_draw_s = now + self.every_s
+        now_s = time.perf_counter()
+        if self._is_empty or reading.hint or now_s >= self.next_draw_s:
+            self.next_draw_s = now_s + self.every_s
             self.draw(reading)
 
 

@@ -135,8 +135,8 @@ class StragglerWatch:
         except (DistError, RuntimeError):  # the store is gone: training will report it, and a hint may be missing
             self._next_s = float("inf")
             return False
-        before, self.found = self.found, find_straggler(times)
-        return self.found is not None and (before is None or before.rank != self.found.rank)
+        known_straggler, self.found = self.found, find_straggler(times)
+        return self.found is not None and (known_straggler is None or known_straggler.rank != self.found.rank)
 
     def _read_all(self) -> dict[int, float]:
         notes = {rank: self._notes.read(f"pace/{rank}") for rank in range(self._size)}

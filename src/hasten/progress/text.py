@@ -19,9 +19,9 @@ def clock(seconds: float | None) -> str:
     """Return `seconds` as m:ss or h:mm:ss; a question mark if unknown."""
     if seconds is None:
         return "?"
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
+    whole_seconds = round(seconds)
+    hours, seconds_left = divmod(whole_seconds, 3600)
+    minutes, left = divmod(seconds_left, 60)
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 

@@ -168,8 +168,8 @@ class Throughput(RunPart):
 
     def status(self) -> dict[str, float]:
         """Return the known values by the names that trackers get: `tokens_per_second` and `mfu`."""
-        known = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
-        return {name: value for name, value in known.items() if value is not None}
+        known_values = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        return {name: value for name, value in known_values.items() if value is not None}
 
     def _rate(self, column: int) -> float | None:
         if len(self._marks) < 2:
@@ -211,8 +211,8 @@ class Throughput(RunPart):
             self._marks.clear()
             if self._mode is not None:
                 self._mode.counted = dict.fromkeys(DTYPES, 0.0)
-        wanted = self.flops is None and self._given is None and self._mode is None
-        if wanted and trained and self._between and not cursor.at_end:
+        needs_count = self.flops is None and self._given is None and self._mode is None
+        if needs_count and trained and self._between and not cursor.at_end:
             self._begin()
         self._passes, self._batch_counted, self._between = self._clock.num_passes, False, False
 
@@ -258,8 +258,8 @@ class Throughput(RunPart):
                 "tensor of tokens, or give a function of the batch."
             )
         names = _FIELDS if self._tokens_of is None else (self._tokens_of,)
-        found = next((fields[name] for name in names if isinstance(fields.get(name), Tensor)), None)
-        return 0 if found is None else found.numel()
+        tokens = next((fields[name] for name in names if isinstance(fields.get(name), Tensor)), None)
+        return 0 if tokens is None else tokens.numel()
 
     def _begin(self) -> None:
         """Count until every optimizer has stepped. Code that is not compiled yet stays so for these updates.
@@ -277,8 +277,8 @@ class Throughput(RunPart):
         """Sum the counted operations over ranks, once. Ranks: every rank, in the same update."""
         device = self._ctx.device
         kind = torch.float32 if device.type == "mps" else torch.float64
-        mine = torch.tensor([mode.counted[name] for name in DTYPES], dtype=kind, device=device)
-        total = self._ctx.world.all_reduce(mine).tolist()
+        own_counts = torch.tensor([mode.counted[name] for name in DTYPES], dtype=kind, device=device)
+        total = self._ctx.world.all_reduce(own_counts).tolist()
         self.flops = {name: number for name, number in zip(DTYPES, total, strict=True) if number}
         if not self.flops and self._ctx.is_main:
             log.info(

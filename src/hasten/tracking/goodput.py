@@ -65,7 +65,7 @@ class _RunStart:
 
     def __post_init__(self) -> None:
         steps = self.log.steps
-        self.useful = np.sum([steps[part].astype(np.float64) for part in USEFUL], axis=0)
+        self.useful = np.sum([steps[phase].astype(np.float64) for phase in USEFUL], axis=0)
         self.void = np.zeros(len(steps), dtype=np.bool_)
 
     @property
@@ -82,11 +82,11 @@ def account(logs: Sequence[LoggedRank]) -> Goodput:
         if index and not starts[index - 1].finished:
             seconds["restart"] += max(start.began_s - starts[index - 1].ended_s, 0.0)
         _void(starts, index)
-        known = _in_start(start)
-        for cause, spent in known.items():
+        seconds_by_cause = _in_start(start)
+        for cause, spent in seconds_by_cause.items():
             seconds[cause] += spent
         seconds["other"] += max(
-            start.ended_s - start.began_s - sum(known.values()) - float(start.useful.sum()),
+            start.ended_s - start.began_s - sum(seconds_by_cause.values()) - float(start.useful.sum()),
             0.0,
         )
     for start in starts:
@@ -106,18 +106,18 @@ def _in_start(start: _RunStart) -> dict[str, float]:
     """Return the seconds of one start that were neither useful nor unknown, by cause."""
     steps, startup = start.log.steps, start.log.started.get("startup_s")
     if startup is None:  # written by an earlier version
-        first = sum(float(steps[part][0]) for part in (steps.dtype.names or ())[1:-2]) if len(steps) else 0.0
+        first = sum(float(steps[phase][0]) for phase in (steps.dtype.names or ())[1:-2]) if len(steps) else 0.0
         startup = float(steps["time"][0]) - first - start.began_s if len(steps) else 0.0
-    found = {"startup": max(float(startup), 0.0)}
-    found |= {part: float(steps[part].astype(np.float64).sum()) for part in _IN_STEPS}
+    seconds_by_cause = {"startup": max(float(startup), 0.0)}
+    seconds_by_cause |= {phase: float(steps[phase].astype(np.float64).sum()) for phase in _IN_STEPS}
     for event in start.log.events:
-        for part, spent in event.get("rest", {}).items():  # after the last update, such as the last evaluation
-            if part in found:
-                found[part] += float(spent)
-    last = float(steps["time"][-1]) if len(steps) else start.began_s + found["startup"]
+        for phase, spent in event.get("rest", {}).items():  # after the last update, such as the last evaluation
+            if phase in seconds_by_cause:
+                seconds_by_cause[phase] += float(spent)
+    last = float(steps["time"][-1]) if len(steps) else start.began_s + seconds_by_cause["startup"]
     if any(event.get("event") == "stalled" and event["time"] > last for event in start.log.events):
-        found["stall"] += max(start.ended_s - last, 0.0)  # a stall that ended the process
-    return found
+        seconds_by_cause["stall"] += max(start.ended_s - last, 0.0)  # a stall that ended the process
+    return seconds_by_cause
 
 
 def _void(starts: Sequence[_RunStart], index: int) -> None:
@@ -158,9 +158,13 @@ def of_run(ranks: Sequence[LoggedRank]) -> Goodput | None:
 
     Ranks wait for each other, so the rank with the lowest share names the cause.
     """
-    found = [account([log for log in ranks if log.rank == rank]) for rank in sorted({log.rank for log in ranks})]
-    found = [one for one in found if one.wall_s > 0 and one.seconds["useful"] + one.seconds["replayed"] > 0]
-    return min(found, key=lambda one: one.ratio, default=None)
+    goodputs = [account([log for log in ranks if log.rank == rank]) for rank in sorted({log.rank for log in ranks})]
+    goodputs = [
+        goodput
+        for goodput in goodputs
+        if goodput.wall_s > 0 and goodput.seconds["useful"] + goodput.seconds["replayed"] > 0
+    ]
+    return min(goodputs, key=lambda goodput: goodput.ratio, default=None)
 
 
 class LiveGoodput:
@@ -179,14 +183,14 @@ class LiveGoodput:
         seconds = dict(self._before(log).seconds)
         spent = dict(log.spent)
         seconds["startup"] += time.time() - log.process_began_s if log.startup_s is None else log.startup_s
-        useful = sum(spent[part] for part in USEFUL)
+        useful = sum(spent[phase] for phase in USEFUL)
         seconds["useful"] += useful - log.replayed_s
         seconds["replayed"] += log.replayed_s
-        for part in _IN_STEPS:
-            seconds[part] += spent[part]
-        known = (log.startup_s or 0.0) + useful + sum(spent[part] for part in _IN_STEPS)
+        for phase in _IN_STEPS:
+            seconds[phase] += spent[phase]
+        known_s = (log.startup_s or 0.0) + useful + sum(spent[phase] for phase in _IN_STEPS)
         if log.startup_s is not None:
-            seconds["running"] += max(time.time() - log.process_began_s - known, 0.0)
+            seconds["running"] += max(time.time() - log.process_began_s - known_s, 0.0)
         return Goodput(seconds)
 
     def _before(self, log: RunLog) -> Goodput:
@@ -199,9 +203,11 @@ class LiveGoodput:
     def _read_earlier(self, log: RunLog) -> Goodput:
         logs = read_run_log(self._folder) if self._folder is not None and self._folder.is_dir() else []
         earlier = [
-            one
-            for one in logs
-            if one.rank == self._rank and one.started and float(one.started["time"]) < log.process_began_s
+            logged_rank
+            for logged_rank in logs
+            if logged_rank.rank == self._rank
+            and logged_rank.started
+            and float(logged_rank.started["time"]) < log.process_began_s
         ]
         if not earlier:
             return Goodput(dict.fromkeys(CAUSES, 0.0))
@@ -216,5 +222,5 @@ class LiveGoodput:
             events.append({"event": "loaded", "time": log.loaded[0], "step": log.loaded[1]})
         elif log.startup_s is not None:
             events.append({"event": "begun", "time": log.process_began_s})
-        whole = account([*earlier, LoggedRank(self._rank, earlier[0].steps[:0], events)])
-        return Goodput({**whole.seconds, "other": account(earlier).seconds["other"]})
+        goodput = account([*earlier, LoggedRank(self._rank, earlier[0].steps[:0], events)])
+        return Goodput({**goodput.seconds, "other": account(earlier).seconds["other"]})

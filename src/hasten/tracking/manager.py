@@ -100,12 +100,12 @@ class TrackerManager:
 
     def check_directory(self) -> None:
         """Raise TrackerError if the trackers of this process cannot write to their folder."""
-        place = folder = self._directory or Path("runs")
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        if self._tracker_writers and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        existing_folder = folder = self._directory or Path("runs")
+        while not existing_folder.exists() and existing_folder != existing_folder.parent:
+            existing_folder = existing_folder.parent
+        if self._tracker_writers and not (existing_folder.is_dir() and os.access(existing_folder, os.W_OK | os.X_OK)):
             raise TrackerError(
-                f"the trackers cannot write to {folder}, because {place} is no folder that can be written to; give another project_dir."
+                f"the trackers cannot write to {folder}, because {existing_folder} is no folder that can be written to; give another project_dir."
             )
 
     def init(
@@ -147,8 +147,8 @@ class TrackerManager:
         ids: Mapping[str, str] = old.get("runs", {}).get(str(self._rank), {})
         for writer in self._tracker_writers:
             name = writer.tracker.name
-            found = Resume(run_id=ids[name], step=int(old["step"])) if name in ids else None
-            writer.start(replace(run, options=self._init_kwargs.get(name, {}), resume=found))
+            resume = Resume(run_id=ids[name], step=int(old["step"])) if name in ids else None
+            writer.start(replace(run, options=self._init_kwargs.get(name, {}), resume=resume))
         self._run = run
         # after the trackers' exit hooks were registered, so that this one runs before them
         atexit.register(self._at_exit)
@@ -166,18 +166,18 @@ class TrackerManager:
         check_record("log", values, step, log_kwargs)
         if not self._ready("log"):
             return
-        kept: dict[str, Any] = {}
+        plain_values: dict[str, Any] = {}
         for name, value in flatten(values):
             if type(value) in (float, int):  # the common value, on the hot path
-                kept[name] = value
+                plain_values[name] = value
                 continue
             try:
-                kept[name] = snapshot(name, value)
+                plain_values[name] = snapshot(name, value)
             except TrackerError as error:
                 self._warn_once(f"value {name}", str(error))
-        now = time.time()
-        self._pending.append(_Draft(kept, self._next(step), now, log_kwargs or {}))
-        if now - self._flushed_at >= self._flush_every_s or len(self._pending) >= self._max_pending:
+        now_s = time.time()
+        self._pending.append(_Draft(plain_values, self._next(step), now_s, log_kwargs or {}))
+        if now_s - self._flushed_at >= self._flush_every_s or len(self._pending) >= self._max_pending:
             self.send()
         else:
             self._writer.start()
@@ -246,9 +246,9 @@ class TrackerManager:
     def _next(self, step: int | None) -> int:
         """Return the step of this record; the highest step is saved in checkpoints."""
         self._logged = True
-        found = self._step + 1 if step is None else int(step)
-        self._step = max(self._step, found)
-        return found
+        record_step = self._step + 1 if step is None else int(step)
+        self._step = max(self._step, record_step)
+        return record_step
 
     def _post(self, entry: ImageEntry | TableEntry, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         self.send()

@@ -84,10 +84,10 @@ def tracker_class(name: str) -> type[Tracker]:
         return JsonlTracker
     offered = offers("trackers")
     if name not in offered:
-        known = tracker_names()
-        near = difflib.get_close_matches(name, known, n=1)
+        known_names = tracker_names()
+        near = difflib.get_close_matches(name, known_names, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Pass custom trackers as instances."
-        raise TrackerError(f"there is no tracker {name!r}; the trackers are {', '.join(known)} and 'all'. {hint}")
+        raise TrackerError(f"there is no tracker {name!r}; the trackers are {', '.join(known_names)} and 'all'. {hint}")
     tracker = offered[name].load()
     if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
         raise TrackerError(

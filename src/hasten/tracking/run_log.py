@@ -48,7 +48,7 @@ _MINUTE: Final = 61
 
 def step_dtype() -> np.dtype[np.void]:
     """Return the dtype of a record of the steps file."""
-    return np.dtype([("time", "<f8"), *((part, "<f4") for part in PARTS), ("samples", "<f4"), ("memory_mb", "<f4")])
+    return np.dtype([("time", "<f8"), *((phase, "<f4") for phase in PARTS), ("samples", "<f4"), ("memory_mb", "<f4")])
 
 
 class RunLog:
@@ -113,22 +113,22 @@ class RunLog:
         """Error message of the disk, after which nothing is written."""
 
     # -- phases of a step ------------------------------------------------------------------------------------------
-    def _take(self, part: str) -> float:
+    def _take(self, phase: str) -> float:
         """Add the time since the last mark to a phase, without collectives; returns the current time."""
-        now = time.perf_counter()
+        now_s = time.perf_counter()
         spent = self.spent
         if self._folder is None:  # useful phases are not told apart
-            spent[part] += now - self._last_s
-            self._last_s = now
-            return now
+            spent[phase] += now_s - self._last_s
+            self._last_s = now_s
+            return now_s
         collected = self._collectives_s()
         waited = collected - self._collected_s
         spent["communication"] += waited
-        passed = now - self._last_s - waited
+        passed = now_s - self._last_s - waited
         if passed > 0.0:
-            spent[part] += passed
-        self._last_s, self._collected_s = now, collected
-        return now
+            spent[phase] += passed
+        self._last_s, self._collected_s = now_s, collected
+        return now_s
 
     def asked(self, unused: bool = False) -> None:
         """Mark the request for the next batch, which ends a step that has made an update.
@@ -137,27 +137,27 @@ class RunLog:
         """
         if self._begun:
             if self._folder is None and not unused and not self._stalls:  # in as few operations as possible
-                now = time.perf_counter()
-                self.spent["other"] += now - self._last_s
-                self._last_s = now
+                now_s = time.perf_counter()
+                self.spent["other"] += now_s - self._last_s
+                self._last_s = now_s
                 self.samples += self._in_batch
                 self._in_batch = 0
                 if self._updated:
                     self._updated = False
-                    if now - self._flushed_s >= _EVERY_S:
-                        self._commit(now)
+                    if now_s - self._flushed_s >= _EVERY_S:
+                        self._commit(now_s)
                 return
             if unused and not self._updated:
-                now = self._take("evaluation")
+                now_s = self._take("evaluation")
                 self.spent["data"] -= self._waited_s
                 self.spent["evaluation"] += self._waited_s
                 self._waited_s = 0.0
             else:
-                now = self._take("other")
+                now_s = self._take("other")
                 self.samples += self._in_batch
             self._in_batch = 0
             if self._updated:
-                self._commit(now)
+                self._commit(now_s)
             return
         self._begun, self._last_s, self._collected_s = True, time.perf_counter(), self._collectives_s()
         self.startup_s = max(time.time() - self.process_began_s, 0.0)
@@ -165,14 +165,14 @@ class RunLog:
     def got(self, num_samples: int) -> None:
         """Mark the arrival of a batch, which ends the wait for data."""
         if self._folder is None:
-            now = time.perf_counter()
-            self._waited_s = now - self._last_s
+            now_s = time.perf_counter()
+            self._waited_s = now_s - self._last_s
             self.spent["data"] += self._waited_s
-            self._last_s, self._in_batch = now, num_samples
+            self._last_s, self._in_batch = now_s, num_samples
             return
-        before = self.spent["data"]
+        data_s = self.spent["data"]
         self._take("data")
-        self._waited_s = self.spent["data"] - before
+        self._waited_s = self.spent["data"] - data_s
         self._in_batch = num_samples
 
     def backward_begins(self) -> None:
@@ -181,10 +181,10 @@ class RunLog:
 
     def backward_done(self, exchanged: bool = False) -> None:
         """Mark the end of backward; with `exchanged`, the wait for gradients of other ranks counts as communication."""
-        before = self.spent["backward"]
+        backward_s = self.spent["backward"]
         self._take("backward")
         if exchanged and self._gradient_s:
-            waited = min(self._gradient_s, self.spent["backward"] - before)
+            waited = min(self._gradient_s, self.spent["backward"] - backward_s)
             self.spent["backward"] -= waited
             self.spent["communication"] += waited
 
@@ -195,10 +195,10 @@ class RunLog:
 
     def optimizer_done(self) -> None:
         """Mark the end of an update, applied or skipped."""
-        self.updated_s = now = time.perf_counter() if self._folder is None else self._take("optimizer")
+        self.updated_s = now_s = time.perf_counter() if self._folder is None else self._take("optimizer")
         self._updated = True
-        if now >= self._due_s:
-            self._due_s = now + _EVERY_S
+        if now_s >= self._due_s:
+            self._due_s = now_s + _EVERY_S
             if self.every_second is not None:
                 self.every_second()
 
@@ -215,9 +215,9 @@ class RunLog:
     def checkpoint_done(self) -> None:
         """Mark the end of a save or load; its collectives count as part of it."""
         if self._begun:
-            now = time.perf_counter()
-            self.spent["checkpoint"] += max(now - self._last_s, 0.0)
-            self._last_s, self._collected_s = now, self._collectives_s()
+            now_s = time.perf_counter()
+            self.spent["checkpoint"] += max(now_s - self._last_s, 0.0)
+            self._last_s, self._collected_s = now_s, self._collectives_s()
 
     def stalled(self, seconds: float, over: bool) -> None:
         """Record that ranks waited for each other without progress, in any thread; `over` means that they continue."""
@@ -245,23 +245,23 @@ class RunLog:
     @property
     def useful_s(self) -> float:
         """Seconds in steps so far, without the wait for data, evaluation, saves, loads and stalls."""
-        return sum(self.spent[part] for part in USEFUL)
+        return sum(self.spent[phase] for phase in USEFUL)
 
-    def _commit(self, now: float) -> None:
+    def _commit(self, now_s: float) -> None:
         while self._stalls:  # the stall happened inside one phase of this step, the longest
             seconds, spent = self._stalls.popleft(), self.spent
-            longest = max(STEP_PARTS, key=lambda part: spent[part] - self._recorded[PARTS.index(part)])
+            longest = max(STEP_PARTS, key=lambda phase: spent[phase] - self._recorded[PARTS.index(phase)])
             moved = min(seconds, spent[longest] - self._recorded[PARTS.index(longest)])
             spent[longest] -= moved
             spent["stall"] += moved
-        if now - self._flushed_s >= _EVERY_S:
+        if now_s - self._flushed_s >= _EVERY_S:
             self.flush()
             self.readings.append((sum(self.spent.values()), self.spent["data"]))
         self._updated = False
         if self._folder is None:
             return
         current = tuple(self.spent.values())
-        phases = [after - before for after, before in zip(current, self._recorded, strict=True)]
+        phases = [after - recorded_s for after, recorded_s in zip(current, self._recorded, strict=True)]
         self._records += _RECORD.pack(time.time(), *phases, self.samples - self._recorded_samples, self._memory_mb)
         self._recorded, self._recorded_samples = current, self.samples
 
@@ -285,7 +285,9 @@ class RunLog:
         elif kind == "loaded":
             if step in self._useful_at:
                 self.replayed_s = max(self.replayed_s, 0.0) + self.useful_s - self._useful_at[step]
-                self._useful_at = {known: useful for known, useful in self._useful_at.items() if known < step}
+                self._useful_at = {
+                    saved_step: useful for saved_step, useful in self._useful_at.items() if saved_step < step
+                }
                 self._useful_at[step] = self.useful_s
             elif self.loaded is None:
                 self.loaded = (time.time(), step)
@@ -324,8 +326,15 @@ class RunLog:
             if self._updated:
                 self.samples, self._in_batch = self.samples + self._in_batch, 0
                 self._commit(time.perf_counter())
-            rest = zip(PARTS, self.spent.values(), self._recorded, strict=True)
-            self.event("ended", rest={part: round(now - before, 4) for part, now, before in rest if now > before})
+            unrecorded = zip(PARTS, self.spent.values(), self._recorded, strict=True)
+            self.event(
+                "ended",
+                rest={
+                    phase: round(spent_s - recorded_s, 4)
+                    for phase, spent_s, recorded_s in unrecorded
+                    if spent_s > recorded_s
+                },
+            )
             self.flush()
 
 
@@ -366,9 +375,9 @@ def read_run_log(folder: Path) -> list[LoggedRank]:
         if tuple(first.get("parts", ())) != PARTS:
             continue
         content = path.with_suffix(".steps").read_bytes() if path.with_suffix(".steps").exists() else b""
-        whole = len(content) // dtype.itemsize * dtype.itemsize
+        num_complete_bytes = len(content) // dtype.itemsize * dtype.itemsize
         rank = int(path.stem.split("-")[0].removeprefix("rank"))
-        logs.append(LoggedRank(rank, np.frombuffer(content[:whole], dtype=dtype), lines))
+        logs.append(LoggedRank(rank, np.frombuffer(content[:num_complete_bytes], dtype=dtype), lines))
     return logs
 
 

@@ -55,8 +55,8 @@ def check_record(call: str, values: Any, step: Any, log_kwargs: Any) -> None:
             "{'loss': 0.5}."
         )
     if step is not None and type(step) is not int:
-        whole = isinstance(step, float) and step.is_integer()
-        if isinstance(step, bool) or not (whole or hasattr(step, "__index__")):
+        is_whole = isinstance(step, float) and step.is_integer()
+        if isinstance(step, bool) or not (is_whole or hasattr(step, "__index__")):
             raise ArgumentError(
                 f"{call}(step={step!r:.60}) got a {type(step).__name__} that is not an integer. Pass the number of the step, or omit "
                 "step to count calls."
@@ -76,7 +76,8 @@ def check_project(project: object) -> None:
 def check_options(name: str, options: Any) -> None:
     """Raise unless `options` are mappings by tracker. Raises: ArgumentError."""
     if options is not None and not (
-        isinstance(options, Mapping) and all(isinstance(one, Mapping) for one in options.values())
+        isinstance(options, Mapping)
+        and all(isinstance(tracker_options, Mapping) for tracker_options in options.values())
     ):
         raise ArgumentError(
             f"{name}={options!r:.60} does not assign options to trackers; write for example {name}={{'wandb': {{'entity': 'us'}}}}."
@@ -115,8 +116,8 @@ def _scalar(name: str, value: Any) -> Scalar:
     raise TrackerError(_not_scalar(name, f"a {type(value).__name__}"))
 
 
-def _not_scalar(name: str, found: str) -> str:
-    return f"{name!r} is {found}; log takes single numbers and strings, so it was dropped. Reduce it first, e.g. by mean()."
+def _not_scalar(name: str, value_words: str) -> str:
+    return f"{name!r} is {value_words}; log takes single numbers and strings, so it was dropped. Reduce it first, e.g. by mean()."
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -170,8 +171,8 @@ def plain_cell(value: Any) -> Scalar | None:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "item") and not hasattr(value, "full_tensor"):
-        found = value.item()
-        return found if isinstance(found, (bool, int, float, str)) else str(found)
+        item = value.item()
+        return item if isinstance(item, (bool, int, float, str)) else str(item)
     return str(value)
 
 
@@ -214,8 +215,8 @@ def png(image: Pixels) -> bytes:
     color = {1: 0, 3: 2, 4: 6}[channels]
     rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, body) for kind, body in parts)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, body) for kind, body in chunks)
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:

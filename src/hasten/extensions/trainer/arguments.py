@@ -252,8 +252,10 @@ class TrainingArguments:
             raise ContradictionError(f"{what} needs evaluations to find the best model; set eval_strategy.")
         if self.save_strategy in ("best", self.eval_strategy):
             steps = self.eval_steps or self.logging_steps
-            whole = steps >= 1 and self.save_steps >= 1
-            if self.save_strategy != "steps" or (self.save_steps % steps == 0 if whole else self.save_steps == steps):
+            are_whole = steps >= 1 and self.save_steps >= 1
+            if self.save_strategy != "steps" or (
+                self.save_steps % steps == 0 if are_whole else self.save_steps == steps
+            ):
                 return
         raise ContradictionError(
             f"{what} needs a checkpoint of each model that may be the best, but eval_strategy={self.eval_strategy!r} "
@@ -275,8 +277,8 @@ class TrainingArguments:
     @property
     def trackers(self) -> list[str]:
         """The names in `report_to`, without `none`."""
-        given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
-        return [name for name in given if name != "none"]
+        tracker_names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        return [name for name in tracker_names if name != "none"]
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON values
         """Return the settings as JSON values, without the Hub token."""
@@ -425,8 +427,8 @@ def check_needs(args: TrainingArguments) -> None:
 
 def check_given_optimizers(args: TrainingArguments, optimizer: object, scheduler: object) -> None:
     """Raise for arguments about an optimizer or scheduler that was passed to the Trainer. Raises: ContradictionError."""
-    for made, names, what in ((optimizer, _OPTIMIZER, "an optimizer"), (scheduler, _SCHEDULE, "a scheduler")):
-        if made is not None and (wrong := _given(args, names)):
+    for passed_object, names, what in ((optimizer, _OPTIMIZER, "an optimizer"), (scheduler, _SCHEDULE, "a scheduler")):
+        if passed_object is not None and (wrong := _given(args, names)):
             raise ContradictionError(
                 f"{wrong} would have no effect: optimizers=(…) contains {what}, which is used unchanged; set this when you create it, "
                 "or remove it from optimizers."

@@ -117,18 +117,18 @@ class CallbackList:
 
     def add(self, callback: Any) -> None:  # Any: a callback or its class
         """Add a callback, given as an object or as its class. Raises: ArgumentError for anything else."""
-        made = callback() if isinstance(callback, type) else callback
-        if not isinstance(made, TrainerCallback):
+        callback_object = callback() if isinstance(callback, type) else callback
+        if not isinstance(callback_object, TrainerCallback):
             raise ArgumentError(
-                f"a callback of type {type(made).__qualname__} was given, whose events would never be called; derive it from "
+                f"a callback of type {type(callback_object).__qualname__} was given, whose events would never be called; derive it from "
                 "hasten.TrainerCallback."
             )
-        self.callbacks.append(made)
+        self.callbacks.append(callback_object)
         self._find()
 
     def remove(self, callback: Any) -> None:  # Any: a callback or its class
         """Remove a callback, or all of a class."""
-        self.callbacks = [kept for kept in self.callbacks if callback not in (kept, type(kept))]
+        self.callbacks = [member for member in self.callbacks if callback not in (member, type(member))]
         self._find()
 
     def _find(self) -> None:
@@ -154,9 +154,9 @@ class CallbackList:
     def restore_states(self) -> None:
         """Restore the callbacks' states after a checkpoint was loaded."""
         for number, callback in enumerate(self.callbacks):
-            kept = self._trainer.state.callbacks.get(f"{number}.{type(callback).__name__}")
-            if kept is not None and hasattr(callback, "load_state_dict"):
-                callback.load_state_dict(kept)
+            saved_state = self._trainer.state.callbacks.get(f"{number}.{type(callback).__name__}")
+            if saved_state is not None and hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(saved_state)
 
 
 class EarlyStoppingCallback(TrainerCallback):

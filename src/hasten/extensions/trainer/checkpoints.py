@@ -23,27 +23,27 @@ def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
     """Save the whole state and return its path. Ranks: every rank."""
     state = trainer.state
     trainer.callbacks.keep_states()
-    place = trainer.accelerator.save_state(metrics=metrics)
+    checkpoint_path = trainer.accelerator.save_state(metrics=metrics)
     if state.best_metric is not None and state.best_global_step == state.global_step and metrics:
-        state.best_model_checkpoint = place
-    trainer.callbacks.call("on_save", checkpoint=place)
+        state.best_model_checkpoint = checkpoint_path
+    trainer.callbacks.call("on_save", checkpoint=checkpoint_path)
     if trainer.args.push_to_hub and trainer.args.hub_strategy == "every_save":
         trainer.push_to_hub(f"Training in progress, step {state.global_step}", blocking=False)
-    return place
+    return checkpoint_path
 
 
 def resume(trainer: TrainerInterface, which: str | bool) -> None:
     """Restore the state of a checkpoint. Ranks: every rank."""
     accelerator, state = trainer.accelerator, trainer.state
-    place: str | None = which if isinstance(which, str) else None
+    checkpoint_path: str | None = which if isinstance(which, str) else None
     if which == "auto":
-        place = None
+        checkpoint_path = None
         if not _any_checkpoint(trainer):
             return
-    accelerator.load_state(place)
+    accelerator.load_state(checkpoint_path)
     trainer.callbacks.restore_states()
     if state.best_metric is not None and state.best_global_step == state.global_step:
-        state.best_model_checkpoint = place or _newest(trainer)  # its path was not known when it was written
+        state.best_model_checkpoint = checkpoint_path or _newest(trainer)  # its path was not known when it was written
 
 
 def _root(trainer: TrainerInterface) -> str:
@@ -59,11 +59,11 @@ def _any_checkpoint(trainer: TrainerInterface) -> bool:
 
     Raises: CheckpointError for checkpoints that cannot be used.
     """
-    found = [False]
+    has_checkpoint = [False]
     with agreeing(trainer.accelerator.ctx.world, "looking for a checkpoint"):
         if trainer.accelerator.is_main_process:
-            found = [newest(open_store(_root(trainer))) is not None]
-    return bool(trainer.accelerator.broadcast_object_list(found)[0])
+            has_checkpoint = [newest(open_store(_root(trainer))) is not None]
+    return bool(trainer.accelerator.broadcast_object_list(has_checkpoint)[0])
 
 
 def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
@@ -80,8 +80,10 @@ def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
             )
         return False
     value = float(metrics[args.best_metric])
-    known = state.best_metric
-    if math.isnan(value) or (known is not None and (value < known if args.larger_is_better else value > known)):
+    best_so_far = state.best_metric
+    if math.isnan(value) or (
+        best_so_far is not None and (value < best_so_far if args.larger_is_better else value > best_so_far)
+    ):
         return False
     state.best_metric, state.best_global_step = value, state.global_step
     return True
@@ -89,9 +91,9 @@ def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
 
 def load_best(trainer: TrainerInterface) -> None:
     """Load the weights of the best checkpoint into the model. Ranks: every rank."""
-    place = trainer.state.best_model_checkpoint
-    if place is not None:
-        trainer.accelerator.load_model(trainer.wrapped_model, place)
+    checkpoint_path = trainer.state.best_model_checkpoint
+    if checkpoint_path is not None:
+        trainer.accelerator.load_model(trainer.wrapped_model, checkpoint_path)
 
 
 def save_model(trainer: TrainerInterface, folder: str) -> str:
@@ -177,11 +179,11 @@ def finish_upload(trainer: TrainerInterface) -> None:
 
 def _staging_folder(trainer: TrainerInterface) -> str:
     """Return a new folder for files that must not change while they are uploaded. Ranks: every rank."""
-    found = [""]
+    folders = [""]
     with agreeing(trainer.accelerator.ctx.world, "push_to_hub"):
         if trainer.accelerator.is_main_process:
-            found = [str(components(trainer.accelerator).publishing.staging_folder())]
-    return str(trainer.accelerator.broadcast_object_list(found)[0])
+            folders = [str(components(trainer.accelerator).publishing.staging_folder())]
+    return str(trainer.accelerator.broadcast_object_list(folders)[0])
 
 
 def _card(trainer: TrainerInterface, name: str) -> Any:  # Any: a class of another extension

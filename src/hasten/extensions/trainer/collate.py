@@ -55,13 +55,13 @@ class DataCollatorWithPadding:
         label_pad_token_id: int = IGNORED,
         pad_to_multiple_of: int | None = None,
     ) -> None:
-        found = getattr(processing_class, "pad_token_id", None) if pad_token_id is None else pad_token_id
-        if found is None:
+        token_id = getattr(processing_class, "pad_token_id", None) if pad_token_id is None else pad_token_id
+        if token_id is None:
             raise ArgumentError(
                 "DataCollatorWithPadding needs a pad_token_id or a tokenizer that has one; pass "
                 "pad_token_id=…, or set tokenizer.pad_token."
             )
-        self.pad_token_id = int(found)
+        self.pad_token_id = int(token_id)
         self.padding_side = padding_side or getattr(processing_class, "padding_side", "right")
         self.label_pad_token_id = label_pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -207,14 +207,14 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         order = torch.randperm(len(self), generator=generator)
-        parts = [
-            part[self._lengths[part].argsort(descending=True, stable=True)]
-            for part in torch.split(order, self._stretch)
+        chunks = [
+            chunk[self._lengths[chunk].argsort(descending=True, stable=True)]
+            for chunk in torch.split(order, self._stretch)
         ]
         if len(self):
-            longest = max(range(len(parts)), key=lambda index: int(self._lengths[parts[index][0]]))
-            parts[0][0], parts[longest][0] = parts[longest][0].clone(), parts[0][0].clone()
-        return iter(torch.cat(parts).tolist())
+            longest = max(range(len(chunks)), key=lambda index: int(self._lengths[chunks[index][0]]))
+            chunks[0][0], chunks[longest][0] = chunks[longest][0].clone(), chunks[0][0].clone()
+        return iter(torch.cat(chunks).tolist())
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch whose order is drawn next."""

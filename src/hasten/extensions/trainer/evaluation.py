@@ -73,8 +73,10 @@ def run_evaluation(trainer: TrainerInterface, loader: Loader, prefix: str, loss_
     if weight:
         metrics["loss"] = loss_sum / weight
     if trainer.compute_metrics is not None and labels is not None and not loss_only:
-        found = trainer.compute_metrics(EvalPrediction(predictions, labels))
-        metrics.update({name: getattr(value, "item", lambda value=value: value)() for name, value in found.items()})
+        computed_metrics = trainer.compute_metrics(EvalPrediction(predictions, labels))
+        metrics.update(
+            {name: getattr(value, "item", lambda value=value: value)() for name, value in computed_metrics.items()}
+        )
     seconds = slowest(accelerator, time.perf_counter() - began_s)
     metrics |= {
         "runtime": round(seconds, 4),
@@ -98,29 +100,29 @@ def _one_batch(
     rows = trees.batch_size(batch) or 0
     if real is not None and real < rows:  # one row stays even if none is real: every rank takes part in the forward
         batch = trees.slice_rows(batch, slice(0, max(real, 1)))
-    kept = rows if real is None else min(real, rows)
+    num_real_rows = rows if real is None else min(real, rows)
     labels = labels_in(batch, trainer.label_names)
     if labels is not None:
         loss, outputs = trainer.compute_loss(model, batch, return_outputs=True)
     else:
         outputs = run_model(model, batch)
         loss = loss_or_none(outputs)
-    if loss is not None and kept:
+    if loss is not None and num_real_rows:
         items = num_items(labels, trainer.shifted)
-        weight = float(kept if items is None else items)
+        weight = float(num_real_rows if items is None else items)
         got.loss_sum += float(loss) * weight if weight else 0.0
         got.weight += weight
-    got.num_samples += kept
+    got.num_samples += num_real_rows
     if loss_only:
         return
     logits = outputs_besides_loss(outputs, loss is not None)
     if trainer.preprocess_logits_for_metrics is not None and logits is not None:
         logits = trainer.preprocess_logits_for_metrics(logits, labels)
-    _keep(trainer, got.predictions, logits, kept)
-    _keep(trainer, got.labels, labels, kept)
+    _keep(trainer, got.predictions, logits, num_real_rows)
+    _keep(trainer, got.labels, labels, num_real_rows)
 
 
-def _keep(trainer: TrainerInterface, kept: list[Any], values: Any, num_rows: int) -> None:
+def _keep(trainer: TrainerInterface, collected: list[Any], values: Any, num_rows: int) -> None:
     """Gather the rows of all ranks, padded to one width, and append them to `kept` on the host."""
     if values is None:
         return
@@ -131,7 +133,7 @@ def _keep(trainer: TrainerInterface, kept: list[Any], values: Any, num_rows: int
         most = iter(accelerator.reduce(torch.tensor(widths, device=accelerator.device), "max", axes=BATCH).tolist())
         rows = trees.map_tensors(lambda x: _padded(x, next(most)), rows)
         rows = accelerator.gather_ragged(rows, axes=BATCH)
-    kept.append(trees.map_tensors(_to_numpy, rows))
+    collected.append(trees.map_tensors(_to_numpy, rows))
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -147,18 +149,18 @@ def _to_numpy(x: Tensor) -> Any:
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def _joined(parts: list[Any]) -> Any:
+def _joined(batches: list[Any]) -> Any:
     """Return all batches concatenated, with arrays padded with -100 to the widest."""
-    if not parts:
+    if not batches:
         return None
-    if isinstance(parts[0], (tuple, list)):
-        return tuple(_joined([part[index] for part in parts]) for index in range(len(parts[0])))
-    if isinstance(parts[0], Mapping):
-        return {key: _joined([part[key] for part in parts]) for key in parts[0]}
-    if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
-        return np.concatenate(parts)
-    width = max(part.shape[1] for part in parts)
-    return np.concatenate([_widened(part, width) for part in parts])
+    if isinstance(batches[0], (tuple, list)):
+        return tuple(_joined([batch[index] for batch in batches]) for index in range(len(batches[0])))
+    if isinstance(batches[0], Mapping):
+        return {key: _joined([batch[key] for batch in batches]) for key in batches[0]}
+    if batches[0].ndim < 2 or len({batch.shape[1] for batch in batches}) == 1:
+        return np.concatenate(batches)
+    width = max(batch.shape[1] for batch in batches)
+    return np.concatenate([_widened(batch, width) for batch in batches])
 
 
 def _widened(array: Any, width: int) -> Any:

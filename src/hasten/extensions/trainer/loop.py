@@ -96,13 +96,13 @@ class TrainingLoop:
 
     def _train_epoch(self) -> bool:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
-        trainer, state, parts = self._trainer, self._trainer.state, components(self._trainer.accelerator)
+        trainer, state, run = self._trainer, self._trainer.state, components(self._trainer.accelerator)
         self._begins_window = trainer.accelerator.sync_gradients or state.global_step == 0
         trainer.wrapped_model.train()
         for batch in trainer.train_loader:
             self._replicas.receive_state()
             self._train_on(batch)
-            if parts.rolling_back:
+            if run.rolling_back:
                 return False
             if self._replicas.receive_state():
                 continue  # the update was skipped, and the state that was received counts it
@@ -161,8 +161,10 @@ class TrainingLoop:
         """Sum the stored losses."""
         device = self._losses[0][0].device
         losses = torch.stack([loss for loss, _ in self._losses]).double()
-        one = torch.ones((), device=device)
-        weights = torch.stack([one if weight is None else weight.to(device) for _, weight in self._losses]).double()
+        unit_weight = torch.ones((), device=device)
+        weights = torch.stack(
+            [unit_weight if weight is None else weight.to(device) for _, weight in self._losses]
+        ).double()
         counted = torch.where(weights == 0, 0.0, losses)  # the mean over no labels is nan, and so is nan * 0
         self._sums.append(torch.stack([(counted * weights).sum(), weights.sum()]))
         self._losses.clear()

@@ -27,20 +27,20 @@ def run_model(model: nn.Module, inputs: Any) -> Any:
 
 def loss_or_none(outputs: Any) -> Tensor | None:
     """Return the loss in a model's output: key or attribute `loss`, the first of a tuple, or a scalar itself; None if absent."""
-    found: Any
+    loss: Any
     if isinstance(outputs, Mapping):
-        found = outputs.get("loss")
+        loss = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):
-        found = outputs[0] if outputs else None
+        loss = outputs[0] if outputs else None
     else:
-        found = getattr(outputs, "loss", outputs)
-    return found if isinstance(found, Tensor) and found.ndim == 0 else None
+        loss = getattr(outputs, "loss", outputs)
+    return loss if isinstance(loss, Tensor) and loss.ndim == 0 else None
 
 
 def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
     """Return the loss in a model's output; `unlabelled` batches get a hint. Raises: ArgumentError if there is none."""
-    found = loss_or_none(outputs)
-    if found is None:
+    loss = loss_or_none(outputs)
+    if loss is None:
         cause = (
             " The batch has no labels, without which most models compute no loss: add them to the samples." * unlabelled
         )
@@ -48,19 +48,19 @@ def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
             f"the model returned a {type(outputs).__qualname__} without a scalar loss, so there is nothing to train on.{cause} Return "
             "the loss, a tuple that begins with it or a dict with 'loss', or override compute_loss."
         )
-    return found
+    return loss
 
 
 def outputs_besides_loss(outputs: Any, has_loss: bool) -> Any:
     """Return a model's output without its loss: a single tensor alone, several as a tuple, None for nothing."""
     if isinstance(outputs, Mapping):
-        rest = tuple(value for key, value in outputs.items() if key not in ("loss", "past_key_values"))
+        other_outputs = tuple(value for key, value in outputs.items() if key not in ("loss", "past_key_values"))
     elif isinstance(outputs, (tuple, list)):
-        rest = tuple(outputs[1:] if has_loss else outputs)
+        other_outputs = tuple(outputs[1:] if has_loss else outputs)
     else:
-        rest = () if has_loss else (outputs,)
-    rest = tuple(value for value in rest if value is not None)
-    return rest[0] if len(rest) == 1 else rest or None
+        other_outputs = () if has_loss else (outputs,)
+    other_outputs = tuple(value for value in other_outputs if value is not None)
+    return other_outputs[0] if len(other_outputs) == 1 else other_outputs or None
 
 
 def labels_in(inputs: Any, names: Sequence[str]) -> Tensor | None:
@@ -101,9 +101,9 @@ def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
     labels = labels_in(inputs, names)
     if labels is None or labels.is_floating_point():
         kind = f"a {type(inputs).__qualname__}" if not isinstance(inputs, Mapping) else f"a dict of {', '.join(inputs)}"
-        found = f"its labels are {labels.dtype}" if labels is not None else "it has no labels under these names"
+        label_words = f"its labels are {labels.dtype}" if labels is not None else "it has no labels under these names"
         raise ArgumentError(
-            f"label_smoothing_factor smooths the class labels of a batch ({', '.join(names)}), and the batch is {kind}: {found}. "
+            f"label_smoothing_factor smooths the class labels of a batch ({', '.join(names)}), and the batch is {kind}: {label_words}. "
             "The loss would not be smoothed. Use samples that are dicts with integer labels, set label_names, or remove "
             "label_smoothing_factor."
         )
@@ -115,17 +115,17 @@ def logits_in(outputs: Any) -> Tensor:
 
     Raises: ArgumentError if there are none.
     """
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
-    if found is None and not isinstance(outputs, Mapping):
-        found = outputs_besides_loss(outputs, loss_or_none(outputs) is not None)
-    found = found[0] if isinstance(found, (tuple, list)) and found else found
-    if not isinstance(found, Tensor) or found.ndim < 2:
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if logits is None and not isinstance(outputs, Mapping):
+        logits = outputs_besides_loss(outputs, loss_or_none(outputs) is not None)
+    logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
         raise ArgumentError(
             f"label_smoothing_factor needs the model's logits, and it returned a {type(outputs).__qualname__} without them, so the "
             "smoothed loss cannot be computed; return a dict with 'logits' (or a tuple of loss and logits), or remove "
             "label_smoothing_factor."
         )
-    return found
+    return logits
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifted: bool) -> Tensor:

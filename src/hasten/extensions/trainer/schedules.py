@@ -194,8 +194,8 @@ def members_of(value: Any) -> list[Any]:  # Any: an optimizer, a scheduler, or s
 
 def make_schedulers(optimizer: Any, make: Callable[[Optimizer], LRScheduler]) -> Any:  # Any: one optimizer or several
     """Return the schedule of an optimizer, or a `SchedulerList` for an `OptimizerList`."""
-    made = [make(one) for one in members_of(optimizer)]
-    return SchedulerList(made) if isinstance(optimizer, OptimizerList) else made[0]
+    schedulers = [make(member) for member in members_of(optimizer)]
+    return SchedulerList(schedulers) if isinstance(optimizer, OptimizerList) else schedulers[0]
 
 
 def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer | OptimizerList:
@@ -228,7 +228,7 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer | Opt
 
 
 def _muon(args: TrainingArguments, model: nn.Module) -> OptimizerList:
-    made = hasten.optimizers(
+    split = hasten.optimizers(
         model,
         "muon",
         lr=args.muon_learning_rate,
@@ -236,4 +236,4 @@ def _muon(args: TrainingArguments, model: nn.Module) -> OptimizerList:
         weight_decay=args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),
     )
-    return OptimizerList(made[::-1])
+    return OptimizerList(split[::-1])

@@ -21,55 +21,55 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
 
     Raises: ConfigError for a value that the Accelerator does not support.
     """
-    found: dict[str, Any] = {"project_config": _project(args), "dataloader_config": _data(args)}
-    found["log_with"] = list(dict.fromkeys(["jsonl", *args.trackers]))  # the curves of `hasten report`
+    settings: dict[str, Any] = {"project_config": _project(args), "dataloader_config": _data(args)}
+    settings["log_with"] = list(dict.fromkeys(["jsonl", *args.trackers]))  # the curves of `hasten report`
     if args.bf16 or args.fp16:
-        found["mixed_precision"] = "bf16" if args.bf16 else "fp16"
+        settings["mixed_precision"] = "bf16" if args.bf16 else "fp16"
     if args.gradient_accumulation_steps > 1:
-        found["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+        settings["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     if args.use_cpu:
-        found["cpu"] = True
+        settings["cpu"] = True
     if args.torch_compile or args.torch_compile_backend or args.torch_compile_mode:
-        found["dynamo_plugin"] = TorchDynamoPlugin(
+        settings["dynamo_plugin"] = TorchDynamoPlugin(
             backend=args.torch_compile_backend or "inductor",
             mode=args.torch_compile_mode or "default",  # type: ignore[arg-type]  # checked by the plugin
         )
     if args.fsdp:
-        found |= {"strategy": "fsdp", "fsdp_plugin": _fsdp(args)}
+        settings |= {"strategy": "fsdp", "fsdp_plugin": _fsdp(args)}
     elif args.fsdp_config:
         raise ConfigError("fsdp_config was given without fsdp, so nothing would be sharded; set fsdp='full_shard'.")
     if args.deepspeed:
-        found |= {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": args.deepspeed}}
+        settings |= {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": args.deepspeed}}
     if args.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         if args.gradient_checkpointing_kwargs:
             raise ConfigError(
                 f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs!r} would have no effect: {type(model).__name__} has "
                 "no method gradient_checkpointing_enable, and hasten recomputes its blocks instead; remove it."
             )
-        found["recompute"] = _recompute(model)
+        settings["recompute"] = _recompute(model)
     if handlers := _handlers(args):
-        found["kwargs_handlers"] = handlers
-    return found
+        settings["kwargs_handlers"] = handlers
+    return settings
 
 
 def _project(args: TrainingArguments) -> ProjectConfiguration:
     best = args.load_best_model_at_end or args.save_strategy == "best"
-    given: dict[str, Any] = {"project_dir": args.output_dir}
+    project_settings: dict[str, Any] = {"project_dir": args.output_dir}
     if args.logging_dir is not None:
-        given["logging_dir"] = args.logging_dir
+        project_settings["logging_dir"] = args.logging_dir
     if args.save_total_limit is not None:
-        given["total_limit"] = args.save_total_limit
+        project_settings["total_limit"] = args.save_total_limit
         if best:
             mode = "max" if args.larger_is_better else "min"
-            given |= {"keep_best": 1, "best_metric": args.best_metric, "best_mode": mode}
-    return ProjectConfiguration(**given)
+            project_settings |= {"keep_best": 1, "best_metric": args.best_metric, "best_mode": mode}
+    return ProjectConfiguration(**project_settings)
 
 
 def _data(args: TrainingArguments) -> DataLoaderConfiguration:
-    given: dict[str, Any] = {"data_seed": args.seed if args.data_seed is None else args.data_seed}
+    loader_settings: dict[str, Any] = {"data_seed": args.seed if args.data_seed is None else args.data_seed}
     if args.dataloader_pin_memory is not None:
-        given["pin_memory"] = args.dataloader_pin_memory
-    return DataLoaderConfiguration(**given)
+        loader_settings["pin_memory"] = args.dataloader_pin_memory
+    return DataLoaderConfiguration(**loader_settings)
 
 
 def _fsdp(args: TrainingArguments) -> Any:  # Any: the plugin's class
@@ -96,10 +96,10 @@ def _recompute(model: nn.Module) -> tuple[str, ...]:
 
 
 def _handlers(args: TrainingArguments) -> list[DistributedDataParallelKwargs]:
-    given = {
+    ddp_settings = {
         "find_unused_parameters": args.ddp_find_unused_parameters,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
         "broadcast_buffers": args.ddp_broadcast_buffers,
     }
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    chosen: dict[str, Any] = {name: value for name, value in ddp_settings.items() if value is not None}
     return [DistributedDataParallelKwargs(**chosen)] if chosen else []

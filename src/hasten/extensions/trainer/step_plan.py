@@ -84,6 +84,6 @@ def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window
     )
 
 
-def _steps(given: float, total: int) -> int:
+def _steps(setting: float, total: int) -> int:
     """Return a number of updates; a value below 1 is a fraction of the total."""
-    return math.ceil(given * total) if given < 1 else int(given)
+    return math.ceil(setting * total) if setting < 1 else int(setting)

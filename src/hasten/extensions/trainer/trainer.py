@@ -155,25 +155,25 @@ class Trainer:
         self._batch_size = args.per_device_train_batch_size
         self._tracking = False
         self.accelerator.register_for_checkpointing(self.state)
-        own: list[Any] = [] if args.disable_tqdm else [ProgressCallback()]
-        self.callbacks = CallbackList(self, [*own, *(callbacks or ())])
+        own_callbacks: list[Any] = [] if args.disable_tqdm else [ProgressCallback()]
+        self.callbacks = CallbackList(self, [*own_callbacks, *(callbacks or ())])
         self.callbacks.call("on_init_end")
 
     def _make_accelerator(self, **changes: Any) -> Accelerator:
-        made = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
-        self.has_replicas = "replica" in components(made).clock.parts.read_status()
+        accelerator = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
+        self.has_replicas = "replica" in components(accelerator).clock.parts.read_status()
         """True if replicas of this run may be lost while it continues."""
         if self.has_replicas and self.args.load_best_model_at_end:
             raise ConfigError(
                 "load_best_model_at_end=True is not supported with replicas that may be lost, one of which saves for all; remove it, and load "
                 "the checkpoint of the best metric with load_model() after the run."
             )
-        if made.config.checkpoint_in_memory is not None:
+        if accelerator.config.checkpoint_in_memory is not None:
             raise ConfigError(
-                f"checkpoint_in_memory={made.config.checkpoint_in_memory} is not supported by the Trainer, whose state (sums of losses, "
+                f"checkpoint_in_memory={accelerator.config.checkpoint_in_memory} is not supported by the Trainer, whose state (sums of losses, "
                 "callbacks) is only complete when it saves. Remove it, and set save_steps."
             )
-        return made
+        return accelerator
 
     # -- callbacks ------------------------------------------------------------------------------------------------
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -372,8 +372,8 @@ class Trainer:
         """Return the loss of a batch, a mean over its labels; with `return_outputs` also the model's output. May be overridden."""
         if smoothing := self.args.label_smoothing_factor:
             labels = labels_to_smooth(inputs, self.label_names)
-            kept = inputs if self._needs_labels else {key: x for key, x in inputs.items() if x is not labels}
-            outputs = run_model(model, kept)
+            model_inputs = inputs if self._needs_labels else {key: x for key, x in inputs.items() if x is not labels}
+            outputs = run_model(model, model_inputs)
             loss = smoothed_loss(logits_in(outputs), labels, smoothing, self.shifted)
         else:
             outputs = run_model(model, inputs)
@@ -407,8 +407,8 @@ class Trainer:
             )
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}
-            for name, part in dataset.items():
-                metrics |= self.evaluate(part, f"{metric_key_prefix}_{name}")
+            for name, named_dataset in dataset.items():
+                metrics |= self.evaluate(named_dataset, f"{metric_key_prefix}_{name}")
             return metrics
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
         metrics = run_evaluation(self, self._prepared_eval_loader(dataset), metric_key_prefix, loss_only).metrics
