@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -90,9 +89,10 @@ class NativeStrategy:
         for item, record in zip(optimizers, records, strict=True):
             record.bind(item.value, inner)
             if has_dtensors(item.value):
-                shards = import_module("hasten.strategies.sharded_updates")  # only sharded parameters need it
-                shards.refuse_unshardable(item.value)
-                shards.update_own_shards(item.value)
+                from hasten.strategies import sharded_updates  # only sharded parameters need it
+
+                sharded_updates.refuse_unshardable(item.value)
+                sharded_updates.update_own_shards(item.value)
             if self._on_optimizer is not None:
                 self._on_optimizer(item.value)
 
@@ -160,8 +160,8 @@ def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders
                 f"an optimizer factory was given with {len(trainable)} trainable models, so it is unclear which parameters it is for; "
                 "prepare each model with its factory in a separate call, or create the optimizer."
             )
-        made: Optimizer = item.value([p for p in trainable[0].parameters() if p.requires_grad])
-        item.value = made
+        optimizer: Optimizer = item.value([p for p in trainable[0].parameters() if p.requires_grad])
+        item.value = optimizer
 
 
 @dataclass(slots=True)
