@@ -47,7 +47,7 @@ test-exhaustive: $(READY) # the first part of test-all
 
 test-megatron: $(READY) ## run the laws of Megatron-LM on a real megatron-core, through a stand-in for CUDA's calls: minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'megatron-core>=0.16,<0.17'
-	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/dist/strategies/engines/megatron/test_megatron_laws.py
+	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/extensions/megatron/test_megatron_laws.py
 
 # Its packages are in a folder of their own, on top of those of $(VENV): ray brings versions that others do not want.
 test-ray: $(READY) ## run training and sweeps on a real Ray and a real Optuna, with workers and machines that are lost: minutes
@@ -86,8 +86,7 @@ SCHEMAS := .kubernetes-schemas
 test-kubernetes: $(READY) ## check manifests and the dashboard against the schemas of Kubernetes, JobSet, Kubeflow and Grafana
 	@test -e $(SCHEMAS)/.ready || { $(BIN)/python -m pip install --quiet --constraint constraints.txt --target $(SCHEMAS) \
 		kubernetes-validate kubeflow-trainer-api kubeflow-training grafana-foundation-sdk && touch $(SCHEMAS)/.ready; }
-	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/unit/launch/test_kubernetes_schemas.py tests/unit/launch/test_launch_kubernetes.py \
-		tests/unit/progress/test_trainjob_status.py tests/dist/launch/test_kubernetes_pods.py tests/dist/metrics/test_prometheus.py
+	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/extensions/kubernetes tests/extensions/metrics/test_prometheus.py
 
 check: ## format, lint, types, layers, the documentation site, arch and unit tests
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers docs unit

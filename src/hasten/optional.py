@@ -19,6 +19,7 @@ _EXTRAS = (  # import name -> extra of hasten that installs it
     ("ray", "ray"),
     ("torchdata", "data"),
     ("prometheus_client", "metrics"),
+    ("torchft", "survive"),
 )
 
 _DISTRIBUTIONS = (("megatron", "megatron-core"),)  # import name -> name to install, where they differ
