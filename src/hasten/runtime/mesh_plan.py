@@ -248,7 +248,7 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         pp=degrees.get("pp", sizes.pp_size),
         dp_replicate=replicate,
         dp_shard=1 if shard is None else shard,
-        cp=degrees.get("cp", max(sizes.sp_size, sizes.cp_size)),
+        cp=degrees.get("cp", sizes.cp_size if sizes.sp_size == 1 else sizes.sp_size),  # one of them at most
         tp=degrees.get("tp", sizes.tp_size),
         ep=sizes.ep_size,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from hasten.cli.main import main
 from hasten.config.root import Config
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError
-from hasten.runtime.mesh_plan import AXES, MeshSpec, check_mesh, divisors, mesh_table
+from hasten.runtime.mesh_plan import AXES, Axis, MeshSpec, check_mesh, divisors, mesh_of, mesh_table
 
 
 def test_each_rank_has_a_line_with_its_coordinates() -> None:
@@ -96,3 +97,20 @@ def test_settings_that_contradict_the_mesh_of_a_context_are_refused() -> None:
     check_mesh(filled, 4, sharded)
     with pytest.raises(ConfigError, match=r"dp_shard_size=-1 .* dp_shard 2 "):
         check_mesh(filled, 4, hybrid)
+
+
+@pytest.mark.parametrize(
+    ("setting", "axis"),
+    [
+        ("dp_replicate_size", Axis.DP_REPLICATE),
+        ("dp_shard_size", Axis.DP_SHARD),
+        ("tp_size", Axis.TP),
+        ("cp_size", Axis.CP),
+        ("pp_size", Axis.PP),
+    ],
+)
+def test_one_axis_may_take_all_processes(setting: str, axis: Axis) -> None:
+    sizes: dict[str, Any] = {setting: -1}
+    config = Config(parallelism=ParallelismConfig(**sizes))
+    for world_size in range(1, 17):
+        assert mesh_of(config, world_size, world_size).size(axis) == world_size
