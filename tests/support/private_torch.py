@@ -229,12 +229,6 @@ NAMES: Final = (
         "the drop-in's fsdp2_apply_ac() cannot be imported",
     ),
     Name(
-        "torch.nn.modules.module",
-        "_IncompatibleKeys",
-        ("dropin/src/accelerate/_impl/checkpoints/fsdp.py",),
-        "the drop-in's load_fsdp_model fails",
-    ),
-    Name(
         "torch.distributed.fsdp.wrap:CustomPolicy",
         "_lambda_fn",
         ("dropin/src/accelerate/_impl/settings/fsdp_plugin.py",),

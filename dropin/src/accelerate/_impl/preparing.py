@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate._impl.composed import Composed
+from accelerate._impl.environment.packages import is_bitsandbytes_multi_backend_available, is_xpu_available
 from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.models.other import show_original_forward
 from accelerate._impl.optim.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
@@ -155,6 +156,19 @@ class EstablishedPreparer(Preparer):
         setattr(prepared, PREPARED, True)
         self.done.loaders.append(prepared)
         return prepared
+
+
+def check_quantized(model: Any, device: torch.device) -> None:
+    """Raise a ValueError for a quantized model whose weights are offloaded, or on another device than this run's."""
+    places = list(getattr(model, "hf_device_map", {}).values())
+    if not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
+        return
+    trains_on_cpu = is_bitsandbytes_multi_backend_available()
+    if "disk" in places or ("cpu" in places and (is_xpu_available() or not trains_on_cpu)):
+        raise ValueError(message("quantized_and_offloaded"))
+    elsewhere = len(places) == 1 and isinstance(places[0], int) and places[0] != (device.index or 0)
+    if elsewhere and not trains_on_cpu:
+        raise ValueError(message("quantized_elsewhere"))
 
 
 def step_of(value: Any) -> str | None:

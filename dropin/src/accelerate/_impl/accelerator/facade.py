@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,10 @@ from accelerate._impl.checkpoints.saving import SavingFace
 from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_arguments
 from accelerate._impl.enums import DistributedType
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
-from accelerate._impl.environment.packages import is_bitsandbytes_multi_backend_available, is_xpu_available
 from accelerate._impl.loaders.share import prepare_data_loader, skip_first_batches
 from accelerate._impl.models.memory import release_memory
 from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel, wait_for_everyone
-from accelerate._impl.preparing import EstablishedPreparer, step_of
+from accelerate._impl.preparing import EstablishedPreparer, check_quantized, step_of
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.followed import FollowedPlugin, FollowedSections
@@ -40,6 +39,7 @@ from hasten import trees
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.config.base import given as named
+from hasten.modules.names import local_tensor
 from hasten.optim import clip
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.runtime.mesh import device_mesh
@@ -163,12 +163,12 @@ class Accelerator(SavingFace):
         if device_placement is not None and len(device_placement) != len(args):
             raise ValueError(message("placement_of_each", len(args)))
         models = [] if self._sequences is None else self._sequences.attach(args)
-        prepared = tuple(self._prepare_all(args, device_placement))
+        prepared = self._prepare_all(args, device_placement)
         if self._sequences is not None and models:
             self._sequences.join(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def _prepare_all(self, args: tuple[Any, ...], placement: Any) -> Sequence[Any]:
+    def _prepare_all(self, args: tuple[Any, ...], placement: Any) -> tuple[Any, ...]:
         """Prepare by the methods that clients override and replace, in the original's order."""
         if self.ctx.mesh.size(Axis.CP) > 1:
             args = tuple(self._prepare_cp(*args))
@@ -176,12 +176,10 @@ class Accelerator(SavingFace):
             args = tuple(self._prepare_tp(*args))
         self._placement = [None] * len(args) if placement is None else list(placement)
         if self.distributed_type == DistributedType.DEEPSPEED:
-            prepared: Sequence[Any] = self._prepare_deepspeed(*args)
-        elif self.is_fsdp2:
-            prepared = self._prepare_fsdp2(*args)
-        else:
-            prepared = self._prepare_each(*args)
-        return prepared
+            return self._prepare_deepspeed(*args)
+        if self.is_fsdp2:
+            return self._prepare_fsdp2(*args)
+        return self._prepare_each(*args)
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Allow maybe_context_parallel() to divide sequences; a client that divides them itself replaces this method."""
@@ -243,20 +241,8 @@ class Accelerator(SavingFace):
         return getattr(self, step)(obj, device_placement=device_placement)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        self._check_quantized(model)
+        check_quantized(model, self.device)
         return super().prepare_model(model, device_placement, evaluation_mode)
-
-    def _check_quantized(self, model: Any) -> None:
-        """Raise a ValueError for a quantized model whose weights are offloaded, or on another device than this run's."""
-        places = list(getattr(model, "hf_device_map", {}).values())
-        if not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
-            return
-        trains_on_cpu = is_bitsandbytes_multi_backend_available()
-        if "disk" in places or ("cpu" in places and (is_xpu_available() or not trains_on_cpu)):
-            raise ValueError(message("quantized_and_offloaded"))
-        elsewhere = len(places) == 1 and isinstance(places[0], int) and places[0] != (self.device.index or 0)
-        if elsewhere and not trains_on_cpu:
-            raise ValueError(message("quantized_elsewhere"))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Return the optimizer, updating where a window ends; its state lies where its parameters do."""
@@ -469,7 +455,7 @@ class Accelerator(SavingFace):
         parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
         if not drop_refs:
             return parameters
-        return {name: getattr(value, "_local_tensor", value).data_ptr() for name, value in parameters.items()}
+        return {name: local_tensor(value).data_ptr() for name, value in parameters.items()}
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class
