@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from torch import Tensor
@@ -75,6 +75,11 @@ class StepClock:
         if self.every != 1 or isinstance(self.every, bool):
             check_every(self.every)
         self._window = Window(self.every, serial=1)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:  # Any: values of the fields
+        """Return what a copy counts with; parts, optimizers and the position of the loop are only the original's."""
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return None, state | {"read_position": None, "parts": RunParts(), "_holders": []}
 
     @property
     def active(self) -> LoaderCursor | None:
