@@ -128,4 +128,4 @@ def test_the_core_imports_no_extension() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hasten.extensions")
     }
-    assert importers <= {"__init__.py", "bigmodel.py", "ray.py", "trainer.py"}
+    assert importers <= {"__init__.py", "data/__init__.py", "bigmodel.py", "ray.py", "trainer.py"}

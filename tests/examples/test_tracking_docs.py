@@ -13,7 +13,7 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "tracking.md"
 
 def test_blocks_run_in_order(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", "\n".join(blocks)],
         cwd=tmp_path,

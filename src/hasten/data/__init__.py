@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Final
 from hasten.lazy import exports
 
 if TYPE_CHECKING:
-    from hasten.extensions.public import *  # noqa: F403
+    from hasten.extensions.packing.packing import PackedBatchSampler as PackedBatchSampler  # type: ignore[import-not-found, unused-ignore]
+    from hasten.extensions.packing.packing import PackedCollator as PackedCollator  # type: ignore[import-not-found, unused-ignore]
+    from hasten.extensions.packing.packing import num_label_tokens as num_label_tokens  # type: ignore[import-not-found, unused-ignore]
+    from hasten.extensions.packing.packing import packed_attention_mask as packed_attention_mask  # type: ignore[import-not-found, unused-ignore]
+    from hasten.extensions.packing.packing import packed_block_mask as packed_block_mask  # type: ignore[import-not-found, unused-ignore]
 
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str]({})

@@ -145,7 +145,7 @@ class MemoryCopies(RunPart):
         if needed > free:
             raise ConfigError(
                 f"checkpoint_in_memory needs up to {needed / 1e6:,.1f} MB in {self._folder.root.parent.parent} on this machine (two steps of "
-                f"{own / 1e6:,.1f} MB of its own and {other / 1e6:,.1f} MB of its neighbour), where {free / 1e6:,.1f} MB are free. Give the "
+                f"{own / 1e6:,.1f} MB for this machine and {other / 1e6:,.1f} MB for its neighbour), where {free / 1e6:,.1f} MB are free. Give the "
                 "machine a larger /dev/shm (in a container, by its shm size), or leave checkpoint_in_memory out."
             )
         log.info("checkpoint_in_memory uses up to %.1f MB of memory on this machine", needed / 1e6)

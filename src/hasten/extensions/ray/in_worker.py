@@ -100,7 +100,7 @@ def location(filesystem: Any, path: str) -> str:  # Any: a pyarrow.fs.FileSystem
         raise CheckpointError(
             f"Ray stores this run in a file system of type {kind!r} (path {path!r}), which hasten cannot open, so that no checkpoint "
             "can be written there. Choose a storage_path on a shared folder, in S3, Google Cloud Storage or Azure, or report a "
-            "checkpoint of your own with ray.train.report."
+            "custom checkpoint with ray.train.report."
         )
     return f"{scheme}://{path}"
 

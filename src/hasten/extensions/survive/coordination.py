@@ -173,7 +173,7 @@ class Coordinator:
                 failures += 1
                 if self._closed.is_set() or failures * 0.5 > self._settings.timeout_s:
                     raise CommError(
-                        f"the lighthouse at {self._address} does not answer ({error}), so replica {card.name} cannot know which replicas "
+                        f"the lighthouse at {self._address} does not respond ({error}), so replica {card.name} cannot know which replicas "
                         "are left and does not continue. Start the lighthouse again, then this replica."
                     ) from error
                 time.sleep(0.5)

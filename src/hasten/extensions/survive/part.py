@@ -59,7 +59,7 @@ def _refused(config: Config) -> list[tuple[str, str, str]]:
         (
             config.mixed_precision == "fp16",
             "mixed_precision='fp16'",
-            "each replica would adapt a loss scale of its own and skip other updates than the others",
+            "each replica would adapt a separate loss scale and skip other updates than the others",
             "Use 'bf16'.",
         ),
         (

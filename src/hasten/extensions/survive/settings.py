@@ -23,7 +23,7 @@ class SurviveSettings(Section):
     )
     lighthouse: str | None = setting(None, "host:port of torchft's lighthouse (default: the launcher starts one)")
     replica: str | None = setting(None, "name of this replica, unlike those of the others (default: by the launcher)")
-    timeout_s: float = setting(10.0, "seconds after which a replica that does not answer counts as lost", minimum=0.5)
+    timeout_s: float = setting(10.0, "seconds after which a replica that does not respond counts as lost", minimum=0.5)
     heartbeat_timeout_s: float = setting(
         2.0, "seconds without a heartbeat after which a replica counts as lost", minimum=0.2
     )

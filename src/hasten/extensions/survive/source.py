@@ -147,7 +147,7 @@ class _ReadAhead:
                 if expected == ranges:
                     return item, last
             self.close()
-        raise AssertionError("reading starts at the positions that were asked for")
+        raise AssertionError("reading starts at the requested positions")
 
     def _index_batches(self, first: list[Range]) -> Iterator[IndexBatch]:
         """Return the indices of the batch at `first`, then of those that follow it if the members stay the same."""

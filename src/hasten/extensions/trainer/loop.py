@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hasten.accelerator.components import components
+from hasten.errors import ConfigError
 from hasten.extensions.trainer.checkpoints import finish_upload
 from hasten.extensions.trainer.evaluation import slowest
 from hasten.extensions.trainer.interface import TrainerInterface
-from hasten.extensions.trainer.replicas import Replicas
 from hasten.extensions.trainer.step_plan import TrainingPlan
 from hasten.runtime.mesh_plan import BATCH
 from hasten.state.preemption import PREEMPTED_EXIT_CODE
@@ -47,7 +48,7 @@ class TrainingLoop:
         """True if the next batch is the first of an accumulation window."""
         self._began_s = time.perf_counter()
         self._began_at, self._began_at_epoch = trainer.state.global_step, trainer.state.epoch
-        self._replicas = Replicas(trainer, self._continue_with_loaded_state)
+        self._replicas = TrainerReplicas(trainer, self._continue_with_loaded_state)
 
     def run(self, resumed: bool) -> TrainOutput:
         """Train to the end. Ranks: every rank."""
@@ -284,3 +285,40 @@ class TrainingLoop:
         trainer.load_best()
         trainer.callbacks.call("on_train_end")
         return TrainOutput(state.global_step, mean, metrics)
+
+
+class TrainerReplicas:
+    """What the loop does differently when replicas of the model may be lost: nothing in other runs."""
+
+    def __init__(self, trainer: TrainerInterface, state_was_replaced: Callable[[], None]) -> None:
+        """Follow the replicas; `state_was_replaced` is called when this one has received the run's state from another.
+
+        Raises: ConfigError for a number of epochs that replicas cannot end with.
+        """
+        self._trainer = trainer
+        self._state_was_replaced = state_was_replaced
+        self._num_received = 0.0
+        self.end_with_epochs = trainer.has_replicas and trainer.args.max_steps <= 0
+        """True if the training ends with the last epoch, whose number of updates depends on the replicas that are present."""
+        num_epochs = trainer.args.num_train_epochs
+        if self.end_with_epochs and num_epochs % 1:
+            raise ConfigError(
+                f"num_train_epochs={num_epochs} ends inside an epoch, whose updates depend on the replicas that survive; give a whole "
+                "number of epochs, or max_steps."
+            )
+
+    def have_counted_epoch(self) -> bool:
+        """Return True if this replica runs through an epoch that the run has completed and the state already counts."""
+        trainer = self._trainer
+        return trainer.has_replicas and trainer.state.epochs_done >= int(trainer.train_loader.epoch)
+
+    def receive_state(self) -> bool:
+        """Return whether this replica has received the run's state from another since the last call, and continue from there."""
+        if not self._trainer.has_replicas:
+            return False
+        num_received = components(self._trainer.accelerator).clock.parts.read_numbers()["replica_healed"]
+        if num_received == self._num_received:
+            return False
+        self._num_received = num_received
+        self._state_was_replaced()
+        return True

@@ -83,5 +83,5 @@ def joined(hosts: int) -> str:
     """Return the error message for hosts that XLA has joined into one world, which is not supported."""
     return (
         f"XLA has joined {hosts} hosts into one world, in which strategy='xla' was never run; what it computed there could not be trusted. "
-        "Start the script with `hasten launch --tpu`, which makes each host a world of its own (TPU_PROCESS_BOUNDS=1,1,1)."
+        "Start the script with `hasten launch --tpu`, which makes each host a separate world (TPU_PROCESS_BOUNDS=1,1,1)."
     )

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, Final
 
+from hasten import extension
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
@@ -97,11 +98,10 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
 
 def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
-    from hasten.launch.targets import all_targets  # which lists this target
-
     launch = request.config.launch
+    targets: list[LaunchTarget] = [offer.load() for offer in extension.offers("launch_targets").values()]
     outlives_machines = any(
-        target.outlives_machines is not None and target.outlives_machines(request) for target in all_targets()
+        target.outlives_machines is not None and target.outlives_machines(request) for target in targets
     )
     user_options = _dashed(launch.submit_options)
     if "nodes" in user_options and str(user_options["nodes"]) != (nodes := _nodes(launch)) and nodes != "1":

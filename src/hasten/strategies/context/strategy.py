@@ -104,14 +104,9 @@ class ContextParallel:
 
         def begin() -> tuple[bool, PackedSamples | None]:
             contents = read_contents()
-            decisive_labels = (
-                self._find_labels(buffer_dims, whole_buffers, contents) if isinstance(labels, str) else given_labels
-            )
-            self._clock.weights.share = (
-                None if decisive_labels is None else self._compute_label_share(decisive_labels, sequence_comm)
-            )
-            packed_samples = self._find_packed_samples(whole_buffers, contents)
-            return contents.padded and packed_samples is None, packed_samples
+            finds_labels = isinstance(labels, str)
+            shard_labels = self._find_labels(buffer_dims, whole_buffers, contents) if finds_labels else given_labels
+            return self._begin(whole_buffers, contents, shard_labels, sequence_comm)
 
         try:
             for tensor, dim in buffer_dims:
@@ -218,6 +213,20 @@ class ContextParallel:
                 "which of them the loss is averaged. Pass it: context_parallel(..., labels=shift_labels)."
             )
         return buffer_dims[label_indices[0]][0] if label_indices else None
+
+    def _begin(
+        self,
+        whole_buffers: list[tuple[Tensor, int]],
+        contents: Contents,
+        shard_labels: Tensor | None,
+        sequence_comm: ProcessGroupComm,
+    ) -> tuple[bool, PackedSamples | None]:
+        """Set the weight of this rank's loss; return whether padding must be masked, and the packed samples. Ranks: the sequence's."""
+        self._clock.weights.share = (
+            None if shard_labels is None else self._compute_label_share(shard_labels, sequence_comm)
+        )
+        packed_samples = self._find_packed_samples(whole_buffers, contents)
+        return contents.padded and packed_samples is None, packed_samples
 
     def _find_packed_samples(self, whole_buffers: list[tuple[Tensor, int]], contents: Contents) -> PackedSamples | None:
         """Return the samples packed into the sequences, by the positions that restart; None if no buffer has such positions."""
