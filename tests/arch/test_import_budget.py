@@ -20,6 +20,8 @@ TRIES: Final = 8  # the best of several: a budget is about our work, not about a
 HEAVY: Final = ("torch", "numpy", "rich", "yaml", "questionary")
 SHARDING: Final = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")  # nearly a second of imports
 MOST_MODULES: Final = 125
+"""Modules of the core. Each installed extension adds its declaration and its settings, and nothing else."""
+DECLARATIONS: Final = (".extension", ".settings")
 ON_FIRST_USE: Final = (
     "hasten.accelerator.retrying",
     "hasten.bigmodel",
@@ -158,7 +160,11 @@ def test_an_accelerator_loads_its_components_on_first_use() -> None:
     late = [name for name in loaded if name.startswith(ON_FIRST_USE)]
     assert not late, f"`from hasten import Accelerator` loads {late}; import them where a component is made"
     ours = [name for name in loaded if name.partition(".")[0] == "hasten"]
-    assert len(ours) <= MOST_MODULES, f"`from hasten import Accelerator` loads {len(ours)} modules of hasten"
+    of_extensions = [name for name in ours if name.startswith("hasten.extensions.")]
+    not_declared = [name for name in of_extensions if name.count(".") > 2 and not name.endswith(DECLARATIONS)]
+    assert not not_declared, f"`from hasten import Accelerator` loads {not_declared} of extensions that it does not use"
+    num_of_core = len(ours) - len(of_extensions)
+    assert num_of_core <= MOST_MODULES, f"`from hasten import Accelerator` loads {num_of_core} modules of the core"
 
 
 def test_ddp_loads_nothing_of_sharding() -> None:

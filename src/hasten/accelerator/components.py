@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hasten.accelerator.facade import Accelerator
     from hasten.optim.clock import StepClock
     from hasten.precision.base import Precision
     from hasten.prepare_args import PreparedObjects
@@ -24,81 +23,54 @@ if TYPE_CHECKING:
 class Components:
     """Read-only view on the components of an Accelerator."""
 
-    __slots__ = ("_accelerator",)
+    __slots__ = ("accelerator",)
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    accelerator: Any  # Any: the Accelerator itself, whose module imports this one
+    clock: StepClock
+    """The counter of micro-steps and updates, and the weights of losses."""
+    prepared: PreparedObjects
+    """The models, optimizers, schedulers and loaders that `prepare()` has returned."""
+    saving: Saving
+    """Saving and loading of checkpoints."""
+    preemption: Preemption
+    """Handler of the signals to stop."""
+    publishing: Any  # Any: a class of an extension
+    """Uploads of models to the Hub."""
+    strategy: Strategy
+    """The distribution of models over ranks."""
+    precision: Precision
+    """The compute precision."""
+    tracking: TrackerManager
+    """The trackers of this run."""
+    run_log: RunLog | None
+    """The run log of this rank; None without one."""
+    epochs: EpochLoops
+    """The loops over epochs."""
+    rolling_back: bool
+    """True if the newest checkpoint will be loaded before the next batch."""
 
-    @property
-    def accelerator(self) -> Accelerator:
-        """The Accelerator itself."""
-        return self._accelerator
+    def __init__(self, accelerator: Any) -> None:  # Any: the Accelerator, as above
+        self.accelerator = accelerator
 
-    @property
-    def clock(self) -> StepClock:
-        """The counter of micro-steps and updates, and the weights of losses."""
-        return self._accelerator._clock
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
 
-    @property
-    def prepared(self) -> PreparedObjects:
-        """The models, optimizers, schedulers and loaders that `prepare()` has returned."""
-        return self._accelerator._prepared
-
-    @property
-    def saving(self) -> Saving:
-        """Saving and loading of checkpoints."""
-        return self._accelerator._saving
-
-    @property
-    def preemption(self) -> Preemption:
-        """Handler of the signals to stop."""
-        return self._accelerator._preemption
+        def __getattr__(self, name):
+            if name not in Components.__annotations__:
+                raise AttributeError(f"an Accelerator has no component {name!r}")
+            return getattr(self.accelerator, f"_{name}")
 
     @property
     def right_lengths(self) -> set[int]:
         """Lengths of schedules about which `prepare()` does not warn."""
-        return self._accelerator._preparer.right_lengths
-
-    @property
-    def publishing(self) -> Any:  # Any: a class of an extension
-        """Uploads of models to the Hub."""
-        return self._accelerator._publishing
-
-    @property
-    def strategy(self) -> Strategy:
-        """The distribution of models over ranks."""
-        return self._accelerator._strategy
-
-    @property
-    def precision(self) -> Precision:
-        """The compute precision."""
-        return self._accelerator._precision
-
-    @property
-    def tracking(self) -> TrackerManager:
-        """The trackers of this run."""
-        return self._accelerator._tracking
-
-    @property
-    def run_log(self) -> RunLog | None:
-        """The run log of this rank; None without one."""
-        return self._accelerator._run_log
-
-    @property
-    def epochs(self) -> EpochLoops:
-        """The loops over epochs."""
-        return self._accelerator._epochs
+        lengths: set[int] = self.accelerator._preparer.right_lengths
+        return lengths
 
     def is_checked(self, setting: str) -> bool:
         """Return whether this Accelerator runs the check of a setting: one with a context of its caller, only if code asks for it."""
-        return self._accelerator._is_checked(setting)
-
-    @property
-    def rolling_back(self) -> bool:
-        """True if the newest checkpoint will be loaded before the next batch."""
-        return self._accelerator._rolling_back
+        checks: bool = self.accelerator._is_checked(setting)
+        return checks
 
 
-def components(accelerator: Accelerator) -> Components:
+def components(accelerator: Any) -> Components:  # Any: an Accelerator, as above
     """Return the components of an Accelerator."""
     return Components(accelerator)

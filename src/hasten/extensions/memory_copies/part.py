@@ -83,7 +83,7 @@ class MemoryCopies(RunPart):
         accelerator = run.accelerator
         every = accelerator.config.checkpoint_in_memory
         assert every is not None, "the setting turns this part on"
-        self._ctx = accelerator.ctx
+        self._ctx: ProcessContext = accelerator.ctx
         self._saving = run.saving
         self._loaders = run.clock.loaders
         self._every = every
