@@ -16,13 +16,17 @@ RECORDED = json.loads((HERE / "golden" / "parity_1.json").read_text())
 MESSAGES = ("batch_size_search",)  # equal but for the words of an error
 ABSENT_DEVICES = ("maps_random",)  # plans for devices that the machine does not have, which hasten refuses
 SHORT_WINDOWS = ("short_window",)  # hasten divides a shorter window by the number of its own steps
-OWN_CLASSES = ("skipped_kinds",)  # prints the names of the drop-in's classes
+OWN_CLASSES = (  # print the names of the drop-in's classes
+    *("skipped_kinds", "copy_optimizer", "pickle_loader", "pickle_optimizer", "pickle_scheduler", "stateful_dispatch"),
+)
+OWN_FIELDS = ("settings_defaults",)  # prints every field of the settings, of which hasten has others
+PRIVATE = ("hooks_order", "stateful_kinds")  # read _hf_hook of a module and _num_yielded of a loader's state
 SHARED = "small_loop"
 MOVED = {
     path.stem: done.text
     for path in sorted((HERE / "parity").glob("*.py"))
     if path.stem in RECORDED
-    and path.stem not in (*MESSAGES, *ABSENT_DEVICES, *SHORT_WINDOWS, *OWN_CLASSES)
+    and path.stem not in (*MESSAGES, *ABSENT_DEVICES, *SHORT_WINDOWS, *OWN_CLASSES, *OWN_FIELDS, *PRIVATE)
     and SHARED not in path.read_text()
     if not (done := migrate(path.read_text())).findings and "accelerate" not in done.text.replace("accelerator", "")
 }

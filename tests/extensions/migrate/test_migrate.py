@@ -71,6 +71,26 @@ def test_every_method_that_differs_is_named(method: str) -> None:
     assert any(one.line == 3 and method in one.text for one in done.findings)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "AutocastKwargs().to_kwargs()",
+        "ParallelismConfig().total_size",
+        "ParallelismConfig().build_device_mesh('cpu')",
+        "DeepSpeedPlugin().deepspeed_config_process()",
+        "model.hf_device_map",
+        "Accelerator().prepare(optimizer)",
+        "Accelerator().distributed_type",
+        "get_logger('x')",
+    ],
+)
+def test_what_other_objects_lack_or_do_otherwise_is_named(line: str) -> None:
+    imports = "from accelerate import Accelerator, ParallelismConfig\nfrom accelerate.logging import get_logger\n"
+    [found] = migrate(f"{imports}{line}\n").findings
+    assert found.line == 3
+    assert migrate(f"{line}\n").findings == ()
+
+
 def test_arguments_and_attributes_that_hasten_lacks_are_named() -> None:
     done = migrate(
         "from accelerate import Accelerator\n"

@@ -1,4 +1,4 @@
-"""What to write in place of attributes of Hugging Face Accelerate's Accelerator that hasten's does not have."""
+"""What to write in place of attributes of Hugging Face Accelerate's objects that hasten's do not have."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -77,3 +77,24 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Attributes of Accelerate's Accelerator that hasten's does not have, and their alternatives."""
+
+_SIZES: Final = "multiply the sizes that you need: dp_replicate_size, dp_shard_size, tp_size, cp_size"
+_MESH: Final = "the mesh is made with the Accelerator; give the collectives mesh axes (gather(x, axes=[Axis.TP]))"
+_ENABLED: Final = "compare the size with 1"
+_HANDLER: Final = "the settings are its fields"
+OF_OTHER_OBJECTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("total_size", "data_parallel_size", "non_data_parallel_size"), _SIZES),
+        **dict.fromkeys(("build_device_mesh", "get_device_mesh", "active_mesh_dims"), _MESH),
+        **dict.fromkeys(("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names"), _MESH),
+        **dict.fromkeys(("dp_cp_dim_names", "fsdp_dim_names"), _MESH),
+        **dict.fromkeys(
+            ("dp_replicate_enabled", "dp_shard_enabled", "tp_enabled", "cp_enabled", "sp_enabled"), _ENABLED
+        ),
+        "to_kwargs": _HANDLER,
+        "deepspeed_config": "hf_ds_config is what was given; hasten fills it when the engine is created",
+        "deepspeed_config_process": "hasten fills the configuration when the engine is created",
+        "hf_device_map": "dispatch_model leaves no map on the model; use the one you gave it",
+    }
+)
+"""Attributes of Accelerate's settings and models that hasten's do not have, and their alternatives."""

@@ -17,7 +17,7 @@ import hasten
 from hasten import data, extending, modules
 from hasten.config.layers import nearest
 from hasten.extension import offers
-from hasten.extensions.migrate.attributes import INSTEAD
+from hasten.extensions.migrate.attributes import INSTEAD, OF_OTHER_OBJECTS
 
 OLD: Final = "accelerate"
 NEW: Final = "hasten"
@@ -46,6 +46,10 @@ NOTES: Final = MappingProxyType(
     }
 )
 """Methods whose behaviour differs from Accelerate's, with the difference."""
+_LOGGER: Final = "get_logger works without an Accelerator, and names the rank in lines of every process only"
+_ALONE: Final = (
+    "prepare raises an error for an optimizer or scheduler without its model and optimizer; pass them together"
+)
 _METHODS: Final = (
     *("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "prepare_data_loader"),
     *("reduce", "save", "wait_for_everyone"),
@@ -212,8 +216,17 @@ class _Script:
             return node.attr if node.attr in HOMES else None
         return None
 
+    def _is_accelerator(self, node: ast.expr, objects: set[str]) -> bool:
+        """Return whether an expression is a variable with an Accelerator, or a call that creates one."""
+        if isinstance(node, ast.Name):
+            return node.id in objects
+        return isinstance(node, ast.Call) and self._name(node.func) == _MAIN
+
     def _attribute(self, node: ast.Attribute, objects: set[str]) -> None:
-        if isinstance(node.value, ast.Name) and node.value.id in objects:
+        uses_accelerate = self._known or self._modules
+        if uses_accelerate and node.attr in OF_OTHER_OBJECTS and not self._is_accelerator(node.value, objects):
+            self._note(node, f"{node.attr} is not in hasten; {OF_OTHER_OBJECTS[node.attr]}")
+        if self._is_accelerator(node.value, objects):
             if (
                 not hasattr(hasten.Accelerator, node.attr)
                 and node.attr not in hasten.Accelerator.__init__.__code__.co_names
@@ -251,24 +264,32 @@ class _Script:
                 self._note(node, "each hasten Accelerator has separate settings; Accelerate shares those of the first")
         if name is not None:
             self._keywords(node, name, getattr(HOMES[name], name))
-        if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
-            return
-        if node.func.value.id not in objects:
+        if name == "get_logger":
+            self._note(node, _LOGGER)
+        if not isinstance(node.func, ast.Attribute) or not self._is_accelerator(node.func.value, objects):
             return
         method = node.func.attr
         if method in NOTES and not (method == "save_state" and (node.args or node.keywords)):
             self._note(node, f"{method} {NOTES[method]}")
         if method == "reduce" and any(one.arg == "scale" for one in node.keywords):
             self._note(node, "reduce always applies `scale`; Accelerate applies it on TPUs only")
-        if method == "prepare" and any(isinstance(one, ast.Constant) for one in node.args):
+        if method == "prepare":
+            self._prepared(node)
+        if (found := getattr(hasten.Accelerator, method, None)) is not None:
+            self._keywords(node, f"Accelerator.{method}", found)
+
+    def _prepared(self, node: ast.Call) -> None:
+        """Note arguments of prepare() that hasten prepares in another way."""
+        arguments = [ast.unparse(one).lower() for one in node.args]
+        if any(isinstance(one, ast.Constant) for one in node.args):
             self._note(
                 node,
                 "prepare raises an error for other objects than models, optimizers, schedulers and loaders; Accelerate returns them",
             )
-        if method == "prepare" and any("sched" in ast.unparse(one).lower() for one in node.args):
+        if len(arguments) == 1 and "optim" in arguments[0]:
+            self._note(node, _ALONE)
+        if any("sched" in one for one in arguments):
             self._note(node, f"prepare {_SCHEDULER}")
-        if (found := getattr(hasten.Accelerator, method, None)) is not None:
-            self._keywords(node, f"Accelerator.{method}", found)
 
     def _keywords(self, node: ast.Call, name: str, target: Any) -> None:  # Any: a class or function of hasten
         try:
