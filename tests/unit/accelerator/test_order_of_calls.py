@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator
 from hasten.errors import PrepareError, StepError
@@ -57,3 +60,14 @@ def test_a_save_between_backward_and_step_is_refused(tmp_path: Path) -> None:
     accelerator.backward(model(torch.ones(1, 1)).sum())
     optimizer.zero_grad()
     accelerator.save_state(str(tmp_path / "b"))
+
+
+def test_prepared_objects_are_copied_and_pickled_without_the_parts_of_the_run() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    assert [batch.tolist() for (batch,) in pickle.loads(pickle.dumps(loader))] == [[0, 1], [2, 3]]
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        copied.param_groups[0]["lr"] = 1.0
+        assert optimizer.param_groups[0]["lr"] == 0.1
