@@ -62,15 +62,17 @@ def try_lock(path: Path, disk: Disk) -> FileLock | None:
     """Create a file if necessary and lock it; return None if another process holds the lock."""
     descriptor = disk.open_lock(path)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+        return FileLock(descriptor)
+    except BaseException as error:
         os.close(descriptor)
-        return None
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            os.close(descriptor)
-            raise
-    return FileLock(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
 
 
 @contextmanager
@@ -91,8 +93,10 @@ def folder_lock(folder: Path, disk: Disk, wait_s: float = _WAIT_S) -> Iterator[N
     try:
         yield
     finally:
-        disk.remove_file(path)
-        lock.release()
+        try:
+            disk.remove_file(path)
+        finally:
+            lock.release()
 
 
 def _lock_current_file(path: Path, disk: Disk) -> FileLock | None:
@@ -100,11 +104,14 @@ def _lock_current_file(path: Path, disk: Disk) -> FileLock | None:
     lock = try_lock(path, disk)
     if lock is None:
         return None
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(lock.descriptor), path.stat()):
-            return lock
-    lock.release()
-    return None
+    is_current = False
+    try:
+        with suppress(FileNotFoundError):
+            is_current = os.path.samestat(os.fstat(lock.descriptor), path.stat())
+    finally:
+        if not is_current:
+            lock.release()
+    return lock if is_current else None
 
 
 def is_abandoned(lock_file: Path) -> bool:
