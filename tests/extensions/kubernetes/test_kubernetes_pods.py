@@ -79,7 +79,7 @@ def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
         "job-completion-index": str(index),
     }
     env: dict[str, str] = {}
-    for item in container["env"]:
+    for item in container.get("env", []):
         source = item.get("valueFrom", {})
         if "fieldRef" in source:  # a label or an annotation of the pod
             env[item["name"]] = attempt[source["fieldRef"]["fieldPath"].rpartition("/")[2].removesuffix("']")]
