@@ -64,7 +64,9 @@ def typed_table(face: ModuleType) -> dict[str, str]:
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     names = {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
     names.pop("*", None)  # the names of bundled extensions, below
-    return names
+    if face.__name__.startswith("hasten.extensions."):
+        return names
+    return {name: module for name, module in names.items() if not module.startswith("hasten.extensions.")}
 
 
 def snapshot() -> str:

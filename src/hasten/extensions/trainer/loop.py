@@ -288,7 +288,7 @@ class TrainingLoop:
 
 
 class TrainerReplicas:
-    """What the loop does differently when replicas of the model may be lost: nothing in other runs."""
+    """Steps of the loop for replicas that may be lost; they do nothing in other runs."""
 
     def __init__(self, trainer: TrainerInterface, state_was_replaced: Callable[[], None]) -> None:
         """Follow the replicas; `state_was_replaced` is called when this one has received the run's state from another.
