@@ -52,7 +52,10 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attention, self.output = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
 
@@ -61,7 +64,10 @@ def build(preset: str, device: torch.device) -> tuple[nn.Module, torch.optim.Opt
     width, depth, vocab = PRESETS[preset]
     with torch.device(device):
         model = nn.Module()
-        model.tokens, model.places = nn.Embedding(vocab, width), nn.Embedding(1024, width)
+        model.tokens, model.places = (
+            nn.Embedding(vocab, width),
+            nn.Embedding(1024, width),
+        )
         model.blocks = nn.ModuleList(Block(width) for _ in range(depth))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     for parameter in model.parameters():
@@ -89,15 +95,25 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 class Torch:
     """torch.save and torch.load of the two state dicts."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / "state.pt")
+        torch.save(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            },
+            folder / "state.pt",
+        )
 
     def load(self, folder: Path) -> None:
-        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        state = torch.load(
+            folder / "state.pt", map_location=self.device, weights_only=True
+        )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -114,8 +130,11 @@ class TorchSynced(Torch):
 class Accelerate:
     """save_state and load_state of Hugging Face Accelerate."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        from accelerate import Accelerator  # the peer, only where the environment has it
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        # the peer, only where the environment has it
+        from accelerate import Accelerator
 
         self.accelerator = Accelerator(cpu=device.type == "cpu")
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -140,7 +159,9 @@ class AccelerateSynced(Accelerate):
 class Hasten:
     """save_state and load_state of hasten: synced, checksummed, verified before loading."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
         from hasten import Accelerator
 
         self.accelerator = Accelerator(cpu=device.type == "cpu")
@@ -174,7 +195,11 @@ def scratch(root: str | None) -> Iterator[Path]:
 
 
 def measure(
-    ways: dict[str, Any], device: torch.device, rounds: int, peer_rounds: int, root: str | None
+    ways: dict[str, Any],
+    device: torch.device,
+    rounds: int,
+    peer_rounds: int,
+    root: str | None,
 ) -> Iterator[dict[str, Any]]:
     """Each round takes every way once, so that a busy machine is busy for all of them, and in another order each time.
 
@@ -185,14 +210,24 @@ def measure(
     loads: dict[str, list[float]] = {name: [] for name in ways}
     sizes = {}
     pick = random.Random(0)
-    drawn = [(number, name) for number in range(rounds) for name in pick.sample(sorted(ways), len(ways))]
-    turns = [(number, name) for number, name in drawn if number < peer_rounds or name.startswith("hasten")]
+    drawn = [
+        (number, name)
+        for number in range(rounds)
+        for name in pick.sample(sorted(ways), len(ways))
+    ]
+    turns = [
+        (number, name)
+        for number, name in drawn
+        if number < peer_rounds or name.startswith("hasten")
+    ]
     for number, name in turns:
         way = ways[name]
         with scratch(root) as folder:
             saves[name].append(timed(partial(way.save, folder / f"c{number}"), device))
             loads[name].append(timed(partial(way.load, folder / f"c{number}"), device))
-            sizes[name] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            sizes[name] = sum(
+                path.stat().st_size for path in folder.rglob("*") if path.is_file()
+            )
     for name in ways:
         yield {
             "way": name,
@@ -204,13 +239,20 @@ def measure(
         }
 
 
-def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | None) -> dict[str, Any]:
+def measure_async(
+    way: Hasten, device: torch.device, rounds: int, root: str | None
+) -> dict[str, Any]:
     """How long save_state(blocking=False) holds training up, the first time and later, and how long it writes."""
     stalls, totals = [], []
     with scratch(root) as folder:
         for number in range(rounds):
             stalls.append(
-                timed(lambda n=number: way.accelerator.save_state(folder / f"c{n}", blocking=False), device)  # type: ignore[misc]
+                timed(
+                    lambda n=number: way.accelerator.save_state(
+                        folder / f"c{n}", blocking=False
+                    ),
+                    device,
+                )  # type: ignore[misc]
             )
             started = time.perf_counter()
             way.accelerator.wait_for_saves()
@@ -222,29 +264,68 @@ def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | No
         "stall_s": round(statistics.median(stalls[1:] or stalls), 3),
         "stalls": [round(s, 3) for s in stalls],
         "written_after_s": [round(s, 3) for s in totals],
-        "peak_host_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+        "peak_host_gb": round(
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2
+        ),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=sorted(PRESETS), default=None, help="default: small on the CPU, else large")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--preset",
+        choices=sorted(PRESETS),
+        default=None,
+        help="default: small on the CPU, else large",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer-rounds", type=int, help="rounds in which the peers take part (default: all)")
-    parser.add_argument("--blocking", action="store_true", help="leave saves in the background out")
-    parser.add_argument("--background", action="store_true", help="only saves in the background, in a fresh process")
-    parser.add_argument("--only", nargs="+", default=None, help="torch, accelerate, hasten, ...")
-    parser.add_argument("--folder", default=None, help="where to write (default: the temporary folder)")
+    parser.add_argument(
+        "--peer-rounds",
+        type=int,
+        help="rounds in which the peers take part (default: all)",
+    )
+    parser.add_argument(
+        "--blocking", action="store_true", help="leave saves in the background out"
+    )
+    parser.add_argument(
+        "--background",
+        action="store_true",
+        help="only saves in the background, in a fresh process",
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=None, help="torch, accelerate, hasten, ..."
+    )
+    parser.add_argument(
+        "--folder", default=None, help="where to write (default: the temporary folder)"
+    )
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder for the results"
+    )
     given = parser.parse_args()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = torch.device("cpu") if given.cpu or accelerator is None else torch.device(accelerator.type, 0)
+    accelerator = (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else None
+    )
+    device = (
+        torch.device("cpu")
+        if given.cpu or accelerator is None
+        else torch.device(accelerator.type, 0)
+    )
     preset = given.preset or ("small" if device.type == "cpu" else "large")
     model, optimizer = build(preset, device)
     count = sum(p.numel() for p in model.parameters())
     print(
-        json.dumps({"parameters_m": round(count / 1e6, 1), "device": str(device), "torch": torch.__version__}),
+        json.dumps(
+            {
+                "parameters_m": round(count / 1e6, 1),
+                "device": str(device),
+                "torch": torch.__version__,
+            }
+        ),
         flush=True,
     )
     kinds: dict[str, Any] = {
@@ -258,21 +339,39 @@ def main() -> None:
     ways = {
         name: kind(model, optimizer, device)
         for name, kind in kinds.items()
-        if name in (given.only or kinds) and importlib.util.find_spec(name.split()[0]) is not None
+        if name in (given.only or kinds)
+        and importlib.util.find_spec(name.split()[0]) is not None
     }
     results = []
     if given.background:
-        print(json.dumps(measure_async(ways["hasten"], device, given.rounds, given.folder)))
+        print(
+            json.dumps(
+                measure_async(ways["hasten"], device, given.rounds, given.folder)
+            )
+        )
         ways["hasten"].accelerator.end_training()
         return
-    for result in measure(ways, device, given.rounds, given.peer_rounds or given.rounds, given.folder):
+    for result in measure(
+        ways, device, given.rounds, given.peer_rounds or given.rounds, given.folder
+    ):
         print(json.dumps(result), flush=True)
         results.append(result)
-    known = {**versions(device.type), "hasten": hasten_version, "parameters": f"{count / 1e6:.0f} M"}
+    known = {
+        **versions(device.type),
+        "hasten": hasten_version,
+        "parameters": f"{count / 1e6:.0f} M",
+    }
 
     def keep(background: dict[str, Any]) -> None:
         found = {"ways": results, "background": background}
-        record("checkpoint", device.type, found, markdown(known, results, background), known, given.out)
+        record(
+            "checkpoint",
+            device.type,
+            found,
+            markdown(known, results, background),
+            known,
+            given.out,
+        )
 
     keep({})  # should the rest be cut off
     if "hasten" in ways and not given.blocking:
@@ -282,11 +381,19 @@ def main() -> None:
         ways["hasten"].accelerator.end_training()
 
 
-def markdown(known: dict[str, str], results: list[dict[str, Any]], background: dict[str, Any]) -> str:
+def markdown(
+    known: dict[str, str], results: list[dict[str, Any]], background: dict[str, Any]
+) -> str:
     size = max(result["gigabytes"] for result in results)
-    lines = [f"# Saving and loading {known['parameters']} parameters with AdamW state ({size} GB)", ""]
+    lines = [
+        f"# Saving and loading {known['parameters']} parameters with AdamW state ({size} GB)",
+        "",
+    ]
     lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
-    lines += ["| way | save (s) | load (s) | each save | each load |", "|---|---|---|---|---|"]
+    lines += [
+        "| way | save (s) | load (s) | each save | each load |",
+        "|---|---|---|---|---|",
+    ]
     lines += [
         f"| {r['way']} | {r['save_s']:.2f} | {r['load_s']:.2f} | {_list(r['saves'])} | {_list(r['loads'])} |"
         for r in results

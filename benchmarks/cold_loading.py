@@ -54,11 +54,16 @@ Load = Callable[[nn.Module, Path], object]
 def cached_share(path: Path) -> float:
     """The share of a file's pages that the page cache holds; nan where the system does not tell."""
     size = path.stat().st_size
-    with path.open("rb") as file, contextlib.closing(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) as view:
+    with (
+        path.open("rb") as file,
+        contextlib.closing(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) as view,
+    ):
         there = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
         data = np.frombuffer(view, np.uint8)
         failed = ctypes.CDLL(None).mincore(
-            ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(there.ctypes.data)
+            ctypes.c_void_p(data.ctypes.data),
+            ctypes.c_size_t(size),
+            ctypes.c_void_p(there.ctypes.data),
         )
         del data
         return float("nan") if failed else float((there & 1).mean())
@@ -111,7 +116,11 @@ class Sizes:
     def filled(self, depth: int | None = None) -> Stack:
         torch.manual_seed(0)
         with self.device:
-            return Stack(self.width, depth or self.depth).to(torch.bfloat16).requires_grad_(False)
+            return (
+                Stack(self.width, depth or self.depth)
+                .to(torch.bfloat16)
+                .requires_grad_(False)
+            )
 
     def sync(self) -> None:
         if self.device.type != "cpu":
@@ -133,7 +142,9 @@ def contenders(device: torch.device) -> dict[str, Load]:
     known: dict[str, Load] = {"hasten": hasten}
     try:
         accelerate = original_accelerate()
-        known["Accelerate"] = lambda model, folder: accelerate.load_checkpoint_in_model(model, str(folder), {"": place})
+        known["Accelerate"] = lambda model, folder: accelerate.load_checkpoint_in_model(
+            model, str(folder), {"": place}
+        )
     except ImportError as error:
         print(f"  Accelerate left out: {error}", file=sys.stderr)
     try:
@@ -144,14 +155,18 @@ def contenders(device: torch.device) -> dict[str, Load]:
 
     def bare(model: nn.Module, folder: Path) -> object:
         for path in sorted(folder.glob("*.safetensors")):
-            model.load_state_dict(load_file(path, device=str(device)), strict=False, assign=True)
+            model.load_state_dict(
+                load_file(path, device=str(device)), strict=False, assign=True
+            )
         return model
 
     known["safetensors"] = bare
     return known
 
 
-def timed(size: Sizes, load: Load, folder: Path, depth: int | None = None) -> tuple[float, float, nn.Module]:
+def timed(
+    size: Sizes, load: Load, folder: Path, depth: int | None = None
+) -> tuple[float, float, nn.Module]:
     """Seconds by the clock and of the process's processors, and the loaded model."""
     model = size.empty(depth)
     gc.collect()
@@ -177,7 +192,9 @@ def processor_s() -> float:
 
 def same(model: nn.Module, source: nn.Module) -> bool:
     wanted = dict(source.named_parameters())
-    return all(torch.equal(found, wanted[name]) for name, found in model.named_parameters())
+    return all(
+        torch.equal(found, wanted[name]) for name, found in model.named_parameters()
+    )
 
 
 def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, Any]:
@@ -205,7 +222,9 @@ def one_turn(size: Sizes, load: Load, source: Stack, folder: Path) -> dict[str, 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rounds(size: Sizes, found: dict[str, Load], folder: Path, seconds: float, most: int) -> list[dict[str, Any]]:
+def rounds(
+    size: Sizes, found: dict[str, Load], folder: Path, seconds: float, most: int
+) -> list[dict[str, Any]]:
     """Turns of all contenders, in changing order, while another round fits."""
     begun = time.perf_counter()
     source, rows = size.filled(), list[dict[str, Any]]()
@@ -218,7 +237,13 @@ def rounds(size: Sizes, found: dict[str, Load], folder: Path, seconds: float, mo
         if number and started - begun + longest > seconds:
             break
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            rows.append({"round": number, "contender": name, **one_turn(size, found[name], source, folder / "files")})
+            rows.append(
+                {
+                    "round": number,
+                    "contender": name,
+                    **one_turn(size, found[name], source, folder / "files"),
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
         longest = max(longest, time.perf_counter() - started)
     return rows
@@ -244,9 +269,21 @@ def starts(size: Sizes, arguments: list[str], folder: Path) -> list[dict[str, An
         save_model(source.state_dict(), files, max_shard_size="2GB")
         left = drop(sorted(files.glob("*.safetensors")))
         for start in range(3):
-            command = [sys.executable, __file__, *arguments, "--once", name, "--files", str(files)]
+            command = [
+                sys.executable,
+                __file__,
+                *arguments,
+                "--once",
+                name,
+                "--files",
+                str(files),
+            ]
             ended = subprocess.run(command, capture_output=True, text=True, check=True)
-            row = {"contender": name, "start": start + 1, "cached_before": round(left, 3)}
+            row = {
+                "contender": name,
+                "start": start + 1,
+                "cached_before": round(left, 3),
+            }
             rows.append(row | json.loads(ended.stdout.strip().splitlines()[-1]))
             print(json.dumps(rows[-1]), flush=True)
         shutil.rmtree(files)
@@ -267,10 +304,16 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     table: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(row["contender"] for row in rows):
         mine = [row for row in rows if row["contender"] == name]
-        table[name] = {key: statistics.median(row[key] for row in mine) for key in ("cold_s", "warm_s")}
+        table[name] = {
+            key: statistics.median(row[key] for row in mine)
+            for key in ("cold_s", "warm_s")
+        }
     if peer := table.get("Accelerate"):
         for one in table.values():
-            one |= {f"{kind} × Accelerate": round(peer[f"{kind}_s"] / one[f"{kind}_s"], 2) for kind in ("cold", "warm")}
+            one |= {
+                f"{kind} × Accelerate": round(peer[f"{kind}_s"] / one[f"{kind}_s"], 2)
+                for kind in ("cold", "warm")
+            }
     return table
 
 
@@ -292,7 +335,11 @@ def page(found: dict[str, Any], known: dict[str, str]) -> str:
         ]
         for name, row in found["medians"].items():
             faster = [row.get(f"{kind} × Accelerate") for kind in ("cold", "warm")]
-            cells = [f"{row['cold_s']:.2f}", f"{row['warm_s']:.2f}", *("" if x is None else f"{x:.2f}" for x in faster)]
+            cells = [
+                f"{row['cold_s']:.2f}",
+                f"{row['warm_s']:.2f}",
+                *("" if x is None else f"{x:.2f}" for x in faster),
+            ]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     if found.get("starts"):
         lines += [
@@ -302,25 +349,47 @@ def page(found: dict[str, Any], known: dict[str, str]) -> str:
             "|---|---|---|---|",
         ]
         for name in dict.fromkeys(row["contender"] for row in found["starts"]):
-            seconds = [f"{row['seconds']:.2f}" for row in found["starts"] if row["contender"] == name]
+            seconds = [
+                f"{row['seconds']:.2f}"
+                for row in found["starts"]
+                if row["contender"] == name
+            ]
             lines.append(f"| {name} | {' | '.join(seconds)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--gigabytes", type=float, help="size of the model (6.5, on the CPU 1)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, help="size of the model (6.5, on the CPU 1)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=70, help="no new round that would end later")
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure, instead of the temporary one")
-    parser.add_argument("--starts", action="store_true", help="three fresh processes for each contender")
-    parser.add_argument("--once", help="load with this contender in this process, and print the seconds")
+    parser.add_argument(
+        "--seconds", type=float, default=70, help="no new round that would end later"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="a folder on the disk to measure, instead of the temporary one",
+    )
+    parser.add_argument(
+        "--starts", action="store_true", help="three fresh processes for each contender"
+    )
+    parser.add_argument(
+        "--once", help="load with this contender in this process, and print the seconds"
+    )
     parser.add_argument("--files", type=Path, help="the files that --once loads")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    device = torch.device("cpu") if args.device == "cpu" else torch.device(args.device, 0)
+    device = (
+        torch.device("cpu") if args.device == "cpu" else torch.device(args.device, 0)
+    )
     size = sizes(device, args.gigabytes or (1.0 if device.type == "cpu" else 6.5))
     if args.once:
         print(json.dumps(load_once(size, args.once, args.files)))
@@ -330,11 +399,17 @@ def main() -> None:
     try:
         if args.starts:
             found["gigabytes"] = size.depth * 24 * size.width**2 / GB
-            arguments = ["--device", args.device, *(["--gigabytes", str(args.gigabytes)] if args.gigabytes else [])]
+            arguments = [
+                "--device",
+                args.device,
+                *(["--gigabytes", str(args.gigabytes)] if args.gigabytes else []),
+            ]
             found["starts"] = starts(size, arguments, folder)
         else:
             found["gigabytes"] = size.depth * 24 * size.width**2 / GB
-            found["rows"] = rounds(size, contenders(device), folder, args.seconds, args.rounds)
+            found["rows"] = rounds(
+                size, contenders(device), folder, args.seconds, args.rounds
+            )
             found["rounds"] = found["rows"][-1]["round"] + 1
             found["medians"] = medians(found["rows"])
     finally:

@@ -38,10 +38,20 @@ STEPS_A_TURN = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--original", type=Path, help="folder with the original package, where it is not installed")
-    parser.add_argument("--quick", action="store_true", help="tiny models and fewer steps")
-    parser.add_argument("--steps", type=int, default=30, help="updates of each training")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--original",
+        type=Path,
+        help="folder with the original package, where it is not installed",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny models and fewer steps"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, help="updates of each training"
+    )
     parser.add_argument("--cpu", action="store_true", help="leave the GPU alone")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -56,15 +66,25 @@ def main() -> None:
         found = in_turns(args, Path(folder))
     rows = compared(found)
     known = {**versions(device), "transformers": metadata.version("transformers")}
-    known["accelerate"] = " and ".join(found[package]["version"] for package in PACKAGES)
-    record("dropin_clients", device, {"rows": rows, "found": found}, page(known, rows), known)
+    known["accelerate"] = " and ".join(
+        found[package]["version"] for package in PACKAGES
+    )
+    record(
+        "dropin_clients",
+        device,
+        {"rows": rows, "found": found},
+        page(known, rows),
+        known,
+    )
     if not all(row["equal"] == "yes" for row in rows):
         sys.exit("the drop-in's numbers differ from the original's")
 
 
 def in_turns(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """What the clients did in two processes, one for each package, of which one computes at a time."""
-    running = {package: started(package, args, folder / package) for package in PACKAGES}
+    running = {
+        package: started(package, args, folder / package) for package in PACKAGES
+    }
     try:
         while running:
             for package, child in list(running.items()):
@@ -80,22 +100,35 @@ def in_turns(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]
                 else:
                     del running[package]
                     if child.wait():
-                        sys.exit(f"the clients of the {package} package ended with exit code {child.returncode}")
+                        sys.exit(
+                            f"the clients of the {package} package ended with exit code {child.returncode}"
+                        )
     finally:
         for child in running.values():
             child.kill()
-    return {package: json.loads((folder / package / "found.json").read_text()) for package in PACKAGES}
+    return {
+        package: json.loads((folder / package / "found.json").read_text())
+        for package in PACKAGES
+    }
 
 
-def started(package: str, args: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
+def started(
+    package: str, args: argparse.Namespace, folder: Path
+) -> subprocess.Popen[str]:
     """A process that finds this package, and waits for its first turn."""
     place = environment(package, folder / "site", args.original)
     options = ["--inside", str(folder), "--steps", str(args.steps)]
-    options += [flag for flag, given in (("--quick", args.quick), ("--cpu", args.cpu)) if given]
+    options += [
+        flag for flag, given in (("--quick", args.quick), ("--cpu", args.cpu)) if given
+    ]
     words, variables = command(place, __file__, *options)
-    variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or matrix products on a GPU are not repeatable
-    variables.setdefault("OMP_NUM_THREADS", "1")  # tiny models; threads that wait for each other would be measured
-    return subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # or matrix products on a GPU are not repeatable
+    variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # tiny models; threads that wait for each other would be measured
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    return subprocess.Popen(
+        words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -104,12 +137,28 @@ def compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name, task in theirs.items():
         mine = ours[name]
-        same = all(task[key] == mine[key] for key in task if key not in ("numbers", "ms", "parts"))
+        same = all(
+            task[key] == mine[key]
+            for key in task
+            if key not in ("numbers", "ms", "parts")
+        )
         pairs = list(zip(task["numbers"], mine["numbers"], strict=True)) if same else []
         apart = max((abs(a - b) for a, b in pairs), default=float("inf"))
         equal = same and apart <= TOLERANCE[name.rpartition(" ")[2]]
-        row = {"task": name, "compared": task["parts"], "largest difference": apart, "equal": "yes" if equal else "NO"}
-        rows.append(row | {"original (ms)": task["ms"], "drop-in (ms)": mine["ms"], "ratio": mine["ms"] / task["ms"]})
+        row = {
+            "task": name,
+            "compared": task["parts"],
+            "largest difference": apart,
+            "equal": "yes" if equal else "NO",
+        }
+        rows.append(
+            row
+            | {
+                "original (ms)": task["ms"],
+                "drop-in (ms)": mine["ms"],
+                "ratio": mine["ms"] / task["ms"],
+            }
+        )
     return rows
 
 
@@ -119,7 +168,10 @@ def page(known: dict[str, str], rows: list[dict[str, Any]]) -> str:
     lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
     lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
     for row in rows:
-        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
+        cells = [
+            f"{value:.4g}" if isinstance(value, float) else str(value)
+            for value in row.values()
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -140,7 +192,10 @@ def inside(args: argparse.Namespace) -> None:
         for name, make in (("GPT-2", gpt2), ("BERT", bert)):
             label = f"Trainer, {name}, {args.steps} steps, {precision}"
             tasks[label] = trained(make(small), args, precision == "bf16", small)
-            print(f"{label}: {tasks[label]['numbers'][-1]:.6f}, {tasks[label]['ms']:.1f} ms a step", flush=True)
+            print(
+                f"{label}: {tasks[label]['numbers'][-1]:.6f}, {tasks[label]['ms']:.1f} ms a step",
+                flush=True,
+            )
     tasks |= placed(args.inside, device, small)
     found = {"version": accelerate.__version__, "tasks": tasks}
     (args.inside / "found.json").write_text(json.dumps(found))
@@ -162,9 +217,16 @@ def gpt2(small: bool, **options: Any) -> Any:
 
     transformers.set_seed(SEED)
     width, layers = (64, 2) if small else (768, 12)
-    sizes = {"n_embd": width, "n_layer": layers, "n_head": max(width // 64, 2), "n_positions": 128}
+    sizes = {
+        "n_embd": width,
+        "n_layer": layers,
+        "n_head": max(width // 64, 2),
+        "n_positions": 128,
+    }
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes, **options)
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes, **options
+        )
     )
 
 
@@ -174,12 +236,20 @@ def bert(small: bool) -> Any:
 
     transformers.set_seed(SEED)
     width, layers = (64, 2) if small else (768, 12)
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": max(width // 64, 2)}
-    config = transformers.BertConfig(vocab_size=VOCABULARY, intermediate_size=4 * width, num_labels=2, **sizes)
+    sizes = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(width // 64, 2),
+    }
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, intermediate_size=4 * width, num_labels=2, **sizes
+    )
     return transformers.BertForSequenceClassification(config)
 
 
-def trained(model: Any, args: argparse.Namespace, bf16: bool, small: bool) -> dict[str, Any]:
+def trained(
+    model: Any, args: argparse.Namespace, bf16: bool, small: bool
+) -> dict[str, Any]:
     """The loss and gradient norm of every step, and the median time of a step."""
     import torch
     import transformers
@@ -197,7 +267,9 @@ def trained(model: Any, args: argparse.Namespace, bf16: bool, small: bool) -> di
                 gaps.append(time.perf_counter() - self.last)
             if state.global_step % STEPS_A_TURN == 0:
                 next_turn(device)
-            self.last = None if state.global_step % STEPS_A_TURN == 0 else time.perf_counter()
+            self.last = (
+                None if state.global_step % STEPS_A_TURN == 0 else time.perf_counter()
+            )
 
     with tempfile.TemporaryDirectory() as folder:
         options = transformers.TrainingArguments(
@@ -206,12 +278,18 @@ def trained(model: Any, args: argparse.Namespace, bf16: bool, small: bool) -> di
             gradient_accumulation_steps=2, warmup_steps=3, dataloader_pin_memory=device == "cuda",
         )  # fmt: skip
         rows = sequences(model, 16 if small else 64)
-        trainer = transformers.Trainer(model=model, args=options, train_dataset=rows, callbacks=[Clock()])
+        trainer = transformers.Trainer(
+            model=model, args=options, train_dataset=rows, callbacks=[Clock()]
+        )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     numbers = [float(row[key]) for row in logged for key in ("loss", "grad_norm")]
-    return {"numbers": numbers, "parts": "losses, gradient norms", "ms": statistics.median(gaps[4:]) * 1e3}
+    return {
+        "numbers": numbers,
+        "parts": "losses, gradient norms",
+        "ms": statistics.median(gaps[4:]) * 1e3,
+    }
 
 
 def sequences(model: Any, length: int) -> list[dict[str, Any]]:
@@ -221,7 +299,10 @@ def sequences(model: Any, length: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(1, VOCABULARY, (512, length), generator=generator)
     classes = getattr(model.config, "model_type", "") == "bert"
-    return [{"input_ids": row, "labels": row.sum() % 2 if classes else row} for row in tokens]
+    return [
+        {"input_ids": row, "labels": row.sum() % 2 if classes else row}
+        for row in tokens
+    ]
 
 
 def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
@@ -235,25 +316,50 @@ def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
     whole = sum(one.numel() * one.element_size() for one in model.parameters())
     model.save_pretrained(folder / "model")
     del model
-    prompt = torch.randint(1, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(SEED))
+    prompt = torch.randint(
+        1, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(SEED)
+    )
     for dtype, precision in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         room = whole * dtype.itemsize // 4 // 2
-        limits: dict[Any, Any] = {0: room, "cpu": 4 * whole} if device == "cuda" else {"cpu": room}
+        limits: dict[Any, Any] = (
+            {0: room, "cpu": 4 * whole} if device == "cuda" else {"cpu": room}
+        )
         loaded = transformers.GPT2LMHeadModel.from_pretrained(
-            folder / "model", device_map="auto", max_memory=limits, dtype=dtype, offload_folder=str(folder / precision)
+            folder / "model",
+            device_map="auto",
+            max_memory=limits,
+            dtype=dtype,
+            offload_folder=str(folder / precision),
         ).eval()
         places = {name: str(place) for name, place in loaded.hf_device_map.items()}
         inputs = prompt.to("cuda" if device == "cuda" else "cpu")
-        options = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": 12, "do_sample": False}
+        options = {
+            "attention_mask": torch.ones_like(inputs),
+            "max_new_tokens": 12,
+            "do_sample": False,
+        }
         with torch.no_grad():
-            logits = loaded(inputs).logits.float().flatten()[:: 7 if small else 97].tolist()
+            logits = (
+                loaded(inputs).logits.float().flatten()[:: 7 if small else 97].tolist()
+            )
             forward = _timed(partial(loaded, inputs), device)
             words = loaded.generate(inputs, **options).tolist()
             tokens = _timed(partial(loaded.generate, inputs, **options), device)
         common = {"map": places, "tokens": words, "numbers": logits}
-        tasks[f'device_map="auto", forward, {precision}'] = {**common, "parts": "map, logits", "ms": forward}
-        tasks[f'device_map="auto", 12 tokens, {precision}'] = {**common, "parts": "map, tokens", "ms": tokens}
-        print(f"device_map, {precision}: {forward:.1f} ms a forward, on {sorted(set(places.values()))}", flush=True)
+        tasks[f'device_map="auto", forward, {precision}'] = {
+            **common,
+            "parts": "map, logits",
+            "ms": forward,
+        }
+        tasks[f'device_map="auto", 12 tokens, {precision}'] = {
+            **common,
+            "parts": "map, tokens",
+            "ms": tokens,
+        }
+        print(
+            f"device_map, {precision}: {forward:.1f} ms a forward, on {sorted(set(places.values()))}",
+            flush=True,
+        )
         del loaded
     return tasks
 

@@ -24,13 +24,17 @@ PACKAGES = ("original", "drop-in")
 
 def environment(package: str, folder: Path, original: Path | None = None) -> Path:
     """An environment with that package, below `folder`; `original` is where to find it when it is not installed."""
-    folder = folder / "site-packages"  # by this name libraries that pickle know what is not the user's own code
+    # by this name libraries that pickle know what is not the user's own code
+    folder = folder / "site-packages"
     folder.mkdir(parents=True)
     for place in map(Path, sys.path):
         if place.name in ("site-packages", "dist-packages") and place.is_dir():
             for one in place.iterdir():
                 link = folder / one.name
-                if not one.name.lower().startswith("accelerate") and not link.is_symlink():
+                if (
+                    not one.name.lower().startswith("accelerate")
+                    and not link.is_symlink()
+                ):
                     link.symlink_to(one)
     if package == "original":
         _link_original(folder, original)
@@ -39,11 +43,20 @@ def environment(package: str, folder: Path, original: Path | None = None) -> Pat
     return folder
 
 
-def command(folder: Path, script: str | Path, *options: str) -> tuple[list[str], dict[str, str]]:
+def command(
+    folder: Path, script: str | Path, *options: str
+) -> tuple[list[str], dict[str, str]]:
     """What to start, and its variables: `subprocess.Popen(words, env=variables)`."""
-    given = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and not _holds_either(Path(one))]
+    given = [
+        one
+        for one in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if one and not _holds_either(Path(one))
+    ]
     path = os.pathsep.join([*given, str(ROOT / "src"), str(folder)])
-    return [sys.executable, "-S", str(script), *options], {**os.environ, "PYTHONPATH": path}
+    return [sys.executable, "-S", str(script), *options], {
+        **os.environ,
+        "PYTHONPATH": path,
+    }
 
 
 def _holds_either(place: Path) -> bool:
@@ -52,9 +65,15 @@ def _holds_either(place: Path) -> bool:
 
 def _link_original(folder: Path, given: Path | None) -> None:
     where = [] if given is None else [str(given)]
-    found = [one for one in metadata.distributions(name="accelerate", path=where or sys.path) if "+" not in one.version]
+    found = [
+        one
+        for one in metadata.distributions(name="accelerate", path=where or sys.path)
+        if "+" not in one.version
+    ]
     if not found:
-        sys.exit("the original accelerate is not installed here; unpack it into a folder and name that by --original")
+        sys.exit(
+            "the original accelerate is not installed here; unpack it into a folder and name that by --original"
+        )
     place = Path(str(found[0].locate_file(""))).resolve()
     (folder / "accelerate").symlink_to(place / "accelerate")
     for one in place.glob("accelerate-*.dist-info"):
@@ -68,7 +87,14 @@ def _link_dropin(folder: Path) -> None:
     info = folder / f"accelerate-{project['version']}.dist-info"
     info.mkdir()
     page = ConfigParser()
-    page.read(ROOT / "dropin" / "setup.cfg")  # clients ask for the address of the home page
-    words = {"Metadata-Version": "2.1", "Name": project["name"], "Version": project["version"]}
+    # clients ask for the address of the home page
+    page.read(ROOT / "dropin" / "setup.cfg")
+    words = {
+        "Metadata-Version": "2.1",
+        "Name": project["name"],
+        "Version": project["version"],
+    }
     words["Home-page"] = page["metadata"]["url"]
-    (info / "METADATA").write_text("".join(f"{key}: {value}\n" for key, value in words.items()))
+    (info / "METADATA").write_text(
+        "".join(f"{key}: {value}\n" for key, value in words.items())
+    )

@@ -47,7 +47,13 @@ TURN = 4
 IN_MEMORY = "parameters and state in host memory"
 ON_DRIVE = "parameters on the drive"
 ALL_ON_DRIVE = "parameters and state on the drive"
-STAND_IN = Path(__file__).parent.parent / "tests" / "extensions" / "megatron" / "megatron_on_cpu.py"
+STAND_IN = (
+    Path(__file__).parent.parent
+    / "tests"
+    / "extensions"
+    / "megatron"
+    / "megatron_on_cpu.py"
+)
 Step = Callable[[Tensor], Tensor]
 
 
@@ -72,34 +78,83 @@ def contenders(drive: Path) -> list[Contender]:
     found = []
     for precision in ("bf16", "no"):
         name = "fp32" if precision == "no" else precision
-        engine = {"strategy": "megatron", "megatron_lm_plugin": {"num_micro_batches": 1}}
-        again = {"strategy": "megatron", "megatron_lm_plugin": {"recompute_activations": True}}
+        engine = {
+            "strategy": "megatron",
+            "megatron_lm_plugin": {"num_micro_batches": 1},
+        }
+        again = {
+            "strategy": "megatron",
+            "megatron_lm_plugin": {"recompute_activations": True},
+        }
         found += [
             Contender(f"native, {name}", precision, {"strategy": "none"}),
-            Contender(f"Megatron, {name}", precision, engine, "megatron-core", scheduled=True),
-            Contender(f"Megatron, {name}, attention recomputed", precision, again, "megatron-core", scheduled=True),
-            Contender(f"DeepSpeed ZeRO 1, {name}", precision, zero(stage=1), "deepspeed"),
-            Contender(f"bare DeepSpeed ZeRO 1, {name}", precision, package="deepspeed", bare={"stage": 1}),
-            Contender(f"DeepSpeed ZeRO 3, {name}", precision, zero(stage=3), "deepspeed"),
-            Contender(f"bare DeepSpeed ZeRO 3, {name}", precision, package="deepspeed", bare={"stage": 3}),
-            Contender(f"DeepSpeed ZeRO 3, {name}, {IN_MEMORY}", precision, offloaded(memory, memory), "deepspeed"),
-            Contender(f"DeepSpeed ZeRO 3, {name}, {ON_DRIVE}", precision, offloaded(files, memory), "deepspeed"),
-            Contender(f"DeepSpeed ZeRO 3, {name}, {ALL_ON_DRIVE}", precision, offloaded(files, files), "deepspeed"),
+            Contender(
+                f"Megatron, {name}", precision, engine, "megatron-core", scheduled=True
+            ),
+            Contender(
+                f"Megatron, {name}, attention recomputed",
+                precision,
+                again,
+                "megatron-core",
+                scheduled=True,
+            ),
+            Contender(
+                f"DeepSpeed ZeRO 1, {name}", precision, zero(stage=1), "deepspeed"
+            ),
+            Contender(
+                f"bare DeepSpeed ZeRO 1, {name}",
+                precision,
+                package="deepspeed",
+                bare={"stage": 1},
+            ),
+            Contender(
+                f"DeepSpeed ZeRO 3, {name}", precision, zero(stage=3), "deepspeed"
+            ),
+            Contender(
+                f"bare DeepSpeed ZeRO 3, {name}",
+                precision,
+                package="deepspeed",
+                bare={"stage": 3},
+            ),
+            Contender(
+                f"DeepSpeed ZeRO 3, {name}, {IN_MEMORY}",
+                precision,
+                offloaded(memory, memory),
+                "deepspeed",
+            ),
+            Contender(
+                f"DeepSpeed ZeRO 3, {name}, {ON_DRIVE}",
+                precision,
+                offloaded(files, memory),
+                "deepspeed",
+            ),
+            Contender(
+                f"DeepSpeed ZeRO 3, {name}, {ALL_ON_DRIVE}",
+                precision,
+                offloaded(files, files),
+                "deepspeed",
+            ),
         ]
     return found
 
 
 def zero(**options: Any) -> dict[str, Any]:
-    return {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": options}}}
+    return {
+        "strategy": "deepspeed",
+        "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": options}},
+    }
 
 
 def offloaded(parameters: dict[str, str], state: dict[str, str]) -> dict[str, Any]:
     """Sub-groups of one parameter, as state on a drive has them, because they decide the order of sums."""
-    return zero(stage=3, sub_group_size=1, offload_param=parameters, offload_optimizer=state)
+    return zero(
+        stage=3, sub_group_size=1, offload_param=parameters, offload_optimizer=state
+    )
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------
-def language_model(size: Size, device: torch.device) -> Any:  # Any: a model of transformers
+# Any: a model of transformers
+def language_model(size: Size, device: torch.device) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -119,12 +174,15 @@ def language_model(size: Size, device: torch.device) -> Any:  # Any: a model of 
     return GPT2LMHeadModel(config).to(device)
 
 
-def loss_of(model: Any, batch: Any) -> Tensor:  # Any: a model of transformers, a batch of its inputs
+# Any: a model of transformers, a batch of its inputs
+def loss_of(model: Any, batch: Any) -> Tensor:
     loss: Tensor = model(**batch).loss
     return loss
 
 
-def bare_training(contender: Contender, size: Size, device: torch.device, fused: bool) -> Step:
+def bare_training(
+    contender: Contender, size: Size, device: torch.device, fused: bool
+) -> Step:
     """One step of DeepSpeed without hasten, in the process group that an Accelerator has made."""
     import deepspeed
 
@@ -138,7 +196,9 @@ def bare_training(contender: Contender, size: Size, device: torch.device, fused:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=fused)
     with mock.patch.dict(os.environ, LOCAL_RANK="0"):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
 
     def step(tokens: Tensor) -> Tensor:
         loss = loss_of(engine, {"input_ids": tokens[:, :-1], "labels": tokens[:, :-1]})
@@ -149,12 +209,16 @@ def bare_training(contender: Contender, size: Size, device: torch.device, fused:
     return step
 
 
-def training(contender: Contender, size: Size, device: torch.device, fused: bool) -> tuple[Step, Accelerator | None]:
+def training(
+    contender: Contender, size: Size, device: torch.device, fused: bool
+) -> tuple[Step, Accelerator | None]:
     """One step of the contender, which takes a batch and gives its loss, and what it runs on, if that is hasten."""
     if contender.bare is not None:
         return bare_training(contender, size, device, fused), None
     accelerator = Accelerator(
-        mixed_precision=contender.precision, cpu=device.type == "cpu" and not contender.scheduled, **contender.settings
+        mixed_precision=contender.precision,
+        cpu=device.type == "cpu" and not contender.scheduled,
+        **contender.settings,
     )
     model = language_model(size, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=fused)
@@ -187,7 +251,11 @@ def resumed(step: Step, accelerator: Accelerator, batches: list[Tensor]) -> floa
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 def losses_of(
-    contender: Contender, size: Size, device: torch.device, batches: list[Tensor], fused: bool
+    contender: Contender,
+    size: Size,
+    device: torch.device,
+    batches: list[Tensor],
+    fused: bool,
 ) -> tuple[Step, dict[str, Any]]:
     """The contender's step, and its losses with the peak of memory that it added."""
     on_gpu = device.type == "cuda"
@@ -197,15 +265,25 @@ def losses_of(
     begun = time.perf_counter()
     step, accelerator = training(contender, size, device, fused)
     values = torch.stack([step(batch) for batch in batches]).float().tolist()
-    row: dict[str, Any] = {"contender": contender.name, "first loss": values[0], "last loss": values[-1]}
+    row: dict[str, Any] = {
+        "contender": contender.name,
+        "first loss": values[0],
+        "last loss": values[-1],
+    }
     row["losses"] = values
     row["seconds with set-up"] = round(time.perf_counter() - begun, 1)
-    row["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
-    row["resumed"] = None if accelerator is None else resumed(step, accelerator, batches[:4])
+    row["peak GiB"] = (
+        (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
+    )
+    row["resumed"] = (
+        None if accelerator is None else resumed(step, accelerator, batches[:4])
+    )
     return step, row
 
 
-def turns(steps: dict[str, Step], size: Size, batches: list[Tensor], failed: dict[str, str]) -> dict[str, list[float]]:
+def turns(
+    steps: dict[str, Step], size: Size, batches: list[Tensor], failed: dict[str, str]
+) -> dict[str, list[float]]:
     """Seconds a step of every round, contenders in turns and every other round in reverse order."""
     sync = torch.cuda.synchronize if batches[0].is_cuda else (lambda: None)
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -220,7 +298,8 @@ def turns(steps: dict[str, Step], size: Size, batches: list[Tensor], failed: dic
                     steps[name](batches[index % len(batches)])
                 sync()
                 times[name].append((time.perf_counter() - begun) / TURN)
-            except Exception:  # one contender's failure is its own; it is named in the results
+            # one contender's failure is its own; it is named in the results
+            except Exception:
                 failed[name] = traceback.format_exc()
                 print(f"{name} failed in turn {number}:\n{failed[name]}", flush=True)
     return times
@@ -241,7 +320,10 @@ def offload_is_exact(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         name = row["contender"]
         where = name.split(", ", 2)[-1]
-        base = next((one for one in rows if one["contender"] == name.replace(where, IN_MEMORY)), None)
+        base = next(
+            (one for one in rows if one["contender"] == name.replace(where, IN_MEMORY)),
+            None,
+        )
         if where in (ON_DRIVE, ALL_ON_DRIVE) and base is not None:
             same = row["losses"] == base["losses"]
             lines.append(
@@ -254,9 +336,15 @@ def over_bare(rows: list[dict[str, Any]]) -> list[str]:
     """How much longer a step takes with hasten than with the engine alone, by rounds, in one line for each pair."""
     lines = []
     for row in rows:
-        base = next((one for one in rows if one["contender"] == f"bare {row['contender']}"), None)
+        base = next(
+            (one for one in rows if one["contender"] == f"bare {row['contender']}"),
+            None,
+        )
         if base is not None and len(row.get("seconds", [])) > 1:
-            ratios = [mine / theirs for mine, theirs in zip(row["seconds"], base["seconds"], strict=False)]
+            ratios = [
+                mine / theirs
+                for mine, theirs in zip(row["seconds"], base["seconds"], strict=False)
+            ]
             low, middle, high = statistics.quantiles(ratios, n=4)
             lines.append(
                 f"- {row['contender']}: a step takes {middle:.3f} × as long as without hasten ({low:.3f} to {high:.3f})."
@@ -292,17 +380,26 @@ def page(found: dict[str, Any]) -> str:
             shown(row["first loss"], 4),
             shown(row["last loss"], 4),
             shown(farthest(row, found["rows"]), 5),
-            "" if row["resumed"] is None else "bit for bit" if row["resumed"] == 0 else f"{row['resumed']:.1e}",
+            ""
+            if row["resumed"] is None
+            else "bit for bit"
+            if row["resumed"] == 0
+            else f"{row['resumed']:.1e}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *over_bare(found["rows"]), *offload_is_exact(found["rows"])]
-    lines += ["", *(f"Left out: {name} ({why})." for name, why in found["left out"].items())]
+    lines += [
+        "",
+        *(f"Left out: {name} ({why})." for name, why in found["left out"].items()),
+    ]
     for name, text in found["failed"].items():
         lines += ["", f"## {name} failed", "", "```", text.rstrip(), "```"]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def with_speed(rows: list[dict[str, Any]], times: dict[str, list[float]], tokens: int) -> None:
+def with_speed(
+    rows: list[dict[str, Any]], times: dict[str, list[float]], tokens: int
+) -> None:
     """Add medians and ratios to the native run of the same precision, by rounds."""
     for row in rows:
         name = row["contender"]
@@ -313,7 +410,8 @@ def with_speed(rows: list[dict[str, Any]], times: dict[str, list[float]], tokens
         row["seconds"] = mine
         row["ms a step"] = statistics.median(mine) * 1e3
         row["tokens a second"] = tokens / statistics.median(mine)
-        ratios = [theirs / ours for ours, theirs in zip(mine, base, strict=False)]  # a failed run has fewer rounds
+        # a failed run has fewer rounds
+        ratios = [theirs / ours for ours, theirs in zip(mine, base, strict=False)]
         if len(ratios) > 1:
             low, middle, high = statistics.quantiles(ratios, n=4)
             row["ratio"], row["quartiles"] = middle, [low, high]
@@ -341,29 +439,60 @@ def missing(contender: Contender) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", choices=["megatron", "deepspeed"], help="this engine beside the native path")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    parser.add_argument(
+        "--only",
+        choices=["megatron", "deepspeed"],
+        help="this engine beside the native path",
+    )
     parser.add_argument("--precision", choices=["bf16", "fp32"], help="only this one")
     parser.add_argument(
-        "--without", nargs="*", default=[], help="leave contenders out whose names have one of these words"
+        "--without",
+        nargs="*",
+        default=[],
+        help="leave contenders out whose names have one of these words",
     )
     parser.add_argument("--turns", type=int, help="turns of each contender")
     parser.add_argument("--rows", type=int, default=None, help="sequences of a batch")
-    parser.add_argument("--not-fused", action="store_true", help="AdamW without torch's fused kernel")
+    parser.add_argument(
+        "--not-fused", action="store_true", help="AdamW without torch's fused kernel"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as deterministic algorithms need it
+    # as deterministic algorithms need it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device(args.device)
     size = SMALL if args.device == "cuda" else TINY
-    given = {name: value for name, value in (("rows", args.rows), ("turns", args.turns)) if value}
+    given = {
+        name: value
+        for name, value in (("rows", args.rows), ("turns", args.turns))
+        if value
+    }
     size = dataclasses.replace(size, **given)
     fused = args.device == "cuda" and not args.not_fused
     batches = sequences(size, size.losses, device)
-    count = sum(p.numel() for p in language_model(size, torch.device("meta")).parameters())
-    found: dict[str, Any] = {"model": size.name, "versions": versions(args.device), "parameters": count}
-    found |= {"tokens": size.rows * size.length, "floor": floor(size), "steps": size.losses, "turns": size.turns}
+    count = sum(
+        p.numel() for p in language_model(size, torch.device("meta")).parameters()
+    )
+    found: dict[str, Any] = {
+        "model": size.name,
+        "versions": versions(args.device),
+        "parameters": count,
+    }
+    found |= {
+        "tokens": size.rows * size.length,
+        "floor": floor(size),
+        "steps": size.losses,
+        "turns": size.turns,
+    }
     found |= {"fused": fused, "rows": [], "left out": {}, "failed": {}}
     for name in ("transformers", "megatron-core", "deepspeed"):
         if not missing(Contender(name, "no", package=name)):
@@ -378,7 +507,11 @@ def main() -> None:
         drive = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         torch.use_deterministic_algorithms(True)
         for contender in contenders(drive):
-            if args.only and contender.package and not contender.package.startswith(args.only):
+            if (
+                args.only
+                and contender.package
+                and not contender.package.startswith(args.only)
+            ):
                 continue
             if args.precision and args.precision not in contender.name:
                 continue
@@ -388,16 +521,29 @@ def main() -> None:
                 found["left out"][contender.name] = why
                 continue
             try:
-                steps[contender.name], row = losses_of(contender, size, device, batches, fused)
+                steps[contender.name], row = losses_of(
+                    contender, size, device, batches, fused
+                )
                 found["rows"].append(row)
-                print(f"{contender.name}: loss {row['first loss']:.4f} to {row['last loss']:.4f}", flush=True)
-            except Exception:  # one contender's failure is its own; it is named in the results
+                print(
+                    f"{contender.name}: loss {row['first loss']:.4f} to {row['last loss']:.4f}",
+                    flush=True,
+                )
+            # one contender's failure is its own; it is named in the results
+            except Exception:
                 found["failed"][contender.name] = traceback.format_exc()
-                print(f"{contender.name} failed:\n{found['failed'][contender.name]}", flush=True)
+                print(
+                    f"{contender.name} failed:\n{found['failed'][contender.name]}",
+                    flush=True,
+                )
             gc.collect()
         record("engines", setting, found, page(found), found.get("versions"), args.out)
         torch.use_deterministic_algorithms(False)
-        with_speed(found["rows"], turns(steps, size, batches, found["failed"]), size.rows * size.length)
+        with_speed(
+            found["rows"],
+            turns(steps, size, batches, found["failed"]),
+            size.rows * size.length,
+        )
     record("engines", setting, found, page(found), found.get("versions"), args.out)
 
 

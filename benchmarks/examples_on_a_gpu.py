@@ -68,15 +68,33 @@ def scenarios(folder: Path) -> list[Scenario]:
     return [
         Scenario("digits.py", (("--out", f"{out}/digits"),)),
         Scenario("early_stopping.py", (("--max_epochs", "6"),)),
-        Scenario("cross_validation.py", (("--folds", "2", "--epochs", "2", "--out", f"{out}/folds"),)),
+        Scenario(
+            "cross_validation.py",
+            (("--folds", "2", "--epochs", "2", "--out", f"{out}/folds"),),
+        ),
         Scenario("local_sgd.py", (("--epochs", "2"),)),
         Scenario("profiling.py", (("--steps", "5", "--out", f"{out}/traces"),)),
-        Scenario("auto_batch_size.py", (("--pretend_limit", "100", "--batch_size", "256", "--epochs", "2"),)),
+        Scenario(
+            "auto_batch_size.py",
+            (("--pretend_limit", "100", "--batch_size", "256", "--epochs", "2"),),
+        ),
         Scenario("gan.py", (("--epochs", "5", "--samples", "2000"),)),
         Scenario("char_lm.py", (("--steps", "40", "--out", f"{out}/char_lm"),)),
         Scenario("masked_lm.py", (("--steps", "40", "--out", f"{out}/masked_lm"),)),
         Scenario(
-            "summarize.py", (("--epochs", "1", "--limit", "200", "--held_out", "3", "--out", f"{out}/summarize"),)
+            "summarize.py",
+            (
+                (
+                    "--epochs",
+                    "1",
+                    "--limit",
+                    "200",
+                    "--held_out",
+                    "3",
+                    "--out",
+                    f"{out}/summarize",
+                ),
+            ),
         ),
         Scenario("muon_ema.py", (("--epochs", "2", "--out", f"{out}/muon"),)),
         Scenario("packing.py", (("--megabytes", "0.05"),)),
@@ -109,23 +127,44 @@ def run_scenario(scenario: Scenario) -> Outcome:
     began = time.monotonic()
     last_lines = []
     for arguments in scenario.starts:
-        completed = _start(scenario.script, arguments, is_deterministic=scenario.equal_ends)
+        completed = _start(
+            scenario.script, arguments, is_deterministic=scenario.equal_ends
+        )
         lines = (completed.stdout.strip() or completed.stderr.strip()).splitlines()
         last_lines.append(lines[-1] if lines else "")
         if completed.returncode != 0:
             message = completed.stderr.strip().splitlines()[-1:]
-            return _outcome(scenario, f"exit status {completed.returncode}", began, " ".join(message))
+            return _outcome(
+                scenario,
+                f"exit status {completed.returncode}",
+                began,
+                " ".join(message),
+            )
     if scenario.equal_ends and last_lines[0] != last_lines[-1]:
-        return _outcome(scenario, "resumed differs", began, f"{last_lines[0]} / {last_lines[-1]}")
+        return _outcome(
+            scenario, "resumed differs", began, f"{last_lines[0]} / {last_lines[-1]}"
+        )
     return _outcome(scenario, "ok", began, last_lines[-1])
 
 
 def _outcome(scenario: Scenario, status: str, began: float, last_line: str) -> Outcome:
-    arguments = " ".join(word for word in scenario.starts[0] if not word.startswith(tempfile.gettempdir()))
-    return Outcome(scenario.script, arguments.replace("--out", "").strip(), status, time.monotonic() - began, last_line)
+    arguments = " ".join(
+        word
+        for word in scenario.starts[0]
+        if not word.startswith(tempfile.gettempdir())
+    )
+    return Outcome(
+        scenario.script,
+        arguments.replace("--out", "").strip(),
+        status,
+        time.monotonic() - began,
+        last_line,
+    )
 
 
-def _start(script: str, arguments: Sequence[str], *, is_deterministic: bool) -> subprocess.CompletedProcess[str]:
+def _start(
+    script: str, arguments: Sequence[str], *, is_deterministic: bool
+) -> subprocess.CompletedProcess[str]:
     program = [str(EXAMPLES / script)]
     env = dict(os.environ)
     if is_deterministic:  # torch's convolutions add in an order of their own otherwise
@@ -138,38 +177,72 @@ def _start(script: str, arguments: Sequence[str], *, is_deterministic: bool) -> 
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     command = [sys.executable, *program, *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env=env,
+        )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"no end after {TIMEOUT_S} s")
+        return subprocess.CompletedProcess(
+            command, 124, "", f"no end after {TIMEOUT_S} s"
+        )
 
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """Return the outcomes as a Markdown table, with the examples that did not run and what they need."""
-    lines = ["| example | arguments | | seconds | last line |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| example | arguments | | seconds | last line |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for outcome in outcomes:
         shown = outcome.last_line.replace("|", "\\|")[:120]
-        row = (f"`{outcome.script}`", f"`{outcome.arguments}`", outcome.status, f"{outcome.seconds:.0f}", shown)
+        row = (
+            f"`{outcome.script}`",
+            f"`{outcome.arguments}`",
+            outcome.status,
+            f"{outcome.seconds:.0f}",
+            shown,
+        )
         lines.append("| " + " | ".join(row) + " |")
-    lines += [f"| `{script}` | | not run | | needs {need} |" for script, need in sorted(NEEDS.items())]
+    lines += [
+        f"| `{script}` | | not run | | needs {need} |"
+        for script, need in sorted(NEEDS.items())
+    ]
     return "\n".join(lines)
 
 
 def main() -> int:
     """Run the examples and record the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="a word in the examples' names")
     parser.add_argument("--jobs", type=int, default=4, help="examples at a time")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        chosen = [scenario for scenario in scenarios(Path(folder)) if args.only in scenario.script]
+        chosen = [
+            scenario
+            for scenario in scenarios(Path(folder))
+            if args.only in scenario.script
+        ]
         outcomes = list(pool.map(run_scenario, chosen))
     text = page(outcomes)
     print(text)
     if not args.only:
         numbers = [
-            {"script": outcome.script, "status": outcome.status, "seconds": outcome.seconds} for outcome in outcomes
+            {
+                "script": outcome.script,
+                "status": outcome.status,
+                "seconds": outcome.seconds,
+            }
+            for outcome in outcomes
         ]
-        record("examples_on_a_gpu", "cuda", {"outcomes": numbers}, text, versions("cuda"))
+        record(
+            "examples_on_a_gpu", "cuda", {"outcomes": numbers}, text, versions("cuda")
+        )
     return int(any(outcome.status != "ok" for outcome in outcomes))
 
 

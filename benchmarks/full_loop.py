@@ -40,7 +40,8 @@ from torch.utils.data import DataLoader, Dataset
 
 STEPS = 480  # an epoch
 BUILDS = 3  # times a loop is built afresh
-TURN = 96  # steps a contender makes before the next one takes over; divides by the window
+# steps a contender makes before the next one takes over; divides by the window
+TURN = 96
 ROWS, WIDTH = 32, 32  # 4 KB a batch
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FABRIC = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -104,9 +105,15 @@ def loader_of(data: Rows, workers: int, pinned: bool = False) -> DataLoader[Any]
 
 def parts_of(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1_000_000)
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1_000_000),
+    )
 
 
 # -- the contenders ---------------------------------------------------------------------------------------------------
@@ -182,7 +189,9 @@ def hasten(case: Case, device: torch.device, data: Rows) -> Loop:
     from hasten import Accelerator
 
     accelerator = Accelerator(
-        mixed_precision=case.precision, gradient_accumulation_steps=case.every, cpu=device.type == "cpu"
+        mixed_precision=case.precision,
+        gradient_accumulation_steps=case.every,
+        cpu=device.type == "cpu",
     )
     return accelerated(accelerator, case, device, data)
 
@@ -202,8 +211,11 @@ def accelerate_object(device: torch.device, **settings: Any) -> Any:
     from accelerate.state import AcceleratorState
 
     if "hasten" in (getattr(sys.modules["accelerate"], "__version__", "")):
-        raise ImportError("the drop-in stands in for Accelerate here; run in an environment with the original")
-    AcceleratorState._reset_state(reset_partial_state=True)  # its settings are one per process
+        raise ImportError(
+            "the drop-in stands in for Accelerate here; run in an environment with the original"
+        )
+    # its settings are one per process
+    AcceleratorState._reset_state(reset_partial_state=True)
     config = DataLoaderConfiguration(non_blocking=device.type != "cpu")
     return Accelerator(cpu=device.type == "cpu", dataloader_config=config, **settings)
 
@@ -211,7 +223,9 @@ def accelerate_object(device: torch.device, **settings: Any) -> Any:
 def fabric(case: Case, device: torch.device, data: Rows) -> Loop:
     from lightning.fabric import Fabric
 
-    runner = Fabric(accelerator=device.type, devices=1, precision=FABRIC[case.precision])  # type: ignore[arg-type]
+    runner = Fabric(
+        accelerator=device.type, devices=1, precision=FABRIC[case.precision]
+    )  # type: ignore[arg-type]
     runner.launch()
     made, optimizer, scheduler = parts_of(device)
     model, optimizer = runner.setup(made, optimizer)
@@ -220,7 +234,11 @@ def fabric(case: Case, device: torch.device, data: Rows) -> Loop:
     while True:
         for number, (x, y) in enumerate(loader, 1):
             last = number % case.every == 0
-            with runner.no_backward_sync(model, enabled=not last) if case.every > 1 else nullcontext():
+            with (
+                runner.no_backward_sync(model, enabled=not last)
+                if case.every > 1
+                else nullcontext()
+            ):
                 loss = F.cross_entropy(model(x), y)
                 runner.backward(loss if case.every == 1 else loss / case.every)
             if last:
@@ -242,7 +260,9 @@ CONTENDERS: dict[str, Callable[[Case, torch.device, Rows], Loop]] = {
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
-def take_turns(passes: dict[str, Loop], rounds: int, device: torch.device) -> dict[str, list[tuple[float, float]]]:
+def take_turns(
+    passes: dict[str, Loop], rounds: int, device: torch.device
+) -> dict[str, list[tuple[float, float]]]:
     """Seconds a step in each round, by the clock and of this process's processor time; contenders alternate."""
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
@@ -256,7 +276,10 @@ def take_turns(passes: dict[str, Loop], rounds: int, device: torch.device) -> di
                 begun, spent = time.perf_counter(), time.process_time()
                 advance(passes[name])
                 sync()
-                took = (time.perf_counter() - begun) / TURN, (time.process_time() - spent) / TURN
+                took = (
+                    (time.perf_counter() - begun) / TURN,
+                    (time.process_time() - spent) / TURN,
+                )
                 if turn >= 2:
                     times[name].append(took)
     finally:
@@ -272,10 +295,18 @@ def advance(loop: Loop) -> None:
 def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, Any]]:
     """Median microseconds, ratio to the faster bare loop by the clock and by processor time, and the ratio's quartiles."""
     found: dict[str, dict[str, Any]] = {}
-    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
-    reference = min((name for name in times if name.startswith("bare")), key=lambda name: medians[name][0])
+    medians = {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)]
+        for name, rows in times.items()
+    }
+    reference = min(
+        (name for name in times if name.startswith("bare")),
+        key=lambda name: medians[name][0],
+    )
     for name, rows in times.items():
-        ratios = [row[0] / other[0] for row, other in zip(rows, times[reference], strict=True)]
+        ratios = [
+            row[0] / other[0] for row, other in zip(rows, times[reference], strict=True)
+        ]
         found[name] = {
             "microseconds": medians[name][0] * 1e6,
             "ratio": medians[name][0] / medians[reference][0],
@@ -287,7 +318,9 @@ def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, 
     return found
 
 
-def build(case: Case, device: torch.device, data: Rows, left_out: set[str]) -> dict[str, Loop]:
+def build(
+    case: Case, device: torch.device, data: Rows, left_out: set[str]
+) -> dict[str, Loop]:
     passes = {}
     for name, make in CONTENDERS.items():
         try:
@@ -295,19 +328,27 @@ def build(case: Case, device: torch.device, data: Rows, left_out: set[str]) -> d
             with computing() as seen:
                 advance(passes[name])
             if case.precision != "no" and DTYPES[case.precision] not in seen:
-                raise RuntimeError(f"asked for {case.precision}, it computes in {', '.join(map(str, seen))}")
+                raise RuntimeError(
+                    f"asked for {case.precision}, it computes in {', '.join(map(str, seen))}"
+                )
         except Exception as error:
             passes.pop(name, None)
             if name in ("bare torch", "hasten"):
                 raise
             installed = not isinstance(error, ModuleNotFoundError)
             if installed and (name != "bare torch, pinned" or device.type == "cuda"):
-                left_out.add(f"{name} ({case.name}): {type(error).__name__}: {str(error).splitlines()[0][:150]}")
+                left_out.add(
+                    f"{name} ({case.name}): {type(error).__name__}: {str(error).splitlines()[0][:150]}"
+                )
     return passes
 
 
 def loops(
-    device: torch.device, workers: list[int], rounds: int, names: list[str], left_out: set[str]
+    device: torch.device,
+    workers: list[int],
+    rounds: int,
+    names: list[str],
+    left_out: set[str],
 ) -> Iterator[dict[str, Any]]:
     data = Rows()
     for count in workers:
@@ -317,22 +358,37 @@ def loops(
                 continue
             times: dict[str, list[tuple[float, float]]] = {}
             for _ in range(BUILDS):
-                for name, found in take_turns(build(case, device, data, left_out), rounds, device).items():
+                for name, found in take_turns(
+                    build(case, device, data, left_out), rounds, device
+                ).items():
                     times.setdefault(name, []).extend(found)
             rows = summary(times)
-            told = [f"{n} {r['microseconds']:.0f} µs (x {r['ratio']:.3f})" for n, r in rows.items()]
+            told = [
+                f"{n} {r['microseconds']:.0f} µs (x {r['ratio']:.3f})"
+                for n, r in rows.items()
+            ]
             print(f"{case.name}, {count} workers: {', '.join(told)}", flush=True)
-            yield {"case": case.name, "workers": count, "rounds": rounds * BUILDS, "contenders": rows}
+            yield {
+                "case": case.name,
+                "workers": count,
+                "rounds": rounds * BUILDS,
+                "contenders": rows,
+            }
 
 
 # -- the loader alone ---------------------------------------------------------------------------------------------------
-def loaders(device: torch.device, workers: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+def loaders(
+    device: torch.device, workers: list[int], rounds: int
+) -> Iterator[dict[str, Any]]:
     """Microseconds a batch, with nothing done to it but the copy to the device."""
     data = Rows()
     for count in workers:
         turns = rounds if count else 4 * rounds
         rows = summary(take_turns(readers(device, data, count), turns, device))
-        told = [f"{n} {r['microseconds']:.1f} µs (x {r['ratio']:.3f})" for n, r in rows.items()]
+        told = [
+            f"{n} {r['microseconds']:.1f} µs (x {r['ratio']:.3f})"
+            for n, r in rows.items()
+        ]
         print(f"loader alone, {count} workers: {', '.join(told)}", flush=True)
         yield {"workers": count, "rounds": turns, "contenders": rows}
 
@@ -346,27 +402,38 @@ def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Loop]:
         class Moving:
             def __iter__(self) -> Iterator[Any]:
                 for x, y in loader:
-                    yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                    yield (
+                        x.to(device, non_blocking=True),
+                        y.to(device, non_blocking=True),
+                    )
 
         return Moving()
 
     def ours() -> Iterable[Any]:
         from hasten import Accelerator
 
-        made: Iterable[Any] = Accelerator(cpu=device.type == "cpu").prepare(loader_of(data, workers))
+        made: Iterable[Any] = Accelerator(cpu=device.type == "cpu").prepare(
+            loader_of(data, workers)
+        )
         return made
 
     def fabrics() -> Iterable[Any]:
         from lightning.fabric import Fabric
 
-        made: Iterable[Any] = Fabric(accelerator=device.type, devices=1).setup_dataloaders(loader_of(data, workers))
+        made: Iterable[Any] = Fabric(
+            accelerator=device.type, devices=1
+        ).setup_dataloaders(loader_of(data, workers))
         return made
 
-    makers: dict[str, Callable[[], Iterable[Any]]] = {"bare torch": lambda: by_hand(False)}
+    makers: dict[str, Callable[[], Iterable[Any]]] = {
+        "bare torch": lambda: by_hand(False)
+    }
     if device.type == "cuda":
         makers["bare torch, pinned"] = lambda: by_hand(True)
     makers |= {"hasten": ours, "Fabric": fabrics}
-    makers["Accelerate"] = lambda: accelerate_object(device).prepare(loader_of(data, workers))
+    makers["Accelerate"] = lambda: accelerate_object(device).prepare(
+        loader_of(data, workers)
+    )
     passes = {}
     for name, make in makers.items():
         try:
@@ -388,13 +455,18 @@ def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
     from hasten import Accelerator
 
     folder = tempfile.TemporaryDirectory()
-    plain = Accelerator(cpu=device.type == "cpu", log_with="jsonl", project_dir=folder.name)
+    plain = Accelerator(
+        cpu=device.type == "cpu", log_with="jsonl", project_dir=folder.name
+    )
     plain.init_trackers("calls")
     model, optimizer, scheduler = plain.prepare(*parts_of(device))
     windows = Accelerator(cpu=device.type == "cpu", gradient_accumulation_steps=4)
     other = windows.prepare(parts_of(device)[0])
     bare_model, bare_optimizer, bare_scheduler = parts_of(device)
-    x, y = torch.randn(ROWS, WIDTH, device=device), torch.randint(10, (ROWS,), device=device)
+    x, y = (
+        torch.randn(ROWS, WIDTH, device=device),
+        torch.randint(10, (ROWS,), device=device),
+    )
     for one in (model, bare_model):
         F.cross_entropy(one(x), y).backward()
     optimizer.step()
@@ -425,9 +497,18 @@ def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
             lambda: nn.utils.clip_grad_norm_(bare_model.parameters(), 1.0),
         ),
         "optimizer.step": (optimizer.step, bare_optimizer.step),
-        "optimizer.step and scheduler.step": (step_and_schedule, bare_step_and_schedule),
-        "optimizer.zero_grad, nothing to clear": (optimizer.zero_grad, bare_optimizer.zero_grad),
-        "log of one number to a JSON-lines file": (lambda: plain.log({"loss": 0.5}, step=1), None),
+        "optimizer.step and scheduler.step": (
+            step_and_schedule,
+            bare_step_and_schedule,
+        ),
+        "optimizer.zero_grad, nothing to clear": (
+            optimizer.zero_grad,
+            bare_optimizer.zero_grad,
+        ),
+        "log of one number to a JSON-lines file": (
+            lambda: plain.log({"loss": 0.5}, step=1),
+            None,
+        ),
     }
     found = []
     for name, (ours, theirs) in pairs.items():
@@ -435,13 +516,21 @@ def calls(device: torch.device, rounds: int) -> list[dict[str, Any]]:
         if theirs is not None:
             row["bare torch"] = single(theirs, device, rounds)
         found.append(row)
-        print(", ".join(f"{k}: {v if isinstance(v, str) else f'{v:.2f} µs'}" for k, v in row.items()), flush=True)
+        print(
+            ", ".join(
+                f"{k}: {v if isinstance(v, str) else f'{v:.2f} µs'}"
+                for k, v in row.items()
+            ),
+            flush=True,
+        )
     plain.end_training()
     folder.cleanup()
     return found
 
 
-def single(call: Callable[[], Any], device: torch.device, rounds: int, block: int = 100) -> float:
+def single(
+    call: Callable[[], Any], device: torch.device, rounds: int, block: int = 100
+) -> float:
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     times = []
     for _ in range(rounds + 2):
@@ -449,7 +538,9 @@ def single(call: Callable[[], Any], device: torch.device, rounds: int, block: in
         begun = time.perf_counter() if device.type == "cuda" else time.process_time()
         for _ in range(block):
             call()
-        spent = (time.perf_counter() if device.type == "cuda" else time.process_time()) - begun
+        spent = (
+            time.perf_counter() if device.type == "cuda" else time.process_time()
+        ) - begun
         times.append(spent / block * 1e6)
     return statistics.median(times[2:])
 
@@ -466,13 +557,26 @@ def cell(row: dict[str, Any] | None, digits: int = 0) -> str:
 
 
 def markdown(found: dict[str, Any], device: str) -> str:
-    names = [n for n in CONTENDERS if any(n in r["contenders"] for r in (*found["loops"], *found["loaders"]))]
-    lines = ["# The whole loop", "", ", ".join(f"{k} {v}" for k, v in found["versions"].items()), ""]
+    names = [
+        n
+        for n in CONTENDERS
+        if any(n in r["contenders"] for r in (*found["loops"], *found["loaders"]))
+    ]
+    lines = [
+        "# The whole loop",
+        "",
+        ", ".join(f"{k} {v}" for k, v in found["versions"].items()),
+        "",
+    ]
     lines += [
         f"Median microseconds per (micro-)step on the clock over interleaved rounds of {TURN} steps, the "
         "ratio of medians to bare torch, and the quartiles of the rounds' ratios. Bold: the reference, the fastest loop "
         "written by hand. "
-        + ("" if device == "cuda" else "Processor ratio: the same for processor time of the process."),
+        + (
+            ""
+            if device == "cuda"
+            else "Processor ratio: the same for processor time of the process."
+        ),
         "",
         "| loop | workers | " + " | ".join(names) + " |",
         "|---|---|" + "---|" * len(names),
@@ -488,7 +592,13 @@ def markdown(found: dict[str, Any], device: str) -> str:
         cells = " | ".join(cell(row["contenders"].get(name), 1) for name in names)
         lines.append(f"| loader alone | {row['workers']} | {cells} |")
     if found["calls"]:
-        lines += ["", "## Single calls (µs)", "", "| call | hasten | bare torch |", "|---|---|---|"]
+        lines += [
+            "",
+            "## Single calls (µs)",
+            "",
+            "| call | hasten | bare torch |",
+            "|---|---|---|",
+        ]
     for row in found["calls"]:
         other = f"{row['bare torch']:.2f}" if "bare torch" in row else "–"
         lines.append(f"| {row['call']} | {row['hasten']:.2f} | {other} |")
@@ -502,15 +612,30 @@ def markdown(found: dict[str, Any], device: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2, 4])
     parser.add_argument("--columns", nargs="*", default=[], help="only these columns")
-    parser.add_argument("--no-peers", action="store_true", help="only bare torch and hasten")
-    parser.add_argument("--rounds", type=int, default=4, help="of each of the three builds")
-    parser.add_argument("--seconds", type=float, default=600.0, help="start no further case after this long")
+    parser.add_argument(
+        "--no-peers", action="store_true", help="only bare torch and hasten"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="of each of the three builds"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600.0,
+        help="start no further case after this long",
+    )
     parser.add_argument("--quick", action="store_true", help="no workers")
-    parser.add_argument("--published", action="store_true", help="neither single calls nor the loader alone")
+    parser.add_argument(
+        "--published",
+        action="store_true",
+        help="neither single calls nor the loader alone",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -527,19 +652,35 @@ def main() -> None:
         if importlib.util.find_spec(package) is None
     }
     begun = time.perf_counter()
-    found: dict[str, Any] = {"versions": versions(args.device), "loaders": [], "loops": [], "left_out": []}
-    setting = args.device + (", workers" if args.workers and 0 not in args.workers else "")
+    found: dict[str, Any] = {
+        "versions": versions(args.device),
+        "loaders": [],
+        "loops": [],
+        "left_out": [],
+    }
+    setting = args.device + (
+        ", workers" if args.workers and 0 not in args.workers else ""
+    )
 
     def keep() -> None:
         found["left_out"] = sorted(left_out)
         found["seconds"] = time.perf_counter() - begun
-        record("full_loop", setting, found, markdown(found, args.device), found["versions"], args.out)
+        record(
+            "full_loop",
+            setting,
+            found,
+            markdown(found, args.device),
+            found["versions"],
+            args.out,
+        )
 
     found["calls"] = [] if args.published else calls(device, 20)
     for row in loops(device, workers[:1], rounds, args.columns, left_out):
         found["loops"].append(row)
         keep()
-    found["input_bound"] = input_bound.measure(device, rounds=3 if device.type == "cpu" else 6)
+    found["input_bound"] = input_bound.measure(
+        device, rounds=3 if device.type == "cpu" else 6
+    )
     for row in loaders(device, [] if args.published else workers, rounds):
         found["loaders"].append(row)
         keep()

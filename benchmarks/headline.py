@@ -14,18 +14,32 @@ from recording import newest
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "headline.png"
 
-COLOURS = {"hasten": "#2f6f4f", "bare torch": "#9aa5b1", "Accelerate": "#d98c3f", "Fabric": "#7a6fb0"}
+COLOURS = {
+    "hasten": "#2f6f4f",
+    "bare torch": "#9aa5b1",
+    "Accelerate": "#d98c3f",
+    "Fabric": "#7a6fb0",
+}
 Panel = tuple[str, str, dict[str, float]]
 
 
 def panels() -> list[Panel]:
     """Title, unit and a number for each contender; every number stands in a file of benchmarks/results."""
-    offload = {(row["part"], row["what"]): row for row in newest("offload", "cuda")["rows"]}
-    forward = {who: offload[("cpu forward", who)]["seconds"] for who in ("hasten", "Accelerate")}
+    offload = {
+        (row["part"], row["what"]): row for row in newest("offload", "cuda")["rows"]
+    }
+    forward = {
+        who: offload[("cpu forward", who)]["seconds"]
+        for who in ("hasten", "Accelerate")
+    }
     loads = newest("cold_loading", "cuda")
     bound = newest("full_loop", "cuda")["input_bound"]
     return [
-        (f"forward of a {offload[('cpu forward', 'hasten')]['GB']:.0f} GB model\nfrom host memory", "s", forward),
+        (
+            f"forward of a {offload[('cpu forward', 'hasten')]['GB']:.0f} GB model\nfrom host memory",
+            "s",
+            forward,
+        ),
         (
             f"load {loads['gigabytes']:.1f} GB to the GPU\nfrom the page cache",
             "s",
@@ -34,7 +48,10 @@ def panels() -> list[Panel]:
         (
             "step with 154 MB batches",
             "ms",
-            {who: bound[f"{who} (ms)"] for who in ("hasten", "bare torch", "Accelerate", "Fabric")},
+            {
+                who: bound[f"{who} (ms)"]
+                for who in ("hasten", "bare torch", "Accelerate", "Fabric")
+            },
         ),
         ("save 9.3 GB of training state,\nsynced to disk", "s", ways("save_s")),
         ("load it again", "s", ways("load_s")),
@@ -44,13 +61,20 @@ def panels() -> list[Panel]:
 def ways(key: str) -> dict[str, float]:
     """One number of the checkpoint benchmark for each contender; all of them sync."""
     rows = {row["way"]: row[key] for row in newest("checkpoint", "cuda")["ways"]}
-    return {"hasten": rows["hasten"], "bare torch": rows["torch synced"], "Accelerate": rows["accelerate synced"]}
+    return {
+        "hasten": rows["hasten"],
+        "bare torch": rows["torch synced"],
+        "Accelerate": rows["accelerate synced"],
+    }
 
 
 def drawn_in(picture: Path) -> list[Panel]:
     """The panels that a picture shows; they are kept in the file."""
     with Image.open(picture) as image:
-        return [(title, unit, numbers) for title, unit, numbers in json.loads(image.info["Description"])]
+        return [
+            (title, unit, numbers)
+            for title, unit, numbers in json.loads(image.info["Description"])
+        ]
 
 
 def main() -> None:
@@ -58,9 +82,19 @@ def main() -> None:
     drawn = panels()
     figure, axes = plt.subplots(1, len(drawn), figsize=(13, 2.9))
     for axis, (title, unit, numbers) in zip(axes, drawn, strict=True):
-        bars = axis.bar(range(len(numbers)), list(numbers.values()), color=[COLOURS[name] for name in numbers])
-        axis.bar_label(bars, [f"{value:.2f}" for value in numbers.values()], fontsize=9, padding=2)
-        axis.set_xticks(range(len(numbers)), [name.replace(" ", "\n") for name in numbers], fontsize=8)
+        bars = axis.bar(
+            range(len(numbers)),
+            list(numbers.values()),
+            color=[COLOURS[name] for name in numbers],
+        )
+        axis.bar_label(
+            bars, [f"{value:.2f}" for value in numbers.values()], fontsize=9, padding=2
+        )
+        axis.set_xticks(
+            range(len(numbers)),
+            [name.replace(" ", "\n") for name in numbers],
+            fontsize=8,
+        )
         axis.set_title(f"{title} ({unit})", fontsize=9)
         axis.set_yticks([])
         axis.margins(y=0.18)

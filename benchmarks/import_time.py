@@ -63,13 +63,20 @@ def one(module: str, original: str) -> dict[str, float] | None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, module],
         # An empty value counts as unset: without compiled files the import would compile hasten anew in every process.
-        env={**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""},
+        env={
+            **os.environ,
+            "PYTHONPATH": found,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "",
+        },
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        print(f"  {module} left out: {(done.stderr.strip().splitlines() or ['the drop-in is in its place'])[-1]}")
+        print(
+            f"  {module} left out: {(done.stderr.strip().splitlines() or ['the drop-in is in its place'])[-1]}"
+        )
         return None
     parts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return parts
@@ -77,32 +84,52 @@ def one(module: str, original: str) -> dict[str, float] | None:
 
 def measure(rounds: int, original: str) -> list[dict[str, Any]]:
     """Return one row for each contender: the median and the quartiles of each part, in milliseconds."""
-    modules = [module for module in ("torch", "hasten", "accelerate") if one(module, original)]
-    times: dict[str, dict[str, list[float]]] = {module: {part: [] for part in PARTS} for module in modules}
+    modules = [
+        module for module in ("torch", "hasten", "accelerate") if one(module, original)
+    ]
+    times: dict[str, dict[str, list[float]]] = {
+        module: {part: [] for part in PARTS} for module in modules
+    }
     for turn in range(rounds):
         for module in modules[turn % len(modules) :] + modules[: turn % len(modules)]:
             for part, seconds in (one(module, original) or {}).items():
                 times[module][part].append(seconds * 1e3)
     return [
-        {"what": module} | {part: statistics.quantiles(values, n=4) for part, values in found.items()}
+        {"what": module}
+        | {part: statistics.quantiles(values, n=4) for part, values in found.items()}
         for module, found in times.items()
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--original", default="", help="folder of the original Accelerate")
+    parser.add_argument(
+        "--original", default="", help="folder of the original Accelerate"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows = measure(3 if args.quick else args.rounds, args.original)
     known = versions() | {"load": f"{os.getloadavg()[0]:.1f}"}
-    lines = ["# From the import to the first step", "", ", ".join(f"{k} {v}" for k, v in known.items()), ""]
-    lines += ["Milliseconds of processor time over `import torch`, median (quartiles):", ""]
+    lines = [
+        "# From the import to the first step",
+        "",
+        ", ".join(f"{k} {v}" for k, v in known.items()),
+        "",
+    ]
+    lines += [
+        "Milliseconds of processor time over `import torch`, median (quartiles):",
+        "",
+    ]
     lines += ["| | " + " | ".join(PARTS) + " |", "|---|" + "---|" * len(PARTS)]
     for row in rows:
-        cells = [f"{row[part][1]:.0f} ({row[part][0]:.0f}–{row[part][2]:.0f})" for part in PARTS]
+        cells = [
+            f"{row[part][1]:.0f} ({row[part][0]:.0f}–{row[part][2]:.0f})"
+            for part in PARTS
+        ]
         lines.append(f"| {row['what']} | " + " | ".join(cells) + " |")
     record("import_time", "cpu", {"rows": rows}, "\n".join(lines), known, args.out)
     print("\n".join(lines))

@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 class Pinned(Dataset[dict[str, Tensor]]):
     """Batches that lie ready in pinned memory: reading costs nothing, so that copy and compute are all there is."""
 
-    def __init__(self, device: torch.device, shape: tuple[int, ...], steps: int) -> None:
+    def __init__(
+        self, device: torch.device, shape: tuple[int, ...], steps: int
+    ) -> None:
         self.batches = [{"x": torch.randn(shape)} for _ in range(4)]
         if device.type != "cpu":
             self.batches = [{"x": batch["x"].pin_memory()} for batch in self.batches]
@@ -42,7 +44,12 @@ def as_is(batch: Any) -> Any:
 def computing(device: torch.device, rounds: int) -> Callable[[Tensor], None]:
     """Matrix products of about 3.2 ms on an H200, then one look at the batch."""
     side = 8192 if device.type != "cpu" else 128
-    weight = torch.randn(side, side, device=device, dtype=torch.bfloat16 if device.type != "cpu" else torch.float32)
+    weight = torch.randn(
+        side,
+        side,
+        device=device,
+        dtype=torch.bfloat16 if device.type != "cpu" else torch.float32,
+    )
 
     def compute(x: Tensor) -> None:
         for _ in range(rounds):
@@ -57,7 +64,11 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def looping(loader: Iterable[Any], compute: Callable[[Tensor], None] | None, device: torch.device) -> Callable[[], int]:
+def looping(
+    loader: Iterable[Any],
+    compute: Callable[[Tensor], None] | None,
+    device: torch.device,
+) -> Callable[[], int]:
     def loop() -> int:
         count = 0
         for batch in loader:
@@ -89,7 +100,10 @@ def by_side_stream(loader: Iterable[Any], device: torch.device) -> Iterable[Any]
 
             def sent(batch: dict[str, Tensor]) -> dict[str, Tensor]:
                 with torch.cuda.stream(stream):
-                    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+                    return {
+                        key: value.to(device, non_blocking=True)
+                        for key, value in batch.items()
+                    }
 
             source = iter(loader)
             ahead = next(source, None)
@@ -109,7 +123,9 @@ def by_side_stream(loader: Iterable[Any], device: torch.device) -> Iterable[Any]
 def measure(device: torch.device, rounds: int, products: int = 0) -> dict[str, Any]:
     """One row: copy and compute alone, and each contender's step."""
     on_gpu = device.type != "cpu"
-    data = Pinned(device, (256, 3, 224, 224) if on_gpu else (8, 3, 32, 32), 60 if on_gpu else 20)
+    data = Pinned(
+        device, (256, 3, 224, 224) if on_gpu else (8, 3, 32, 32), 60 if on_gpu else 20
+    )
 
     def make() -> DataLoader[Any]:
         return DataLoader(data, batch_size=None, collate_fn=as_is)
@@ -122,8 +138,13 @@ def measure(device: torch.device, rounds: int, products: int = 0) -> dict[str, A
     products = products or (max(round(3.2 / one), 1) if on_gpu else 2)
     compute = computing(device, products)
     alone = milliseconds(_compute_only(compute, device))
-    passes = {name: looping(loader, compute, device) for name, loader in loaders.items()}
-    row: dict[str, Any] = {"batch (MB)": data.batches[0]["x"].nbytes / 1e6, "copy alone (ms)": copy}
+    passes = {
+        name: looping(loader, compute, device) for name, loader in loaders.items()
+    }
+    row: dict[str, Any] = {
+        "batch (MB)": data.batches[0]["x"].nbytes / 1e6,
+        "copy alone (ms)": copy,
+    }
     row["compute alone (ms)"] = alone
     for name, numbers in summary(take_turns(passes, rounds)).items():
         row[f"{name} (ms)"] = numbers["milliseconds"]
@@ -132,9 +153,16 @@ def measure(device: torch.device, rounds: int, products: int = 0) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=0, help="matrix products a step (default: about 3.2 ms of them)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=0,
+        help="matrix products a step (default: about 3.2 ms of them)",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -142,7 +170,9 @@ def main() -> None:
     report("input_bound", "Input-bound loop", [row], args.device)
 
 
-def _compute_only(compute: Callable[[Tensor], None], device: torch.device) -> Callable[[], int]:
+def _compute_only(
+    compute: Callable[[Tensor], None], device: torch.device
+) -> Callable[[], int]:
     x = torch.zeros(8, device=device)
 
     def run() -> int:

@@ -72,8 +72,12 @@ SIZES = {
     "wide": Size("6 layers of width 4096", 4096, 14336, 6, 32, 32),
 }
 SMALL = {
-    "deep": Size("3 layers of width 64", 64, 128, 3, 4, 2, 128, 2, 32, 2, 2, "aot_eager"),
-    "wide": Size("2 layers of width 128", 128, 256, 2, 4, 4, 128, 2, 32, 2, 2, "aot_eager"),
+    "deep": Size(
+        "3 layers of width 64", 64, 128, 3, 4, 2, 128, 2, 32, 2, 2, "aot_eager"
+    ),
+    "wide": Size(
+        "2 layers of width 128", 128, 256, 2, 4, 4, 128, 2, 32, 2, 2, "aot_eager"
+    ),
 }
 
 
@@ -105,7 +109,9 @@ def data_of(size: Size, batches: int = 8) -> Tensor:
     drawn = torch.randint(used, (rows, size.length), generator=source)
     random = torch.rand(rows, size.length, generator=source) < NOISE
     for place in range(1, size.length):
-        drawn[:, place] = torch.where(random[:, place], drawn[:, place], follows[drawn[:, place - 1]])
+        drawn[:, place] = torch.where(
+            random[:, place], drawn[:, place], follows[drawn[:, place - 1]]
+        )
     return drawn
 
 
@@ -143,7 +149,10 @@ def compiled_by_hand(size: Size, device: torch.device) -> Step:
 
 
 def with_accelerator(
-    accelerator: Any, size: Size, device: torch.device, change: Callable[[Any], Any] = lambda one: one
+    accelerator: Any,
+    size: Size,
+    device: torch.device,
+    change: Callable[[Any], Any] = lambda one: one,
 ) -> Step:
     """The loop for an object with Accelerate's method names."""
     net = change(model_of(size, device))
@@ -166,7 +175,9 @@ def accelerate(size: Size, device: torch.device) -> Step:
     if "hasten" in getattr(sys.modules["accelerate"], "__version__", ""):
         raise ImportError("the drop-in stands in for Accelerate here")
     AcceleratorState._reset_state(reset_partial_state=True)
-    made = Accelerator(mixed_precision="bf16", dynamo_backend="inductor", cpu=device.type == "cpu")
+    made = Accelerator(
+        mixed_precision="bf16", dynamo_backend="inductor", cpu=device.type == "cpu"
+    )
     return with_accelerator(made, size, device)
 
 
@@ -174,7 +185,9 @@ def hasten(size: Size, device: torch.device, **settings: Any) -> Step:
     from hasten import Accelerator
 
     change = settings.pop("change", lambda one: one)
-    made = Accelerator(**{"mixed_precision": "bf16", "cpu": device.type == "cpu", **settings})
+    made = Accelerator(
+        **{"mixed_precision": "bf16", "cpu": device.type == "cpu", **settings}
+    )
     return with_accelerator(made, size, device, change)
 
 
@@ -182,14 +195,21 @@ def blocks(size: Size, **more: Any) -> Any:
     """Settings that compile by block."""
     from hasten import TorchDynamoPlugin
 
-    return {"dynamo_plugin": TorchDynamoPlugin(backend=size.backend, use_regional_compilation=True, **more)}
+    return {
+        "dynamo_plugin": TorchDynamoPlugin(
+            backend=size.backend, use_regional_compilation=True, **more
+        )
+    }
 
 
 def fp8_settings() -> Any:
     from hasten import AORecipeKwargs, FP8Config
 
     recipe = AORecipeKwargs(recipe_name="tensorwise")
-    return {"mixed_precision": "fp8", "kwargs_handlers": [FP8Config(backend="ao", ao=recipe)]}
+    return {
+        "mixed_precision": "fp8",
+        "kwargs_handlers": [FP8Config(backend="ao", ao=recipe)],
+    }
 
 
 def auto(size: Size, device: torch.device) -> Step:
@@ -248,7 +268,11 @@ def products(size: Size, device: torch.device, seconds: float = 0.3) -> float:
     )
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     for (outputs, inputs), count in shapes.items():
-        x, weight, gradient = draw(size.tokens, inputs), draw(outputs, inputs) * 0.02, draw(size.tokens, outputs) * 0.01
+        x, weight, gradient = (
+            draw(size.tokens, inputs),
+            draw(outputs, inputs) * 0.02,
+            draw(size.tokens, outputs) * 0.01,
+        )
         for left, right in ((x, weight.t()), (gradient, weight), (gradient.t(), x)):
             total += count * repeated(left, right, seconds)
     return total
@@ -282,7 +306,9 @@ class Row:
 def gib(device: torch.device, peak: bool = False) -> float:
     if device.type != "cuda":
         return 0.0
-    return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**30
+    return (
+        torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    ) / 2**30
 
 
 def reset(device: torch.device) -> None:
@@ -293,7 +319,9 @@ def reset(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def first_steps(make: Callable[..., Step], size: Size, device: torch.device, batches: list[Tensor]) -> tuple[Step, Row]:
+def first_steps(
+    make: Callable[..., Step], size: Size, device: torch.device, batches: list[Tensor]
+) -> tuple[Step, Row]:
     """Build a contender and run it until everything is compiled."""
     row, found = Row(), []
     reset(device)
@@ -311,7 +339,13 @@ def first_steps(make: Callable[..., Step], size: Size, device: torch.device, bat
     return step, row
 
 
-def take_turns(steps: dict[str, Step], rows: dict[str, Row], size: Size, batches: list[Tensor], rounds: int) -> None:
+def take_turns(
+    steps: dict[str, Step],
+    rows: dict[str, Row],
+    size: Size,
+    batches: list[Tensor],
+    rounds: int,
+) -> None:
     """Seconds a step in each round; contenders alternate."""
     wait = torch.cuda.synchronize if batches[0].is_cuda else (lambda: None)
     for _ in range(rounds):
@@ -329,7 +363,9 @@ def groups(names: list[str], size: Size, device: torch.device) -> Iterator[list[
     """Contenders that fit the GPU together, each group with the reference: 12 bytes a parameter, and a third of the GPU for a step."""
     rest = [name for name in names if name != REFERENCE]
     if device.type == "cuda":
-        parameters = sum(p.numel() for p in model_of(size, torch.device("meta")).parameters())
+        parameters = sum(
+            p.numel() for p in model_of(size, torch.device("meta")).parameters()
+        )
         room = torch.cuda.get_device_properties(device).total_memory * 0.62
         each = max(1, int(room / (12 * parameters)) - 1)
     else:
@@ -341,9 +377,12 @@ def groups(names: list[str], size: Size, device: torch.device) -> Iterator[list[
 def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
     """Measure one model's contenders and write the table."""
     size = (SMALL if args.small else SIZES)[kind]
-    names = [name for name in CONTENDERS if any(word in name for word in args.only or [""])]
+    names = [
+        name for name in CONTENDERS if any(word in name for word in args.only or [""])
+    ]
     if args.small:
-        names = [name for name in names if "performance" not in name]  # it always generates code
+        # it always generates code
+        names = [name for name in names if "performance" not in name]
     batches = [rows.to(device) for rows in data_of(size).split(size.rows)]
     rows: dict[str, Row] = {}
     began = time.monotonic()
@@ -351,7 +390,9 @@ def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
     reset(device)
     for group in groups(names, size, device):
         if time.monotonic() - began > args.limit:
-            rows |= {name: Row(left_out="no time left") for name in group if name not in rows}
+            rows |= {
+                name: Row(left_out="no time left") for name in group if name not in rows
+            }
             continue
         steps: dict[str, Step] = {}
         for name in group:
@@ -378,7 +419,12 @@ def measure(kind: str, args: argparse.Namespace, device: torch.device) -> None:
 
 
 def write(
-    kind: str, size: Size, rows: dict[str, Row], args: argparse.Namespace, device: torch.device, products_s: float
+    kind: str,
+    size: Size,
+    rows: dict[str, Row],
+    args: argparse.Namespace,
+    device: torch.device,
+    products_s: float,
 ) -> None:
     flops = flops_of_token(size, model_of(size, torch.device("meta")))
     known = versions(device.type)
@@ -401,7 +447,10 @@ def write(
         seconds = statistics.median(row.seconds)
         speed = size.tokens / seconds
         eager = rows[EAGER].losses if EAGER in rows else []
-        apart = max((abs(a - b) / a for a, b in zip(eager, row.losses, strict=False)), default=float("nan"))
+        apart = max(
+            (abs(a - b) / a for a, b in zip(eager, row.losses, strict=False)),
+            default=float("nan"),
+        )
         found["rows"][name] = {
             "tokens a second": speed,
             "times compiled by hand": statistics.median(reference) / seconds,
@@ -412,9 +461,18 @@ def write(
             "losses apart": apart,
             "losses": [round(loss, 4) for loss in row.losses[:COMPARED]],
         }
-    found["left out"] = {name: row.left_out for name, row in rows.items() if row.left_out}
+    found["left out"] = {
+        name: row.left_out for name, row in rows.items() if row.left_out
+    }
     page = markdown(found)
-    record("language_models", f"{kind}{', small' if args.small else ''}", found, page, known, args.out)
+    record(
+        "language_models",
+        f"{kind}{', small' if args.small else ''}",
+        found,
+        page,
+        known,
+        args.out,
+    )
     print(page, flush=True)
 
 
@@ -434,7 +492,10 @@ def markdown(found: dict[str, Any]) -> str:
             f"| {name} | {row['tokens a second'] / 1e3:.1f} | {row['times compiled by hand']:.2f} | {row['mfu']:.1%} | {row['peak GiB']:.1f} | "
             f"{row['steady peak GiB']:.1f} | {row['ready after s']:.0f} s | {row['losses apart']:.1e} |"
         )
-    lines += ["", *(f"Left out: {name} ({why})." for name, why in found["left out"].items())]
+    lines += [
+        "",
+        *(f"Left out: {name} ({why})." for name, why in found["left out"].items()),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -446,7 +507,9 @@ def train(args: argparse.Namespace) -> None:
     accelerator = Accelerator(mixed_precision="bf16", cpu=args.small)
     model = model_of(size, accelerator.device)
     loader: Any = DataLoader(TensorDataset(data_of(size)), batch_size=size.rows)
-    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model, accelerator.device), loader)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer_of(model, accelerator.device), loader
+    )
     for _ in range(10_000):
         for (tokens,) in loader:
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
@@ -457,18 +520,28 @@ def train(args: argparse.Namespace) -> None:
 def main() -> None:
     """Measure the models that were asked for, or train one."""
     warnings.filterwarnings("ignore")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=["deep", "wide", "all"], default="all")
     parser.add_argument("--small", action="store_true", help="tiny models on the CPU")
     parser.add_argument(
-        "--limit", type=float, default=1e9, help="seconds after which no contender of a model is started"
+        "--limit",
+        type=float,
+        default=1e9,
+        help="seconds after which no contender of a model is started",
     )
-    parser.add_argument("--only", nargs="*", default=[], help="words in the names of contenders to run")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words in the names of contenders to run"
+    )
     parser.add_argument("--rounds", type=int, help="turns of each contender")
-    parser.add_argument("--train", action="store_true", help="train, as a script for `hasten tune`")
+    parser.add_argument(
+        "--train", action="store_true", help="train, as a script for `hasten tune`"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    torch._dynamo.config.recompile_limit = 64  # contenders share code; none may give up because of what others compiled
+    # contenders share code; none may give up because of what others compiled
+    torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.accumulated_recompile_limit = 1024
     if args.train:
         train(args)

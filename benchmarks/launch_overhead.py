@@ -27,7 +27,14 @@ def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
     folder = Path(sys.executable).parent
     found = {
         "torchrun": [str(folder / "torchrun"), "--nproc_per_node", "2", script],
-        "hasten launch": [str(folder / "hasten"), "launch", "--cpu", "--num_processes", "2", script],
+        "hasten launch": [
+            str(folder / "hasten"),
+            "launch",
+            "--cpu",
+            "--num_processes",
+            "2",
+            script,
+        ],
         "hasten launch, 1 process": [str(folder / "hasten"), "launch", "--cpu", script],
         "hasten launch --help": [str(folder / "hasten"), "launch", "--help"],
     }
@@ -43,7 +50,12 @@ def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
             "--dynamo_backend",
             "no",
         ]
-        found["accelerate launch (starts one process)"] = [accelerate, "launch", *options, script]
+        found["accelerate launch (starts one process)"] = [
+            accelerate,
+            "launch",
+            *options,
+            script,
+        ]
     return found
 
 
@@ -51,7 +63,10 @@ def measure(command: list[str], env: dict[str, str]) -> tuple[float, float]:
     """Seconds of wall time and of CPU time, children included."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, check=True, capture_output=True, env=env)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall, after = (
+        time.perf_counter() - start,
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -63,7 +78,10 @@ def table(rows: dict[str, dict[str, float]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        cells = [f"{row[key]:.2f}" for key in ("wall_median_s", "wall_best_s", "cpu_median_s", "cpu_best_s")]
+        cells = [
+            f"{row[key]:.2f}"
+            for key in ("wall_median_s", "wall_best_s", "cpu_median_s", "cpu_best_s")
+        ]
         cells += [
             f"{row['wall_median_s'] / base['wall_median_s']:.2f}",
             f"{row['cpu_median_s'] / base['cpu_median_s']:.2f}",
@@ -74,14 +92,23 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 def main() -> None:
     """Measure, print and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--accelerate", help="the accelerate command of another environment")
+    parser.add_argument(
+        "--accelerate", help="the accelerate command of another environment"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "empty.py"
         script.write_text("")
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HASTEN_HOME": folder, "HF_HOME": folder}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HASTEN_HOME": folder,
+            "HF_HOME": folder,
+        }
         contenders = commands(str(script), given.accelerate)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for turn in range(given.rounds + 1):
@@ -99,12 +126,20 @@ def main() -> None:
         for name, found in times.items()
     }
     version = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
+        [sys.executable, "-c", "import torch; print(torch.__version__)"],
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {version}, {given.rounds} rounds"
     text = table(rows)
     page = f"# Starting an empty script on two processes\n\n{machine}\n\n{text}\n"
-    record("launch_overhead", "cpu", {"machine": machine, "rows": rows}, page, {"torch": version})
+    record(
+        "launch_overhead",
+        "cpu",
+        {"machine": machine, "rows": rows},
+        page,
+        {"torch": version},
+    )
     print(f"{machine}\n\n{text}")
 
 

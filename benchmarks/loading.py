@@ -29,36 +29,52 @@ def bare(loader: DataLoader[Any], device: torch.device, **_: Any) -> Iterable[An
     class Moving:
         def __iter__(self) -> Any:
             for batch in loader:
-                yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+                yield {
+                    key: value.to(device, non_blocking=True)
+                    for key, value in batch.items()
+                }
 
     return Moving()
 
 
-def hasten(loader: DataLoader[Any], device: torch.device, **settings: Any) -> Iterable[Any]:
+def hasten(
+    loader: DataLoader[Any], device: torch.device, **settings: Any
+) -> Iterable[Any]:
     from hasten import Accelerator, DataLoaderConfiguration
 
     config = DataLoaderConfiguration(**settings)
-    prepared: Iterable[Any] = Accelerator(cpu=device.type == "cpu", dataloader_config=config).prepare(loader)
+    prepared: Iterable[Any] = Accelerator(
+        cpu=device.type == "cpu", dataloader_config=config
+    ).prepare(loader)
     return prepared
 
 
-def accelerate(loader: DataLoader[Any], device: torch.device, **settings: Any) -> Iterable[Any]:
+def accelerate(
+    loader: DataLoader[Any], device: torch.device, **settings: Any
+) -> Iterable[Any]:
     import accelerate
 
     if "hasten" in accelerate.__version__:
-        raise ImportError("the drop-in stands in for Accelerate here; run in an environment with the original")
+        raise ImportError(
+            "the drop-in stands in for Accelerate here; run in an environment with the original"
+        )
     return whichever(loader, device, **settings)
 
 
-def whichever(loader: DataLoader[Any], device: torch.device, **settings: Any) -> Iterable[Any]:
+def whichever(
+    loader: DataLoader[Any], device: torch.device, **settings: Any
+) -> Iterable[Any]:
     """The package named `accelerate`, be it the original or the drop-in."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # its settings are one per process
+    # its settings are one per process
+    AcceleratorState._reset_state(reset_partial_state=True)
     config = DataLoaderConfiguration(non_blocking=True, **settings)
-    prepared: Iterable[Any] = Accelerator(cpu=device.type == "cpu", dataloader_config=config).prepare(loader)
+    prepared: Iterable[Any] = Accelerator(
+        cpu=device.type == "cpu", dataloader_config=config
+    ).prepare(loader)
     return prepared
 
 
@@ -78,7 +94,9 @@ CONTENDERS: dict[str, Callable[..., Iterable[Any]]] = {
 }
 
 
-def prepared_by_all(make: Callable[[], DataLoader[Any]], device: torch.device) -> dict[str, Iterable[Any]]:
+def prepared_by_all(
+    make: Callable[[], DataLoader[Any]], device: torch.device
+) -> dict[str, Iterable[Any]]:
     """A fresh loader prepared by every contender that is installed."""
     warnings.filterwarnings("ignore")
     found = {}
@@ -91,7 +109,9 @@ def prepared_by_all(make: Callable[[], DataLoader[Any]], device: torch.device) -
 
 
 def take_turns(
-    passes: dict[str, Callable[[], int]], rounds: int, clock: Callable[[], float] = time.perf_counter
+    passes: dict[str, Callable[[], int]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds a batch in each round; a pass returns the number of its batches, and the contenders alternate."""
     times: dict[str, list[float]] = {name: [] for name in passes}
@@ -108,20 +128,28 @@ def take_turns(
     return times
 
 
-def summary(times: dict[str, list[float]], reference: str = REFERENCE) -> dict[str, dict[str, float]]:
+def summary(
+    times: dict[str, list[float]], reference: str = REFERENCE
+) -> dict[str, dict[str, float]]:
     """Median milliseconds, and the median of the rounds' ratios to the reference."""
     base = times[reference]
     return {
         name: {
             "milliseconds": statistics.median(seconds) * 1e3,
-            "ratio": statistics.median(a / b for a, b in zip(seconds, base, strict=True)),
+            "ratio": statistics.median(
+                a / b for a, b in zip(seconds, base, strict=True)
+            ),
         }
         for name, seconds in times.items()
     }
 
 
 def versions(device: str = "cpu") -> dict[str, str]:
-    known = {"python": platform.python_version(), "torch": torch.__version__, "cores": str(os.cpu_count())}
+    known = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": str(os.cpu_count()),
+    }
     for name in ("accelerate", "lightning"):
         try:
             known[name] = metadata.version(name)
@@ -133,15 +161,27 @@ def versions(device: str = "cpu") -> dict[str, str]:
     return known
 
 
-def report(name: str, title: str, rows: list[dict[str, Any]], device: str = "cpu") -> None:
+def report(
+    name: str, title: str, rows: list[dict[str, Any]], device: str = "cpu"
+) -> None:
     """Print the rows, and write them to the results as JSON and Markdown."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     known = versions(device)
-    lines = [f"# {title}", "", ", ".join(f"{key} {value}" for key, value in known.items()), ""]
+    lines = [
+        f"# {title}",
+        "",
+        ", ".join(f"{key} {value}" for key, value in known.items()),
+        "",
+    ]
     lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
-        lines.append("| " + " | ".join(_cell(row.get(column, "–")) for column in columns) + " |")
-        print(", ".join(f"{key}: {_cell(value)}" for key, value in row.items()), flush=True)
+        lines.append(
+            "| " + " | ".join(_cell(row.get(column, "–")) for column in columns) + " |"
+        )
+        print(
+            ", ".join(f"{key}: {_cell(value)}" for key, value in row.items()),
+            flush=True,
+        )
     record(name, device, {"rows": rows}, "\n".join(lines), known)
 
 

@@ -36,11 +36,22 @@ def on_two_ranks(script: str, *options: str) -> Any:  # Any: JSON
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     workers = [
         subprocess.Popen(
             [sys.executable, script, "--worker", *options],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=subprocess.PIPE,
             text=True,
         )

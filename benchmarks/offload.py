@@ -55,7 +55,11 @@ class Aim:
     at_least: float | None = None
 
     def found(self, rows: list[Row]) -> float | None:
-        values = (row[self.field] for row in rows if row["part"] == self.part and self.field in row)
+        values = (
+            row[self.field]
+            for row in rows
+            if row["part"] == self.part and self.field in row
+        )
         return next((float(value) for value in values), None)
 
     def met(self, value: float) -> bool:
@@ -64,11 +68,36 @@ class Aim:
 
 
 AIMS = (
-    Aim("forward from host memory, of bytes / bandwidth of the link", "cpu forward", "of_limit", at_most=1.15),
-    Aim("its device memory over the activations, in blocks", "cpu forward", "peak_over_activations_blocks", at_most=3),
-    Aim("forward from files in the page cache, times Accelerate", "disk forward", "times_faster", at_least=3),
-    Aim("loading to the device, times Accelerate", "loading", "times_faster", at_least=2.5),
-    Aim("forward, times diffusers' group offloading with streams", "beside diffusers", "times_faster", at_least=1),
+    Aim(
+        "forward from host memory, of bytes / bandwidth of the link",
+        "cpu forward",
+        "of_limit",
+        at_most=1.15,
+    ),
+    Aim(
+        "its device memory over the activations, in blocks",
+        "cpu forward",
+        "peak_over_activations_blocks",
+        at_most=3,
+    ),
+    Aim(
+        "forward from files in the page cache, times Accelerate",
+        "disk forward",
+        "times_faster",
+        at_least=3,
+    ),
+    Aim(
+        "loading to the device, times Accelerate",
+        "loading",
+        "times_faster",
+        at_least=2.5,
+    ),
+    Aim(
+        "forward, times diffusers' group offloading with streams",
+        "beside diffusers",
+        "times_faster",
+        at_least=1,
+    ),
 )
 
 
@@ -80,7 +109,10 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.attention = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.attention(self.norm(x)).chunk(3, -1)
@@ -106,7 +138,9 @@ class Bench:
         self.device = device
         self.rows: list[Row] = []
         self.tiny = device.type == "cpu"
-        self.width, self.depth, self.tokens = (64, 6, 16) if self.tiny else (5120, 8 if quick else 32, 1024)
+        self.width, self.depth, self.tokens = (
+            (64, 6, 16) if self.tiny else (5120, 8 if quick else 32, 1024)
+        )
         self.layers = 2 if self.tiny else 4 if quick else 16
         self.small_depth = 4 if self.tiny else 3 if quick else 11
         self.rounds = 2 if quick or self.tiny else 3
@@ -128,7 +162,9 @@ class Bench:
         self.sync()
         return time.perf_counter() - started
 
-    def turns(self, contenders: dict[str, Callable[[], object]], rounds: int | None = None) -> dict[str, float]:
+    def turns(
+        self, contenders: dict[str, Callable[[], object]], rounds: int | None = None
+    ) -> dict[str, float]:
         """The median seconds of each, which take turns after one round that does not count."""
         times: dict[str, list[float]] = {name: [] for name in contenders}
         names = list(contenders)
@@ -159,7 +195,9 @@ def original_accelerate() -> Any:
     import accelerate
 
     if "hasten" in accelerate.__version__:
-        raise ImportError("the drop-in stands in for Accelerate here; run in an environment with the original")
+        raise ImportError(
+            "the drop-in stands in for Accelerate here; run in an environment with the original"
+        )
     return accelerate
 
 
@@ -171,13 +209,16 @@ def build(bench: Bench, depth: int) -> Stack:
     return model.eval().requires_grad_(False)
 
 
-def on_host(bench: Bench, source: nn.Module, empty: Callable[[], nn.Module]) -> nn.Module:
+def on_host(
+    bench: Bench, source: nn.Module, empty: Callable[[], nn.Module]
+) -> nn.Module:
     """A copy of a model in host memory; the system takes its time to give new memory, so several threads ask for it."""
     model, state = empty(), source.state_dict()
     with ThreadPoolExecutor(8) as pool:
         copies = pool.map(lambda tensor: tensor.to("cpu", copy=True), state.values())
         model.load_state_dict(dict(zip(state, copies, strict=True)), assign=True)
-    for name, buffer in source.named_buffers():  # those that no state dict holds were computed on the device
+    # those that no state dict holds were computed on the device
+    for name, buffer in source.named_buffers():
         owner, _, last = name.rpartition(".")
         model.get_submodule(owner)._buffers[last] = buffer.to("cpu", copy=True)
     return model.eval().requires_grad_(False)
@@ -193,16 +234,24 @@ def measure_bandwidth(bench: Bench) -> None:
         return
     source = torch.empty(1024**3, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(1024**3, dtype=torch.uint8, device=bench.device)
-    times = [bench.timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(8)]
+    times = [
+        bench.timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(8)
+    ]
     bench.bandwidth = 1024**3 / statistics.median(times[2:])
-    bench.add(part="link", what="page-locked copy to the device", GBps=round(bench.bandwidth / GB, 2))
+    bench.add(
+        part="link",
+        what="page-locked copy to the device",
+        GBps=round(bench.bandwidth / GB, 2),
+    )
 
 
 def cpu_forward(bench: Bench) -> None:
     """A forward of blocks in host memory."""
     peer_offload = original_accelerate().cpu_offload
     resident = build(bench, bench.depth)
-    x = torch.randn(1, bench.tokens, bench.width, device=bench.device, dtype=torch.bfloat16)
+    x = torch.randn(
+        1, bench.tokens, bench.width, device=bench.device, dtype=torch.bfloat16
+    )
     weights, block = num_bytes(resident), num_bytes(resident.blocks[0])
     empty = lambda: meta(bench, bench.depth)  # noqa: E731
     ours, peer = on_host(bench, resident, empty), on_host(bench, resident, empty)
@@ -220,7 +269,11 @@ def cpu_forward(bench: Bench) -> None:
     peak = bench.peak_over(lambda: ours(x), base)
     held = bench.allocated() - base
     times = bench.turns({"hasten": lambda: ours(x), "Accelerate": lambda: peer(x)})
-    row = {"GB": round(weights / GB, 2), "limit_s": round(limit, 4), "resident_s": round(compute, 4)}
+    row = {
+        "GB": round(weights / GB, 2),
+        "limit_s": round(limit, 4),
+        "resident_s": round(compute, 4),
+    }
     over = {
         "peak_over_activations_blocks": round((peak - activations) / block, 2),
         "held_blocks": round(held / block, 2),
@@ -265,12 +318,17 @@ def beside_diffusers(bench: Bench) -> None:
         if bench.tiny:
             raise RuntimeError("group offloading needs an accelerator")
     except Exception as error:  # whatever keeps it from working here, its row says so
-        bench.add(part="beside diffusers", what=f"left out: {type(error).__name__}: {error}"[:300])
+        bench.add(
+            part="beside diffusers",
+            what=f"left out: {type(error).__name__}: {error}"[:300],
+        )
         return
     source = build(bench, bench.small_depth)
     x = torch.randn(1, 16, bench.width, device=bench.device, dtype=torch.bfloat16)
     wanted = source(x)
-    ours, rival = (on_host(bench, source, lambda: meta(bench, bench.small_depth)) for _ in range(2))
+    ours, rival = (
+        on_host(bench, source, lambda: meta(bench, bench.small_depth)) for _ in range(2)
+    )
     del source
     free(bench)
     cpu_offload(ours, bench.device)
@@ -286,7 +344,9 @@ def beside_diffusers(bench: Bench) -> None:
     )
     equal = bool(torch.equal(ours(x), wanted)) and bool(torch.equal(ours(x), wanted))
     theirs = bool(torch.equal(rival(x), wanted))
-    times = bench.turns({"hasten": lambda: ours(x), "diffusers": lambda: rival(x)}, rounds=7)
+    times = bench.turns(
+        {"hasten": lambda: ours(x), "diffusers": lambda: rival(x)}, rounds=7
+    )
     bench.add(
         part="beside diffusers",
         what="group offloading with streams, same blocks",
@@ -305,7 +365,9 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
     accelerate = original_accelerate()
     depth = bench.small_depth
     source = build(bench, depth)
-    x = torch.randn(1, bench.tokens, bench.width, device=bench.device, dtype=torch.bfloat16)
+    x = torch.randn(
+        1, bench.tokens, bench.width, device=bench.device, dtype=torch.bfloat16
+    )
     wanted = source(x)
     weights = num_bytes(source)
     save_model(source.state_dict(), folder / "model", max_shard_size="2GB")
@@ -317,12 +379,16 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
 
     def load_ours() -> None:
         found["hasten"] = meta(bench, depth)
-        load_checkpoint_in_model(found["hasten"], folder / "model", {"": place}, strict=True)
+        load_checkpoint_in_model(
+            found["hasten"], folder / "model", {"": place}, strict=True
+        )
 
     def load_peer() -> None:
         with accelerate.init_empty_weights():
             found["Accelerate"] = Stack(bench.width, depth).to(torch.bfloat16)
-        accelerate.load_checkpoint_in_model(found["Accelerate"], str(folder / "model"), {"": place})
+        accelerate.load_checkpoint_in_model(
+            found["Accelerate"], str(folder / "model"), {"": place}
+        )
 
     times = bench.turns({"hasten": load_ours, "Accelerate": load_peer})
     equal = bool(torch.equal(found["hasten"](x), wanted))
@@ -341,7 +407,9 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
     dispatch_model(ours, {"": "disk"}, main_device=place, offload_dir=folder / "model")
     accelerate.disk_offload(peer, str(folder / "peer"), bench.device)
     with torch.no_grad():
-        equal = bool(torch.equal(ours(x), wanted)) and bool(torch.equal(ours(x), wanted))
+        equal = bool(torch.equal(ours(x), wanted)) and bool(
+            torch.equal(ours(x), wanted)
+        )
         times = bench.turns({"hasten": lambda: ours(x), "Accelerate": lambda: peer(x)})
     bench.add(
         part="disk forward",
@@ -359,41 +427,82 @@ def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
     """Every aim with what was found, and whether all compared outputs were equal."""
     judged: list[Row] = []
     for aim in aims:
-        bound = f"at most {aim.at_most:g}" if aim.at_most is not None else f"at least {aim.at_least:g}"
+        bound = (
+            f"at most {aim.at_most:g}"
+            if aim.at_most is not None
+            else f"at least {aim.at_least:g}"
+        )
         value = aim.found(rows)
         judged.append(
-            {"aim": aim.says, "bound": bound, "found": value, "met": None if value is None else aim.met(value)}
+            {
+                "aim": aim.says,
+                "bound": bound,
+                "found": value,
+                "met": None if value is None else aim.met(value),
+            }
         )
     equal = [bool(row["bit_equal"]) for row in rows if "bit_equal" in row]
     found = f"{sum(equal)} of {len(equal)}"
     judged.append(
-        {"aim": "outputs equal, bit for bit", "bound": "all", "found": found, "met": all(equal) if equal else None}
+        {
+            "aim": "outputs equal, bit for bit",
+            "bound": "all",
+            "found": found,
+            "met": all(equal) if equal else None,
+        }
     )
     return judged
 
 
-def write(bench: Bench, benchmark: str, out: Path | None, seconds: float, title: str, aims: tuple[Aim, ...]) -> None:
+def write(
+    bench: Bench,
+    benchmark: str,
+    out: Path | None,
+    seconds: float,
+    title: str,
+    aims: tuple[Aim, ...],
+) -> None:
     """Record the rows and the aims."""
     known = {**versions(bench.device.type), "seconds": str(round(seconds))}
     judged = judge(bench.rows, aims)
-    lines = [f"# {title}", "", ", ".join(f"{key} {value}" for key, value in known.items()), ""]
+    lines = [
+        f"# {title}",
+        "",
+        ", ".join(f"{key} {value}" for key, value in known.items()),
+        "",
+    ]
     if bench.tiny:
-        lines += ["A tiny model on the CPU, to see that it runs; the bounds are meant for an accelerator.", ""]
+        lines += [
+            "A tiny model on the CPU, to see that it runs; the bounds are meant for an accelerator.",
+            "",
+        ]
     lines += ["| aim | bound | found | met |", "|---|---|---|---|"]
     words = {None: "not measured", True: "yes", False: "no"}
     for one in judged:
-        lines.append(f"| {one['aim']} | {one['bound']} | {_cell(one['found'])} | {words[one['met']]} |")
+        lines.append(
+            f"| {one['aim']} | {one['bound']} | {_cell(one['found'])} | {words[one['met']]} |"
+        )
     print("\n".join(lines[-len(judged) - 2 :]), flush=True)
     lines.append("")
     for row in bench.rows:
-        rest = ", ".join(f"{key} {_cell(value)}" for key, value in row.items() if key not in ("part", "what"))
+        rest = ", ".join(
+            f"{key} {_cell(value)}"
+            for key, value in row.items()
+            if key not in ("part", "what")
+        )
         lines.append(f"- **{row['part']}** ({row['what']}){': ' if rest else ''}{rest}")
     found = {"aims": judged, "rows": bench.rows}
     record(benchmark, bench.device.type, found, "\n".join(lines), known, out)
 
 
 def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else "–"
+        if value is None
+        else str(value)
+    )
 
 
 def measure(bench: Bench, parts: dict[str, Callable[[Bench], None]]) -> list[str]:
@@ -407,7 +516,9 @@ def measure(bench: Bench, parts: dict[str, Callable[[Bench], None]]) -> list[str
                 part(bench)
             except Exception as error:  # the other parts are worth having all the same
                 failed.append(name)
-                bench.add(part=name, what=f"failed: {type(error).__name__}: {error}"[:500])
+                bench.add(
+                    part=name, what=f"failed: {type(error).__name__}: {error}"[:500]
+                )
                 traceback.print_exc()
             free(bench)
             print(f"  {name}: {time.perf_counter() - begun:.0f} s", flush=True)
@@ -419,8 +530,12 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     warnings.filterwarnings("ignore")
     logging.basicConfig(level=logging.WARNING, format="  %(message)s")
     logging.getLogger("hasten").setLevel(logging.INFO)
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, help="folder for the results")
     return parser
@@ -431,7 +546,11 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=["cpu", "disk", "diffusers"])
     parser.add_argument("--depth", type=int, help="blocks of the model (32 of 0.63 GB)")
     chosen = parser.parse_args()
-    device = torch.device(chosen.device, 0) if chosen.device != "cpu" else torch.device("cpu")
+    device = (
+        torch.device(chosen.device, 0)
+        if chosen.device != "cpu"
+        else torch.device("cpu")
+    )
     bench = Bench(device, chosen.quick)
     bench.depth = chosen.depth or bench.depth
     started = time.perf_counter()
@@ -445,7 +564,14 @@ def main() -> None:
         failed = measure(bench, {name: parts[name] for name in chosen.parts})
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        write(bench, "offload", chosen.out, time.perf_counter() - started, "Offloaded models", AIMS)
+        write(
+            bench,
+            "offload",
+            chosen.out,
+            time.perf_counter() - started,
+            "Offloaded models",
+            AIMS,
+        )
     sys.exit(bool(failed))
 
 

@@ -53,7 +53,9 @@ class Size:
         return self.rows * self.context
 
 
-LARGE = Size(vocab=32000, width=2048, heads=16, inner=7168, depth=16, context=2048, rows=8)
+LARGE = Size(
+    vocab=32000, width=2048, heads=16, inner=7168, depth=16, context=2048, rows=8
+)
 TINY = Size(vocab=64, width=32, heads=2, inner=64, depth=4, context=16, rows=2)
 
 
@@ -68,10 +70,18 @@ class Way:
 
 
 def ways(peer: bool) -> list[Way]:
-    found = [Way(PLAIN), *(Way(f'offload="{mode}"', {"offload": mode}) for mode in ("optimizer", "parameters", "all"))]
+    found = [
+        Way(PLAIN),
+        *(
+            Way(f'offload="{mode}"', {"offload": mode})
+            for mode in ("optimizer", "parameters", "all")
+        ),
+    ]
     if peer:
         plugin = FullyShardedDataParallelPlugin(cpu_offload=True)
-        found.append(Way("FSDP2, CPU offload, fused AdamW", {"fsdp_plugin": plugin}, exact=False))
+        found.append(
+            Way("FSDP2, CPU offload, fused AdamW", {"fsdp_plugin": plugin}, exact=False)
+        )
     return found
 
 
@@ -84,12 +94,18 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width, bias=False)
-        self.gate, self.up = (nn.Linear(size.width, size.inner, bias=False) for _ in range(2))
+        self.gate, self.up = (
+            nn.Linear(size.width, size.inner, bias=False) for _ in range(2)
+        )
         self.down = nn.Linear(size.inner, size.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.qkv(self.norm1(x))
+            .view(batch, length, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         q, k, v = parts.unbind(0)
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -110,9 +126,14 @@ class Llama(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(size.vocab, size.width)
         self.layers = nn.ModuleList(Block(size) for _ in range(size.depth))
-        self.norm, self.head = nn.RMSNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
+        self.norm, self.head = (
+            nn.RMSNorm(size.width),
+            nn.Linear(size.width, size.vocab, bias=False),
+        )
         half = size.width // size.heads // 2
-        angles = torch.outer(torch.arange(size.context), 10000.0 ** -(torch.arange(half) / half)).repeat(1, 2)
+        angles = torch.outer(
+            torch.arange(size.context), 10000.0 ** -(torch.arange(half) / half)
+        ).repeat(1, 2)
         self.register_buffer("cos", angles.cos().bfloat16())
         self.register_buffer("sin", angles.sin().bfloat16())
         for parameter in self.parameters():
@@ -133,7 +154,9 @@ class Training:
     def __init__(self, way: Way, size: Size, device: torch.device) -> None:
         self.way = way
         self.device = device
-        self.accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu", **way.settings)
+        self.accelerator = Accelerator(
+            mixed_precision="bf16", cpu=device.type == "cpu", **way.settings
+        )
         torch.manual_seed(0)
         with device:
             net: Any = Llama(size)
@@ -180,7 +203,9 @@ class Times:
     parameters: int
 
 
-def in_turns(size: Size, device: torch.device, way: Way, rounds: int, each: int) -> Times:
+def in_turns(
+    size: Size, device: torch.device, way: Way, rounds: int, each: int
+) -> Times:
     """Train with one way and without offload, in turns; the device holds both."""
     plain, own = Training(Way(PLAIN), size, device), Training(way, size, device)
     for one in (plain, own):
@@ -188,7 +213,9 @@ def in_turns(size: Size, device: torch.device, way: Way, rounds: int, each: int)
     for _ in range(rounds):
         for one in (plain, own):
             one.step_s.append(one.steps(each))
-    losses, without = ([round(float(loss), 6) for loss in one.losses[:6]] for one in (own, plain))
+    losses, without = (
+        [round(float(loss), 6) for loss in one.losses[:6]] for one in (own, plain)
+    )
     return Times(own.step_s, plain.step_s, losses, without, own.num_parameters)
 
 
@@ -209,18 +236,24 @@ def cleared(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def trained(way: Way, size: Size, device: torch.device, steps: int) -> tuple[list[float], list[Tensor]]:
+def trained(
+    way: Way, size: Size, device: torch.device, steps: int
+) -> tuple[list[float], list[Tensor]]:
     """Losses and weights after some steps with deterministic algorithms; attention's backward differs from run to run without them."""
     torch.use_deterministic_algorithms(True)
     try:
         one = Training(way, size, device)
         one.steps(steps)
-        return [float(loss) for loss in one.losses], [p.detach().to(device, copy=True) for p in one.model.parameters()]
+        return [float(loss) for loss in one.losses], [
+            p.detach().to(device, copy=True) for p in one.model.parameters()
+        ]
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def check(names: list[Way], size: Size, device: torch.device, steps: int) -> dict[str, bool]:
+def check(
+    names: list[Way], size: Size, device: torch.device, steps: int
+) -> dict[str, bool]:
     """Compare losses and weights of every exact way with those without offload, which trains twice."""
     losses, weights = trained(names[0], size, device, steps)
     found = {}
@@ -250,11 +283,15 @@ def table(rows: list[dict[str, Any]], size: Size, parameters: int) -> str:
     ]
     for row in rows:
         equal = {True: "yes", False: "NO", None: ""}[row["equal"]]
-        lines.append(f"| {row['way']} | {row['step_s']:.3f} | {row['ratio']:.2f} | {row['peak_gib']:.1f} | {equal} |")
+        lines.append(
+            f"| {row['way']} | {row['step_s']:.3f} | {row['ratio']:.2f} | {row['peak_gib']:.1f} | {equal} |"
+        )
     return "\n".join(lines)
 
 
-def summary(times: dict[str, Times], equal: dict[str, bool], peaks: dict[str, float]) -> list[dict[str, Any]]:
+def summary(
+    times: dict[str, Times], equal: dict[str, bool], peaks: dict[str, float]
+) -> list[dict[str, Any]]:
     rows = []
     for name, found in times.items():
         ratios = [a / b for a, b in zip(found.own, found.plain, strict=True)]
@@ -275,7 +312,13 @@ def summary(times: dict[str, Times], equal: dict[str, bool], peaks: dict[str, fl
 
 def start_one_rank() -> None:
     """Start a world of one, which FSDP2 needs."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29533",
+    }
     for name, value in place.items():
         os.environ.setdefault(name, value)
 
@@ -285,12 +328,22 @@ def _is_wanted(name: str, words: list[str]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=("cuda", "cpu"),
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--each", type=int, default=4, help="steps of a turn")
-    parser.add_argument("--no-peer", action="store_true", help="leave FSDP2's CPU offload out")
-    parser.add_argument("--only", nargs="*", default=[], help="words in the names of ways to run")
+    parser.add_argument(
+        "--no-peer", action="store_true", help="leave FSDP2's CPU offload out"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words in the names of ways to run"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -299,7 +352,11 @@ def main() -> None:
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
     )  # before the first product, for deterministic algorithms
     start_one_rank()
-    names = [way for way in ways(not given.no_peer) if way.name == PLAIN or _is_wanted(way.name, given.only)]
+    names = [
+        way
+        for way in ways(not given.no_peer)
+        if way.name == PLAIN or _is_wanted(way.name, given.only)
+    ]
     if len(names) == 1:
         parser.error(f"no way to train has a name with one of {given.only}")
     equal = check(names, size, device, given.each)
@@ -329,11 +386,15 @@ def main() -> None:
         for mode, target in TARGETS.items():
             for row in rows:
                 if row["way"] == f'offload="{mode}"':
-                    print(f"{mode}: {row['ratio']:.2f} x, wanted at most {target:.2f} x")
+                    print(
+                        f"{mode}: {row['ratio']:.2f} x, wanted at most {target:.2f} x"
+                    )
     with suppress(Exception):
         dist.destroy_process_group()
     if not all(equal.values()):
-        sys.exit(f"not equal bit for bit: {[name for name, same in equal.items() if not same]}")
+        sys.exit(
+            f"not equal bit for bit: {[name for name, same in equal.items() if not same]}"
+        )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,14 @@ import torch
 from recording import RESULTS, record
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hasten import Accelerator
 from hasten.extensions.planning.plan import hardware
@@ -66,7 +73,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        extras = [word for word, on in (("recompute", self.recompute), ("FSDP2", self.sharded)) if on]
+        extras = [
+            word
+            for word, on in (("recompute", self.recompute), ("FSDP2", self.sharded))
+            if on
+        ]
         return ", ".join(
             [
                 f"{self.model} x {self.batch}",
@@ -99,22 +110,48 @@ TINY = (Case("gpt2", 8), Case("gpt2", 8, "no"), Case("gpt2", 8, optimizer="SGD")
 def build(case: Case, tiny: bool) -> tuple[Callable[[], nn.Module], Sample]:
     """What makes the model, and one sample."""
     made = torch.Generator().manual_seed(0)
-    sizes = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20)}
+    sizes = {
+        "gpt2": (768, 12, 12),
+        "gpt2-medium": (1024, 24, 16),
+        "gpt2-large": (1280, 36, 20),
+    }
     if case.model in sizes:
         width, depth, heads = (32, 2, 2) if tiny else sizes[case.model]
         short = {"vocab_size": 64, "n_positions": 32} if tiny else {}
-        config = GPT2Config(use_cache=False, n_embd=width, n_layer=depth, n_head=heads, **short)
-        tokens = torch.randint(0, config.vocab_size, (config.n_positions,), generator=made)
-        return (lambda: GPT2LMHeadModel(config)), {"input_ids": tokens, "labels": tokens}  # type: ignore[no-untyped-call]
+        config = GPT2Config(
+            use_cache=False, n_embd=width, n_layer=depth, n_head=heads, **short
+        )
+        tokens = torch.randint(
+            0, config.vocab_size, (config.n_positions,), generator=made
+        )
+        return (lambda: GPT2LMHeadModel(config)), {
+            "input_ids": tokens,
+            "labels": tokens,
+        }  # type: ignore[no-untyped-call]
     given = (
-        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64} if tiny else {}
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        }
+        if tiny
+        else {}
     )
     if case.model == "vit-large":
-        large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+        large = {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        }
         vision = ViTConfig(**(given or large))
         vision.num_labels = 1000
         pixels = torch.randn(3, 224, 224, generator=made)
-        return (lambda: ViTForImageClassification(vision)), {"pixel_values": pixels, "labels": torch.tensor(1)}
+        return (lambda: ViTForImageClassification(vision)), {
+            "pixel_values": pixels,
+            "labels": torch.tensor(1),
+        }
     words = BertConfig(**given)
     tokens = torch.randint(0, words.vocab_size, (64 if tiny else 512,), generator=made)
     return (lambda: BertForMaskedLM(words)), {"input_ids": tokens, "labels": tokens}  # type: ignore[no-untyped-call]
@@ -142,7 +179,9 @@ def training(
     length: int | None = None,
 ) -> None:
     """Train a case for some steps, on sequences of so many tokens; `after` is called behind each with the model and the optimizer."""
-    blocks = {"vit-large": ("ViTLayer",), "bert": ("BertLayer",)}.get(case.model, ("GPT2Block",))
+    blocks = {"vit-large": ("ViTLayer",), "bert": ("BertLayer",)}.get(
+        case.model, ("GPT2Block",)
+    )
     accelerator = Accelerator(
         mixed_precision=case.precision,
         cpu=device == "cpu",
@@ -151,15 +190,19 @@ def training(
     )
     torch.manual_seed(0)
     make, sample = build(case, tiny)
-    with torch.device(device) if device == "cuda" else nullcontext():  # drawn there: a CPU takes most of a minute
+    # drawn there: a CPU takes most of a minute
+    with torch.device(device) if device == "cuda" else nullcontext():
         model = make()
     kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
     optimizer: Any = kind(model.parameters(), lr=1e-4)
     if length is not None:
         sample = {name: value[:length] for name, value in sample.items()}
     loader = DataLoader(Rows(sample, case.batch * num_steps), batch_size=case.batch)
-    if device == "cuda":  # no time is spent on joining samples: a plan is about the step
-        batch = {name: torch.stack([value] * case.batch) for name, value in sample.items()}
+    # no time is spent on joining samples: a plan is about the step
+    if device == "cuda":
+        batch = {
+            name: torch.stack([value] * case.batch) for name, value in sample.items()
+        }
         loader = DataLoader(Rows(batch, num_steps), batch_size=None)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
@@ -202,7 +245,9 @@ def count(case: Case, tiny: bool) -> tuple[float, float]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # so that its state is there
     optimizer.zero_grad()
-    held = sum(p.numel() * p.element_size() for p in model.parameters()) * (3 if case.optimizer == "AdamW" else 1)
+    held = sum(p.numel() * p.element_size() for p in model.parameters()) * (
+        3 if case.optimizer == "AdamW" else 1
+    )
     watch = StepWatch([model])
     start = time.perf_counter()
     with watch.hooks(), gpu_rules(lambda *_: None), watch:
@@ -214,15 +259,23 @@ def count(case: Case, tiny: bool) -> tuple[float, float]:
     return held + max(map(sum, watch.seen.alive)), time.perf_counter() - start
 
 
-def trace_of(model: str, precision: PrecisionName, optimizer: str, tiny: bool) -> ModelTrace:
+def trace_of(
+    model: str, precision: PrecisionName, optimizer: str, tiny: bool
+) -> ModelTrace:
     """The trace behind the predictions of all cases of this kind."""
     case = Case(model, 2, precision, optimizer=optimizer)
-    return trace(lambda: training(case, tiny, "cpu", 1, lambda *_: None), model, (precision,))
+    return trace(
+        lambda: training(case, tiny, "cpu", 1, lambda *_: None), model, (precision,)
+    )
 
 
-def traces_of(cases: Sequence[Case], tiny: bool) -> dict[tuple[str, str, str], ModelTrace | str]:
+def traces_of(
+    cases: Sequence[Case], tiny: bool
+) -> dict[tuple[str, str, str], ModelTrace | str]:
     """The traces of all cases, each made by a process of its own; what went wrong stands in the place of a trace."""
-    keys = list(dict.fromkeys((case.model, case.precision, case.optimizer) for case in cases))
+    keys = list(
+        dict.fromkeys((case.model, case.precision, case.optimizer) for case in cases)
+    )
     found: dict[tuple[str, str, str], ModelTrace | str] = {}
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     at_once = max(1, (os.cpu_count() or 1) // 2)
@@ -233,9 +286,20 @@ def traces_of(cases: Sequence[Case], tiny: bool) -> dict[tuple[str, str, str], M
                 number, key = waiting.pop(0)
                 target = Path(folder) / f"{number}.json"
                 device = ["--device", "cpu" if tiny else "cuda"]
-                command = [sys.executable, __file__, "--trace", *key, str(target), *device]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--trace",
+                    *key,
+                    str(target),
+                    *device,
+                ]
                 process = subprocess.Popen(
-                    command, env={**os.environ, **hidden}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                    command,
+                    env={**os.environ, **hidden},
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
                 )
                 running.append((key, target, process))
             key, target, process = running.pop(0)
@@ -271,7 +335,9 @@ def compared(
             matmul_share=card.matmul_share / factor,
             memory_share=card.memory_share / factor,
             fp32_share=card.fp32_share / factor,
-            launch_us=card.launch_us * factor if tiny else pace(case, traced, predicted.update * factor),
+            launch_us=card.launch_us * factor
+            if tiny
+            else pace(case, traced, predicted.update * factor),
         )
     row = {
         "case": case.name,
@@ -295,23 +361,47 @@ def pace(case: Case, traced: ModelTrace, update_s: float) -> float:
 
 def main() -> None:
     """Trace all kinds, measure all cases, write the table."""
-    parser = argparse.ArgumentParser(description="Predicted and measured memory and time of training steps.")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description="Predicted and measured memory and time of training steps."
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
     parser.add_argument("--gpu", default="h200", help="the entry of the hardware table")
     parser.add_argument("--only", nargs="*", help="models to run")
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no further case begins")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=240.0,
+        help="seconds after which no further case begins",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--trace", nargs=4, metavar=("MODEL", "PRECISION", "OPTIMIZER", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--trace",
+        nargs=4,
+        metavar=("MODEL", "PRECISION", "OPTIMIZER", "FILE"),
+        help=argparse.SUPPRESS,
+    )
     args = parser.parse_args()
     tiny = args.device == "cpu"
     if args.trace:
         model, precision, optimizer, target = args.trace
-        Path(target).write_bytes(msgspec.json.encode(trace_of(model, precision, optimizer, tiny)))
+        Path(target).write_bytes(
+            msgspec.json.encode(trace_of(model, precision, optimizer, tiny))
+        )
         return
     deadline = time.monotonic() + args.budget
-    cases = [case for case in (TINY if tiny else CASES) if not args.only or case.model in args.only]
+    cases = [
+        case
+        for case in (TINY if tiny else CASES)
+        if not args.only or case.model in args.only
+    ]
     traces = traces_of(cases, tiny)
-    print(f"traced after {args.budget - (deadline - time.monotonic()):.0f} s", flush=True)
+    print(
+        f"traced after {args.budget - (deadline - time.monotonic()):.0f} s", flush=True
+    )
     table: list[dict[str, Any]] = []
     card, calibrated = hardware.find(args.gpu), None
     for case in cases:
@@ -322,7 +412,8 @@ def main() -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not begun within {args.budget:.0f} s")
             row, calibrated = compared(case, traced, card, tiny, calibrated)
-        except Exception as error:  # of any kind: the page names it, and the other cases run all the same
+        # of any kind: the page names it, and the other cases run all the same
+        except Exception as error:
             first = (str(error).strip().splitlines() or ["no message"])[0]
             row = {"case": case.name, "error": f"{type(error).__name__}: {first}"}
         table.append(row)
@@ -354,7 +445,14 @@ def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> s
             f"| {row['predicted_s'] * 1e3:.2f} ms | {row['calibrated_s'] * 1e3:.2f} ms | {row['measured_s'] * 1e3:.2f} ms | {step:+.1%} |"
         )
     page = "\n".join(lines)
-    record("plan_accuracy", device, table, page, {"torch": torch.__version__, "hardware": name}, folder)
+    record(
+        "plan_accuracy",
+        device,
+        table,
+        page,
+        {"torch": torch.__version__, "hardware": name},
+        folder,
+    )
     return page
 
 

@@ -40,14 +40,20 @@ class Table:
 
     def runs(self) -> list[Run]:
         """Return the newest runs under the setting, oldest first."""
-        found = [run for run in read(self.benchmark) if run["setting"] == self.setting][-self.most_runs :]
+        found = [run for run in read(self.benchmark) if run["setting"] == self.setting][
+            -self.most_runs :
+        ]
         for benchmark, setting in self.also:
-            found.append([run for run in read(benchmark) if run["setting"] == setting][-1])
+            found.append(
+                [run for run in read(benchmark) if run["setting"] == setting][-1]
+            )
         return found
 
     def names(self) -> list[str]:
         """Return the benchmark of each run."""
-        return [self.benchmark] * (len(self.runs()) - len(self.also)) + [name for name, _ in self.also]
+        return [self.benchmark] * (len(self.runs()) - len(self.also)) + [
+            name for name, _ in self.also
+        ]
 
     def text(self) -> str:
         """Return the table as Markdown."""
@@ -56,7 +62,9 @@ class Table:
 
 def rows(header: list[str], *lines: list[str]) -> list[str]:
     """Return a Markdown table."""
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
+    return [
+        f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)
+    ]
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
@@ -69,7 +77,9 @@ def ratios(runs: list[Run], case: str, who: str, workers: int = 0) -> str:
         row["contenders"][who]["ratio"]
         for run in runs
         for row in run["found"]["loops"]
-        if row["case"] == case and row["workers"] == workers and who in row["contenders"]
+        if row["case"] == case
+        and row["workers"] == workers
+        and who in row["contenders"]
     ]
     return "; ".join(f"{ratio:.2f}" for ratio in found) or "–"
 
@@ -85,22 +95,34 @@ def loop(runs: list[Run]) -> list[str]:
 def loop_cpu(runs: list[Run]) -> list[str]:
     return rows(
         ["× bare torch", "no workers", "2 workers", "4 workers"],
-        *([case, *(ratios(runs, case, "hasten", workers) for workers in (0, 2, 4))] for case in LOOPS),
+        *(
+            [case, *(ratios(runs, case, "hasten", workers) for workers in (0, 2, 4))]
+            for case in LOOPS
+        ),
     )
 
 
 def input_bound(runs: list[Run]) -> list[str]:
     found = runs[-1]["found"]["input_bound"]
     names = ("hasten", "bare torch", "Accelerate", "Fabric", "bare torch, side stream")
-    size, copy, compute = (found[key] for key in ("batch (MB)", "copy alone (ms)", "compute alone (ms)"))
+    size, copy, compute = (
+        found[key] for key in ("batch (MB)", "copy alone (ms)", "compute alone (ms)")
+    )
     return rows(
-        [f"a step with batches of {size:.0f} MB (copy {copy:.1f} ms, compute {compute:.1f} ms)", *names],
+        [
+            f"a step with batches of {size:.0f} MB (copy {copy:.1f} ms, compute {compute:.1f} ms)",
+            *names,
+        ],
         ["milliseconds", *(f"{found[f'{name} (ms)']:.2f}" for name in names)],
     )
 
 
 # -- checkpoints and big models ---------------------------------------------------------------------------------------
-SYNCED = {"hasten": "hasten", "torch": "torch synced", "Accelerate": "accelerate synced"}
+SYNCED = {
+    "hasten": "hasten",
+    "torch": "torch synced",
+    "Accelerate": "accelerate synced",
+}
 """The ways to save that leave the bytes on the disk."""
 
 
@@ -112,13 +134,26 @@ def checkpoints(runs: list[Run]) -> list[str]:
         row = ways[way]
         checked = ", every byte verified" if name == "hasten" else ""
         first = f"{row['loads'][0]:.1f} s"
-        lines.append([name, f"{row['save_s']:.1f} s", first, f"{row['load_s']:.1f} s{checked}"])
-    return rows([f"{size:.1f} GB", "save, synced to the disk", "first load after it", "load, median"], *lines)
+        lines.append(
+            [name, f"{row['save_s']:.1f} s", first, f"{row['load_s']:.1f} s{checked}"]
+        )
+    return rows(
+        [
+            f"{size:.1f} GB",
+            "save, synced to the disk",
+            "first load after it",
+            "load, median",
+        ],
+        *lines,
+    )
 
 
 def big_models(runs: list[Run]) -> list[str]:
     found = {(row["part"], row["what"]): row for row in runs[-1]["found"]["rows"]}
-    forward, peer = found[("cpu forward", "hasten")], found[("cpu forward", "Accelerate")]
+    forward, peer = (
+        found[("cpu forward", "hasten")],
+        found[("cpu forward", "Accelerate")],
+    )
     return rows(
         ["", "hasten", "Accelerate"],
         [
@@ -134,10 +169,16 @@ def cold_loads(runs: list[Run]) -> list[str]:
     names = list(found["medians"])
     size, rounds = found["gigabytes"], found["rounds"]
     return rows(
-        [f"load {size:.1f} GB of safetensors to the device, {rounds} round{'s' * (rounds > 1)}", *names],
+        [
+            f"load {size:.1f} GB of safetensors to the device, {rounds} round{'s' * (rounds > 1)}",
+            *names,
+        ],
         *(
             [where, *(f"{found['medians'][name][key]:.2f} s" for name in names)]
-            for where, key in (("from the disk", "cold_s"), ("from the page cache", "warm_s"))
+            for where, key in (
+                ("from the disk", "cold_s"),
+                ("from the page cache", "warm_s"),
+            )
         ),
     )
 
@@ -146,10 +187,18 @@ def sharding(runs: list[Run]) -> list[str]:
     found = runs[-1]["found"]
     table = {row["row"]: row for row in found["table"]}
     plain = table["plain"]["ms"]
-    lines = [["FSDP2, world of one, in turns with the plain model", f"{found['beside']['ratio']:.2f} ×", "–"]]
+    lines = [
+        [
+            "FSDP2, world of one, in turns with the plain model",
+            f"{found['beside']['ratio']:.2f} ×",
+            "–",
+        ]
+    ]
     for name, row in table.items():
         if name not in ("FSDP2", "FSDP2, parameters kept after forward"):
-            lines.append([name, f"{row['ms'] / plain:.2f} ×", f"{row['peak_gib']:.1f} GiB"])
+            lines.append(
+                [name, f"{row['ms'] / plain:.2f} ×", f"{row['peak_gib']:.1f} GiB"]
+            )
     return rows(["355 M parameters, bf16", "time of a step", "peak memory"], *lines)
 
 
@@ -159,8 +208,17 @@ def offload_training(runs: list[Run]) -> list[str]:
     lines = []
     for row in found["rows"]:
         way = f"`{row['way']}`" if "=" in row["way"] else row["way"]
-        lines.append([way, f"{row['ratio']:.2f} ×", f"{row['peak_gib']:.1f} GiB", equal[row["equal"]]])
-    header = [f"{found['parameters'] / 1e9:.1f} billion parameters, bf16, {found['tokens']:,} tokens a step"]
+        lines.append(
+            [
+                way,
+                f"{row['ratio']:.2f} ×",
+                f"{row['peak_gib']:.1f} GiB",
+                equal[row["equal"]],
+            ]
+        )
+    header = [
+        f"{found['parameters'] / 1e9:.1f} billion parameters, bf16, {found['tokens']:,} tokens a step"
+    ]
     return rows([*header, "time of a step", "peak memory", "bit for bit"], *lines)
 
 
@@ -170,28 +228,73 @@ def language_models(runs: list[Run]) -> list[str]:
     for run in runs:
         if alone := run["found"].get("products"):
             speed, ratio = alone["tokens a second"], alone["times compiled by hand"]
-            cells = [f"{speed / 1e3:.1f} ({ratio:.2f} ×)", f"{alone['mfu']:.0%}", "–", "–"]
-            lines.append([f"{run['found']['model']}: the products of matrices alone", *cells])
+            cells = [
+                f"{speed / 1e3:.1f} ({ratio:.2f} ×)",
+                f"{alone['mfu']:.0%}",
+                "–",
+                "–",
+            ]
+            lines.append(
+                [f"{run['found']['model']}: the products of matrices alone", *cells]
+            )
         for name, row in run["found"]["rows"].items():
             speed = f"{row['tokens a second'] / 1e3:.1f} ({row['times compiled by hand']:.2f} ×)"
             memory, losses = f"{row['peak GiB']:.1f} GiB", f"{row['losses apart']:.0e}"
-            lines.append([f"{run['found']['model']}: {name}", speed, f"{row['mfu']:.0%}", memory, losses])
-    return rows(["", "thousand tokens a second (× compiled by hand)", "MFU", "peak memory", "losses apart"], *lines)
+            lines.append(
+                [
+                    f"{run['found']['model']}: {name}",
+                    speed,
+                    f"{row['mfu']:.0%}",
+                    memory,
+                    losses,
+                ]
+            )
+    return rows(
+        [
+            "",
+            "thousand tokens a second (× compiled by hand)",
+            "MFU",
+            "peak memory",
+            "losses apart",
+        ],
+        *lines,
+    )
 
 
 def headline(runs: list[Run]) -> list[str]:
     loops, checkpoint, offload = runs
     cases = ("fp32", "accumulation 4", "bf16", "fp16")
-    cells = [", ".join(ratios([loops], case, name) for case in cases) for name in ("hasten", "Accelerate", "Fabric")]
+    cells = [
+        ", ".join(ratios([loops], case, name) for case in cases)
+        for name in ("hasten", "Accelerate", "Fabric")
+    ]
     ways = {row["way"]: row for row in checkpoint["found"]["ways"]}
-    state = [f"{ways[way]['save_s']:.1f} s; {ways[way]['load_s']:.1f} s" for way in SYNCED.values()]
+    state = [
+        f"{ways[way]['save_s']:.1f} s; {ways[way]['load_s']:.1f} s"
+        for way in SYNCED.values()
+    ]
     size = max(row["gigabytes"] for row in ways.values())
-    forward = {row["what"]: row for row in offload["found"]["rows"] if row["part"] == "cpu forward"}
+    forward = {
+        row["what"]: row
+        for row in offload["found"]["rows"]
+        if row["part"] == "cpu forward"
+    }
     limit, weights = forward["hasten"]["limit_s"], forward["hasten"]["GB"]
     return rows(
         ["", "bare torch", "hasten", "Accelerate 1.15", "Fabric 2.6"],
-        [f"whole loop, tiny model: {', '.join(cases)}", "1.00", f"**{cells[0]}**", *cells[1:]],
-        [f"save {size:.1f} GB of training state, synced; load it", state[1], f"**{state[0]}**", state[2], ""],
+        [
+            f"whole loop, tiny model: {', '.join(cases)}",
+            "1.00",
+            f"**{cells[0]}**",
+            *cells[1:],
+        ],
+        [
+            f"save {size:.1f} GB of training state, synced; load it",
+            state[1],
+            f"**{state[0]}**",
+            state[2],
+            "",
+        ],
         [
             f"forward of {weights:.0f} GB of weights in host memory (the link: {limit:.2f} s)",
             "",
@@ -220,13 +323,57 @@ TABLES = (
     ),
     Table("loop", "docs/performance.md", "full_loop", "cuda", LOOP_CODE, loop),
     Table("loop cpu", "docs/performance.md", "full_loop", "cpu", LOOP_CODE, loop_cpu),
-    Table("input bound", "docs/performance.md", "full_loop", "cuda", ("data",), input_bound),
-    Table("checkpoints", "docs/performance.md", "checkpoint", "cuda", ("checkpoint", "accelerator"), checkpoints),
-    Table("big models", "docs/performance.md", "offload", "cuda", ("bigmodel",), big_models),
-    Table("cold loads", "docs/performance.md", "cold_loading", "cuda", ("bigmodel", "checkpoint"), cold_loads),
-    Table("sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding),
-    Table("offload training", "docs/performance.md", "offload_training", "cuda", ("strategies",), offload_training),
-    Table("faults", "docs/survive.md", "survive_kills", "faults in every phase", ("survive",), faults),
+    Table(
+        "input bound",
+        "docs/performance.md",
+        "full_loop",
+        "cuda",
+        ("data",),
+        input_bound,
+    ),
+    Table(
+        "checkpoints",
+        "docs/performance.md",
+        "checkpoint",
+        "cuda",
+        ("checkpoint", "accelerator"),
+        checkpoints,
+    ),
+    Table(
+        "big models",
+        "docs/performance.md",
+        "offload",
+        "cuda",
+        ("bigmodel",),
+        big_models,
+    ),
+    Table(
+        "cold loads",
+        "docs/performance.md",
+        "cold_loading",
+        "cuda",
+        ("bigmodel", "checkpoint"),
+        cold_loads,
+    ),
+    Table(
+        "sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding
+    ),
+    Table(
+        "offload training",
+        "docs/performance.md",
+        "offload_training",
+        "cuda",
+        ("strategies",),
+        offload_training,
+    ),
+    Table(
+        "faults",
+        "docs/survive.md",
+        "survive_kills",
+        "faults in every phase",
+        ("survive",),
+        faults,
+    ),
     Table(
         "language models",
         "docs/performance.md",
@@ -255,15 +402,31 @@ def block(table: Table) -> str:
 
 def found_in(page: str, name: str) -> re.Match[str] | None:
     """Return the place of a table in a page."""
-    return re.search(rf"<!-- measured: {re.escape(name)} -->\n.*?<!-- end -->", page, re.DOTALL)
+    return re.search(
+        rf"<!-- measured: {re.escape(name)} -->\n.*?<!-- end -->", page, re.DOTALL
+    )
 
 
 def changed_since(commit: str, code: tuple[str, ...]) -> str:
     """Return how many files of the measured code have changed since a commit."""
     paths = [f"src/hasten/{folder}" for folder in code]
-    ask = ["git", "-C", str(ROOT), "diff", "--name-only", commit.rstrip("+"), "HEAD", "--", *paths]
+    ask = [
+        "git",
+        "-C",
+        str(ROOT),
+        "diff",
+        "--name-only",
+        commit.rstrip("+"),
+        "HEAD",
+        "--",
+        *paths,
+    ]
     done = subprocess.run(ask, capture_output=True, text=True, check=False)
-    return f"{len(done.stdout.split())} files of it changed since" if done.returncode == 0 else "its commit is not here"
+    return (
+        f"{len(done.stdout.split())} files of it changed since"
+        if done.returncode == 0
+        else "its commit is not here"
+    )
 
 
 def main() -> None:
@@ -274,8 +437,13 @@ def main() -> None:
             text = path.read_text(encoding="utf-8")
             place = found_in(text, table.name)
             if place is None:
-                sys.exit(f"{table.page} has no mark `<!-- measured: {table.name} -->`; add it where the table belongs")
-            path.write_text(text[: place.start()] + block(table) + text[place.end() :], encoding="utf-8")
+                sys.exit(
+                    f"{table.page} has no mark `<!-- measured: {table.name} -->`; add it where the table belongs"
+                )
+            path.write_text(
+                text[: place.start()] + block(table) + text[place.end() :],
+                encoding="utf-8",
+            )
         print(f"{table.page}: {table.name}")
         for name, run in zip(table.names(), table.runs(), strict=True):
             print(

@@ -25,8 +25,18 @@ def commit() -> str:
     root = Path(__file__).parents[1]
     ask = ["git", "-C", str(root)]
     try:
-        found = subprocess.run([*ask, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*ask, "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [*ask, "rev-parse", "--short=7", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        changed = subprocess.run(
+            [*ask, "status", "--porcelain", "src"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
@@ -55,14 +65,20 @@ def record(
         "found": without_rounds(found),
         "page": page.rstrip().splitlines(),
     }
-    runs = [one for one in runs if (one["started"], one["setting"]) != (STARTED, setting)] + [run]
+    runs = [
+        one for one in runs if (one["started"], one["setting"]) != (STARTED, setting)
+    ] + [run]
     write(benchmark, runs, folder)
 
 
 def without_rounds(numbers: Any) -> Any:  # Any: JSON
     """Leave out lists of single rounds: medians and quartiles are what is kept."""
     if isinstance(numbers, dict):
-        return {name: without_rounds(value) for name, value in numbers.items() if not is_rounds(value)}
+        return {
+            name: without_rounds(value)
+            for name, value in numbers.items()
+            if not is_rounds(value)
+        }
     if isinstance(numbers, list):
         return [without_rounds(value) for value in numbers]
     return numbers
@@ -70,22 +86,33 @@ def without_rounds(numbers: Any) -> Any:  # Any: JSON
 
 def is_rounds(value: Any) -> bool:  # Any: JSON
     """Return whether a value is a list of more than four numbers."""
-    return isinstance(value, list) and len(value) > 4 and all(isinstance(number, int | float) for number in value)
+    return (
+        isinstance(value, list)
+        and len(value) > 4
+        and all(isinstance(number, int | float) for number in value)
+    )
 
 
 def read(benchmark: str, folder: Path | None = None) -> list[dict[str, Any]]:
     """Return all runs of a benchmark, oldest first."""
-    content = json.loads(((folder or RESULTS) / f"{benchmark}.json").read_text(encoding="utf-8"))
+    content = json.loads(
+        ((folder or RESULTS) / f"{benchmark}.json").read_text(encoding="utf-8")
+    )
     found: list[dict[str, Any]] = content["runs"]
     return found
 
 
-def newest(benchmark: str, setting: str, folder: Path | None = None) -> Any:  # Any: JSON
+# Any: JSON
+def newest(benchmark: str, setting: str, folder: Path | None = None) -> Any:
     """Return the numbers of the newest run under a setting."""
-    return [run for run in read(benchmark, folder) if run["setting"] == setting][-1]["found"]
+    return [run for run in read(benchmark, folder) if run["setting"] == setting][-1][
+        "found"
+    ]
 
 
-def write(benchmark: str, runs: list[dict[str, Any]], folder: Path | None = None) -> None:
+def write(
+    benchmark: str, runs: list[dict[str, Any]], folder: Path | None = None
+) -> None:
     """Write the runs and the page made from them."""
     target = (folder or RESULTS) / f"{benchmark}.json"
     text = json.dumps({"benchmark": benchmark, "runs": runs}, indent=1)
@@ -118,5 +145,7 @@ def _as_text(line: str) -> str:
 def _short_lists(text: str) -> str:
     """Put lists of plain numbers on one line."""
     return re.sub(
-        r"\[\n\s+(-?[\d.e+-]+(?:,\n\s+-?[\d.e+-]+)*)\n\s+\]", lambda m: "[" + re.sub(r",\n\s+", ", ", m[1]) + "]", text
+        r"\[\n\s+(-?[\d.e+-]+(?:,\n\s+-?[\d.e+-]+)*)\n\s+\]",
+        lambda m: "[" + re.sub(r",\n\s+", ", ", m[1]) + "]",
+        text,
     )

@@ -42,10 +42,15 @@ PLANS = (
     Plan("import_time.py", ("--quick",)),
     Plan("launch_overhead.py", ("--rounds", "3")),
     Plan("checkpoint.py", ("--rounds", "2"), ("--cpu",)),
-    Plan("cold_loading.py", ("--gigabytes", "0.2", "--rounds", "2"), ("--device", "cpu")),
+    Plan(
+        "cold_loading.py", ("--gigabytes", "0.2", "--rounds", "2"), ("--device", "cpu")
+    ),
 )
 CUDA_PLANS = (
-    Plan("full_loop.py", always=("--device", "cuda", "--workers", "0", "--rounds", "2", "--published")),
+    Plan(
+        "full_loop.py",
+        always=("--device", "cuda", "--workers", "0", "--rounds", "2", "--published"),
+    ),
     Plan("offload.py", always=("--parts", "cpu", "--depth", "16")),
     Plan("cold_loading.py", always=("--device", "cuda", "--rounds", "1")),
     Plan(
@@ -63,8 +68,21 @@ CUDA_PLANS = (
         ),
     ),
     Plan("sharding.py", always=("--rounds", "4", "--steps", "5")),
-    Plan("offload_training.py", always=("--rounds", "2", "--each", "4", "--only", "optimizer", "all", "FSDP2")),
-    Plan("language_models.py", always=("--rounds", "2", "--only", "bare", "hasten, performance", "fp8, blocks")),
+    Plan(
+        "offload_training.py",
+        always=("--rounds", "2", "--each", "4", "--only", "optimizer", "all", "FSDP2"),
+    ),
+    Plan(
+        "language_models.py",
+        always=(
+            "--rounds",
+            "2",
+            "--only",
+            "bare",
+            "hasten, performance",
+            "fp8, blocks",
+        ),
+    ),
 )
 """Benchmarks of the published tables, the headline first; each as short as its numbers allow."""
 NOT_HERE = {
@@ -101,54 +119,110 @@ def tables(page: list[str]) -> list[tuple[str, str]]:
             header = cells
         elif set(line) - set("|-: "):
             values = zip(header[1:], cells[1:], strict=False)
-            rows.append((cells[0], "; ".join(f"{name}: {value}" if name else value for name, value in values)))
+            rows.append(
+                (
+                    cells[0],
+                    "; ".join(
+                        f"{name}: {value}" if name else value for name, value in values
+                    ),
+                )
+            )
     return rows
 
 
 def unknown() -> list[str]:
     """Scripts that are neither run nor left out for a reason."""
-    return sorted({path.name for path in HERE.glob("*.py")} - {plan.script for plan in PLANS} - set(NOT_HERE))
+    return sorted(
+        {path.name for path in HERE.glob("*.py")}
+        - {plan.script for plan in PLANS}
+        - set(NOT_HERE)
+    )
 
 
 def run(plan: Plan, full: bool, results: Path) -> tuple[float, str | None]:
     """Seconds it took, and the end of what it printed when it failed."""
     always = [word.format(results=results) for word in plan.always]
-    command = [sys.executable, str(HERE / plan.script), *always, *(() if full else plan.short)]
+    command = [
+        sys.executable,
+        str(HERE / plan.script),
+        *always,
+        *(() if full else plan.short),
+    ]
     begun = time.perf_counter()
     try:
         env = {**os.environ, "BENCHMARK_RESULTS": str(results)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
-        failed = None if done.returncode == 0 else (done.stderr or done.stdout).strip().splitlines()[-1:]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env=env,
+        )
+        failed = (
+            None
+            if done.returncode == 0
+            else (done.stderr or done.stdout).strip().splitlines()[-1:]
+        )
     except subprocess.TimeoutExpired:
         failed = [f"took longer than {TIMEOUT_S} s"]
-    return time.perf_counter() - begun, None if failed is None else (failed or ["no output"])[0][:200]
+    return time.perf_counter() - begun, None if failed is None else (
+        failed or ["no output"]
+    )[0][:200]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="the settings of the committed results")
-    parser.add_argument("--cuda", action="store_true", help="the benchmarks of the published tables, on one GPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="the settings of the committed results"
+    )
+    parser.add_argument(
+        "--cuda",
+        action="store_true",
+        help="the benchmarks of the published tables, on one GPU",
+    )
     parser.add_argument("--only", nargs="*", default=[], help="only these scripts")
     args = parser.parse_args()
     assert not unknown(), f"say in run_all.py how to run {unknown()}, or why not"
     full, plans = args.full or args.cuda, CUDA_PLANS if args.cuda else PLANS
     results = (RESULTS if full else SHORT).resolve()
     results.mkdir(parents=True, exist_ok=True)
-    lines = ["# All benchmarks", "", ", ".join(f"{key} {value}" for key, value in versions().items()), ""]
-    lines += [f"{'Full' if full else 'Short'} runs.", "", "| benchmark | what | numbers |", "|---|---|---|"]
+    lines = [
+        "# All benchmarks",
+        "",
+        ", ".join(f"{key} {value}" for key, value in versions().items()),
+        "",
+    ]
+    lines += [
+        f"{'Full' if full else 'Short'} runs.",
+        "",
+        "| benchmark | what | numbers |",
+        "|---|---|---|",
+    ]
     failures, begun = 0, time.perf_counter()
     for plan in plans:
         if args.only and plan.script not in args.only:
             continue
         seconds, failed = run(plan, full, results)
-        print(f"{plan.script}: {f'failed: {failed}' if failed else 'done'} ({seconds:.0f} s)", flush=True)
+        print(
+            f"{plan.script}: {f'failed: {failed}' if failed else 'done'} ({seconds:.0f} s)",
+            flush=True,
+        )
         if failed:
             failures += 1
             lines.append(f"| {plan.script} | failed | {failed.replace('|', '/')} |")
             continue
         page = read(Path(plan.script).stem, results)[-1]["page"]
-        lines += [f"| {plan.script} | {what} | {numbers} |" for what, numbers in tables(page)]
-    lines += [f"| {name} | not run | {why} |" for name, why in NOT_HERE.items() if why.startswith("needs")]
+        lines += [
+            f"| {plan.script} | {what} | {numbers} |" for what, numbers in tables(page)
+        ]
+    lines += [
+        f"| {name} | not run | {why} |"
+        for name, why in NOT_HERE.items()
+        if why.startswith("needs")
+    ]
     table = (SHORT if args.cuda else results) / "all.md"
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text("\n".join(lines) + "\n")

@@ -70,8 +70,15 @@ class Row:
 
 
 def rows() -> list[Row]:
-    def sharded(name: str, slow: bool = False, fused: bool | None = None, **options: Any) -> Row:
-        return Row(name, {"fsdp_plugin": FullyShardedDataParallelPlugin(**options)}, slow, fused)
+    def sharded(
+        name: str, slow: bool = False, fused: bool | None = None, **options: Any
+    ) -> Row:
+        return Row(
+            name,
+            {"fsdp_plugin": FullyShardedDataParallelPlugin(**options)},
+            slow,
+            fused,
+        )
 
     recompute: dict[str, Any] = {"activation_checkpointing": True}
     return [
@@ -80,10 +87,14 @@ def rows() -> list[Row]:
         sharded("FSDP2, parameters kept after forward", reshard_after_forward=False),
         sharded("FSDP2, activation checkpointing", **recompute),
         sharded(
-            "FSDP2, activation checkpointing, inputs in host memory", activation_checkpointing_offload=True, **recompute
+            "FSDP2, activation checkpointing, inputs in host memory",
+            activation_checkpointing_offload=True,
+            **recompute,
         ),
         sharded("FSDP2, CPU offload", slow=True, cpu_offload=True),
-        sharded("FSDP2, CPU offload, fused AdamW", slow=True, fused=True, cpu_offload=True),
+        sharded(
+            "FSDP2, CPU offload, fused AdamW", slow=True, fused=True, cpu_offload=True
+        ),
         sharded(
             "FSDP2, CPU offload, fused AdamW, activation checkpointing",
             slow=True,
@@ -107,7 +118,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        heads = (
+            self.qkv(self.norm1(x))
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         q, k, v = heads.unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -119,16 +134,26 @@ class Writer(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(size.vocab, size.width), nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.depth))
-        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
+        self.embed, self.position = (
+            nn.Embedding(size.vocab, size.width),
+            nn.Embedding(size.context, size.width),
+        )
+        self.blocks = nn.ModuleList(
+            Block(size.width, size.heads) for _ in range(size.depth)
+        )
+        self.norm, self.head = (
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, size.vocab, bias=False),
+        )
         self.head.weight = self.embed.weight
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed(tokens) + self.position(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
@@ -142,7 +167,9 @@ def build(row: Row, size: Size, cpu: bool) -> Step:
     with accelerator.device:
         net: nn.Module = Writer(size)
         tokens = torch.randint(0, size.vocab, (size.rows, size.context))
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-4, fused=row.fused))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-4, fused=row.fused)
+    )
 
     def step() -> None:
         accelerator.backward(net(tokens))
@@ -181,7 +208,10 @@ def ratio(size: Size, cpu: bool, rounds: int, times: int) -> dict[str, Any]:
     plain, sharded = (build(row, size, cpu) for row in rows()[:2])
     for step in (plain, sharded):
         seconds(step, WARM_UP, cpu)
-    pairs = [(seconds(plain, times, cpu), seconds(sharded, times, cpu)) for _ in range(rounds)]
+    pairs = [
+        (seconds(plain, times, cpu), seconds(sharded, times, cpu))
+        for _ in range(rounds)
+    ]
     ratios = sorted(b / a for a, b in pairs)
     return {
         "plain_ms": 1e3 * statistics.median(a for a, _ in pairs),
@@ -203,7 +233,10 @@ def measure(row: Row, size: Size, cpu: bool, times: int) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     rounds, each = (1, max(2, times // 5)) if row.slow else (4, max(1, times // 4))
     taken = statistics.median(seconds(step, each, cpu) for _ in range(rounds))
-    found: dict[str, Any] = {"ms": 1e3 * taken, "tokens_per_second": size.tokens / taken}
+    found: dict[str, Any] = {
+        "ms": 1e3 * taken,
+        "tokens_per_second": size.tokens / taken,
+    }
     if not cpu:
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["held_gib"] = torch.cuda.memory_allocated() / 2**30
@@ -225,7 +258,9 @@ def facts(size: Size, cpu: bool) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": f"{os.cpu_count()} CPU cores" if cpu else torch.cuda.get_device_name(),
+        "device": f"{os.cpu_count()} CPU cores"
+        if cpu
+        else torch.cuda.get_device_name(),
         "parameters": parameters,
         "tokens per step": size.tokens,
     }
@@ -242,7 +277,9 @@ def turns(beside: dict[str, Any]) -> str:
     )
 
 
-def markdown(known: dict[str, Any], beside: dict[str, Any], table: list[dict[str, Any]]) -> str:
+def markdown(
+    known: dict[str, Any], beside: dict[str, Any], table: list[dict[str, Any]]
+) -> str:
     lines = [
         "# FSDP2 on one device",
         "",
@@ -258,16 +295,34 @@ def markdown(known: dict[str, Any], beside: dict[str, Any], table: list[dict[str
         if base is None or "ms" not in row:
             lines.append(f"| {row['row']} | failed: {row.get('error')} | | | | |")
             continue
-        memory = [f"{row[key]:.2f}" if key in row else "–" for key in ("peak_gib", "held_gib")]
-        cells = [f"{row['ms']:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['ms'] / base:.3f}", *memory]
+        memory = [
+            f"{row[key]:.2f}" if key in row else "–" for key in ("peak_gib", "held_gib")
+        ]
+        cells = [
+            f"{row['ms']:.1f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['ms'] / base:.3f}",
+            *memory,
+        ]
         lines.append(f"| {row['row']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=None, help="folder for sharding.json and sharding.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="folder for sharding.json and sharding.md",
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=8, help="steps of a round")
     args = parser.parse_args()
@@ -276,14 +331,24 @@ def main() -> None:
     known = facts(size, cpu)
     began = time.perf_counter()
     beside = attempt(lambda: ratio(size, cpu, args.rounds, args.steps))
-    table = [{"row": row.name, **attempt(partial(measure, row, size, cpu, 2 * args.steps))} for row in rows()]
+    table = [
+        {"row": row.name, **attempt(partial(measure, row, size, cpu, 2 * args.steps))}
+        for row in rows()
+    ]
     known["seconds"] = round(time.perf_counter() - began)
     text = markdown(known, beside, table)
     print(text)
     out = args.out if args.out is not None or cpu else RESULTS
     if out is not None:
         found = {"facts": known, "beside": beside, "table": table}
-        record("sharding", args.device, found, text, {"hardware": known["device"]}, folder=out)
+        record(
+            "sharding",
+            args.device,
+            found,
+            text,
+            {"hardware": known["device"]},
+            folder=out,
+        )
     with suppress(ValueError):
         dist.destroy_process_group()
 

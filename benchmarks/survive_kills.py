@@ -52,14 +52,24 @@ EACH = 7
 
 # -- one run -----------------------------------------------------------------------------------------------------------
 def one_run(
-    index: int, replicas: int, deck: list[tuple[str, str]], network: FaultyNetwork, args: argparse.Namespace
+    index: int,
+    replicas: int,
+    deck: list[tuple[str, str]],
+    network: FaultyNetwork,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Inject faults into one run and check it; return its numbers. A violation is part of them."""
     rng = random.Random(f"{args.seed}-{index}")
     folder = Path(tempfile.mkdtemp(prefix="hasten-faults-"))
     planned = plan_faults(replicas, deck, rng)
     before = processor_times()
-    found: dict[str, Any] = {"seed": args.seed, "run": index, "replicas": replicas, "violation": "", "commit": commit()}
+    found: dict[str, Any] = {
+        "seed": args.seed,
+        "run": index,
+        "replicas": replicas,
+        "violation": "",
+        "commit": commit(),
+    }
     try:
         options, done = run_with_faults(folder, replicas, network, planned, rng)
         found |= numbers(folder, options, done)
@@ -76,7 +86,9 @@ def one_run(
     return found | {"faults": [encoded(fault) for fault in done]} | load_since(before)
 
 
-def numbers(folder: Path, options: dict[str, Any], faults: list[Fault]) -> dict[str, Any]:
+def numbers(
+    folder: Path, options: dict[str, Any], faults: list[Fault]
+) -> dict[str, Any]:
     """Check a finished run; return its pauses and the account of its updates."""
     updates = check_run(folder, options)
     written = [row for row in rows(folder) if row["applied"]]
@@ -91,7 +103,9 @@ def numbers(folder: Path, options: dict[str, Any], faults: list[Fault]) -> dict[
         for fault, end in zip(faults, ends, strict=True)
     ]
     final = list(results(folder).values())
-    lost = {row["lineage"] for row in written} - {update["lineage"] for update in updates}
+    lost = {row["lineage"] for row in written} - {
+        update["lineage"] for update in updates
+    }
     assert len(lost) <= len(faults), f"{len(lost)} updates were applied and then lost"
     return {
         "updates": len(updates),
@@ -118,7 +132,9 @@ def lost_samples(update: dict[str, Any]) -> list[int]:
 
 def processor_times() -> list[int]:
     """Return the ticks of all processors so far: busy, idle, stolen."""
-    values = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    values = [
+        int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    ]
     return [
         values[0] + values[1] + values[2] + values[5] + values[6],
         values[3] + values[4],
@@ -129,7 +145,9 @@ def processor_times() -> list[int]:
 
 def load_since(before: list[int]) -> dict[str, Any]:
     """Return the shares of the processors since then, and the machine's load."""
-    busy, idle, stolen, took = (b - a for a, b in zip(before, processor_times(), strict=True))
+    busy, idle, stolen, took = (
+        b - a for a, b in zip(before, processor_times(), strict=True)
+    )
     total = max(1, busy + idle + stolen)
     return {
         "seconds": round(took / 1e9, 1),
@@ -142,7 +160,10 @@ def load_since(before: list[int]) -> dict[str, Any]:
 # -- the page ----------------------------------------------------------------------------------------------------------
 def table(header: list[str], lines: list[list[object]]) -> list[str]:
     """Return a Markdown table."""
-    return [f"| {' | '.join(map(str, cells))} |" for cells in (header, ["---"] * len(header), *lines)]
+    return [
+        f"| {' | '.join(map(str, cells))} |"
+        for cells in (header, ["---"] * len(header), *lines)
+    ]
 
 
 def page_of(runs: list[dict[str, Any]]) -> str:
@@ -185,17 +206,32 @@ def by_replicas(runs: list[dict[str, Any]]) -> list[str]:
     ]
     found: list[list[object]] = []
     for replicas in sorted({run["replicas"] for run in runs if not run["violation"]}):
-        some = [run for run in runs if run["replicas"] == replicas and not run["violation"]]
+        some = [
+            run for run in runs if run["replicas"] == replicas and not run["violation"]
+        ]
         pauses = [pause for run in some for pause in run["pauses (s)"]]
-        sums = [sum(run[key] for run in some) for key in ("updates", "samples given out again", "updates lost")]
-        row = [replicas, len(some), len(pauses), sums[0], f"{max(pauses):.1f} s", f"{statistics.median(pauses):.1f} s"]
+        sums = [
+            sum(run[key] for run in some)
+            for key in ("updates", "samples given out again", "updates lost")
+        ]
+        row = [
+            replicas,
+            len(some),
+            len(pauses),
+            sums[0],
+            f"{max(pauses):.1f} s",
+            f"{statistics.median(pauses):.1f} s",
+        ]
         found.append([*row, *sums[1:]])
     return table(header, found)
 
 
 def machine(runs: list[dict[str, Any]]) -> str:
     """Return a sentence about the machine during the runs."""
-    busy, stolen = (statistics.mean(run[key] for run in runs) for key in ("processors busy", "processors stolen"))
+    busy, stolen = (
+        statistics.mean(run[key] for run in runs)
+        for key in ("processors busy", "processors stolen")
+    )
     loads = [run["load"] for run in runs]
     return (
         f"The machine had other work at the same time: load average {min(loads):.0f} to {max(loads):.0f} on {os.cpu_count()} cores, processors "
@@ -207,7 +243,11 @@ def machine(runs: list[dict[str, Any]]) -> str:
 # -- all runs ----------------------------------------------------------------------------------------------------------
 def kept_rows(folder: Path, pattern: str) -> list[dict[str, Any]]:
     """Return the rows of all files of the folder whose names match."""
-    return [json.loads(line) for path in sorted(folder.glob(pattern)) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for path in sorted(folder.glob(pattern))
+        for line in path.read_text().splitlines()
+    ]
 
 
 def keep(path: Path, rows_: list[dict[str, Any]]) -> None:
@@ -217,22 +257,40 @@ def keep(path: Path, rows_: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/survive_kills"), help="finished runs; a second call continues"
+        "--folder",
+        type=Path,
+        default=Path("build/survive_kills"),
+        help="finished runs; a second call continues",
     )
-    parser.add_argument("--seconds", type=float, default=7200.0, help="start no further run after this time")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=7200.0,
+        help="start no further run after this time",
+    )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; a second call continues"))
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("stopped; a second call continues")
+    )
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.faults:  # 0 makes the page of the runs that are kept
         inject_all(args)
     runs = kept_rows(args.folder, "runs-*.jsonl")
     page = page_of(runs)
     versions = {"torch": version("torch"), "torchft": version("torchft")}
-    record("survive_kills", SETTING, {"runs": [compact(run) for run in runs]}, page, versions)
+    record(
+        "survive_kills",
+        SETTING,
+        {"runs": [compact(run) for run in runs]},
+        page,
+        versions,
+    )
     sys.stdout.write(page)
     sys.exit(any(run["violation"] for run in runs))
 
@@ -243,12 +301,18 @@ def inject_all(args: argparse.Namespace) -> None:
     runs = kept_rows(args.folder, kept.name)
     dealt = decks(random.Random(args.seed), EACH)
     until = time.monotonic() + args.seconds
-    with tempfile.TemporaryDirectory(prefix="hasten-faults-") as name, faulty_network(Path(name), 4) as network:
+    with (
+        tempfile.TemporaryDirectory(prefix="hasten-faults-") as name,
+        faulty_network(Path(name), 4) as network,
+    ):
         for index, replicas in enumerate(itertools.cycle((2, 3, 4))):
             deck = next(dealt)
             if index < len(runs):
                 continue
-            if time.monotonic() > until or sum(len(run["faults"]) for run in runs) >= args.faults:
+            if (
+                time.monotonic() > until
+                or sum(len(run["faults"]) for run in runs) >= args.faults
+            ):
                 break
             runs.append(one_run(index, replicas, deck, network, args))
             keep(kept, runs[-1:])
@@ -261,12 +325,20 @@ def compact(run: dict[str, Any]) -> dict[str, Any]:
     faults = [
         f"{fault['kind']} in {fault['hit']} of replica {fault['name']}"
         + (f" from {fault['other']}" if fault["pair"] else "")
-        + ("" if fault["kind"] == "kill" else " for good" if fault["seconds"] < 0 else f" for {fault['seconds']} s")
+        + (
+            ""
+            if fault["kind"] == "kill"
+            else " for good"
+            if fault["seconds"] < 0
+            else f" for {fault['seconds']} s"
+        )
         + (", while another is away" if fault["follows_s"] is not None else "")
         + f": pause {pause} s"
         for fault, pause in zip(run["faults"], pauses, strict=True)
     ]
-    return {key: value for key, value in run.items() if key != "pauses (s)"} | {"faults": faults}
+    return {key: value for key, value in run.items() if key != "pauses (s)"} | {
+        "faults": faults
+    }
 
 
 def told(runs: list[dict[str, Any]]) -> None:

@@ -44,7 +44,16 @@ TURNS = {"gpt2": (8, 5), "tiny": (12, 200)}
 """Rounds, and steps of a contender in each."""
 TRIED = {
     "gpt2": ["--only", "fused", "compile", "--updates", "15", "--warmup", "4"],
-    "tiny": ["--only", "fused", "step_graph", "compile", "--updates", "400", "--warmup", "40"],
+    "tiny": [
+        "--only",
+        "fused",
+        "step_graph",
+        "compile",
+        "--updates",
+        "400",
+        "--warmup",
+        "40",
+    ],
 }
 
 
@@ -52,7 +61,9 @@ TRIED = {
 class Bench:
     """What every contender is given."""
 
-    def __init__(self, kind: str, small: bool, device: torch.device, chosen: dict[str, Any]) -> None:
+    def __init__(
+        self, kind: str, small: bool, device: torch.device, chosen: dict[str, Any]
+    ) -> None:
         self.kind, self.small, self.device, self.chosen = kind, small, device, chosen
         self.precision = precision_of(kind)
 
@@ -60,16 +71,24 @@ class Bench:
         return model_of(self.kind, self.small, self.device)
 
     def batches(self) -> list[Any]:
-        loader = DataLoader(data_of(self.kind, self.small), batch_size=batch_of(self.kind, self.small))
+        loader = DataLoader(
+            data_of(self.kind, self.small), batch_size=batch_of(self.kind, self.small)
+        )
         return [[tensor.to(self.device) for tensor in batch] for batch in loader]
 
 
 def by_hand(bench: Bench, fused: bool = False) -> Step:
     model = bench.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True) if fused else optimizer_of(model)
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        if fused
+        else optimizer_of(model)
+    )
 
     def step(batch: Any) -> Tensor:
-        with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.precision == "bf16"):
+        with torch.autocast(
+            bench.device.type, torch.bfloat16, enabled=bench.precision == "bf16"
+        ):
             loss: Tensor = model(*batch)
         loss.backward()
         optimizer.step()
@@ -91,7 +110,11 @@ def graph_by_hand(bench: Bench) -> Step:
         raise RuntimeError("for the tiny step only")
     model = bench.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, capturable=True)
-    graph, static, losses = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in bench.batches()[0]], []
+    graph, static, losses = (
+        torch.cuda.CUDAGraph(),
+        [tensor.clone() for tensor in bench.batches()[0]],
+        [],
+    )
     keep = [parameter.detach().clone() for parameter in model.parameters()]
 
     def whole() -> Tensor:
@@ -125,7 +148,9 @@ def graph_by_hand(bench: Bench) -> Step:
     return step
 
 
-def with_accelerator(accelerator: Any, bench: Bench, change: Callable[[Any], Any] = lambda one: one) -> Step:
+def with_accelerator(
+    accelerator: Any, bench: Bench, change: Callable[[Any], Any] = lambda one: one
+) -> Step:
     """The loop for an object with Accelerate's method names."""
     net = bench.model()
     model, optimizer = accelerator.prepare(change(net), change(optimizer_of(net)))
@@ -143,7 +168,10 @@ def with_accelerator(accelerator: Any, bench: Bench, change: Callable[[Any], Any
 def hasten_plain(bench: Bench) -> Step:
     from hasten import Accelerator
 
-    return with_accelerator(Accelerator(mixed_precision=bench.precision, cpu=bench.device.type == "cpu"), bench)
+    return with_accelerator(
+        Accelerator(mixed_precision=bench.precision, cpu=bench.device.type == "cpu"),
+        bench,
+    )
 
 
 def hasten_tuned(bench: Bench) -> Step:
@@ -166,7 +194,11 @@ def hasten_auto(bench: Bench) -> Step:
     """Nothing tuned: `performance="auto"`."""
     from hasten import Accelerator
 
-    accelerator = Accelerator(mixed_precision=bench.precision, cpu=bench.device.type == "cpu", performance="auto")
+    accelerator = Accelerator(
+        mixed_precision=bench.precision,
+        cpu=bench.device.type == "cpu",
+        performance="auto",
+    )
     return accelerator.capture_step(with_accelerator(accelerator, bench))
 
 
@@ -177,7 +209,11 @@ def accelerate(bench: Bench) -> Step:
     if "hasten" in getattr(sys.modules["accelerate"], "__version__", ""):
         raise ImportError("the drop-in stands in for Accelerate here")
     AcceleratorState._reset_state(reset_partial_state=True)
-    made = Accelerator(mixed_precision=bench.precision, dynamo_backend="inductor", cpu=bench.device.type == "cpu")
+    made = Accelerator(
+        mixed_precision=bench.precision,
+        dynamo_backend="inductor",
+        cpu=bench.device.type == "cpu",
+    )
     return with_accelerator(made, bench)
 
 
@@ -188,7 +224,9 @@ def fabric(bench: Bench) -> Step:
         from lightning_fabric import Fabric
 
     runner = Fabric(
-        accelerator=bench.device.type, devices=1, precision="bf16-mixed" if bench.precision == "bf16" else "32-true"
+        accelerator=bench.device.type,
+        devices=1,
+        precision="bf16-mixed" if bench.precision == "bf16" else "32-true",
     )
     runner.launch()
     net = torch.compile(bench.model())
@@ -222,7 +260,14 @@ def tuned(kind: str, small: bool, budget: str) -> dict[str, Any]:
     """What `hasten tune` found: its trials, what it chose, and the settings it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "config.yaml"
-        command = [sys.executable, "-m", "hasten.cli.main", "tune", str(HERE / "tuned_script.py"), "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "hasten.cli.main",
+            "tune",
+            str(HERE / "tuned_script.py"),
+            "--json",
+        ]
         command += ["--budget", budget, "-o", str(written)]
         if small:
             command += ["--only", "fused", "--updates", "6", "--warmup", "4"]
@@ -232,7 +277,11 @@ def tuned(kind: str, small: bool, budget: str) -> dict[str, Any]:
         began = time.monotonic()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            return {"error": f"hasten tune ended with exit code {done.returncode}", "best": {}, "trials": []}
+            return {
+                "error": f"hasten tune ended with exit code {done.returncode}",
+                "best": {},
+                "trials": [],
+            }
         found: dict[str, Any] = json.loads(done.stdout)
         found["seconds"] = time.monotonic() - began
         found["written"] = written.read_text() if written.is_file() else ""
@@ -240,7 +289,9 @@ def tuned(kind: str, small: bool, budget: str) -> dict[str, Any]:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def prepared(bench: Bench, only: list[str]) -> tuple[dict[str, Step], dict[str, list[float]], dict[str, str]]:
+def prepared(
+    bench: Bench, only: list[str]
+) -> tuple[dict[str, Step], dict[str, list[float]], dict[str, str]]:
     """Every contender that runs, the losses of its first steps, and why others do not."""
     steps: dict[str, Step] = {}
     losses: dict[str, list[float]] = {}
@@ -299,7 +350,9 @@ def part(kind: str, args: argparse.Namespace) -> None:
     print(f"{kind}: hasten tune", flush=True)
     found = tuned(kind, args.small, args.budget)
     print(f"{kind}: tune chose {found['best'] or 'the unchanged script'}", flush=True)
-    device = torch.device("cuda" if torch.cuda.is_available() and not args.small else "cpu")
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() and not args.small else "cpu"
+    )
     bench = Bench(kind, args.small, device, found["best"])
     steps, losses, left_out = prepared(bench, args.only)
     times = take_turns(bench, steps)
@@ -320,11 +373,24 @@ def part(kind: str, args: argparse.Namespace) -> None:
     print(text)
 
 
-def page(bench: Bench, found: dict[str, Any], rows: dict[str, Any], left_out: dict[str, str], known: Any) -> str:
+def page(
+    bench: Bench,
+    found: dict[str, Any],
+    rows: dict[str, Any],
+    left_out: dict[str, str],
+    known: Any,
+) -> str:
     """The results in words and tables."""
     tokens = 16 * 1024 if bench.kind == "gpt2" and not bench.small else 0
-    what = "GPT-2-small-sized, 16 x 1024 tokens, bf16" if tokens else f"{bench.kind}{', small' if bench.small else ''}"
-    chosen = ", ".join(f"{name}={value}" for name, value in found["best"].items()) or "the unchanged script"
+    what = (
+        "GPT-2-small-sized, 16 x 1024 tokens, bf16"
+        if tokens
+        else f"{bench.kind}{', small' if bench.small else ''}"
+    )
+    chosen = (
+        ", ".join(f"{name}={value}" for name, value in found["best"].items())
+        or "the unchanged script"
+    )
     lines = [
         f"# Tuned: {what}",
         "",
@@ -341,31 +407,54 @@ def page(bench: Bench, found: dict[str, Any], rows: dict[str, Any], left_out: di
     ]
     for name, row in rows.items():
         speed = f" {tokens / row['seconds'] / 1e3:.0f} |" if tokens else ""
-        step = f"{row['seconds'] * 1e3:.2f} ms" if row["seconds"] > 0.01 else f"{row['seconds'] * 1e6:.0f} µs"
+        step = (
+            f"{row['seconds'] * 1e3:.2f} ms"
+            if row["seconds"] > 0.01
+            else f"{row['seconds'] * 1e6:.0f} µs"
+        )
         lines.append(
             f"| {name} | {step} |{speed} {row['faster']:.2f} | {row['losses_apart']:.2e} | {row['last_loss']:.4f} |"
         )
     lines += ["", *(f"Left out: {name} ({why})." for name, why in left_out.items())]
-    lines += ["", "## Trials of tune", "", "| values | step | verdict |", "|---|---|---|"]
+    lines += [
+        "",
+        "## Trials of tune",
+        "",
+        "| values | step | verdict |",
+        "|---|---|---|",
+    ]
     for trial in found["trials"]:
-        values = ", ".join(f"{name}={value}" for name, value in trial["values"].items()) or "the unchanged script"
-        lines.append(f"| {values} | {trial['step_s'] * 1e3:.3f} ms | {trial['verdict']} |")
+        values = (
+            ", ".join(f"{name}={value}" for name, value in trial["values"].items())
+            or "the unchanged script"
+        )
+        lines.append(
+            f"| {values} | {trial['step_s'] * 1e3:.3f} ms | {trial['verdict']} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Run the parts that were asked for."""
     warnings.filterwarnings("ignore")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--part", choices=["gpt2", "tiny", "all"], default="all")
     parser.add_argument("--small", action="store_true", help="small sizes on the CPU")
-    parser.add_argument("--budget", default="240s", help="of hasten tune, for each part")
     parser.add_argument(
-        "--only", nargs="*", default=[], help="words in the names of contenders to run, beside the eager loop"
+        "--budget", default="240s", help="of hasten tune, for each part"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="words in the names of contenders to run, beside the eager loop",
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    torch._dynamo.config.recompile_limit = 64  # contenders share code; none may give up because of what others compiled
+    # contenders share code; none may give up because of what others compiled
+    torch._dynamo.config.recompile_limit = 64
     args.only = [*args.only, REFERENCE] if args.only else []
     for kind in ("tiny", "gpt2") if args.part == "all" else (args.part,):
         try:

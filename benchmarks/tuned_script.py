@@ -27,7 +27,11 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
@@ -50,7 +54,10 @@ class GPT2(nn.Module):
         heads: int = 12,
     ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocabulary, width),
+            nn.Embedding(length, width),
+        )
         self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -68,7 +75,13 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.layers = nn.Sequential(
+            nn.Linear(32, 64),
+            nn.ReLU(),
+            nn.Linear(64, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.layers(x), y)
@@ -80,7 +93,11 @@ def model_of(kind: str, small: bool, device: torch.device | str = "cpu") -> nn.M
     with torch.device(device):
         if kind == "tiny":
             return Classifier()
-        sizes = {"vocabulary": 256, "length": 32, "width": 32, "layers": 2, "heads": 2} if small else {}
+        sizes = (
+            {"vocabulary": 256, "length": 32, "width": 32, "layers": 2, "heads": 2}
+            if small
+            else {}
+        )
         net = GPT2(**sizes)
     for part in net.modules():  # as GPT-2 begins: losses near log(vocabulary)
         if isinstance(part, (nn.Linear, nn.Embedding)):
@@ -95,8 +112,15 @@ def data_of(kind: str, small: bool) -> TensorDataset:
     made = torch.Generator().manual_seed(1)
     rows = batch_of(kind, small) * BATCHES
     if kind == "tiny":
-        return TensorDataset(torch.randn(rows, 32, generator=made), torch.randint(10, (rows,), generator=made))
-    return TensorDataset(torch.randint(256 if small else 50304, (rows, 33 if small else 1025), generator=made))
+        return TensorDataset(
+            torch.randn(rows, 32, generator=made),
+            torch.randint(10, (rows,), generator=made),
+        )
+    return TensorDataset(
+        torch.randint(
+            256 if small else 50304, (rows, 33 if small else 1025), generator=made
+        )
+    )
 
 
 def batch_of(kind: str, small: bool) -> int:
@@ -118,14 +142,18 @@ def main() -> None:
     """Train until the steps are done."""
     from hasten import Accelerator
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--model", choices=["gpt2", "tiny"], default="gpt2")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=100_000)
     args = parser.parse_args()
     accelerator = Accelerator(mixed_precision=precision_of(args.model))
     model = model_of(args.model, args.small, accelerator.device)
-    loader: Any = DataLoader(data_of(args.model, args.small), batch_size=batch_of(args.model, args.small))
+    loader: Any = DataLoader(
+        data_of(args.model, args.small), batch_size=batch_of(args.model, args.small)
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
 
     @accelerator.capture_step

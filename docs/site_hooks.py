@@ -15,7 +15,9 @@ ROOT: Final = Path(__file__).parents[1]
 DOCS: Final = "docs/"
 FRONT: Final = "README.md"
 """The file that is the site's first page."""
-LINK: Final = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
+LINK: Final = re.compile(
+    r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?)(?=\))"
+)
 LANGUAGES: Final = {".py": "python", ".sbatch": "bash", ".sh": "bash"}
 
 
@@ -27,25 +29,46 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     while waiting:
         source = waiting.pop()
         for target in (join(source, link) for link, _ in LINK.findall(shown(source))):
-            if target not in seen and not target.startswith(DOCS) and (ROOT / target).exists():
+            if (
+                target not in seen
+                and not target.startswith(DOCS)
+                and (ROOT / target).exists()
+            ):
                 seen.add(target)
                 files.append(File.generated(config, uri(target), content=shown(target)))
-                waiting += [target] if target.endswith(".md") or (ROOT / target).is_dir() else []
+                waiting += (
+                    [target]
+                    if target.endswith(".md") or (ROOT / target).is_dir()
+                    else []
+                )
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     """Let links that leave the documentation lead to the pages made of those files."""
     here = page.file.src_uri
     source = source_of(here)
 
     def moved(found: re.Match[str]) -> str:
-        return posixpath.relpath(uri(join(source, found[1])), posixpath.dirname(here) or ".") + found[2]
+        return (
+            posixpath.relpath(
+                uri(join(source, found[1])), posixpath.dirname(here) or "."
+            )
+            + found[2]
+        )
 
-    return LINK.sub(moved, markdown) if source.endswith(".md") or (ROOT / source).is_dir() else markdown
+    return (
+        LINK.sub(moved, markdown)
+        if source.endswith(".md") or (ROOT / source).is_dir()
+        else markdown
+    )
 
 
-def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+def on_post_template(
+    output_content: str, template_name: str, config: MkDocsConfig
+) -> str:
     """Let the links of the page for missing pages begin at its folder, since nobody knows the address of the site."""
     if template_name != "404.html":
         return output_content
@@ -68,7 +91,9 @@ def uri(target: str) -> str:
         return target.removeprefix(DOCS)
     if (ROOT / target).is_dir():
         return f"repository/{target}/index.md"
-    return f"repository/{target}" if target.endswith(".md") else f"repository/{target}.md"
+    return (
+        f"repository/{target}" if target.endswith(".md") else f"repository/{target}.md"
+    )
 
 
 def source_of(page: str) -> str:
@@ -86,7 +111,9 @@ def shown(target: str) -> str:
     """The Markdown of a file or folder: itself, a list of its Markdown files, or its text as code."""
     path = ROOT / target
     if path.is_dir():
-        names = "\n".join(f"- [{one.name}]({one.name})" for one in sorted(path.glob("*.md")))
+        names = "\n".join(
+            f"- [{one.name}]({one.name})" for one in sorted(path.glob("*.md"))
+        )
         return f"# {target}\n\n{names}\n"
     text = path.read_text("utf-8")
     if target.endswith(".md"):

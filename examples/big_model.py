@@ -48,11 +48,21 @@ class Tower(nn.Module):
 
 def main() -> None:
     """Read the arguments, and compare the models in a folder that is deleted afterwards."""
-    parser = argparse.ArgumentParser(description="Run a model that does not fit on the device.")
+    parser = argparse.ArgumentParser(
+        description="Run a model that does not fit on the device."
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--budget", default="1GB", help="memory for weights on the accelerator, if there is one")
-    parser.add_argument("--host", default="4MB", help="memory for weights on the host; the rest stays on the disk")
+    parser.add_argument(
+        "--budget",
+        default="1GB",
+        help="memory for weights on the accelerator, if there is one",
+    )
+    parser.add_argument(
+        "--host",
+        default="4MB",
+        help="memory for weights on the host; the rest stays on the disk",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hasten-big-") as folder:
         compare(args, Path(folder))
@@ -62,7 +72,8 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     """Save a model, load it again within the budget, and compare what both compute."""
     torch.manual_seed(0)
     whole = Tower(args.width, args.depth).eval()
-    Accelerator().save_model(whole, folder / "model")  # any folder in the Hub layout will do
+    # any folder in the Hub layout will do
+    Accelerator().save_model(whole, folder / "model")
     ids = torch.randint(0, 1000, (1, 16))
 
     with init_empty_weights():  # takes no memory, whatever the size
@@ -72,14 +83,19 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         memory = {0: args.budget, "cpu": args.host}
     places = infer_auto_device_map(model, memory, no_split_module_classes=["Block"])
     print("device map:", places)
-    load_checkpoint_and_dispatch(model, folder / "model", places, offload_folder=folder / "offload")
+    load_checkpoint_and_dispatch(
+        model, folder / "model", places, offload_folder=folder / "offload"
+    )
     with torch.inference_mode():
         wanted = whole(ids)
         for turn in range(3):
             begun = time.perf_counter()
             found = model(ids)
-            equal = torch.allclose(found, wanted, atol=1e-4)  # kernels of a GPU add in another order
-            print(f"forward {turn}: {time.perf_counter() - begun:.3f} s, equal to the whole model: {equal}")
+            # kernels of a GPU add in another order
+            equal = torch.allclose(found, wanted, atol=1e-4)
+            print(
+                f"forward {turn}: {time.perf_counter() - begun:.3f} s, equal to the whole model: {equal}"
+            )
 
 
 if __name__ == "__main__":

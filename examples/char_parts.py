@@ -24,7 +24,8 @@ class Block(nn.Module):
         """Return the sequence after this block."""
         h = self.norm_1(x)
         q, k, v = (
-            layer(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -33,8 +34,12 @@ class Block(nn.Module):
 
 def print_share(accelerator: Accelerator, model: nn.Module, whole: int) -> None:
     """Print how many of the model's parameters a process holds."""
-    held = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
-    accelerator.print(f"{whole:,} parameters, {held:,} of them ({held / whole:.0%}) on each process")
+    held = sum(
+        getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters()
+    )
+    accelerator.print(
+        f"{whole:,} parameters, {held:,} of them ({held / whole:.0%}) on each process"
+    )
 
 
 class Report:

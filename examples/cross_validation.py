@@ -21,33 +21,51 @@ Images = DataLoader[tuple[Tensor, ...]]
 
 def main() -> None:
     """Train a model on every fold, then average their probabilities."""
-    parser = argparse.ArgumentParser(description="Cross-validate, then let the folds vote.")
+    parser = argparse.ArgumentParser(
+        description="Cross-validate, then let the folds vote."
+    )
     parser.add_argument("--folds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=Path("runs/cross_validation"), help="folder for metrics")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/cross_validation"),
+        help="folder for metrics",
+    )
     args = parser.parse_args()
     accelerator = Accelerator(log_with="jsonl", project_dir=args.out)
 
     train_set, test_set = digits()
     test = accelerator.prepare(DataLoader(test_set, batch_size=128))
-    splits = StratifiedKFold(args.folds, shuffle=True, random_state=0).split(*train_set.tensors)
+    splits = StratifiedKFold(args.folds, shuffle=True, random_state=0).split(
+        *train_set.tensors
+    )
     scores, votes, truth = [], torch.zeros(len(test_set), 10), torch.empty(0)
     for fold, (kept, held) in enumerate(splits, 1):
         set_seed(fold)
-        accelerator.init_trackers(f"fold{fold}", config=vars(args))  # ends the run of the previous fold
-        score, model = train_fold(accelerator, train_set, list(kept), list(held), args.epochs)
+        # ends the run of the previous fold
+        accelerator.init_trackers(f"fold{fold}", config=vars(args))
+        score, model = train_fold(
+            accelerator, train_set, list(kept), list(held), args.epochs
+        )
         scores.append(score)
         probabilities, truth = predict(accelerator, model, test)
         votes += probabilities
         accelerator.print(f"fold {fold}: {score:.2%} of its held-out part")
         accelerator.free_memory(model)
     together = (votes.argmax(dim=1) == truth).float().mean().item()
-    accelerator.print(f"mean of folds {sum(scores) / len(scores):.2%}; together {together:.2%} of the test set")
+    accelerator.print(
+        f"mean of folds {sum(scores) / len(scores):.2%}; together {together:.2%} of the test set"
+    )
     accelerator.end_training()
 
 
 def train_fold(
-    accelerator: Accelerator, data: TensorDataset, kept: list[int], held: list[int], epochs: int
+    accelerator: Accelerator,
+    data: TensorDataset,
+    kept: list[int],
+    held: list[int],
+    epochs: int,
 ) -> tuple[float, nn.Module]:
     """Train on the kept part; return the accuracy on the held-out part, and the model."""
     model = network()
@@ -69,14 +87,20 @@ def train_fold(
     return score, model
 
 
-def predict(accelerator: Accelerator, model: nn.Module, loader: Images) -> tuple[Tensor, Tensor]:
+def predict(
+    accelerator: Accelerator, model: nn.Module, loader: Images
+) -> tuple[Tensor, Tensor]:
     """Return the probabilities and the truth of every sample, each once, on every process."""
     model.eval()
     found = []
     with torch.no_grad():
         for images, labels in loader:
-            found.append(accelerator.gather_for_metrics((model(images).softmax(dim=1), labels)))
-    return torch.cat([part.cpu() for part, _ in found]), torch.cat([part.cpu() for _, part in found])
+            found.append(
+                accelerator.gather_for_metrics((model(images).softmax(dim=1), labels))
+            )
+    return torch.cat([part.cpu() for part, _ in found]), torch.cat(
+        [part.cpu() for _, part in found]
+    )
 
 
 if __name__ == "__main__":

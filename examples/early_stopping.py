@@ -30,9 +30,16 @@ class Patience:
 
 def main() -> None:
     """Train until the held-out accuracy has not improved for some epochs."""
-    parser = argparse.ArgumentParser(description="Stop when held-out accuracy no longer improves.")
+    parser = argparse.ArgumentParser(
+        description="Stop when held-out accuracy no longer improves."
+    )
     parser.add_argument("--max_epochs", type=int, default=50)
-    parser.add_argument("--patience", type=int, default=3, help="epochs without a better score before stopping")
+    parser.add_argument(
+        "--patience",
+        type=int,
+        default=3,
+        help="epochs without a better score before stopping",
+    )
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
     set_seed(0)
@@ -41,7 +48,10 @@ def main() -> None:
     train_set, test_set = digits()
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    train, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
+    train, test = (
+        DataLoader(train_set, batch_size=32, shuffle=True),
+        DataLoader(test_set, batch_size=128),
+    )
     model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
 
     patience = Patience(args.patience)
@@ -57,7 +67,9 @@ def main() -> None:
         if accelerator.is_main_process and patience.exhausted(score):
             accelerator.set_trigger()
         if accelerator.check_trigger():
-            accelerator.print(f"stopped after epoch {epoch + 1}: no better score in {args.patience} epochs")
+            accelerator.print(
+                f"stopped after epoch {epoch + 1}: no better score in {args.patience} epochs"
+            )
             break
     accelerator.end_training()
 

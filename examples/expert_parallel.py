@@ -25,15 +25,21 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = number
         self.up = nn.Parameter(torch.randn(number, 4 * width, width) * width**-0.5)
-        self.down = nn.Parameter(torch.randn(number, width, 4 * width) * (4 * width) ** -0.5)
+        self.down = nn.Parameter(
+            torch.randn(number, width, 4 * width) * (4 * width) ** -0.5
+        )
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for each token."""
         out = torch.zeros_like(hidden)
         for expert in chosen.unique().tolist():
             tokens, place = torch.where(chosen == expert)
-            made = F.linear(F.gelu(F.linear(hidden[tokens], self.up[expert])), self.down[expert])
-            out = out.index_add(0, tokens, (made * weights[tokens, place, None]).to(out.dtype))
+            made = F.linear(
+                F.gelu(F.linear(hidden[tokens], self.up[expert])), self.down[expert]
+            )
+            out = out.index_add(
+                0, tokens, (made * weights[tokens, place, None]).to(out.dtype)
+            )
         return out
 
 
@@ -71,29 +77,44 @@ class Writer(nn.Module):
 
 def main() -> None:
     """Train a character model whose experts are divided among processes."""
-    parser = argparse.ArgumentParser(description="Train a mixture whose experts are divided among the processes.")
+    parser = argparse.ArgumentParser(
+        description="Train a mixture whose experts are divided among the processes."
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--ep_size", type=int, default=-1, help="processes that share the experts (-1: all)")
+    parser.add_argument(
+        "--ep_size",
+        type=int,
+        default=-1,
+        help="processes that share the experts (-1: all)",
+    )
     args = parser.parse_args()
     set_seed(0)
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(ep_size=args.ep_size))
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(ep_size=args.ep_size)
+    )
 
     model = Writer(args.width, args.depth, args.experts)
     whole = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(Sources(read_sources(1.0), args.context), batch_size=args.batch_size, shuffle=True)
+    loader = DataLoader(
+        Sources(read_sources(1.0), args.context),
+        batch_size=args.batch_size,
+        shuffle=True,
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     print_share(accelerator, model, whole)
 
     report = Report(accelerator)
     for _, codes in zip(range(args.steps), loader, strict=False):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(codes[:, :-1]).flatten(0, 1), codes[:, 1:].flatten())
+        loss = F.cross_entropy(
+            model(codes[:, :-1]).flatten(0, 1), codes[:, 1:].flatten()
+        )
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

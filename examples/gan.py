@@ -31,13 +31,23 @@ def main() -> None:
     generator, discriminator = perceptron(NOISE, 2), perceptron(2, 1)
     paint = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     judge = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
-    data = DataLoader(TensorDataset(spots(args.samples)), batch_size=args.batch_size, shuffle=True, drop_last=True)
+    data = DataLoader(
+        TensorDataset(spots(args.samples)),
+        batch_size=args.batch_size,
+        shuffle=True,
+        drop_last=True,
+    )
     # one call prepares both pairs; each optimizer is bound to its model
-    generator, discriminator, paint, judge, data = accelerator.prepare(generator, discriminator, paint, judge, data)
+    generator, discriminator, paint, judge, data = accelerator.prepare(
+        generator, discriminator, paint, judge, data
+    )
 
     for epoch in range(1, args.epochs + 1):
         for (real,) in data:
-            ones, zeros = torch.ones(len(real), 1, device=real.device), torch.zeros(len(real), 1, device=real.device)
+            ones, zeros = (
+                torch.ones(len(real), 1, device=real.device),
+                torch.zeros(len(real), 1, device=real.device),
+            )
             fake = generator(torch.randn(len(real), NOISE, device=real.device))
             verdicts = discriminator(torch.cat([real, fake.detach()]))
             judge_loss = cross_entropy(verdicts, torch.cat([0.9 * ones, zeros]))
@@ -62,7 +72,12 @@ def perceptron(inputs: int, outputs: int) -> nn.Module:
     """Return a network of two hidden layers."""
     width = 128
     return nn.Sequential(
-        *(nn.Linear(inputs, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2)),
+        *(
+            nn.Linear(inputs, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, width),
+            nn.LeakyReLU(0.2),
+        ),
         nn.Linear(width, outputs),
     )
 
@@ -81,7 +96,9 @@ def spots(num: int) -> Tensor:
 def quality(accelerator: Accelerator, generator: nn.Module) -> tuple[int, float]:
     """Return how many spots are hit by at least one in a hundred samples, and the share of samples that hit one."""
     with torch.no_grad():
-        made = accelerator.gather(generator(torch.randn(1000, NOISE, device=accelerator.device)))
+        made = accelerator.gather(
+            generator(torch.randn(1000, NOISE, device=accelerator.device))
+        )
     distance, spot = torch.cdist(made.cpu(), centers()).min(dim=1)
     hits = torch.bincount(spot[distance < 0.5], minlength=SPOTS)
     return int((hits > len(made) / 100).sum()), (distance < 0.5).float().mean().item()

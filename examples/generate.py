@@ -28,12 +28,26 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator()
 
-    rows = DataLoader(Sources(read_sources(args.megabytes), 64), batch_size=16, shuffle=True)
-    prompts = DataLoader([{"input_ids": torch.tensor(list(text.encode()))} for text in PROMPTS], batch_size=1)
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, eos_token_id=None, **sizes))
+    rows = DataLoader(
+        Sources(read_sources(args.megabytes), 64), batch_size=16, shuffle=True
+    )
+    prompts = DataLoader(
+        [{"input_ids": torch.tensor(list(text.encode()))} for text in PROMPTS],
+        batch_size=1,
+    )
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=128, pad_token_id=0, eos_token_id=None, **sizes)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    model, optimizer, rows, prompts = accelerator.prepare(model, optimizer, rows, prompts)
+    model, optimizer, rows, prompts = accelerator.prepare(
+        model, optimizer, rows, prompts
+    )
 
     step = 0
     while step < args.steps:
@@ -44,7 +58,9 @@ def main() -> None:
             optimizer.zero_grad()
             step += 1
             if step % args.every == 0 or step == args.steps:
-                accelerator.print(f"step {step}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+                accelerator.print(
+                    f"step {step}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
+                )
                 for text in continued(accelerator, model, prompts, args.length):
                     accelerator.print(f"  {text!r}")
             if step == args.steps:
@@ -53,13 +69,18 @@ def main() -> None:
 
 
 def continued(
-    accelerator: Accelerator, model: torch.nn.Module, prompts: DataLoader[dict[str, torch.Tensor]], length: int
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    prompts: DataLoader[dict[str, torch.Tensor]],
+    length: int,
 ) -> list[str]:
     """Return each prompt with its continuation; every process gets all of them."""
     model.eval()
     texts = []
     for batch in prompts:
-        for row in accelerator.generate(model, batch, max_new_tokens=length, do_sample=False):
+        for row in accelerator.generate(
+            model, batch, max_new_tokens=length, do_sample=False
+        ):
             texts.append(bytes(code for code in row.tolist() if code).decode())
     model.train()
     return texts

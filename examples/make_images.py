@@ -17,18 +17,26 @@ SHAPES = {"circle": 0, "triangle": 3, "square": 4, "star": 10}  # label -> corne
 
 def main() -> None:
     """Draw `num` pictures of every shape."""
-    parser = argparse.ArgumentParser(description="Draw pictures of shapes, named label_123.jpg.")
+    parser = argparse.ArgumentParser(
+        description="Draw pictures of shapes, named label_123.jpg."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num", type=int, default=100, help="pictures of each shape")
-    parser.add_argument("--size", type=int, default=96, help="width and height in pixels")
+    parser.add_argument(
+        "--size", type=int, default=96, help="width and height in pixels"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(args.seed)
     for label in SHAPES:
         for number in range(args.num):
-            draw(label, args.size, chance).save(args.folder / f"{label}_{number}.jpg", quality=90)
-    print(f"{args.num * len(SHAPES)} pictures of {', '.join(SHAPES)} are in {args.folder}")
+            draw(label, args.size, chance).save(
+                args.folder / f"{label}_{number}.jpg", quality=90
+            )
+    print(
+        f"{args.num * len(SHAPES)} pictures of {', '.join(SHAPES)} are in {args.folder}"
+    )
 
 
 def draw(label: str, size: int, chance: random.Random) -> Image.Image:

@@ -57,12 +57,18 @@ def main() -> None:
             remove_unused_columns=False,  # the collator makes the labels
         ),
         train_dataset=rows[held_out:],
-        eval_dataset=[masked(row, torch.Generator().manual_seed(index)) for index, row in enumerate(rows[:held_out])],
+        eval_dataset=[
+            masked(row, torch.Generator().manual_seed(index))
+            for index, row in enumerate(rows[:held_out])
+        ],
         data_collator=collate,
     )
     trainer.train()
-    loss = trainer.evaluate()["eval_loss"]  # the mean over all masked characters, on any number of processes
-    trainer.accelerator.print(f"perplexity {math.exp(loss):.2f} of a masked character in {held_out} held-out rows")
+    # the mean over all masked characters, on any number of processes
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.accelerator.print(
+        f"perplexity {math.exp(loss):.2f} of a masked character in {held_out} held-out rows"
+    )
     trainer.save_model()
 
 
@@ -76,7 +82,10 @@ def masked(row: Tensor, generator: torch.Generator | None = None) -> dict[str, T
     """Hide some characters; the labels of the others are -100, which the loss leaves out."""
     hidden = torch.rand(row.shape, generator=generator) < SHARE
     hidden[0] = True  # at least one
-    return {"input_ids": row.masked_fill(hidden, MASK), "labels": row.masked_fill(~hidden, -100)}
+    return {
+        "input_ids": row.masked_fill(hidden, MASK),
+        "labels": row.masked_fill(~hidden, -100),
+    }
 
 
 def read_rows(megabytes: float, context: int) -> list[Tensor]:
@@ -92,16 +101,25 @@ def read_rows(megabytes: float, context: int) -> list[Tensor]:
 
 def read_arguments() -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = argparse.ArgumentParser(description="Fill in masked characters of Python sources.")
+    parser = argparse.ArgumentParser(
+        description="Fill in masked characters of Python sources."
+    )
     parser.add_argument("--steps", type=int, default=1000, help="updates")
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--megabytes", type=float, default=2.0, help="how much of the library is read")
+    parser.add_argument(
+        "--megabytes", type=float, default=2.0, help="how much of the library is read"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/masked_lm"), help="folder for metrics and model")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/masked_lm"),
+        help="folder for metrics and model",
+    )
     return parser.parse_args()
 
 

@@ -16,13 +16,18 @@ def main() -> None:
     """Train, and report accuracy and F1 on the test pairs after each epoch."""
     args = read_arguments()
     torch.manual_seed(args.seed)
-    accelerator = Accelerator(log_with="jsonl", project_dir=args.out)  # 1 of 3: instead of choosing a device
+    # 1 of 3: instead of choosing a device
+    accelerator = Accelerator(log_with="jsonl", project_dir=args.out)
 
     model, train, test = load(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (args.epochs * len(train) + 1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / (args.epochs * len(train) + 1)
+    )
     # 2 of 3: instead of moving the model and every batch
-    model, train, test, optimizer, schedule = accelerator.prepare(model, train, test, optimizer, schedule)
+    model, train, test, optimizer, schedule = accelerator.prepare(
+        model, train, test, optimizer, schedule
+    )
 
     accelerator.init_trackers("mrpc", config=vars(args))
     for epoch in range(1, args.epochs + 1):
@@ -35,7 +40,9 @@ def main() -> None:
             schedule.step()
             bar.show(loss=loss)
             accelerator.log({"loss": loss})
-        scores = evaluate(model, test, accelerator.device, accelerator.gather_for_metrics)
+        scores = evaluate(
+            model, test, accelerator.device, accelerator.gather_for_metrics
+        )
         accelerator.log({"accuracy": scores.accuracy, "f1": scores.f1})
         accelerator.print(report(epoch, scores))
     accelerator.end_training()

@@ -36,9 +36,13 @@ class Scores(NamedTuple):
 
 def read_arguments() -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = argparse.ArgumentParser(description="Fine-tune a BERT to tell paraphrases (MRPC).")
+    parser = argparse.ArgumentParser(
+        description="Fine-tune a BERT to tell paraphrases (MRPC)."
+    )
     parser.add_argument(
-        "--data", default="nyu-mll/glue", help="folder with msr_paraphrase_{train,test}.txt, or a dataset of the Hub"
+        "--data",
+        default="nyu-mll/glue",
+        help="folder with msr_paraphrase_{train,test}.txt, or a dataset of the Hub",
     )
     parser.add_argument(
         "--model",
@@ -46,19 +50,34 @@ def read_arguments() -> argparse.Namespace:
         help="folder, name on the Hub (such as bert-base-cased), or an installed package that holds a model folder",
     )
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch_size", type=int, default=16, help="sentence pairs in a step of one process")
+    parser.add_argument(
+        "--batch_size",
+        type=int,
+        default=16,
+        help="sentence pairs in a step of one process",
+    )
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=int, help="use only this many pairs of each part, for a quick look")
-    parser.add_argument("--out", type=Path, default=Path("runs/mrpc"), help="folder for metrics")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        help="use only this many pairs of each part, for a quick look",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/mrpc"), help="folder for metrics"
+    )
     return parser.parse_args()
 
 
 def read_pairs(data: str, part: str) -> list[Pair]:
     """Return the pairs of one part, "train" or "test"."""
     if Path(data).is_dir():
-        with (Path(data) / f"msr_paraphrase_{part}.txt").open(encoding="utf-8-sig") as file:
-            rows: Any = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+        with (Path(data) / f"msr_paraphrase_{part}.txt").open(
+            encoding="utf-8-sig"
+        ) as file:
+            rows: Any = list(
+                csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+            )
         return [Pair(int(row[LABEL]), row[FIRST], row[SECOND]) for row in rows]
     from datasets import load_dataset
 
@@ -73,27 +92,44 @@ def model_folder(name: str) -> str:
     return str(folder) if folder and folder.is_dir() else name
 
 
-def load(args: argparse.Namespace) -> tuple[nn.Module, DataLoader[Batch], DataLoader[Batch]]:
+def load(
+    args: argparse.Namespace,
+) -> tuple[nn.Module, DataLoader[Batch], DataLoader[Batch]]:
     """Return the model and the loaders of both parts; every pair is tokenized when it is needed."""
     name = model_folder(args.model)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        name, num_labels=2, dtype=torch.float32
+    )
 
     def collate(pairs: Sequence[Pair]) -> Batch:
         texts = ([pair.first for pair in pairs], [pair.second for pair in pairs])
-        tokens = tokenizer(*texts, truncation=True, max_length=128, padding=True, return_tensors="pt")
+        tokens = tokenizer(
+            *texts, truncation=True, max_length=128, padding=True, return_tensors="pt"
+        )
         return {**tokens, "labels": torch.tensor([pair.label for pair in pairs])}
 
-    train, test = (read_pairs(args.data, part)[: args.limit] for part in ("train", "test"))
+    train, test = (
+        read_pairs(args.data, part)[: args.limit] for part in ("train", "test")
+    )
     return (
         model,
-        DataLoader(train, batch_size=args.batch_size, shuffle=True, collate_fn=collate, drop_last=True),  # type: ignore[arg-type]
+        DataLoader(
+            train,
+            batch_size=args.batch_size,
+            shuffle=True,
+            collate_fn=collate,
+            drop_last=True,
+        ),  # type: ignore[arg-type]
         DataLoader(test, batch_size=64, collate_fn=collate),  # type: ignore[arg-type]
     )
 
 
 def evaluate(
-    model: nn.Module, loader: DataLoader[Batch], device: torch.device, gather: Callable[[Any], Any] = lambda x: x
+    model: nn.Module,
+    loader: DataLoader[Batch],
+    device: torch.device,
+    gather: Callable[[Any], Any] = lambda x: x,
 ) -> Scores:
     """Return accuracy and F1 over all pairs; `gather` collects the predictions of all processes."""
     model.eval()
@@ -108,7 +144,11 @@ def evaluate(
     answer, truth = torch.cat(answers), torch.cat(truths)
     hits = int(((answer == 1) & (truth == 1)).sum())
     named, real = int((answer == 1).sum()), int((truth == 1).sum())
-    return Scores((answer == truth).float().mean().item(), 2 * hits / max(named + real, 1), len(truth))
+    return Scores(
+        (answer == truth).float().mean().item(),
+        2 * hits / max(named + real, 1),
+        len(truth),
+    )
 
 
 def report(epoch: int, scores: Scores) -> str:

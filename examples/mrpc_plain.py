@@ -18,7 +18,9 @@ def main() -> None:
     model, train, test = load(args)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (args.epochs * len(train) + 1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / (args.epochs * len(train) + 1)
+    )
 
     for epoch in range(1, args.epochs + 1):
         model.train()

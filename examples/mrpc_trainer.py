@@ -31,12 +31,20 @@ def main() -> None:
     torch.manual_seed(args.seed)
     name = model_folder(args.model)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        name, num_labels=2, dtype=torch.float32
+    )
 
     def tokenized(pair: Pair) -> dict[str, object]:
-        return {**tokenizer(pair.first, pair.second, truncation=True, max_length=128), "label": pair.label}
+        return {
+            **tokenizer(pair.first, pair.second, truncation=True, max_length=128),
+            "label": pair.label,
+        }
 
-    train, test = ([tokenized(p) for p in read_pairs(args.data, part)[: args.limit]] for part in ("train", "test"))
+    train, test = (
+        [tokenized(p) for p in read_pairs(args.data, part)[: args.limit]]
+        for part in ("train", "test")
+    )
     trainer = Trainer(
         model,
         TrainingArguments(

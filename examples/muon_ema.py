@@ -17,7 +17,9 @@ from hasten import Accelerator, set_seed
 
 def main() -> None:
     """Train on scanned digits, and compare the trained weights with their average on the test set."""
-    parser = argparse.ArgumentParser(description="Train with Muon and a moving average.")
+    parser = argparse.ArgumentParser(
+        description="Train with Muon and a moving average."
+    )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--decay", type=float, default=0.95)
     parser.add_argument("--out", default="runs/muon_ema")
@@ -26,11 +28,25 @@ def main() -> None:
     accelerator = Accelerator()
 
     train_set, test_set = digits()
-    train, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizers = hasten.optimizers(model, kind="muon", lr=0.01, adamw_lr=1e-3)  # prints which tensors go where
-    model, train, test, *optimizers = accelerator.prepare(model, train, test, *optimizers)
-    ema = accelerator.ema(model, decay=args.decay)  # updated by every optimizer step, saved by save_state()
+    train, test = (
+        DataLoader(train_set, batch_size=32, shuffle=True),
+        DataLoader(test_set, batch_size=128),
+    )
+    model = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+    # prints which tensors go where
+    optimizers = hasten.optimizers(model, kind="muon", lr=0.01, adamw_lr=1e-3)
+    model, train, test, *optimizers = accelerator.prepare(
+        model, train, test, *optimizers
+    )
+    # updated by every optimizer step, saved by save_state()
+    ema = accelerator.ema(model, decay=args.decay)
 
     for epoch in accelerator.epochs(args.epochs):
         model.train()
@@ -42,7 +58,9 @@ def main() -> None:
         trained = evaluate(accelerator, model, test)
         with ema.swapped():
             averaged = evaluate(accelerator, model, test)
-        accelerator.print(f"epoch {epoch + 1}: accuracy {trained:.2%}, of the average {averaged:.2%}")
+        accelerator.print(
+            f"epoch {epoch + 1}: accuracy {trained:.2%}, of the average {averaged:.2%}"
+        )
     with ema.swapped():
         accelerator.save_model(model, args.out)
     accelerator.end_training()

@@ -18,7 +18,9 @@ from hasten.data import PackedBatchSampler, PackedCollator, num_label_tokens
 
 def main() -> None:
     """Train on packed lines; the gradient is that of the lines one by one, averaged over their tokens."""
-    parser = argparse.ArgumentParser(description="Train a character model on packed lines.")
+    parser = argparse.ArgumentParser(
+        description="Train a character model on packed lines."
+    )
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--max_tokens", type=int, default=1024)
     parser.add_argument("--megabytes", type=float, default=0.5)
@@ -34,8 +36,15 @@ def main() -> None:
         f"{len(lines)} lines in {len(sampler)} rows of {args.max_tokens}: {tokens / (len(sampler) * args.max_tokens):.1%} of the "
         f"places are tokens; padded to the longest line it would be {tokens / (len(lines) * max(lengths)):.1%}"
     )
-    loader = DataLoader(lines, batch_sampler=sampler, collate_fn=PackedCollator(transformers=True))
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    loader = DataLoader(
+        lines, batch_sampler=sampler, collate_fn=PackedCollator(transformers=True)
+    )
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -51,14 +60,22 @@ def main() -> None:
             if step % 20 == 0:
                 mean = accelerator.reduce(loss.detach(), "mean").item()
                 accelerator.print(f"epoch {epoch + 1}, step {step}: loss {mean:.3f}")
-    accelerator.print(f"last loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+    accelerator.print(
+        f"last loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
+    )
     accelerator.end_training()
 
 
 def read_lines(megabytes: float, longest: int) -> list[dict[str, list[int]]]:
     """Return the lines of Python's source files that are not blank, as codes of their characters."""
-    lines = (line[:longest] for line in read_sources(megabytes).splitlines(keepends=True))
-    return [{"input_ids": [min(code, ALPHABET - 1) for code in line]} for line in lines if len(line) > 1]
+    lines = (
+        line[:longest] for line in read_sources(megabytes).splitlines(keepends=True)
+    )
+    return [
+        {"input_ids": [min(code, ALPHABET - 1) for code in line]}
+        for line in lines
+        if len(line) > 1
+    ]
 
 
 if __name__ == "__main__":

@@ -26,18 +26,31 @@ def loss_of(model: nn.Module, codes: Tensor) -> Tensor:
 
 def main() -> None:
     """Train a character model whose blocks are divided over processes."""
-    parser = argparse.ArgumentParser(description="Train a model whose blocks are divided over the processes.")
+    parser = argparse.ArgumentParser(
+        description="Train a model whose blocks are divided over the processes."
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--pp_size", type=int, default=-1, help="processes the blocks are divided over (-1: all)")
-    parser.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved_1f1b, zbv_zero_bubble, ...")
+    parser.add_argument(
+        "--pp_size",
+        type=int,
+        default=-1,
+        help="processes the blocks are divided over (-1: all)",
+    )
+    parser.add_argument(
+        "--schedule",
+        default="1f1b",
+        help="gpipe, 1f1b, interleaved_1f1b, zbv_zero_bubble, ...",
+    )
     args = parser.parse_args()
     set_seed(0)
     handler = PipelineParallelConfig(schedule=args.schedule)
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=args.pp_size, pp_handler=handler))
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(pp_size=args.pp_size, pp_handler=handler)
+    )
 
     model = Writer(args.width, args.depth, args.context)
     whole = sum(parameter.numel() for parameter in model.parameters())
@@ -47,21 +60,27 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     held = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"process {accelerator.process_index} holds {held:,} of {whole:,} parameters ({held / whole:.0%})", flush=True
+        f"process {accelerator.process_index} holds {held:,} of {whole:,} parameters ({held / whole:.0%})",
+        flush=True,
     )
 
     report = Report(accelerator)
-    for _, codes in zip(range(args.steps), loader, strict=False):  # processes of one pipeline get the same codes
+    # processes of one pipeline get the same codes
+    for _, codes in zip(range(args.steps), loader, strict=False):
         optimizer.zero_grad()
-        loss = accelerator.forward_backward(model, codes, loss_of)  # instead of model(...) and backward
+        # instead of model(...) and backward
+        loss = accelerator.forward_backward(model, codes, loss_of)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         report.add(loss)
     report.end()
 
-    with torch.no_grad():  # a call without gradients passes through the stages too; every process gets the result
+    # a call without gradients passes through the stages too; every process gets the result
+    with torch.no_grad():
         best = model(codes[:1, :-1]).argmax(-1)
-    accelerator.print("it reads on:", "".join(map(chr, best[0, -20:].tolist())).encode())
+    accelerator.print(
+        "it reads on:", "".join(map(chr, best[0, -20:].tolist())).encode()
+    )
     accelerator.end_training()
 
 

@@ -26,7 +26,10 @@ def main() -> None:
     accelerator = Accelerator()
 
     train_set, test_set = digits()
-    train, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
+    train, test = (
+        DataLoader(train_set, batch_size=32, shuffle=True),
+        DataLoader(test_set, batch_size=128),
+    )
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
@@ -39,12 +42,18 @@ def main() -> None:
         accuracy = evaluate(accelerator, model, test)
         accelerator.print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}")
         accelerator.push_to_hub(  # the next epoch begins while the main process uploads
-            model, args.repo, metrics={"accuracy": accuracy}, private=args.private, blocking=False
+            model,
+            args.repo,
+            metrics={"accuracy": accuracy},
+            private=args.private,
+            blocking=False,
         )
     accelerator.end_training()  # waits for the last upload
 
     accelerator.load_model(model, f"hf://{args.repo}")
-    accelerator.print(f"loaded from the Hub: accuracy {evaluate(accelerator, model, test):.2%}")
+    accelerator.print(
+        f"loaded from the Hub: accuracy {evaluate(accelerator, model, test):.2%}"
+    )
 
 
 if __name__ == "__main__":

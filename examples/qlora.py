@@ -19,9 +19,12 @@ from hasten import Accelerator, dequantize_weights, quantize_weights, set_seed
 
 def main() -> None:
     """Train the adapter, save it in peft's format, and write a merged model."""
-    parser = argparse.ArgumentParser(description="Train a LoRA adapter on a model in four bits.")
+    parser = argparse.ArgumentParser(
+        description="Train a LoRA adapter on a model in four bits."
+    )
     parser.add_argument(
-        "--model", help="a causal language model of the Hub; by default a small random one for characters"
+        "--model",
+        help="a causal language model of the Hub; by default a small random one for characters",
     )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--megabytes", type=float, default=0.5)
@@ -30,11 +33,20 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator(strategy="fsdp")
 
-    adapter = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    adapter = LoraConfig(
+        r=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]
+    )
     model = get_peft_model(base(args.model), adapter)
     model.print_trainable_parameters()
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-3)
-    loader = DataLoader(Sources(read_sources(args.megabytes), 64), batch_size=8, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(
+        (p for p in model.parameters() if p.requires_grad), lr=2e-3
+    )
+    loader = DataLoader(
+        Sources(read_sources(args.megabytes), 64),
+        batch_size=8,
+        shuffle=True,
+        drop_last=True,
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     for step, batch in zip(range(args.steps), loader, strict=False):
@@ -43,11 +55,16 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 0 or step == args.steps - 1:
-            accelerator.print(f"step {step}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+            accelerator.print(
+                f"step {step}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
+            )
 
-    weights = accelerator.get_state_dict(model)  # on every process: the shards are gathered
+    # on every process: the shards are gathered
+    weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(f"{args.out}/adapter", state_dict=weights)
+        accelerator.unwrap_model(model).save_pretrained(
+            f"{args.out}/adapter", state_dict=weights
+        )
         merged = PeftModel.from_pretrained(
             dequantize_weights(base(args.model)), f"{args.out}/adapter"
         ).merge_and_unload()
@@ -62,7 +79,12 @@ def base(name: str | None) -> nn.Module:
         model = AutoModelForCausalLM.from_pretrained(name)
     else:
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
     return quantize_weights(model.requires_grad_(False), "nf4")
 

@@ -25,25 +25,45 @@ def main() -> None:
     """Train with a checkpoint every few steps, from the newest one if there is one."""
     parser = argparse.ArgumentParser(description="Train, stop, resume.")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--save_every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--stop_after", type=int, help="leave without a word after this many steps")
-    parser.add_argument("--out", type=Path, default=Path("runs/resume"), help="folder for checkpoints and metrics")
+    parser.add_argument(
+        "--save_every", type=int, default=10, help="steps between two checkpoints"
+    )
+    parser.add_argument(
+        "--stop_after", type=int, help="leave without a word after this many steps"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/resume"),
+        help="folder for checkpoints and metrics",
+    )
     args = parser.parse_args()
     set_seed(0)
-    project = ProjectConfiguration(project_dir=str(args.out), automatic_checkpoint_naming=True, total_limit=3)
+    project = ProjectConfiguration(
+        project_dir=str(args.out), automatic_checkpoint_naming=True, total_limit=3
+    )
     accelerator = Accelerator(project_config=project, log_with="jsonl")
 
     train_set, test_set = digits()
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    train, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
-    model, optimizer, schedule, train, test = accelerator.prepare(model, optimizer, schedule, train, test)
+    train, test = (
+        DataLoader(train_set, batch_size=32, shuffle=True),
+        DataLoader(test_set, batch_size=128),
+    )
+    model, optimizer, schedule, train, test = accelerator.prepare(
+        model, optimizer, schedule, train, test
+    )
     accelerator.init_trackers("resume", config=vars(args))
-    if accelerator.load_state(must_exist=False):  # from the newest complete checkpoint, if there is one
-        accelerator.print(f"going on after step {optimizer.num_updates} in epoch {train.epoch + 1}")
+    # from the newest complete checkpoint, if there is one
+    if accelerator.load_state(must_exist=False):
+        accelerator.print(
+            f"going on after step {optimizer.num_updates} in epoch {train.epoch + 1}"
+        )
 
-    for _ in accelerator.epochs(args.epochs):  # from the epoch of the checkpoint; the loader resumes at its next batch
+    # from the epoch of the checkpoint; the loader resumes at its next batch
+    for _ in accelerator.epochs(args.epochs):
         model.train()
         for images, labels in train:
             optimizer.zero_grad()
@@ -61,9 +81,16 @@ def main() -> None:
                 accelerator.end_training()
                 return
     score = evaluate(accelerator, model, test)
-    weights = torch.cat([p.detach().flatten().cpu() for p in accelerator.unwrap_model(model).parameters()])
+    weights = torch.cat(
+        [
+            p.detach().flatten().cpu()
+            for p in accelerator.unwrap_model(model).parameters()
+        ]
+    )
     print_of_weights = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:12]
-    accelerator.print(f"step {optimizer.num_updates}: {score:.2%} of held-out digits, weights {print_of_weights}")
+    accelerator.print(
+        f"step {optimizer.num_updates}: {score:.2%} of held-out digits, weights {print_of_weights}"
+    )
     accelerator.end_training()
 
 

@@ -71,7 +71,9 @@ def main() -> None:
                 accelerator.print(f"stopped after step {counter.step}")
                 accelerator.end_training()
                 return
-        accelerator.print(f"epoch {epoch + 1}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+        accelerator.print(
+            f"epoch {epoch + 1}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
+        )
     total = sum(float(p.detach().double().sum()) for p in model.parameters())
     accelerator.print(f"{counter.step} steps; the weights add up to {total:.12f}")
     accelerator.end_training()
@@ -98,7 +100,9 @@ def stream(files: list[str]) -> IterableDataset[tuple[Tensor, int]]:
         return Tars(files)
     import webdataset  # optional
 
-    return webdataset.WebDataset(files, shardshuffle=False, nodesplitter=None).map(lambda sample: decoded(sample["pt"]))
+    return webdataset.WebDataset(files, shardshuffle=False, nodesplitter=None).map(
+        lambda sample: decoded(sample["pt"])
+    )
 
 
 def decoded(data: bytes) -> tuple[Tensor, int]:

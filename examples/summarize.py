@@ -56,7 +56,13 @@ def main() -> None:
     )
     model = T5ForConditionalGeneration(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    train = DataLoader(known, batch_size=args.batch_size, shuffle=True, collate_fn=collate, drop_last=True)  # type: ignore[arg-type]
+    train = DataLoader(
+        known,
+        batch_size=args.batch_size,
+        shuffle=True,
+        collate_fn=collate,
+        drop_last=True,
+    )  # type: ignore[arg-type]
     model, optimizer, train = accelerator.prepare(model, optimizer, train)
 
     accelerator.init_trackers("summarize", config=vars(args))
@@ -76,7 +82,9 @@ def main() -> None:
             accelerator.log({"loss": loss})
     accelerator.save_model(model, args.out / "model")
 
-    written = generate(accelerator, accelerator.unwrap_model(model), held_out, args.length)
+    written = generate(
+        accelerator, accelerator.unwrap_model(model), held_out, args.length
+    )
     for pair, words in list(zip(held_out, written, strict=True))[:3]:
         accelerator.print(f"{pair.summary!r} -> {words!r}")
     accelerator.print(
@@ -86,14 +94,18 @@ def main() -> None:
 
 
 @torch.no_grad()
-def generate(accelerator: Accelerator, model: torch.nn.Module, pairs: Sequence[Pair], length: int) -> list[str]:
+def generate(
+    accelerator: Accelerator, model: torch.nn.Module, pairs: Sequence[Pair], length: int
+) -> list[str]:
     """The summaries of all pairs, in order and on every process; each process writes a part of them."""
     model.eval()
 
     def summary(pair: Pair) -> str:
         tokens = torch.tensor([encode(pair.code, 256)], device=accelerator.device)
         written = model.generate(tokens, max_new_tokens=length, do_sample=False)  # type: ignore[operator]
-        return bytes(int(token) - FIRST for token in written[0] if token >= FIRST).decode("utf-8", "replace")
+        return bytes(
+            int(token) - FIRST for token in written[0] if token >= FIRST
+        ).decode("utf-8", "replace")
 
     return map_dataset(accelerator, summary, pairs)
 
@@ -105,14 +117,21 @@ def encode(text: str, most: int) -> list[int]:
 
 def collate(pairs: Sequence[Pair]) -> dict[str, Tensor]:
     """Pad codes and summaries to the longest of the batch; padding of labels is -100, which the loss leaves out."""
-    codes, summaries = [encode(pair.code, 256) for pair in pairs], [encode(pair.summary, 64) for pair in pairs]
+    codes, summaries = (
+        [encode(pair.code, 256) for pair in pairs],
+        [encode(pair.summary, 64) for pair in pairs],
+    )
 
     def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
         width = max(map(len, rows))
         return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
 
     inputs = padded(codes, PAD)
-    return {"input_ids": inputs, "attention_mask": (inputs != PAD).long(), "labels": padded(summaries, -100)}
+    return {
+        "input_ids": inputs,
+        "attention_mask": (inputs != PAD).long(),
+        "labels": padded(summaries, -100),
+    }
 
 
 def read_pairs(limit: int) -> list[Pair]:
@@ -129,8 +148,16 @@ def functions(source: str) -> Iterator[Pair]:
     """Yield every function with a docstring: its code without it, and its first line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and (words := ast.get_docstring(node)):
-            rest = ast.FunctionDef(**{**vars(node), "body": node.body[1:] or [ast.Pass()], "decorator_list": []})
-            yield Pair(ast.unparse(ast.fix_missing_locations(rest)), words.splitlines()[0])
+            rest = ast.FunctionDef(
+                **{
+                    **vars(node),
+                    "body": node.body[1:] or [ast.Pass()],
+                    "decorator_list": [],
+                }
+            )
+            yield Pair(
+                ast.unparse(ast.fix_missing_locations(rest)), words.splitlines()[0]
+            )
 
 
 def read_arguments() -> argparse.Namespace:
@@ -138,16 +165,29 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Learn to summarize functions.")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches that make one update")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="batches that make one update"
+    )
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--limit", type=int, default=4000, help="functions that are read")
-    parser.add_argument("--held_out", type=int, default=32, help="functions kept for the end")
-    parser.add_argument("--length", type=int, default=40, help="characters of a summary")
+    parser.add_argument(
+        "--limit", type=int, default=4000, help="functions that are read"
+    )
+    parser.add_argument(
+        "--held_out", type=int, default=32, help="functions kept for the end"
+    )
+    parser.add_argument(
+        "--length", type=int, default=40, help="characters of a summary"
+    )
     parser.add_argument("--mixed_precision", default="no")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/summarize"), help="folder for metrics and model")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/summarize"),
+        help="folder for metrics and model",
+    )
     return parser.parse_args()
 
 

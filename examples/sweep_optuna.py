@@ -23,26 +23,49 @@ from hasten import Accelerator, Process, set_seed
 
 def main() -> None:
     """Run trials until the study holds as many as asked for, including those of earlier calls."""
-    parser = argparse.ArgumentParser(description="Search for hyperparameters with Optuna's ask and tell.")
-    parser.add_argument("--trials", type=int, default=8, help="completed and pruned trials of the whole study")
+    parser = argparse.ArgumentParser(
+        description="Search for hyperparameters with Optuna's ask and tell."
+    )
+    parser.add_argument(
+        "--trials",
+        type=int,
+        default=8,
+        help="completed and pruned trials of the whole study",
+    )
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("runs/sweep_optuna"), help="folder for study and checkpoints")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/sweep_optuna"),
+        help="folder for study and checkpoints",
+    )
     args = parser.parse_args()
-    study = open_study(args.out) if Process().is_main_process else None  # one process writes, the others only train
+    # one process writes, the others only train
+    study = open_study(args.out) if Process().is_main_process else None
     while True:
-        accelerator = Accelerator()  # one for each trial, because a checkpoint holds the state of one training
+        # one for each trial, because a checkpoint holds the state of one training
+        accelerator = Accelerator()
         trial, asked = ask(study, args.trials)
-        (asked,) = accelerator.broadcast_object_list([asked])  # all ranks train what rank 0 was given
+        # all ranks train what rank 0 was given
+        (asked,) = accelerator.broadcast_object_list([asked])
         if asked is None:
             break
         score, pruned = train(accelerator, trial, asked, args)
         if study is not None and trial is not None:
-            study.tell(trial, None if pruned else score, TrialState.PRUNED if pruned else TrialState.COMPLETE)
+            study.tell(
+                trial,
+                None if pruned else score,
+                TrialState.PRUNED if pruned else TrialState.COMPLETE,
+            )
             shutil.rmtree(args.out / asked["folder"], ignore_errors=True)
-        accelerator.print(f"trial {asked['number']} {asked['params']}: {score:.2%}{', pruned' if pruned else ''}")
+        accelerator.print(
+            f"trial {asked['number']} {asked['params']}: {score:.2%}{', pruned' if pruned else ''}"
+        )
         accelerator.end_training()
     if study is not None:
-        print(f"best of {len(finished(study))}: {study.best_value:.2%} with {study.best_params}")
+        print(
+            f"best of {len(finished(study))}: {study.best_value:.2%} with {study.best_params}"
+        )
     accelerator.end_training()
 
 
@@ -59,21 +82,30 @@ def open_study(folder: Path) -> optuna.Study:
         pruner=optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=1),
     )
     known = study.get_trials(deepcopy=False)
-    study.sampler = optuna.samplers.TPESampler(seed=len(known))  # a new seed, or a second call would draw the same
+    # a new seed, or a second call would draw the same
+    study.sampler = optuna.samplers.TPESampler(seed=len(known))
     for left in (trial for trial in known if trial.state == TrialState.RUNNING):
         study.tell(left.number, state=TrialState.FAIL)
         # The new trial has the same values and continues from the same checkpoint, with the reports made so far.
-        reports = {str(epoch): value for epoch, value in left.intermediate_values.items()}
-        study.enqueue_trial(left.params, user_attrs={**left.user_attrs, "reports": reports})
+        reports = {
+            str(epoch): value for epoch, value in left.intermediate_values.items()
+        }
+        study.enqueue_trial(
+            left.params, user_attrs={**left.user_attrs, "reports": reports}
+        )
     return study
 
 
 def finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     """Return the trials that are complete or pruned."""
-    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+    return study.get_trials(
+        deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)
+    )
 
 
-def ask(study: optuna.Study | None, trials: int) -> tuple[optuna.Trial | None, dict[str, Any] | None]:
+def ask(
+    study: optuna.Study | None, trials: int
+) -> tuple[optuna.Trial | None, dict[str, Any] | None]:
     """Return the next trial and its plain values; nothing if the study has enough trials, and on ranks without the study."""
     if study is None or len(finished(study)) >= trials:
         return None, None
@@ -88,26 +120,44 @@ def ask(study: optuna.Study | None, trials: int) -> tuple[optuna.Trial | None, d
     score = 0.0
     for epoch, score in trial.user_attrs.get("reports", {}).items():
         trial.report(score, int(epoch))
-    return trial, {"number": trial.number, "params": params, "folder": trial.user_attrs["folder"], "score": score}
+    return trial, {
+        "number": trial.number,
+        "params": params,
+        "folder": trial.user_attrs["folder"],
+        "score": score,
+    }
 
 
 def train(
-    accelerator: Accelerator, trial: optuna.Trial | None, asked: dict[str, Any], args: argparse.Namespace
+    accelerator: Accelerator,
+    trial: optuna.Trial | None,
+    asked: dict[str, Any],
+    args: argparse.Namespace,
 ) -> tuple[float, bool]:
     """Train one trial, from its checkpoint if there is one; return its score and whether it was pruned."""
     params, folder = asked["params"], args.out / asked["folder"]
     set_seed(0)
     train_set, test_set = digits()
     model: nn.Module = nn.Sequential(
-        *(nn.Flatten(), nn.Linear(64, params["width"]), nn.ReLU(), nn.Dropout(params["dropout"])),
+        *(
+            nn.Flatten(),
+            nn.Linear(64, params["width"]),
+            nn.ReLU(),
+            nn.Dropout(params["dropout"]),
+        ),
         nn.Linear(params["width"], 10),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=params["lr"])
-    loader, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
+    loader, test = (
+        DataLoader(train_set, batch_size=32, shuffle=True),
+        DataLoader(test_set, batch_size=128),
+    )
     model, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
     if (folder / "manifest.json").exists():  # a complete checkpoint
         accelerator.load_state(folder)
-        accelerator.print(f"trial {asked['number']} continues after step {optimizer.num_updates}")
+        accelerator.print(
+            f"trial {asked['number']} continues after step {optimizer.num_updates}"
+        )
     score, pruned = asked["score"], False
     for epoch in accelerator.epochs(args.epochs):
         model.train()
@@ -119,7 +169,8 @@ def train(
         if trial is not None:
             trial.report(score, epoch)
             pruned = trial.should_prune()
-        (pruned,) = accelerator.broadcast_object_list([pruned])  # rank 0 decides, and all leave the loop together
+        # rank 0 decides, and all leave the loop together
+        (pruned,) = accelerator.broadcast_object_list([pruned])
         if pruned:
             break
         accelerator.save_state(folder)

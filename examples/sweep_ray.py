@@ -27,18 +27,33 @@ from hasten import Accelerator, set_seed
 
 def main() -> None:
     """Search, and print the best trial."""
-    parser = argparse.ArgumentParser(description="Search for hyperparameters with Ray Tune.")
+    parser = argparse.ArgumentParser(
+        description="Search for hyperparameters with Ray Tune."
+    )
     parser.add_argument("--trials", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2, help="processes of each trial")
     parser.add_argument(
-        "--concurrent", type=int, default=1, help="trials at the same time; the cluster must hold their workers"
+        "--workers", type=int, default=2, help="processes of each trial"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the trials' hyperparameters")
+    parser.add_argument(
+        "--concurrent",
+        type=int,
+        default=1,
+        help="trials at the same time; the cluster must hold their workers",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the trials' hyperparameters"
+    )
     parser.add_argument("--gpu", action="store_true", help="one GPU for each process")
-    parser.add_argument("--out", type=Path, default=Path("runs/sweep_ray"), help="folder for results and checkpoints")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/sweep_ray"),
+        help="folder for results and checkpoints",
+    )
     args = parser.parse_args()
-    ray.init()  # with its dashboard: Ray frees the workers of a stopped trial through it
+    # with its dashboard: Ray frees the workers of a stopped trial through it
+    ray.init()
     space = {
         "lr": tune.loguniform(1e-4, 1e-1),
         "width": tune.choice([16, 32, 64]),
@@ -48,14 +63,18 @@ def main() -> None:
         "out": str(args.out.absolute()),
     }
     tuner = tune.Tuner(
-        tune.with_resources(run_trial, {"CPU": 0, "memory": 1}),  # only the trial's workers reserve processors
+        # only the trial's workers reserve processors
+        tune.with_resources(run_trial, {"CPU": 0, "memory": 1}),
         param_space=space,
         tune_config=tune.TuneConfig(
             metric="accuracy",
             mode="max",
             num_samples=args.trials,
-            search_alg=BasicVariantGenerator(max_concurrent=args.concurrent, random_state=args.seed),
-            scheduler=ASHAScheduler(max_t=args.epochs + 1, grace_period=1),  # the last epoch ends a trial by itself
+            search_alg=BasicVariantGenerator(
+                max_concurrent=args.concurrent, random_state=args.seed
+            ),
+            # the last epoch ends a trial by itself
+            scheduler=ASHAScheduler(max_t=args.epochs + 1, grace_period=1),
         ),
         run_config=tune.RunConfig(name="search", storage_path=str(args.out.absolute())),
     )
@@ -70,7 +89,9 @@ def run_trial(config: dict[str, Any]) -> None:
     trainer = TorchTrainer(
         train_loop,
         train_loop_config=config,
-        scaling_config=ScalingConfig(num_workers=config["workers"], use_gpu=config["gpu"]),
+        scaling_config=ScalingConfig(
+            num_workers=config["workers"], use_gpu=config["gpu"]
+        ),
         run_config=RunConfig(
             name=f"trial_{tune.get_context().get_trial_id()}",
             storage_path=config["out"],
@@ -88,9 +109,14 @@ def train_loop(config: dict[str, Any]) -> None:
     accelerator = Accelerator()
     train_set, test_set = digits()
     width = config["width"]
-    model: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+    model: nn.Module = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-    loader, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
+    loader, test = (
+        DataLoader(train_set, batch_size=32, shuffle=True),
+        DataLoader(test_set, batch_size=128),
+    )
     model, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
     hasten.ray.resume(accelerator)
     for epoch in accelerator.epochs(config["epochs"]):
@@ -100,7 +126,9 @@ def train_loop(config: dict[str, Any]) -> None:
             accelerator.backward(nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
         score = evaluate(accelerator, model, test)
-        hasten.ray.report(accelerator, {"accuracy": score, "training_iteration": epoch + 1}, save=True)
+        hasten.ray.report(
+            accelerator, {"accuracy": score, "training_iteration": epoch + 1}, save=True
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ class Writer(nn.Module):
 
     def __init__(self, width: int, depth: int, context: int) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(ALPHABET, width), nn.Embedding(context, width)
+        self.embed, self.position = (
+            nn.Embedding(ALPHABET, width),
+            nn.Embedding(context, width),
+        )
         self.blocks = nn.Sequential(*(Block(width, head_dim=16) for _ in range(depth)))
         self.head = nn.Linear(width, ALPHABET, bias=False)
 
@@ -45,28 +48,41 @@ class Writer(nn.Module):
 
 def main() -> None:
     """Train a character model whose layers are split over processes."""
-    parser = argparse.ArgumentParser(description="Train a model whose layers are split over the processes.")
+    parser = argparse.ArgumentParser(
+        description="Train a model whose layers are split over the processes."
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--tp_size", type=int, default=-1, help="processes that share a layer (-1: all)")
+    parser.add_argument(
+        "--tp_size", type=int, default=-1, help="processes that share a layer (-1: all)"
+    )
     args = parser.parse_args()
     set_seed(0)
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=args.tp_size, tp_plan=PLAN))
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(tp_size=args.tp_size, tp_plan=PLAN)
+    )
 
     model = Writer(args.width, args.depth, args.context)
     whole = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(Sources(read_sources(1.0), args.context), batch_size=args.batch_size, shuffle=True)
+    loader = DataLoader(
+        Sources(read_sources(1.0), args.context),
+        batch_size=args.batch_size,
+        shuffle=True,
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     print_share(accelerator, model, whole)
 
     report = Report(accelerator)
-    for _, codes in zip(range(args.steps), loader, strict=False):  # processes that share layers get the same codes
+    # processes that share layers get the same codes
+    for _, codes in zip(range(args.steps), loader, strict=False):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(codes[:, :-1]).flatten(0, 1), codes[:, 1:].flatten())
+        loss = F.cross_entropy(
+            model(codes[:, :-1]).flatten(0, 1), codes[:, 1:].flatten()
+        )
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from _pytest.runner import runtestprotocol  # pytest has no public way to run a test once more
+
+# pytest has no public way to run a test once more
+from _pytest.runner import runtestprotocol
 
 from hasten.testing.plugin import POOL
 from hasten.testing.processors import Limit, processor_time, stolen_since
@@ -27,16 +29,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT: Final = Path(__file__).parent
 TIERS: Final = ("arch", "unit", "dist", "laws", "examples", "golden", "device", "xla")
 TIMEOUT_S: Final = 120.0
-GRACE_S: Final = 8.0  # threads and children that were told to stop may need a moment, more of it on a busy machine
+# threads and children that were told to stop may need a moment, more of it on a busy machine
+GRACE_S: Final = 8.0
 # torch sets the last two for good when its compiler is first imported, which the first optimizer does
-IGNORED_VARIABLES: Final = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
+IGNORED_VARIABLES: Final = frozenset(
+    {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+)
 IGNORED_FILES: Final = (
     *("/dev/null", "/dev/urandom", "/dev/random", "/proc/", "/sys/", "/dev/nvidia"),
-    "/tmp/perf-",  # torch's matrix library keeps a map of the code it generates, open forever (Arm processors)
+    # torch's matrix library keeps a map of the code it generates, open forever (Arm processors)
+    "/tmp/perf-",
 )
 IGNORED_CHILDREN: Final = ("resource_tracker", "forkserver", "semaphore_tracker")
 MOST_S: Final = 400.0  # pytest's faulthandler_timeout comes after it
-MOST_RERUNS: Final = 4  # tests in a whole run that are run again; more failures than that are no accident
+# tests in a whole run that are run again; more failures than that are no accident
+MOST_RERUNS: Final = 4
 STARVED: Final = 0.1
 HALF: Final = 0.5
 PROCESSORS_SECTION: Final = "processors"
@@ -44,7 +51,13 @@ CALM_S: Final = 60.0
 PROCESSORS: Final = pytest.StashKey[tuple[int, int]]()
 RERUNS: Final = pytest.StashKey[int]()
 NUM_MODULES: Final = pytest.StashKey[int]()
-WATCHED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+WATCHED_SIGNALS: Final = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -71,7 +84,9 @@ def take_picture() -> Picture:
         threads=frozenset(threading.enumerate()),
         files=open_files(),
         children=child_processes(),
-        groups=bool(distributed and distributed.is_available() and distributed.is_initialized()),
+        groups=bool(
+            distributed and distributed.is_available() and distributed.is_initialized()
+        ),
         folder=str(Path.cwd()),
         signals=tuple(signal.getsignal(s) for s in WATCHED_SIGNALS),
     )
@@ -87,7 +102,8 @@ def open_files() -> dict[int, str]:
     for link in links:
         try:
             target = str(link.readlink())
-        except OSError:  # closed since it was listed, such as the listing's own descriptor
+        # closed since it was listed, such as the listing's own descriptor
+        except OSError:
             continue
         if not target.startswith(IGNORED_FILES):
             found[int(link.name)] = target
@@ -105,7 +121,11 @@ def child_processes() -> dict[int, str]:
         for pid in pids:
             try:
                 command = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
                 )
             except OSError:  # reaped in the meantime
                 continue
@@ -121,20 +141,31 @@ def leaks(before: Picture, after: Picture) -> list[str]:
         old, new = before.variables.get(name), after.variables.get(name)
         if old != new:
             lines.append(f"environment variable {name}: {old!r} became {new!r}")
-    lines += sorted(f"thread {thread.name!r} still runs" for thread in after.threads - before.threads)
+    lines += sorted(
+        f"thread {thread.name!r} still runs"
+        for thread in after.threads - before.threads
+    )
     lines += [
-        f"file descriptor {fd} is open: {what}" for fd, what in after.files.items() if before.files.get(fd) != what
+        f"file descriptor {fd} is open: {what}"
+        for fd, what in after.files.items()
+        if before.files.get(fd) != what
     ]
     lines += [
-        f"child process {pid} is alive: {what}" for pid, what in after.children.items() if pid not in before.children
+        f"child process {pid} is alive: {what}"
+        for pid, what in after.children.items()
+        if pid not in before.children
     ]
     if after.groups and not before.groups:
         lines.append("the default process group is still initialised")
     if after.folder != before.folder:
         lines.append(f"the working folder moved from {before.folder} to {after.folder}")
-    for sig, old_handler, new_handler in zip(WATCHED_SIGNALS, before.signals, after.signals, strict=True):
+    for sig, old_handler, new_handler in zip(
+        WATCHED_SIGNALS, before.signals, after.signals, strict=True
+    ):
         if old_handler != new_handler:
-            lines.append(f"the handler of {sig.name} changed from {old_handler!r} to {new_handler!r}")
+            lines.append(
+                f"the handler of {sig.name} changed from {old_handler!r} to {new_handler!r}"
+            )
     return lines
 
 
@@ -142,7 +173,10 @@ def without_pool(picture: Picture, config: pytest.Config) -> Picture:
     """Return the picture without the pipes to the run's pool of workers, which come and go with the workers."""
     pool = config.stash.get(POOL, None)
     ours = pool.descriptors if pool else frozenset()
-    return replace(picture, files={fd: what for fd, what in picture.files.items() if fd not in ours})
+    return replace(
+        picture,
+        files={fd: what for fd, what in picture.files.items() if fd not in ours},
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +195,10 @@ def leak_police(request: pytest.FixtureRequest) -> Generator[None]:
         gc.collect()
         time.sleep(0.02)
     if found:
-        pytest.fail(f"{request.node.nodeid} left behind:\n  " + "\n  ".join(found), pytrace=False)
+        pytest.fail(
+            f"{request.node.nodeid} left behind:\n  " + "\n  ".join(found),
+            pytrace=False,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -191,7 +228,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return True
 
 
-def reason_to_run_again(item: pytest.Item, reports: list[pytest.TestReport], share: float) -> str:
+def reason_to_run_again(
+    item: pytest.Item, reports: list[pytest.TestReport], share: float
+) -> str:
     """Return the first line of a failure that a starved host may have caused, with the stolen share; "" if none may."""
     timed = item.get_closest_marker("timed") is not None
     failed = [report for report in reports if report.failed]
@@ -202,7 +241,11 @@ def reason_to_run_again(item: pytest.Item, reports: list[pytest.TestReport], sha
     ):
         return ""
     crash = getattr(failed[0].longrepr, "reprcrash", None)
-    first = str(crash.message if crash else failed[0].longreprtext).strip().partition("\n")[0]
+    first = (
+        str(crash.message if crash else failed[0].longreprtext)
+        .strip()
+        .partition("\n")[0]
+    )
     return f"failed while the host of this machine gave {share:.0%} of the processors' time to others: {first}"
 
 
@@ -224,7 +267,9 @@ def alarm(item: pytest.Item) -> Generator[None]:
             signal.setitimer(signal.ITIMER_REAL, left)
             return
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        pytest.fail(f"took longer than {seconds:g} s; the stacks of all threads are in the captured stderr")
+        pytest.fail(
+            f"took longer than {seconds:g} s; the stacks of all threads are in the captured stderr"
+        )
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -252,10 +297,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[PROCESSORS] = processor_time()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print the share of stolen time, and every test that was run again with its first failure, passed or not."""
     if (share := stolen_since(config.stash[PROCESSORS])) >= STARVED:
-        terminalreporter.write_line(f"the host of this machine gave {share:.0%} of the processors' time to others")
+        terminalreporter.write_line(
+            f"the host of this machine gave {share:.0%} of the processors' time to others"
+        )
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
     again = {
         report.nodeid: note
@@ -263,13 +312,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for name, note in getattr(report, "sections", ())
         if name == PROCESSORS_SECTION
     }
-    failed = {report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, ())}
+    failed = {
+        report.nodeid
+        for kind in ("failed", "error")
+        for report in terminalreporter.stats.get(kind, ())
+    }
     if again:
         terminalreporter.section(
-            f"{len(again)} of at most {MOST_RERUNS} tests run again on a starved host", yellow=True
+            f"{len(again)} of at most {MOST_RERUNS} tests run again on a starved host",
+            yellow=True,
         )
     for nodeid, note in again.items():
-        terminalreporter.write_line(f"{'FAILED TWICE' if nodeid in failed else 'run again'}: {nodeid} {note}")
+        terminalreporter.write_line(
+            f"{'FAILED TWICE' if nodeid in failed else 'run again'}: {nodeid} {note}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------

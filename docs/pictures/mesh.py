@@ -41,17 +41,27 @@ def drawn(spec: MeshSpec) -> str:
         box = f'x="{x + 4}" y="{y + 4}" width="{CELL - 8}" height="{CELL - 8}" rx="8"'
         parts.append(f'<rect {box} fill="{color}" stroke="#555"/>')
         parts.append(text(x + CELL / 2, y + 42, f"rank {rank}", 15, "bold"))
-        parts.append(text(x + CELL / 2, y + 62, f"cp {where[Axis.CP]}, tp {where[Axis.TP]}", 12))
+        parts.append(
+            text(x + CELL / 2, y + 62, f"cp {where[Axis.CP]}, tp {where[Axis.TP]}", 12)
+        )
         if where[Axis.TP] == 0:
             parts.append(text(x + CELL / 2, TOP - 6, f"tokens {where[Axis.CP]}", 12))
     for row in range(rows):
         parts.append(text(LEFT / 2, TOP + (row + 0.5) * CELL, f"tp {row}", 14, "bold"))
-        parts.append(text(LEFT / 2, TOP + (row + 0.5) * CELL + 18, "part of layers", 12))
+        parts.append(
+            text(LEFT / 2, TOP + (row + 0.5) * CELL + 18, "part of layers", 12)
+        )
     foot = TOP + rows * CELL
     parts.append(
-        text(width / 2, foot + 26, "down: layers split (tp) · across: sequences split (cp), then samples (dp)")
+        text(
+            width / 2,
+            foot + 26,
+            "down: layers split (tp) · across: sequences split (cp), then samples (dp)",
+        )
     )
-    parts.append(text(width / 2, foot + 46, "parameters are sharded over all columns of a row"))
+    parts.append(
+        text(width / 2, foot + 46, "parameters are sharded over all columns of a row")
+    )
     body = "\n".join(parts)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" fill="#222">\n{body}\n</svg>\n'

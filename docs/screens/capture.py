@@ -34,8 +34,20 @@ class Screen:
 
     def __enter__(self) -> Screen:
         env = f"env -i PATH=/usr/bin:/bin TERM=xterm-256color HOME={self.folder} HASTEN_HOME={self.folder} PS1='$ '"
-        self.tmux("new-session", "-d", "-x", str(self.width), "-y", str(self.height), f"{env} bash --norc --noprofile")
-        self.tmux("send-keys", f'cd {self.folder}; hasten() {{ {HASTEN} "$@"; }}; clear', "Enter")
+        self.tmux(
+            "new-session",
+            "-d",
+            "-x",
+            str(self.width),
+            "-y",
+            str(self.height),
+            f"{env} bash --norc --noprofile",
+        )
+        self.tmux(
+            "send-keys",
+            f'cd {self.folder}; hasten() {{ {HASTEN} "$@"; }}; clear',
+            "Enter",
+        )
         time.sleep(1)
         return self
 
@@ -45,7 +57,12 @@ class Screen:
     def tmux(self, command: str, *arguments: str) -> str:
         """Run one tmux command on this session and return what it prints."""
         target = ["-s", self.name] if command == "new-session" else ["-t", self.name]
-        done = subprocess.run(["tmux", command, *target, *arguments], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["tmux", command, *target, *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return done.stdout
 
     def press(self, *keys: str, until: str, seconds: float = 30) -> None:
@@ -55,7 +72,9 @@ class Screen:
         deadline = time.monotonic() + seconds
         while until not in self.tmux("capture-pane", "-p"):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{until!r} did not appear:\n{self.tmux('capture-pane', '-p')}")
+                raise TimeoutError(
+                    f"{until!r} did not appear:\n{self.tmux('capture-pane', '-p')}"
+                )
             time.sleep(0.1)
 
     def wait_for_prompt(self, seconds: float = 30) -> None:
@@ -63,15 +82,24 @@ class Screen:
         deadline = time.monotonic() + seconds
         while not self.tmux("capture-pane", "-p").rstrip().endswith("\n$"):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the command did not end:\n{self.tmux('capture-pane', '-p')}")
+                raise TimeoutError(
+                    f"the command did not end:\n{self.tmux('capture-pane', '-p')}"
+                )
             time.sleep(0.1)
 
     def save(self, name: str, title: str) -> None:
         """Write the screen as it is now to NAME.txt and NAME.svg."""
         ansi = self.tmux("capture-pane", "-p", "-e").rstrip() + "\n"
-        console = Console(record=True, width=self.width, file=StringIO(), force_terminal=True)
+        console = Console(
+            record=True, width=self.width, file=StringIO(), force_terminal=True
+        )
         console.print(Text.from_ansi(ansi))
-        plain = "\n".join(line.rstrip() for line in console.export_text(clear=False).splitlines()).strip() + "\n"
+        plain = (
+            "\n".join(
+                line.rstrip() for line in console.export_text(clear=False).splitlines()
+            ).strip()
+            + "\n"
+        )
         (HERE / f"{name}.txt").write_text(plain.replace(self.folder, "~"), "utf-8")
         console.save_svg(str(HERE / f"{name}.svg"), title=title, clear=False)
         svg = HERE / f"{name}.svg"
@@ -105,7 +133,11 @@ def show_why(folder: str) -> None:
     Path(folder, "config.yaml").write_text(FILE, "utf-8")
     with Screen(folder) as screen:
         screen.press("export ACCELERATE_MIXED_PRECISION=no; clear", "Enter", until="$")
-        screen.press("hasten config show --why --changed --mixed_precision bf16", "Enter", until="note: strategy")
+        screen.press(
+            "hasten config show --why --changed --mixed_precision bf16",
+            "Enter",
+            until="note: strategy",
+        )
         screen.save("config-show-why", "hasten config show --why")
 
 

@@ -50,12 +50,26 @@ def save(name: str, text: str, title: str) -> None:
 
 def shell(folder: str, *commands: str) -> str:
     """Return the commands and their output."""
-    env = {**os.environ, "HASTEN_HOME": folder, "HF_HOME": folder, "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "HASTEN_HOME": folder,
+        "HF_HOME": folder,
+        "OMP_NUM_THREADS": "1",
+    }
     told = ""
     for command in commands:
         words = [*HASTEN, *command.split()[1:]]
-        done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        told += f"$ {command}\n{done.stdout}" + (f"$ echo $?\n{done.returncode}\n" if done.returncode else "")
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        told += f"$ {command}\n{done.stdout}" + (
+            f"$ echo $?\n{done.returncode}\n" if done.returncode else ""
+        )
     return told.replace(f"{folder}/", "")
 
 
@@ -68,7 +82,11 @@ def on_one_machine(folder: str) -> None:
     save("launch-failure", shell(folder, f"{two} train.py --fail"), "a rank raises")
     save("launch-killed", shell(folder, f"{two} killed.py"), "a rank is killed")
     save("launch-dry-run", shell(folder, f"{two} --dry-run train.py"), "the plan")
-    save("test", shell(folder, "hasten test --cpu --num_processes 2 --mixed_precision bf16"), "hasten test")
+    save(
+        "test",
+        shell(folder, "hasten test --cpu --num_processes 2 --mixed_precision bf16"),
+        "hasten test",
+    )
 
 
 def on_three_machines(folder: str) -> None:
@@ -76,7 +94,9 @@ def on_three_machines(folder: str) -> None:
     from tests.support.machines import machines, warm_launcher
 
     script = "script.py"
-    Path(folder, script).write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    Path(folder, script).write_text(
+        "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
+    )
     with warm_launcher(ZYGOTE, Path(folder)) as zygote, machines(zygote, 3) as hosts:
         same = "--num_machines=3 --main_process_ip=10.77.0.1 --main_process_port=29517"
         told = []
@@ -91,7 +111,11 @@ def on_three_machines(folder: str) -> None:
     for name, text, title in zip(
         ("launch-machines", "launch-wrong-rank", "launch-mismatch"),
         told,
-        ("three machines, the same command", "a wrong --machine_rank", "settings that differ"),
+        (
+            "three machines, the same command",
+            "a wrong --machine_rank",
+            "settings that differ",
+        ),
         strict=True,
     ):
         save(name, text.replace("  script.py", " script.py"), title)

@@ -38,10 +38,18 @@ for epoch in accelerator.progress(range(1, 4), desc="epochs"):
 
 def main() -> None:
     """Write progress.svg and progress.txt."""
-    with tempfile.TemporaryDirectory() as folder, Screen(folder, width=132, height=12) as screen:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Screen(folder, width=132, height=12) as screen,
+    ):
         Path(folder, "train.py").write_text(TRAIN, "utf-8")
         screen.press("export OMP_NUM_THREADS=1; clear", "Enter", until="$")
-        screen.press("hasten launch --cpu --num_processes 2 train.py", "Enter", until="epoch 2", seconds=90)
+        screen.press(
+            "hasten launch --cpu --num_processes 2 train.py",
+            "Enter",
+            until="epoch 2",
+            seconds=90,
+        )
         time.sleep(9)  # long enough for rates, and for a look at which rank is slow
         screen.save("progress", "accelerator.progress(loader)")
         screen.press("C-c", until="ended", seconds=60)

@@ -30,15 +30,26 @@ def train(folder: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.Sequential(
-                nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 4)
+                nn.Linear(16, 256),
+                nn.GELU(),
+                nn.Linear(256, 256),
+                nn.GELU(),
+                nn.Linear(256, 4),
             )
 
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        def forward(
+            self, x: torch.Tensor, labels: torch.Tensor
+        ) -> dict[str, torch.Tensor]:
             logits = self.layers(x)
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+            return {
+                "loss": nn.functional.cross_entropy(logits, labels),
+                "logits": logits,
+            }
 
     class KilledOnce(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
             if state.global_step == 150 and os.environ["RANK"] == "1" and first:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -51,7 +62,13 @@ def train(folder: str) -> None:
         folder, num_train_epochs=2, per_device_train_batch_size=16, learning_rate=1e-3, logging_steps=2, save_strategy="steps",
         save_steps=50, eval_strategy="steps", eval_steps=100, disable_tqdm=True, warmup_steps=40,
     )  # fmt: skip
-    trainer = Trainer(Net(), args, train_dataset=rows, eval_dataset=rows[:640], callbacks=[KilledOnce()])
+    trainer = Trainer(
+        Net(),
+        args,
+        train_dataset=rows,
+        eval_dataset=rows[:640],
+        callbacks=[KilledOnce()],
+    )
     trainer.train(resume_from_checkpoint="auto")
 
 
@@ -61,9 +78,23 @@ def main() -> None:
         train(sys.argv[1])
         return
     with tempfile.TemporaryDirectory() as place:
-        run, page, shot = Path(place) / "run", Path(place) / "report.html", Path(place) / "shot.png"
+        run, page, shot = (
+            Path(place) / "run",
+            Path(place) / "report.html",
+            Path(place) / "shot.png",
+        )
         hasten = [sys.executable, "-m", "hasten"]
-        launch = [*hasten, "launch", "--cpu", "--num_processes", "2", "--max_restarts", "1", __file__, str(run)]
+        launch = [
+            *hasten,
+            "launch",
+            "--cpu",
+            "--num_processes",
+            "2",
+            "--max_restarts",
+            "1",
+            __file__,
+            str(run),
+        ]
         subprocess.run(launch, check=True)
         subprocess.run([*hasten, "report", str(run), "-o", str(page)], check=True)
         browser = shutil.which("chromium") or sys.exit("no Chromium on this machine")

@@ -37,8 +37,10 @@ def fresh_states() -> Iterator[None]:
         GradientState._reset_state()
         if not last:
             yield
-    mesh.stop()  # sharding starts a group of one process, which a later test would take for its own
-    gc.collect(1)  # ends the persistent workers of loaders; a full collection visits every object of transformers
+    # sharding starts a group of one process, which a later test would take for its own
+    mesh.stop()
+    # ends the persistent workers of loaders; a full collection visits every object of transformers
+    gc.collect(1)
 
 
 @pytest.fixture(scope="session")
@@ -61,12 +63,16 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory, offline: dict[str, str]) -> Generator[Any]:
+def warm(
+    tmp_path_factory: pytest.TempPathFactory, offline: dict[str, str]
+) -> Generator[Any]:
     """A process that has imported the libraries, and filled the Hub cache where they are installed."""
     folder = tmp_path_factory.mktemp("warm")
     one = load("warm").Warm(sys.executable, offline, folder / "log")
     if util.find_spec("transformers"):
-        made = one.run(folder, [str(HERE / "tutorials" / "make_hub.py"), offline["HF_HOME"]])
+        made = one.run(
+            folder, [str(HERE / "tutorials" / "make_hub.py"), offline["HF_HOME"]]
+        )
         assert not made.failed, made.err
     yield one
     one.close()

@@ -56,8 +56,20 @@ CLIENTS: Final = {
     "scenarios": Client(("transformers", "peft")),
     "preferences": Client(("trl",)),
     "denoising": Client(
-        ("denoising_diffusion_pytorch", "einops", "ema_pytorch", "pytorch_fid", "torchvision"),
-        ("denoising-diffusion-pytorch", "einops", "ema-pytorch", "pytorch-fid", "torchvision"),
+        (
+            "denoising_diffusion_pytorch",
+            "einops",
+            "ema_pytorch",
+            "pytorch_fid",
+            "torchvision",
+        ),
+        (
+            "denoising-diffusion-pytorch",
+            "einops",
+            "ema-pytorch",
+            "pytorch-fid",
+            "torchvision",
+        ),
     ),
     "trainer": Client(("transformers",)),
     "lora": Client(("peft",)),
@@ -70,7 +82,15 @@ CLIENTS: Final = {
 }
 SCRIPTS: Final = "parity"
 TUTORIALS: Final = "tutorials"
-NAMED: Final = ("accelerate", "torch", "transformers", "peft", "trl", "datasets", "evaluate")
+NAMED: Final = (
+    "accelerate",
+    "torch",
+    "transformers",
+    "peft",
+    "trl",
+    "datasets",
+    "evaluate",
+)
 
 # The original's notebook_launcher refuses to fork a process that has imported bitsandbytes, as the warm one has.
 COLD: Final = ("notebook_vision",)
@@ -95,7 +115,11 @@ class Job:
     @property
     def file(self) -> Path:
         """Where it lies in a side's folder."""
-        return Path(TUTORIALS, f"{self.name}.txt") if self.part == TUTORIALS else Path(f"{self.name}.json")
+        return (
+            Path(TUTORIALS, f"{self.name}.txt")
+            if self.part == TUTORIALS
+            else Path(f"{self.name}.json")
+        )
 
 
 @dataclass(slots=True)
@@ -113,8 +137,14 @@ class Verdict:
 def jobs(chosen: Iterable[str]) -> list[Job]:
     """Every recording of the chosen parts, the longest first."""
     made = [Job(SCRIPTS, HERE / "run_parity.py", processes) for processes in (2, 1)]
-    made += [Job(name, HERE / "clients" / f"{name}.py", processes) for name in CLIENTS for processes in (2, 1)]
-    tutorials = sorted(path for path in (HERE / "tutorials").glob("*.py") if path.stem != "make_hub")
+    made += [
+        Job(name, HERE / "clients" / f"{name}.py", processes)
+        for name in CLIENTS
+        for processes in (2, 1)
+    ]
+    tutorials = sorted(
+        path for path in (HERE / "tutorials").glob("*.py") if path.stem != "make_hub"
+    )
     made += [Job(TUTORIALS, path, 1) for path in tutorials]
     made += [Job(TUTORIALS, path, 2) for path in tutorials if path.stem not in ALONE]
     wanted = set(chosen)
@@ -124,12 +154,21 @@ def jobs(chosen: Iterable[str]) -> list[Job]:
 def probe(apart: Path) -> dict[str, Any]:
     """What the running Python lacks for each client, and the versions of what it has."""
     here = list(sys.path)
-    missing, versions = {}, {name: version for name in NAMED if (version := version_of(name))}
+    missing, versions = (
+        {},
+        {name: version for name in NAMED if (version := version_of(name))},
+    )
     for name, client in CLIENTS.items():
         sys.path[:] = [str(apart / name), *here]
         importlib.invalidate_caches()
-        missing[name] = [one for one in client.modules if importlib.util.find_spec(one) is None]
-        versions |= {one: version for one in (client.distribution, *client.apart) if (version := version_of(one))}
+        missing[name] = [
+            one for one in client.modules if importlib.util.find_spec(one) is None
+        ]
+        versions |= {
+            one: version
+            for one in (client.distribution, *client.apart)
+            if (version := version_of(one))
+        }
     sys.path[:] = here
     return {"missing": missing, "versions": versions | {"machine": platform.machine()}}
 
@@ -145,7 +184,11 @@ def version_of(distribution: str) -> str | None:
 def probed(python: str, apart: Path) -> dict[str, Any]:
     """`probe()` in another Python."""
     done = subprocess.run(
-        [python, __file__, "--probe", str(apart)], capture_output=True, text=True, check=True, cwd=HERE
+        [python, __file__, "--probe", str(apart)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=HERE,
     )
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -154,15 +197,37 @@ def probed(python: str, apart: Path) -> dict[str, Any]:
 def install(name: str, apart: Path, constraint: Path) -> None:
     """Put what a client needs beside both environments; where that fails, say so and go on."""
     print(f"installing for {name}: {' '.join(CLIENTS[name].apart)}", flush=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1", "--no-deps", "--upgrade"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--retries",
+        "1",
+        "--no-deps",
+        "--upgrade",
+    ]
     place = ["--target", str(apart / name), "--constraint", str(constraint)]
-    done = subprocess.run([*pip, *place, *CLIENTS[name].apart], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*pip, *place, *CLIENTS[name].apart],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
-        print(f"  not installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}", flush=True)
+        print(
+            f"  not installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}",
+            flush=True,
+        )
 
 
 def missing_modules(
-    sides: Mapping[str, str], chosen: Iterable[str], apart: Path, out: Path, constraint: Path = CONSTRAINTS
+    sides: Mapping[str, str],
+    chosen: Iterable[str],
+    apart: Path,
+    out: Path,
+    constraint: Path = CONSTRAINTS,
 ) -> dict[str, dict[str, list[str]]]:
     """What each chosen client lacks, by side, after an attempt to install it. Versions go to the sides' folders."""
     wanted = [name for name in chosen if name in CLIENTS]
@@ -174,15 +239,26 @@ def missing_modules(
     for side, one in found.items():
         (out / side).mkdir(parents=True, exist_ok=True)
         (out / side / "versions.json").write_text(json.dumps(one["versions"]) + "\n")
-    lacking = {name: {side: one["missing"][name] for side, one in found.items()} for name in wanted}
+    lacking = {
+        name: {side: one["missing"][name] for side, one in found.items()}
+        for name in wanted
+    }
     return {name: by_side for name, by_side in lacking.items() if any(by_side.values())}
 
 
 class Lane:
     """Works off a side's jobs, one after another; several lanes may share the jobs."""
 
-    def __init__(self, side: str, python: str, out: Path, work: Path, apart: Path) -> None:
-        self.side, self.python, self.out, self.work, self.apart = side, python, out, work, apart
+    def __init__(
+        self, side: str, python: str, out: Path, work: Path, apart: Path
+    ) -> None:
+        self.side, self.python, self.out, self.work, self.apart = (
+            side,
+            python,
+            out,
+            work,
+            apart,
+        )
         work.mkdir(parents=True)
         self.env = {
             **os.environ,
@@ -202,7 +278,9 @@ class Lane:
                 job = left.get_nowait()
                 started = time.monotonic()
                 done = self.record(warm, job)
-                ended = "failed" if done.failed else f"{time.monotonic() - started:.0f} s"
+                ended = (
+                    "failed" if done.failed else f"{time.monotonic() - started:.0f} s"
+                )
                 print(f"{self.side} {job.name}: {ended}", flush=True)
         except queue.Empty:
             pass
@@ -225,16 +303,29 @@ class Lane:
             self.fill_hub(warm)
         else:
             argv += [str(place / "run"), str(out)]
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))}
+        env = {
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [*path, os.environ.get("PYTHONPATH")])
+            )
+        }
         run = self.cold if job.script.stem in COLD else warm.run
         done = run(place, argv, job.processes, env, LIMIT_S)
         if done.failed:
-            out.with_suffix(".log").write_text("\n".join((str(done.codes), *done.out, *done.err)))
+            out.with_suffix(".log").write_text(
+                "\n".join((str(done.codes), *done.out, *done.err))
+            )
         elif job.part == TUTORIALS:
             out.write_text(done.out[0])
         return done
 
-    def cold(self, folder: Path, argv: list[str], processes: int, env: Mapping[str, str], limit_s: float) -> Done:
+    def cold(
+        self,
+        folder: Path,
+        argv: list[str],
+        processes: int,
+        env: Mapping[str, str],
+        limit_s: float,
+    ) -> Done:
         """A script in a process of its own."""
         assert processes == 1, f"{argv[0]}: only scripts on one process start cold"
         done = subprocess.run(
@@ -251,7 +342,10 @@ class Lane:
     def fill_hub(self, warm: Warm) -> None:
         """Make the Hub's cache that tutorials read from."""
         if not self._filled:
-            made = warm.run(self.work, [str(HERE / "tutorials" / "make_hub.py"), self.env["HF_HOME"]])
+            made = warm.run(
+                self.work,
+                [str(HERE / "tutorials" / "make_hub.py"), self.env["HF_HOME"]],
+            )
             assert not made.failed, made.err
             self._filled = True
 
@@ -261,14 +355,19 @@ def record(sides: Mapping[str, str], todo: list[Job], out: Path, apart: Path) ->
     if not todo:
         return
     lanes = min(len(todo), max(1, (os.cpu_count() or 1) // (2 * len(sides))))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(lanes * len(sides)) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(lanes * len(sides)) as pool,
+    ):
         running = []
         for side, python in sides.items():
             left: queue.Queue[Job] = queue.Queue()
             for job in todo:
                 left.put(job)
             for number in range(lanes):
-                lane = Lane(side, python, out / side, Path(folder, f"{side}{number}"), apart)
+                lane = Lane(
+                    side, python, out / side, Path(folder, f"{side}{number}"), apart
+                )
                 running.append(pool.submit(lane.work_off, left))
         for one in running:
             one.result()
@@ -277,17 +376,27 @@ def record(sides: Mapping[str, str], todo: list[Job], out: Path, apart: Path) ->
 def compared(job: Job, out: Path, sides: Iterable[str]) -> Verdict:
     """How a job's recordings compare."""
     files = {side: out / side / job.file for side in sides}
-    failed = {f"{side} {job.name}": file.with_suffix(".log") for side, file in files.items() if not file.exists()}
+    failed = {
+        f"{side} {job.name}": file.with_suffix(".log")
+        for side, file in files.items()
+        if not file.exists()
+    }
     if failed:
         return Verdict(failed=failed)
     first, second = (file.read_text() for file in files.values())
     if job.part == TUTORIALS:
-        return Verdict(different=[f"{job.name}: {one}" for one in text_differences(first, second)])
+        return Verdict(
+            different=[f"{job.name}: {one}" for one in text_differences(first, second)]
+        )
     read = json.loads(first), json.loads(second)
     return Verdict(
         different=[f"{job.name}: {one}" for one in unexplained(job.name, *read)],
         listed={key: EXPLAINED[job.name][key] for key in listed(job.name, *read)},
-        errors=[key for key, value in read[0].items() if isinstance(value, dict) and value.keys() == {"error"}],
+        errors=[
+            key
+            for key, value in read[0].items()
+            if isinstance(value, dict) and value.keys() == {"error"}
+        ],
     )
 
 
@@ -326,7 +435,9 @@ def newest_cells(
             for count in (1, 2)
         )  # fmt: skip
         said = one if one == two else f"{one}; on 2 processes {two}"
-        cells[part] = f"{versions.get(CLIENTS[part].distribution, 'no version')}: {said}"
+        cells[part] = (
+            f"{versions.get(CLIENTS[part].distribution, 'no version')}: {said}"
+        )
     return cells
 
 
@@ -345,7 +456,9 @@ def with_newest(page: str, cells: Mapping[str, str]) -> str:
 
 
 def table(
-    todo: list[Job], verdicts: Mapping[Job, Verdict], missing: Mapping[str, Mapping[str, list[str]]]
+    todo: list[Job],
+    verdicts: Mapping[Job, Verdict],
+    missing: Mapping[str, Mapping[str, list[str]]],
 ) -> list[str]:
     """One row for each part, one column for each number of processes, and below it why listed differences are there."""
     rows = ["| Part | 1 process | 2 processes |", "|---|---|---|"]
@@ -356,27 +469,64 @@ def table(
             for count in (1, 2)
         ]  # fmt: skip
         rows.append(f"| {part} | {' | '.join(cells)} |")
-    reasons = [f"- {job.name}, {key}: {why}" for job, one in verdicts.items() for key, why in one.listed.items()]
+    reasons = [
+        f"- {job.name}, {key}: {why}"
+        for job, one in verdicts.items()
+        for key, why in one.listed.items()
+    ]
     return rows + (["", *reasons] if reasons else [])
 
 
 def main() -> int:
     """Record, compare, tell; 1 where a recording failed or differs without being listed."""
     parts = [SCRIPTS, *CLIENTS, TUTORIALS]
-    parser = argparse.ArgumentParser(description="Record under both packages and compare.")
-    parser.add_argument("folder", type=Path, help="where recordings and the table go")
-    parser.add_argument("--original", required=True, help="the Python that has the original package")
-    parser.add_argument("--dropin", required=True, help="the Python that has the drop-in")
-    parser.add_argument(
-        "--apart", type=Path, required=True, help="where clients outside both environments are installed"
+    parser = argparse.ArgumentParser(
+        description="Record under both packages and compare."
     )
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="parts to record instead of all")
-    parser.add_argument("--constraint", type=Path, default=CONSTRAINTS, help="versions of what is installed apart")
-    parser.add_argument("--page", type=Path, help=f"a page of clients whose column {NEWEST!r} is updated")
+    parser.add_argument("folder", type=Path, help="where recordings and the table go")
+    parser.add_argument(
+        "--original", required=True, help="the Python that has the original package"
+    )
+    parser.add_argument(
+        "--dropin", required=True, help="the Python that has the drop-in"
+    )
+    parser.add_argument(
+        "--apart",
+        type=Path,
+        required=True,
+        help="where clients outside both environments are installed",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=parts,
+        default=parts,
+        help="parts to record instead of all",
+    )
+    parser.add_argument(
+        "--constraint",
+        type=Path,
+        default=CONSTRAINTS,
+        help="versions of what is installed apart",
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        help=f"a page of clients whose column {NEWEST!r} is updated",
+    )
     given = parser.parse_args()
-    sides = {"original": os.path.abspath(given.original), "dropin": os.path.abspath(given.dropin)}
-    out, apart, started = given.folder.absolute(), given.apart.absolute(), time.monotonic()
-    missing = missing_modules(sides, given.only, apart, out, given.constraint.absolute())
+    sides = {
+        "original": os.path.abspath(given.original),
+        "dropin": os.path.abspath(given.dropin),
+    }
+    out, apart, started = (
+        given.folder.absolute(),
+        given.apart.absolute(),
+        time.monotonic(),
+    )
+    missing = missing_modules(
+        sides, given.only, apart, out, given.constraint.absolute()
+    )
     todo = jobs(given.only)
     doable = [job for job in todo if job.part not in missing]
     record(sides, doable, out, apart)
@@ -394,7 +544,9 @@ def main() -> int:
         versions = json.loads((out / "dropin" / "versions.json").read_text())
         cells = newest_cells(todo, verdicts, missing, versions)
         given.page.write_text(with_newest(given.page.read_text(), cells))
-    print(f"\n{told}\n{len(doable)} recordings of each side in {time.monotonic() - started:.0f} s")
+    print(
+        f"\n{told}\n{len(doable)} recordings of each side in {time.monotonic() - started:.0f} s"
+    )
     return int(any(one.failed or one.different for one in verdicts.values()))
 
 

@@ -24,13 +24,20 @@ OTHER_PROCESSOR = 5e-3
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 # What a printed line may say otherwise each time: how long things took, where files lie, which launcher speaks.
 PASSING = re.compile(
-    r"'\w+_(runtime|per_second)': '?[\d.]+'?,? ?|(?<= )/\S+/|^Launching training on .*\n", re.MULTILINE
+    r"'\w+_(runtime|per_second)': '?[\d.]+'?,? ?|(?<= )/\S+/|^Launching training on .*\n",
+    re.MULTILINE,
 )
 # What differs on purpose: for a recording, its parts and why. DIFFERENCES.md has a line for each.
 EXPLAINED: dict[str, dict[str, str]] = {
-    "parity_2": {"split_between": "a dict's rows are all dealt out, the original loses one"},
-    "painting_2": {"after": "after a resume the original reads the first epoch's order again, the drop-in goes on"},
-    "denoising_2": {"split": "the original accepts Accelerator(split_batches=True) and ignores it"},
+    "parity_2": {
+        "split_between": "a dict's rows are all dealt out, the original loses one"
+    },
+    "painting_2": {
+        "after": "after a resume the original reads the first epoch's order again, the drop-in goes on"
+    },
+    "denoising_2": {
+        "split": "the original accepts Accelerator(split_batches=True) and ignores it"
+    },
 }
 # These end the process group. On the original a second group in the same processes may read addresses of the first one's
 # and hang, so they go last.
@@ -45,7 +52,9 @@ def names() -> list[str]:
 
 def load(name: str) -> Any:
     """A script as a module."""
-    spec = importlib.util.spec_from_file_location(f"parity_{name}", HERE / "parity" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"parity_{name}", HERE / "parity" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None, f"no script {name}"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -83,7 +92,9 @@ def run(chosen: list[str]) -> dict[str, Any]:
     return results
 
 
-def differences(first: Any, second: Any, place: str = "", tolerance: float = TOLERANCE) -> list[str]:
+def differences(
+    first: Any, second: Any, place: str = "", tolerance: float = TOLERANCE
+) -> list[str]:
     """Where two results differ, numbers within the tolerance aside."""
     if isinstance(first, float) and isinstance(second, int | float):
         near = abs(first - second) <= tolerance * max(1.0, abs(first))
@@ -91,7 +102,9 @@ def differences(first: Any, second: Any, place: str = "", tolerance: float = TOL
     if type(first) is not type(second):
         return [f"{place}: {first!r} and {second!r}"]
     if isinstance(first, dict):
-        found = [f"{place}/{key}: on one side only" for key in first.keys() ^ second.keys()]
+        found = [
+            f"{place}/{key}: on one side only" for key in first.keys() ^ second.keys()
+        ]
         return found + [
             one
             for key in first.keys() & second.keys()
@@ -99,7 +112,9 @@ def differences(first: Any, second: Any, place: str = "", tolerance: float = TOL
         ]
     if isinstance(first, list):
         if len(first) != len(second):
-            return [f"{place}: {len(first)} and {len(second)} items: {str(first)[:200]} and {str(second)[:200]}"]
+            return [
+                f"{place}: {len(first)} and {len(second)} items: {str(first)[:200]} and {str(second)[:200]}"
+            ]
         return [
             one
             for index, (a, b) in enumerate(zip(first, second, strict=True))
@@ -110,17 +125,24 @@ def differences(first: Any, second: Any, place: str = "", tolerance: float = TOL
 
 def recorded_tolerance() -> float:
     """How far results may lie from the committed recordings on this machine."""
-    recorded = json.loads((Path(__file__).parent / "golden" / "versions.json").read_text())["machine"]
+    recorded = json.loads(
+        (Path(__file__).parent / "golden" / "versions.json").read_text()
+    )["machine"]
     return TOLERANCE if platform.machine() == recorded else OTHER_PROCESSOR
 
 
-def text_differences(first: str, second: str, tolerance: float = TOLERANCE) -> list[str]:
+def text_differences(
+    first: str, second: str, tolerance: float = TOLERANCE
+) -> list[str]:
     """Where two printed texts differ, numbers within the tolerance and what passes aside."""
     one, other = (PASSING.sub("", text).splitlines() for text in (first, second))
     if len(one) != len(other):
         return [f"{len(one)} and {len(other)} lines:\n{first}\nand\n{second}"]
     split = [
-        ((NUMBER.split(a), list(map(float, NUMBER.findall(a)))), (NUMBER.split(b), list(map(float, NUMBER.findall(b)))))
+        (
+            (NUMBER.split(a), list(map(float, NUMBER.findall(a)))),
+            (NUMBER.split(b), list(map(float, NUMBER.findall(b)))),
+        )
         for a, b in zip(one, other, strict=True)
     ]
     return [
@@ -130,7 +152,9 @@ def text_differences(first: str, second: str, tolerance: float = TOLERANCE) -> l
     ]
 
 
-def unexplained(recording: str, first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+def unexplained(
+    recording: str, first: dict[str, Any], second: dict[str, Any]
+) -> list[str]:
     """Differences between two runs that no entry of EXPLAINED covers."""
     known = EXPLAINED.get(recording, {})
     found = [f"{key}: on one side only" for key in sorted(first.keys() ^ second.keys())]
@@ -144,7 +168,11 @@ def unexplained(recording: str, first: dict[str, Any], second: dict[str, Any]) -
 
 def listed(recording: str, first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """The parts that EXPLAINED lists and that do differ."""
-    return [key for key in EXPLAINED.get(recording, {}) if differences(first.get(key), second.get(key))]
+    return [
+        key
+        for key in EXPLAINED.get(recording, {})
+        if differences(first.get(key), second.get(key))
+    ]
 
 
 if __name__ == "__main__":
@@ -152,4 +180,6 @@ if __name__ == "__main__":
     assert sys.argv[1] == "run", f"unknown command {sys.argv[1]}"
     outcome = run(sys.argv[3:] or names())
     if int(os.environ.get("RANK", "0")) == 0:
-        Path(sys.argv[2]).write_text(json.dumps(outcome, indent=0, sort_keys=True) + "\n")
+        Path(sys.argv[2]).write_text(
+            json.dumps(outcome, indent=0, sort_keys=True) + "\n"
+        )

@@ -38,7 +38,12 @@ TITLE: Final = "## Their own test suites"
 # models on the meta device, place them, or train them.
 SUITES: Final[dict[str, tuple[str, ...]]] = {
     "pytorch-accelerated": (),
-    "sentence-transformers": ("test_cmnrl.py", "test_model_card_data.py", "test_trainer.py", "test_training_args.py"),
+    "sentence-transformers": (
+        "test_cmnrl.py",
+        "test_model_card_data.py",
+        "test_trainer.py",
+        "test_training_args.py",
+    ),
     "setfit": (),
     "skorch": ("test_hf.py",),
     "transformers": (
@@ -95,7 +100,12 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
 }
 # What a suite sees beside the environment, the client first. trl's and sentence-transformers' newest sdists have no tests of trainers: the
 # last ones that do run with the transformers of their time.
-OLD: Final = ("transformers==4.56.2", "huggingface-hub==0.35.3", "tokenizers==0.22.1", "datasets==4.1.1")
+OLD: Final = (
+    "transformers==4.56.2",
+    "huggingface-hub==0.35.3",
+    "tokenizers==0.22.1",
+    "datasets==4.1.1",
+)
 APART: Final[dict[str, tuple[str, ...]]] = {
     "sentence-transformers": ("sentence-transformers==5.1.0", *OLD),
     "skorch": ("skorch==1.4.0", "tabulate"),
@@ -155,7 +165,9 @@ class Result:
     """Names of a suite's passed tests by side, and its version."""
 
     version: str
-    passed: dict[str, set[str]] = field(default_factory=lambda: {side: set() for side in SIDES})
+    passed: dict[str, set[str]] = field(
+        default_factory=lambda: {side: set() for side in SIDES}
+    )
     files: int = 0
 
     def only(self, side: str) -> list[str]:
@@ -167,16 +179,30 @@ class Result:
 def version_of(python: str, distribution: str) -> str:
     """Return the version of a distribution in another environment."""
     code = f"from importlib.metadata import version; print(version({distribution!r}))"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def unpacked(python: str, name: str, version: str, out: Path) -> Path:
     """Download and unpack the sdist of a release; return its folder."""
     place = out / "sdists" / name
     if not place.exists():
-        fetch = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name, "--dest"]
+        fetch = [
+            python,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            name,
+            "--dest",
+        ]
         subprocess.run([*fetch, str(out / "sdists"), f"{name}=={version}"], check=True)
-        [archive] = (out / "sdists").glob(f"{name.replace('-', '[-_]')}-{version}.tar.gz")
+        [archive] = (out / "sdists").glob(
+            f"{name.replace('-', '[-_]')}-{version}.tar.gz"
+        )
         with tarfile.open(archive) as opened:
             opened.extractall(place, filter="data")
     [folder] = place.iterdir()
@@ -194,45 +220,83 @@ def installed(python: str, suite: str, out: Path) -> str:
     return str(place)
 
 
-def suite_jobs(suite: str, folder: Path, added: Path | None = None, apart: str = "") -> list[Job]:
+def suite_jobs(
+    suite: str, folder: Path, added: Path | None = None, apart: str = ""
+) -> list[Job]:
     """Return jobs for the test files of an unpacked sdist, several files in each: most of their time is imports."""
     if added is not None and (added / suite).is_dir():
         shutil.copytree(added / suite, folder, dirs_exist_ok=True)
     files = []
-    for tests in (one for one in (folder / "tests", folder / "test", folder / suite / "tests") if one.is_dir()):
+    for tests in (
+        one
+        for one in (folder / "tests", folder / "test", folder / suite / "tests")
+        if one.is_dir()
+    ):
         (tests / "__init__.py").touch()  # peft's and trl's sdists leave it out
-        files += sorted(str(file.relative_to(folder)) for file in tests.rglob("test_*.py"))
+        files += sorted(
+            str(file.relative_to(folder)) for file in tests.rglob("test_*.py")
+        )
     for name, content in ADDED.get(suite, {}).items():
         (folder / name).write_text(content)
-    files = [name for name in files if not SUITES[suite] or Path(name).name in SUITES[suite]]
+    files = [
+        name for name in files if not SUITES[suite] or Path(name).name in SUITES[suite]
+    ]
     options = f"-q -p no:cacheprovider -o addopts= --timeout {TEST_LIMIT_S} --junitxml {{report}}".split()
     options.append("--continue-on-collection-errors")
     made = []
     for at in range(0, len(files), TOGETHER):
         some = files[at : at + TOGETHER]
         name = " ".join([some[0], *(Path(one).name for one in some[1:])])
-        made.append(Job(suite, name, folder, ("{python}", "-m", "pytest", *some, *options), GROUP_LIMIT_S, apart))
+        made.append(
+            Job(
+                suite,
+                name,
+                folder,
+                ("{python}", "-m", "pytest", *some, *options),
+                GROUP_LIMIT_S,
+                apart,
+            )
+        )
     return made
 
 
 def script_jobs(original: str, out: Path) -> list[Job]:
     """Return the runs of copies of the original's scripts, on one and two processes, and of its command."""
     code = "from importlib.util import find_spec as f; print(f('accelerate').submodule_search_locations[0])"
-    home = subprocess.run([original, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    home = subprocess.run(
+        [original, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     folder = out / "scripts"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(Path(home, "test_utils", "scripts"), folder)
-    made = [Job(SCRIPTS, "accelerate test", folder, ("{bin}/accelerate", "test"), SCRIPT_LIMIT_S)]
+    made = [
+        Job(
+            SCRIPTS,
+            "accelerate test",
+            folder,
+            ("{bin}/accelerate", "test"),
+            SCRIPT_LIMIT_S,
+        )
+    ]
     ways = {
         "1 process": ["{python}"],
-        "2 processes": ["{python}", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+        "2 processes": [
+            "{python}",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+        ],
         "accelerate launch": ["{bin}/accelerate", "launch", "--cpu"],
     }
     for file in sorted(folder.rglob("test_*.py")):
         name = str(file.relative_to(folder))
         for way, start in ways.items():
             command = (*start, name, *ARGUMENTS.get(name, ()))
-            made.append(Job(SCRIPTS, f"{name} ({way})", folder, command, SCRIPT_LIMIT_S))
+            made.append(
+                Job(SCRIPTS, f"{name} ({way})", folder, command, SCRIPT_LIMIT_S)
+            )
     return made
 
 
@@ -259,7 +323,8 @@ def run(job: Job, side: str, python: str, out: Path, home: Path) -> set[str]:
         "PATH": f"{fields['bin']}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_CPU": "1",  # or the original takes several processes on the CPU for single ones
+        # or the original takes several processes on the CPU for single ones
+        "ACCELERATE_USE_CPU": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_EVALUATE_OFFLINE": "1",
         "HF_HOME": str(home),
@@ -269,7 +334,12 @@ def run(job: Job, side: str, python: str, out: Path, home: Path) -> set[str]:
     command = [word.format(**fields) for word in job.command]
     with log.open("w") as written:
         process = subprocess.Popen(
-            command, cwd=job.folder, env=env, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=job.folder,
+            env=env,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(job.limit_s)
@@ -286,21 +356,36 @@ def run(job: Job, side: str, python: str, out: Path, home: Path) -> set[str]:
 
 
 def run_all(
-    jobs: Iterable[Job], results: Mapping[str, Result], sides: Mapping[str, str], out: Path, *, in_turn: bool
+    jobs: Iterable[Job],
+    results: Mapping[str, Result],
+    sides: Mapping[str, str],
+    out: Path,
+    *,
+    in_turn: bool,
 ) -> None:
     """Run jobs one after another, each on both sides at the same time, or on one side after the other."""
     with ThreadPoolExecutor(1 if in_turn else len(sides)) as pool:
         for job in jobs:
             started = time.monotonic()
-            lists = pool.map(lambda side, job=job: run(job, side, sides[side], out, out / side / "hub"), SIDES)
+            lists = pool.map(
+                lambda side, job=job: run(
+                    job, side, sides[side], out, out / side / "hub"
+                ),
+                SIDES,
+            )
             found = dict(zip(SIDES, lists, strict=True))
             result = results[job.suite]
             result.files += 1
             for side in SIDES:
                 result.passed[side] |= found[side]
-                (out / side / f"{job.suite}.passed").write_text("\n".join(sorted(result.passed[side])) + "\n")
+                (out / side / f"{job.suite}.passed").write_text(
+                    "\n".join(sorted(result.passed[side])) + "\n"
+                )
             counts = ", ".join(f"{side} {len(found[side])}" for side in SIDES)
-            print(f"{job.suite} {job.name}: {counts} passed, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{job.suite} {job.name}: {counts} passed, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
             for name in sorted(found["original"] - found["dropin"]):
                 why = LISTED.get(f"{job.suite}: {name}", "NOT LISTED")
                 print(f"  with the original only: {name} ({why})", flush=True)
@@ -308,18 +393,28 @@ def run_all(
 
 def table(results: Mapping[str, Result]) -> list[str]:
     """Return one row for each suite, and below it the reasons of listed differences."""
-    rows = ["| Suite | Version | Passed by the original | By the drop-in | By one only |", "|---|---|---|---|---|"]
+    rows = [
+        "| Suite | Version | Passed by the original | By the drop-in | By one only |",
+        "|---|---|---|---|---|",
+    ]
     reasons = []
     for suite, one in results.items():
         if not one.files:
-            rows.append(f"| {suite} | {one.version} | no tests in its sdist or wheel | – | – |")
+            rows.append(
+                f"| {suite} | {one.version} | no tests in its sdist or wheel | – | – |"
+            )
             continue
         only = {side: one.only(side) for side in SIDES}
-        said = ", ".join(f"{side} {len(names)}" for side, names in only.items() if names) or "none"
+        said = (
+            ", ".join(f"{side} {len(names)}" for side, names in only.items() if names)
+            or "none"
+        )
         counts = " | ".join(str(len(one.passed[side])) for side in SIDES)
         rows.append(f"| {suite} | {one.version} | {counts} | {said} |")
         for name in only["original"]:
-            reasons.append(f"- {suite}, `{name}`: {LISTED.get(f'{suite}: {name}', 'no reason listed')}")
+            reasons.append(
+                f"- {suite}, `{name}`: {LISTED.get(f'{suite}: {name}', 'no reason listed')}"
+            )
     return rows + (["", *reasons] if reasons else [])
 
 
@@ -335,33 +430,62 @@ def with_section(page: str, lines: Iterable[str]) -> str:
 
 def unlisted(results: Mapping[str, Result]) -> list[str]:
     """Return the tests that pass with the original only and have no reason."""
-    names = [f"{suite}: {name}" for suite, one in results.items() for name in one.only("original")]
+    names = [
+        f"{suite}: {name}"
+        for suite, one in results.items()
+        for name in one.only("original")
+    ]
     return [name for name in names if name not in LISTED]
 
 
 def main() -> int:
     """Run, compare, report; 1 if a test passes with the original only and is not listed."""
     parts = [SCRIPTS, *SUITES]
-    parser = argparse.ArgumentParser(description="Run clients' test suites under both packages and compare.")
+    parser = argparse.ArgumentParser(
+        description="Run clients' test suites under both packages and compare."
+    )
     parser.add_argument("folder", type=Path, help="where sdists, logs and lists go")
-    parser.add_argument("--original", required=True, help="the Python that has the original package")
-    parser.add_argument("--dropin", required=True, help="the Python that has the drop-in")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="suites to run instead of all")
-    parser.add_argument("--files", help="only files and scripts whose name matches this regular expression")
+    parser.add_argument(
+        "--original", required=True, help="the Python that has the original package"
+    )
+    parser.add_argument(
+        "--dropin", required=True, help="the Python that has the drop-in"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=parts,
+        default=parts,
+        help="suites to run instead of all",
+    )
+    parser.add_argument(
+        "--files",
+        help="only files and scripts whose name matches this regular expression",
+    )
     parser.add_argument(
         "--added",
         type=Path,
         help="a folder with a folder for each client, whose files are copied over its unpacked sdist: the tests that the sdist leaves "
         "out, from a checkout of the client's repository at that release",
     )
-    parser.add_argument("--in-turn", action="store_true", help="run the two sides one after the other")
-    parser.add_argument("--page", type=Path, help=f"a page whose section {TITLE[3:]!r} is updated")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="run the two sides one after the other"
+    )
+    parser.add_argument(
+        "--page", type=Path, help=f"a page whose section {TITLE[3:]!r} is updated"
+    )
     given = parser.parse_args()
-    sides = {"original": os.path.abspath(given.original), "dropin": os.path.abspath(given.dropin)}
+    sides = {
+        "original": os.path.abspath(given.original),
+        "dropin": os.path.abspath(given.dropin),
+    }
     out, started = given.folder.absolute(), time.monotonic()
     if not (out / "hub").exists():
         print("making the stand-ins of the Hub's models", flush=True)
-        subprocess.run([sides["original"], str(HERE / "suites_hub.py"), str(out / "hub.part")], check=True)
+        subprocess.run(
+            [sides["original"], str(HERE / "suites_hub.py"), str(out / "hub.part")],
+            check=True,
+        )
         (out / "hub.part").rename(out / "hub")
     for side in SIDES:
         shutil.rmtree(out / side / "hub", ignore_errors=True)
@@ -375,13 +499,26 @@ def main() -> int:
             jobs += script_jobs(sides["original"], out)
         else:
             folder = unpacked(sides["original"], name, results[suite].version, out)
-            jobs += suite_jobs(suite, folder, given.added, installed(sides["original"], suite, out))
-    chosen = [job for job in jobs if not given.files or re.search(given.files, job.name)]
+            jobs += suite_jobs(
+                suite, folder, given.added, installed(sides["original"], suite, out)
+            )
+    chosen = [
+        job for job in jobs if not given.files or re.search(given.files, job.name)
+    ]
     run_all(chosen, results, sides, out, in_turn=given.in_turn)
     told = table(results)
     if given.page is not None:
         given.page.write_text(with_section(given.page.read_text(), told))
-    print("\n".join(["", *told, "", f"{len(chosen)} files and scripts in {time.monotonic() - started:.0f} s"]))
+    print(
+        "\n".join(
+            [
+                "",
+                *told,
+                "",
+                f"{len(chosen)} files and scripts in {time.monotonic() - started:.0f} s",
+            ]
+        )
+    )
     return int(bool(unlisted(results)))
 
 

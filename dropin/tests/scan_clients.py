@@ -63,7 +63,9 @@ class NameFinder(ast.NodeVisitor):
         for alias in node.names:
             if alias.name.split(".")[0] == PACKAGE:
                 self.names.add(alias.name)
-                self._aliases[alias.asname or PACKAGE] = alias.name if alias.asname else PACKAGE
+                self._aliases[alias.asname or PACKAGE] = (
+                    alias.name if alias.asname else PACKAGE
+                )
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
@@ -87,7 +89,11 @@ class NameFinder(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         called = ast.unparse(node.func)
         arguments = node.args
-        if called == "setattr" and len(arguments) > 1 and isinstance(arguments[1], ast.Constant):
+        if (
+            called == "setattr"
+            and len(arguments) > 1
+            and isinstance(arguments[1], ast.Constant)
+        ):
             owner = self._dotted(arguments[0])
             if owner is not None:
                 self._patch(f"{owner}.{arguments[1].value!s}")
@@ -143,7 +149,9 @@ def sources(archive: bytes, name: str) -> Iterator[str]:
         return
     with tarfile.open(fileobj=io.BytesIO(archive)) as distribution:
         for entry in distribution:
-            file = distribution.extractfile(entry) if entry.name.endswith(".py") else None
+            file = (
+                distribution.extractfile(entry) if entry.name.endswith(".py") else None
+            )
             if file is not None:
                 yield file.read().decode(errors="replace")
 
@@ -165,7 +173,11 @@ def read_newest(package: str) -> dict[str, Any] | None:
         used, replaced = names_in(source)
         names |= used
         patched |= replaced
-    return {"version": release["info"]["version"], "names": sorted(names), "patched": sorted(patched)}
+    return {
+        "version": release["info"]["version"],
+        "names": sorted(names),
+        "patched": sorted(patched),
+    }
 
 
 def find(packages: list[str]) -> None:
@@ -179,7 +191,9 @@ def find(packages: list[str]) -> None:
         if release is None:
             sys.stderr.write(f"{package}: no file of at most {LARGEST_BYTES} bytes\n")
             continue
-        sys.stderr.write(f"{package} {release['version']}: {len(release['names'])} names\n")
+        sys.stderr.write(
+            f"{package} {release['version']}: {len(release['names'])} names\n"
+        )
         clients = json.loads(FOUND.read_text()) if FOUND.exists() else {}
         clients[package] = release
         FOUND.write_text(json.dumps(dict(sorted(clients.items())), indent=1) + "\n")
@@ -212,14 +226,25 @@ def resolves(name: str) -> bool:
 
 def table() -> str:
     """Return the table of packages that use names: how many resolve, and which do not. Raises: AssertionError without a reason."""
-    lines = ["| Package | Version | Names | Resolve | Do not |", "|---|---|---|---|---|"]
+    lines = [
+        "| Package | Version | Names | Resolve | Do not |",
+        "|---|---|---|---|---|",
+    ]
     for package, release in json.loads(FOUND.read_text()).items():
         names = [name for name in release["names"] if not name.startswith(INSTANCE)]
         missing = [name for name in names if not resolves(name)]
         assert all(name in REASONS for name in missing), f"{package}: {missing}"
-        listed = "; ".join(f"`{name.removeprefix('accelerate.')}`: {REASONS[name]}" for name in missing)
+        listed = "; ".join(
+            f"`{name.removeprefix('accelerate.')}`: {REASONS[name]}" for name in missing
+        )
         if names:
-            cells = (package, release["version"], len(names), len(names) - len(missing), listed or "–")
+            cells = (
+                package,
+                release["version"],
+                len(names),
+                len(names) - len(missing),
+                listed or "–",
+            )
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 

@@ -14,10 +14,14 @@ from accelerate import Accelerator
 # Any: Accelerator is the original's class or ours, and the original's methods have no types.
 
 
-def train(accelerator: Accelerator, before_step: Callable[[Any], object] = lambda model: None) -> list[Any]:
+def train(
+    accelerator: Accelerator, before_step: Callable[[Any], object] = lambda model: None
+) -> list[Any]:
     """Losses, learning rates and the sum of the weights; `before_step` is called when gradients are there."""
     torch.manual_seed(1)
-    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 1))
+    model: Any = nn.Sequential(
+        nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 1)
+    )
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
     data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
@@ -36,5 +40,8 @@ def train(accelerator: Accelerator, before_step: Callable[[Any], object] = lambd
                 optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
             rates.append(scheduler.get_last_lr()[0])
-    weights = sum(p.double().abs().sum().item() for p in accelerator.unwrap_model(model).parameters())
+    weights = sum(
+        p.double().abs().sum().item()
+        for p in accelerator.unwrap_model(model).parameters()
+    )
     return [losses, rates, weights]

@@ -25,7 +25,12 @@ HERE: Final = Path(__file__).parent
 REVISION: Final = "0123456789abcdef0123456789abcdef01234567"
 SPECIAL: Final = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
 VOCABULARY: Final = 1024
-NARROW: Final = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NARROW: Final = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 SMALL: Final = {
     **NARROW,
     "hidden_size": 16,
@@ -35,7 +40,12 @@ SMALL: Final = {
     "max_position_embeddings": 512,
 }
 GROUPED: Final = {**SMALL, "num_key_value_heads": 2}
-EXPERTS: Final = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS: Final = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 GPT2: Final = {**NARROW, "n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 512}
 BART: Final = {
     **NARROW,
@@ -62,46 +72,100 @@ OPT: Final = {**SMALL, "ffn_dim": 4, "word_embed_proj_dim": 16}
 MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "facebook/opt-125m": ("OPTForCausalLM", OPT),
     "facebook/opt-350m": ("OPTForCausalLM", OPT),
-    "hf-internal-testing/Mixtral-tiny": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "hf-internal-testing/Mixtral-tiny": (
+        "MixtralForCausalLM",
+        {**GROUPED, "num_local_experts": 4},
+    ),
     "hf-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", GROUPED),
-    "hf-internal-testing/tiny-random-MistralForCausalLM": ("MistralForCausalLM", GROUPED),
+    "hf-internal-testing/tiny-random-MistralForCausalLM": (
+        "MistralForCausalLM",
+        GROUPED,
+    ),
     "hf-internal-testing/tiny-random-gpt2": ("GPT2LMHeadModel", GPT2),
     "openai-community/gpt2": ("GPT2LMHeadModel", GPT2),
     "peft-internal-testing/opt-125m": ("OPTForCausalLM", OPT),
     "peft-internal-testing/tiny-dummy-qwen2": ("Qwen2ForCausalLM", GROUPED),
-    "peft-internal-testing/tiny-random-BartForConditionalGeneration": ("BartForConditionalGeneration", BART),
-    "peft-internal-testing/tiny-random-BertForSequenceClassification": ("BertForSequenceClassification", SMALL),
+    "peft-internal-testing/tiny-random-BartForConditionalGeneration": (
+        "BartForConditionalGeneration",
+        BART,
+    ),
+    "peft-internal-testing/tiny-random-BertForSequenceClassification": (
+        "BertForSequenceClassification",
+        SMALL,
+    ),
     "peft-internal-testing/tiny-random-BertModel": ("BertModel", SMALL),
-    "peft-internal-testing/tiny-random-BloomForCausalLM": ("BloomForCausalLM", {**SMALL, "n_head": 4, "n_layer": 2}),
+    "peft-internal-testing/tiny-random-BloomForCausalLM": (
+        "BloomForCausalLM",
+        {**SMALL, "n_head": 4, "n_layer": 2},
+    ),
     "peft-internal-testing/tiny-random-DebertaModel": ("DebertaModel", SMALL),
     "peft-internal-testing/tiny-random-DebertaV2Model": ("DebertaV2Model", SMALL),
     "peft-internal-testing/tiny-random-GPT2LMHeadModel": ("GPT2LMHeadModel", GPT2),
-    "peft-internal-testing/tiny-random-GPTNeoXForCausalLM": ("GPTNeoXForCausalLM", SMALL),
-    "peft-internal-testing/tiny-random-GPTJForCausalLM": ("GPTJForCausalLM", {**GPT2, "rotary_dim": 4}),
+    "peft-internal-testing/tiny-random-GPTNeoXForCausalLM": (
+        "GPTNeoXForCausalLM",
+        SMALL,
+    ),
+    "peft-internal-testing/tiny-random-GPTJForCausalLM": (
+        "GPTJForCausalLM",
+        {**GPT2, "rotary_dim": 4},
+    ),
     "peft-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", GROUPED),
     "peft-internal-testing/tiny-random-OPTForCausalLM": ("OPTForCausalLM", OPT),
-    "peft-internal-testing/tiny-random-RobertaForSequenceClassification": ("RobertaForSequenceClassification", SMALL),
+    "peft-internal-testing/tiny-random-RobertaForSequenceClassification": (
+        "RobertaForSequenceClassification",
+        SMALL,
+    ),
     "peft-internal-testing/tiny-random-RobertaModel": ("RobertaModel", SMALL),
-    "peft-internal-testing/tiny-random-T5ForConditionalGeneration": ("T5ForConditionalGeneration", T5),
-    "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": ("T5ForConditionalGeneration", T5),
+    "peft-internal-testing/tiny-random-T5ForConditionalGeneration": (
+        "T5ForConditionalGeneration",
+        T5,
+    ),
+    "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": (
+        "T5ForConditionalGeneration",
+        T5,
+    ),
     "peft-internal-testing/tiny-random-gpt2": ("GPT2LMHeadModel", GPT2),
     "peft-internal-testing/tiny-random-t5": ("T5ForConditionalGeneration", T5),
-    "trl-internal-testing/small-Qwen2ForCausalLM-2.5": ("Qwen2ForCausalLM", {**GROUPED, "hidden_size": 32}),
-    "trl-internal-testing/tiny-BloomForCausalLM": ("BloomForCausalLM", {**SMALL, "n_head": 4, "n_layer": 2}),
+    "trl-internal-testing/small-Qwen2ForCausalLM-2.5": (
+        "Qwen2ForCausalLM",
+        {**GROUPED, "hidden_size": 32},
+    ),
+    "trl-internal-testing/tiny-BloomForCausalLM": (
+        "BloomForCausalLM",
+        {**SMALL, "n_head": 4, "n_layer": 2},
+    ),
     "trl-internal-testing/tiny-GPT2LMHeadModel": ("GPT2LMHeadModel", GPT2),
     "trl-internal-testing/tiny-GPTNeoXForCausalLM": ("GPTNeoXForCausalLM", SMALL),
     "trl-internal-testing/tiny-LlamaForCausalLM-3.2": ("LlamaForCausalLM", GROUPED),
-    "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": ("LlamaForSequenceClassification", GROUPED),
+    "trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": (
+        "LlamaForSequenceClassification",
+        GROUPED,
+    ),
     "trl-internal-testing/tiny-MistralForCausalLM-0.1": ("MistralForCausalLM", GROUPED),
     "trl-internal-testing/tiny-MistralForCausalLM-0.2": ("MistralForCausalLM", GROUPED),
     "trl-internal-testing/tiny-OPTForCausalLM": ("OPTForCausalLM", OPT),
     "trl-internal-testing/tiny-Phi3ForCausalLM": ("Phi3ForCausalLM", GROUPED),
     "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": ("Qwen2ForCausalLM", GROUPED),
-    "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5": ("Qwen2ForSequenceClassification", GROUPED),
-    "trl-internal-testing/tiny-GptOssForCausalLM": ("GptOssForCausalLM", {**GROUPED, **EXPERTS, "head_dim": 4}),
-    "trl-internal-testing/tiny-Qwen3MoeForCausalLM": ("Qwen3MoeForCausalLM", {**GROUPED, **EXPERTS, "head_dim": 4}),
-    "trl-internal-testing/tiny-Qwen3ForCausalLM": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 4}),
-    "trl-internal-testing/tiny-T5ForConditionalGeneration": ("T5ForConditionalGeneration", T5),
+    "trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5": (
+        "Qwen2ForSequenceClassification",
+        GROUPED,
+    ),
+    "trl-internal-testing/tiny-GptOssForCausalLM": (
+        "GptOssForCausalLM",
+        {**GROUPED, **EXPERTS, "head_dim": 4},
+    ),
+    "trl-internal-testing/tiny-Qwen3MoeForCausalLM": (
+        "Qwen3MoeForCausalLM",
+        {**GROUPED, **EXPERTS, "head_dim": 4},
+    ),
+    "trl-internal-testing/tiny-Qwen3ForCausalLM": (
+        "Qwen3ForCausalLM",
+        {**GROUPED, "head_dim": 4},
+    ),
+    "trl-internal-testing/tiny-T5ForConditionalGeneration": (
+        "T5ForConditionalGeneration",
+        T5,
+    ),
     "trl-internal-testing/tiny-random-LlamaForCausalLM": ("LlamaForCausalLM", GROUPED),
 }
 # Sentence encoders: their names and widths.
@@ -110,7 +174,11 @@ ENCODERS: Final = {
     "sentence-transformers/paraphrase-MiniLM-L3-v2": 384,
 }
 # The tutorials' model under other names.
-ALIASES: Final = ("bert-base-cased", "google-bert/bert-base-cased", "hf-internal-testing/mrpc-bert-base-cased")
+ALIASES: Final = (
+    "bert-base-cased",
+    "google-bert/bert-base-cased",
+    "hf-internal-testing/mrpc-bert-base-cased",
+)
 TEMPLATE: Final = (
     "{% for one in messages %}{{ '[' + one['role'] + ']' + one['content'] + '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
@@ -160,10 +228,18 @@ def snapshot(home: Path, name: str) -> Path:
 def tokenizer() -> Any:
     """Return a tokenizer of bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(BPE({word: number for number, word in enumerate([*SPECIAL, *alphabet])}, [], unk_token="<unk>"))
+    made = Tokenizer(
+        BPE(
+            {word: number for number, word in enumerate([*SPECIAL, *alphabet])},
+            [],
+            unk_token="<unk>",
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     names = dict(zip(("pad", "bos", "eos", "unk", "mask"), SPECIAL, strict=True))
     special = {f"{kind}_token": token for kind, token in names.items()}
     return transformers.PreTrainedTokenizerFast(
@@ -190,40 +266,80 @@ def forms() -> dict[str, list[dict[str, Any]]]:
         rows: dict[str, dict[str, Any]] = {
             "standard_language_modeling": {"text": f"{question}? {good}"},
             "standard_prompt_only": {"prompt": question},
-            "standard_prompt_completion": {"prompt": question, "completion": f" {good}"},
-            "standard_preference": {"prompt": question, "chosen": f" {good}", "rejected": f" {bad}"},
-            "standard_implicit_prompt_preference": {"chosen": f"{question} {good}", "rejected": f"{question} {bad}"},
-            "standard_stepwise_supervision": {"prompt": question, "completions": [good, bad], "labels": [True, False]},
+            "standard_prompt_completion": {
+                "prompt": question,
+                "completion": f" {good}",
+            },
+            "standard_preference": {
+                "prompt": question,
+                "chosen": f" {good}",
+                "rejected": f" {bad}",
+            },
+            "standard_implicit_prompt_preference": {
+                "chosen": f"{question} {good}",
+                "rejected": f"{question} {bad}",
+            },
+            "standard_stepwise_supervision": {
+                "prompt": question,
+                "completions": [good, bad],
+                "labels": [True, False],
+            },
             "conversational_language_modeling": {"messages": asked + right},
             "conversational_prompt_only": {"prompt": asked},
             "conversational_prompt_completion": {"prompt": asked, "completion": right},
-            "conversational_preference": {"prompt": asked, "chosen": right, "rejected": wrong},
-            "conversational_implicit_prompt_preference": {"chosen": asked + right, "rejected": asked + wrong},
+            "conversational_preference": {
+                "prompt": asked,
+                "chosen": right,
+                "rejected": wrong,
+            },
+            "conversational_implicit_prompt_preference": {
+                "chosen": asked + right,
+                "rejected": asked + wrong,
+            },
         }
         for name, row in rows.items():
             made.setdefault(name, []).append(row)
         for label, answer in ((True, good), (False, bad)):
             row = {"prompt": question, "completion": f" {answer}", "label": label}
             made.setdefault("standard_unpaired_preference", []).append(row)
-            row = {"prompt": asked, "completion": spoken("assistant", answer), "label": label}
+            row = {
+                "prompt": asked,
+                "completion": spoken("assistant", answer),
+                "label": label,
+            }
             made.setdefault("conversational_unpaired_preference", []).append(row)
     return made
 
 
-def write_dataset(home: Path, owner: str, name: str, config: str, splits: dict[str, list[dict[str, Any]]]) -> None:
+def write_dataset(
+    home: Path,
+    owner: str,
+    name: str,
+    config: str,
+    splits: dict[str, list[dict[str, Any]]],
+) -> None:
     """Write a dataset as `datasets` keeps one that it has loaded from the Hub."""
     folder = home / "datasets" / f"{owner}___{name}" / config / "0.0.0" / REVISION
     folder.mkdir(parents=True)
     found = SplitDict(dataset_name=name)
     features = Dataset.from_list(next(iter(splits.values()))).features
     for split, rows in splits.items():
-        with ArrowWriter(features=features, path=str(folder / f"{name}-{split}.arrow")) as writer:
+        with ArrowWriter(
+            features=features, path=str(folder / f"{name}-{split}.arrow")
+        ) as writer:
             for row in rows:
                 writer.write(row)
             count, size = writer.finalize()
-        found.add(SplitInfo(name=split, num_bytes=size, num_examples=count, dataset_name=name))
+        found.add(
+            SplitInfo(name=split, num_bytes=size, num_examples=count, dataset_name=name)
+        )
     DatasetInfo(
-        features=features, builder_name=name, dataset_name=name, config_name=config, version="0.0.0", splits=found
+        features=features,
+        builder_name=name,
+        dataset_name=name,
+        config_name=config,
+        version="0.0.0",
+        splits=found,
     ).write_to_directory(str(folder))
 
 
@@ -231,12 +347,21 @@ def save_tokenizer(words: Any, folder: Path) -> None:
     """Save a tokenizer under the class name that older transformers know as well."""
     words.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    config.write_text(
+        json.dumps(
+            {
+                **json.loads(config.read_text()),
+                "tokenizer_class": "PreTrainedTokenizerFast",
+            }
+        )
+    )
 
 
 def main(home: Path) -> None:
     """Write all models, and what tutorials need."""
-    subprocess.run([sys.executable, str(HERE / "tutorials" / "make_hub.py"), str(home)], check=True)
+    subprocess.run(
+        [sys.executable, str(HERE / "tutorials" / "make_hub.py"), str(home)], check=True
+    )
     known = home / "hub" / "models--bert-base-uncased" / "snapshots" / REVISION
     for name in ALIASES:
         shutil.copytree(known, snapshot(home, name), dirs_exist_ok=True)
@@ -251,17 +376,28 @@ def main(home: Path) -> None:
     for name, width in ENCODERS.items():
         transformers.set_seed(0)
         inner = home / "encoder" / str(width)
-        config = transformers.BertConfig(**{**SMALL, "hidden_size": width, "num_hidden_layers": 1})
+        config = transformers.BertConfig(
+            **{**SMALL, "hidden_size": width, "num_hidden_layers": 1}
+        )
         transformers.BertModel(config).save_pretrained(inner)
         save_tokenizer(words, inner)
         encoder = models.Transformer(str(inner), max_seq_length=100)
-        sentences.SentenceTransformer(modules=[encoder, models.Pooling(width)], device="cpu").save(
-            str(snapshot(home, name))
-        )
+        sentences.SentenceTransformer(
+            modules=[encoder, models.Pooling(width)], device="cpu"
+        ).save(str(snapshot(home, name)))
     shutil.copytree(home / "datasets" / "glue", home / "datasets" / "nyu-mll___glue")
     for name, rows in forms().items():
-        write_dataset(home, "trl-internal-testing", "zen", name, {"train": rows, "test": rows[:2]})
-    metric = home / "modules" / "evaluate_modules" / "metrics" / "evaluate-metric--accuracy" / ("a" * 64)
+        write_dataset(
+            home, "trl-internal-testing", "zen", name, {"train": rows, "test": rows[:2]}
+        )
+    metric = (
+        home
+        / "modules"
+        / "evaluate_modules"
+        / "metrics"
+        / "evaluate-metric--accuracy"
+        / ("a" * 64)
+    )
     metric.mkdir(parents=True)
     (metric / "accuracy.py").write_text(METRIC)
 

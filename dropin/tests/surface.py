@@ -38,41 +38,179 @@ _FSDP2 = "inner steps of `accelerate to-fsdp2`, written anew"
 _INNER = "an inner step of the original that is no step here"
 _HELP = "how the original draws its help"
 LEFT_NAMES = {
-    **dict.fromkeys(("get_user_input", "get_cluster_input", "get_sagemaker_input", "cluster", "config_utils"), _WIZARD),
-    **dict.fromkeys(("_ask_field", "_ask_options", "_convert_compute_environment", "menu", "sagemaker"), _WIZARD),
-    **dict.fromkeys(("CustomHelpFormatter", "SubcommandHelpFormatter", "clean_option", "options_to_group"), _HELP),
-    **dict.fromkeys(("description", "_description", "_StoreAction", "_StoreConstAction", "_StoreTrueAction"), _HELP),
+    **dict.fromkeys(
+        (
+            "get_user_input",
+            "get_cluster_input",
+            "get_sagemaker_input",
+            "cluster",
+            "config_utils",
+        ),
+        _WIZARD,
+    ),
+    **dict.fromkeys(
+        (
+            "_ask_field",
+            "_ask_options",
+            "_convert_compute_environment",
+            "menu",
+            "sagemaker",
+        ),
+        _WIZARD,
+    ),
+    **dict.fromkeys(
+        (
+            "CustomHelpFormatter",
+            "SubcommandHelpFormatter",
+            "clean_option",
+            "options_to_group",
+        ),
+        _HELP,
+    ),
+    **dict.fromkeys(
+        (
+            "description",
+            "_description",
+            "_StoreAction",
+            "_StoreConstAction",
+            "_StoreTrueAction",
+        ),
+        _HELP,
+    ),
     "ConversionStatus": _FSDP2,
     **dict.fromkeys(("ARGUMENT_KEY_MAPPING", "ARGUMENT_VALUE_MAPPING"), _FSDP2),
     "mocked_dataloaders_for_autoregressive_models": "needs the original's own test data",
     "logger": "a module's own logger; `accelerate.logging.get_logger(module)` gives it",
     "annotations": "a feature of `__future__`",
-    **dict.fromkeys(("_dispatch_batches", "_even_batches", "_split_batches", "_use_seedable_sampler"), _INNER),
-    **dict.fromkeys(("_attach_context_parallel_hooks", "_refuse_recurrent_layers_under_sequence_parallelism"), _INNER),
-    **dict.fromkeys(("_attach_layerwise_casting_hooks", "_accelerate_added_attributes", "_compiler_disable"), _INNER),
     **dict.fromkeys(
-        ("_atleast_one_tracker_available", "_read_stream", "_stream_subprocess", "_available_trackers"), _INNER
+        (
+            "_dispatch_batches",
+            "_even_batches",
+            "_split_batches",
+            "_use_seedable_sampler",
+        ),
+        _INNER,
     ),
-    **dict.fromkeys(("_PYTORCH_DATALOADER_ADDITIONAL_KWARGS", "_PYTORCH_DATALOADER_KWARGS", "v", "i", "_"), _INNER),
-    **dict.fromkeys(("additional_kwargs", "version", "SharedDict", "_replace_with_bnb_layers", "_tqdm"), _INNER),
-    **dict.fromkeys(("AmaxComputeAlgorithm", "Backend", "FP8Format", "OptLevel", "ProfilerActivity"), "a type alias"),
-    **dict.fromkeys(("MODEL_CONFIGS_TO_MEGATRON_PARSERS", "_handle_megatron_data_iterator"), _INNER),
-    **dict.fromkeys(("_nvidia_smi", "_parse_cpu_list", "_find_final_norm", "_prepare_sd_options"), _INNER),
-    **dict.fromkeys(("_distributed_checkpoint_to_merged_weights", "_get_model_state_dict"), _INNER),
-    **dict.fromkeys(("_set_model_state_dict", "_torch_distributed_available", "_torch_xla_available"), _INNER),
     **dict.fromkeys(
-        ("_tpu_available", "_get_param_device", "_get_proper_dtype", "_init_infer_auto_device_map"), _INNER
+        (
+            "_attach_context_parallel_hooks",
+            "_refuse_recurrent_layers_under_sequence_parallelism",
+        ),
+        _INNER,
     ),
-    **dict.fromkeys(("_gpu_broadcast", "_gpu_gather", "_gpu_gather_object", "_tpu_broadcast", "_tpu_gather"), _INNER),
+    **dict.fromkeys(
+        (
+            "_attach_layerwise_casting_hooks",
+            "_accelerate_added_attributes",
+            "_compiler_disable",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        (
+            "_atleast_one_tracker_available",
+            "_read_stream",
+            "_stream_subprocess",
+            "_available_trackers",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        (
+            "_PYTORCH_DATALOADER_ADDITIONAL_KWARGS",
+            "_PYTORCH_DATALOADER_KWARGS",
+            "v",
+            "i",
+            "_",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        (
+            "additional_kwargs",
+            "version",
+            "SharedDict",
+            "_replace_with_bnb_layers",
+            "_tqdm",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        (
+            "AmaxComputeAlgorithm",
+            "Backend",
+            "FP8Format",
+            "OptLevel",
+            "ProfilerActivity",
+        ),
+        "a type alias",
+    ),
+    **dict.fromkeys(
+        ("MODEL_CONFIGS_TO_MEGATRON_PARSERS", "_handle_megatron_data_iterator"), _INNER
+    ),
+    **dict.fromkeys(
+        ("_nvidia_smi", "_parse_cpu_list", "_find_final_norm", "_prepare_sd_options"),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        ("_distributed_checkpoint_to_merged_weights", "_get_model_state_dict"), _INNER
+    ),
+    **dict.fromkeys(
+        (
+            "_set_model_state_dict",
+            "_torch_distributed_available",
+            "_torch_xla_available",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        (
+            "_tpu_available",
+            "_get_param_device",
+            "_get_proper_dtype",
+            "_init_infer_auto_device_map",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        (
+            "_gpu_broadcast",
+            "_gpu_gather",
+            "_gpu_gather_object",
+            "_tpu_broadcast",
+            "_tpu_gather",
+        ),
+        _INNER,
+    ),
     **dict.fromkeys(("_neuron_broadcast_object_list", "_neuron_gather_object"), _INNER),
-    **dict.fromkeys(("safe_load_file", "safe_save_file"), "functions of `safetensors.torch` under another name"),
-    **dict.fromkeys(("setup", "_test_stateful_dataloader_resume", "MockModel", "_run_and_get_grads", "_mp_fn"), _INNER),
     **dict.fromkeys(
-        ("_test_stateful_dataloader_save_state_resume", "test_join_raises_warning_for_non_ddp_distributed"), _INNER
+        ("safe_load_file", "safe_save_file"),
+        "functions of `safetensors.torch` under another name",
+    ),
+    **dict.fromkeys(
+        (
+            "setup",
+            "_test_stateful_dataloader_resume",
+            "MockModel",
+            "_run_and_get_grads",
+            "_mp_fn",
+        ),
+        _INNER,
+    ),
+    **dict.fromkeys(
+        (
+            "_test_stateful_dataloader_save_state_resume",
+            "test_join_raises_warning_for_non_ddp_distributed",
+        ),
+        _INNER,
     ),
     "DYNAMO_BACKENDS": "written out: the members of `DynamoBackend`",
 }
-CONSTANTS = ("accelerate.utils.constants", "accelerate.commands.config.config_args", "accelerate.utils.imports")
+CONSTANTS = (
+    "accelerate.utils.constants",
+    "accelerate.commands.config.config_args",
+    "accelerate.utils.imports",
+)
 OTHER_HOMES = {  # classes that name another module than the one they are imported from
     **dict.fromkeys(("MethodType",), "types"),
     **dict.fromkeys(("safe_open",), "safetensors"),
@@ -88,10 +226,22 @@ def public(module: types.ModuleType) -> dict[str, str]:
         if name.startswith("_") or isinstance(value, types.ModuleType):
             continue
         home = getattr(value, "__module__", None)
-        own = isinstance(home, str) and (home.startswith("accelerate") if package else home == module.__name__)
-        plain = not callable(value) and name.isupper() and (package or module.__name__.endswith("constants"))
+        own = isinstance(home, str) and (
+            home.startswith("accelerate") if package else home == module.__name__
+        )
+        plain = (
+            not callable(value)
+            and name.isupper()
+            and (package or module.__name__.endswith("constants"))
+        )
         if own or plain:
-            found[name] = "class" if isinstance(value, type) else "function" if callable(value) else "value"
+            found[name] = (
+                "class"
+                if isinstance(value, type)
+                else "function"
+                if callable(value)
+                else "value"
+            )
     return found
 
 
@@ -116,15 +266,20 @@ def modules() -> dict[str, types.ModuleType]:
     import accelerate
 
     found = {"accelerate": accelerate}
-    for one in pkgutil.walk_packages(accelerate.__path__, "accelerate.", onerror=lambda name: None):
+    for one in pkgutil.walk_packages(
+        accelerate.__path__, "accelerate.", onerror=lambda name: None
+    ):
         if "._impl" in one.name or one.name.endswith("__main__"):
             continue
-        with contextlib.suppress(ImportError, ValueError):  # a script of the original runs as it is imported
+        # a script of the original runs as it is imported
+        with contextlib.suppress(ImportError, ValueError):
             found[one.name] = importlib.import_module(one.name)
     return found
 
 
-def home_of(value: Any, name: str, module: str, constants: dict[str, tuple[str, Any]]) -> str:
+def home_of(
+    value: Any, name: str, module: str, constants: dict[str, tuple[str, Any]]
+) -> str:
     """The module that a name comes from; `-NAME` for a module; the asking module where no other one is known."""
     if isinstance(value, types.ModuleType):
         return f"-{value.__name__}"
@@ -135,7 +290,11 @@ def home_of(value: Any, name: str, module: str, constants: dict[str, tuple[str, 
     if callable(value):
         home = getattr(value, "__module__", None)
         with contextlib.suppress(ImportError, AttributeError, TypeError):
-            return str(home) if getattr(importlib.import_module(str(home)), name) is value else module
+            return (
+                str(home)
+                if getattr(importlib.import_module(str(home)), name) is value
+                else module
+            )
         return module
     home, known = constants.get(name, (module, None))
     return home if known is value else module
@@ -151,7 +310,9 @@ def homes() -> dict[str, dict[str, str]]:
                 constants.setdefault(name, (module, value))
     return {
         module: {
-            name: home_of(getattr(one, name), name, module, constants) for name in dir(one) if not name.startswith("__")
+            name: home_of(getattr(one, name), name, module, constants)
+            for name in dir(one)
+            if not name.startswith("__")
         }
         for module, one in loaded.items()
     }
@@ -173,14 +334,30 @@ def elsewhere() -> str:
         rooms = [room for room, shown in HOMES.items() if shown == face]
         for name, home in names.items():
             if home == face:  # a private name that a room of the face has
-                home = next((room for room in rooms if hasattr(importlib.import_module(room), name)), face)
-            if name in own or home == face or home.startswith("accelerate.test_utils.scripts."):
+                home = next(
+                    (
+                        room
+                        for room in rooms
+                        if hasattr(importlib.import_module(room), name)
+                    ),
+                    face,
+                )
+            if (
+                name in own
+                or home == face
+                or home.startswith("accelerate.test_utils.scripts.")
+            ):
                 continue
             if ".commands." in home and reason(home.removeprefix("-")):
                 continue
-            word, home = (f"{name}={home[1:]}", "-") if home.startswith("-") else (name, home)
+            word, home = (
+                (f"{name}={home[1:]}", "-") if home.startswith("-") else (name, home)
+            )
             found.setdefault(home, []).append(word)
-        lines += [f"{face} {home} {' '.join(sorted(words))}" for home, words in sorted(found.items())]
+        lines += [
+            f"{face} {home} {' '.join(sorted(words))}"
+            for home, words in sorted(found.items())
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -200,7 +377,14 @@ def unresolved() -> dict[str, str]:
 
 def reason(module: str) -> str | None:
     """Why a module is left out, if it is."""
-    return next((why for name, why in LEFT_OUT.items() if module == name or module.startswith(f"{name}.")), None)
+    return next(
+        (
+            why
+            for name, why in LEFT_OUT.items()
+            if module == name or module.startswith(f"{name}.")
+        ),
+        None,
+    )
 
 
 def state_of(module: str, name: str) -> str:
@@ -220,14 +404,18 @@ def table() -> dict[str, dict[str, str]]:
     """The state of every name of the original."""
     wanted = json.loads(NAMES.read_text())
     return {
-        module: {name: state_of(module, name) for name in sorted(found)} for module, found in sorted(wanted.items())
+        module: {name: state_of(module, name) for name in sorted(found)}
+        for module, found in sorted(wanted.items())
     }
 
 
 def render(states: dict[str, dict[str, str]]) -> str:
     """SURFACE.md."""
     flat = [state for found in states.values() for state in found.values()]
-    count = {kind: sum(state.startswith(kind) for state in flat) for kind in ("works", "left out", "missing")}
+    count = {
+        kind: sum(state.startswith(kind) for state in flat)
+        for kind in ("works", "left out", "missing")
+    }
     lines = [
         "# Surface",
         "",
@@ -245,7 +433,9 @@ def render(states: dict[str, dict[str, str]]) -> str:
         groups: dict[str, list[str]] = {}
         for name, state in found.items():
             groups.setdefault(state, []).append(f"`{name}`")
-        for state, members in sorted(groups.items(), key=lambda item: (item[0] != "works", item[0])):
+        for state, members in sorted(
+            groups.items(), key=lambda item: (item[0] != "works", item[0])
+        ):
             lines.append(f"- **{state}**: {', '.join(members)}")
     return "\n".join(lines) + "\n"
 
@@ -253,8 +443,12 @@ def render(states: dict[str, dict[str, str]]) -> str:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     if sys.argv[1] in ("names", "homes"):
-        listed: dict[str, dict[str, str]] = {"names": names, "homes": homes}[sys.argv[1]]()
-        Path(sys.argv[2]).write_text(json.dumps(listed, indent=0, sort_keys=True) + "\n")
+        listed: dict[str, dict[str, str]] = {"names": names, "homes": homes}[
+            sys.argv[1]
+        ]()
+        Path(sys.argv[2]).write_text(
+            json.dumps(listed, indent=0, sort_keys=True) + "\n"
+        )
     elif sys.argv[1] == "elsewhere":
         ELSEWHERE.write_text(elsewhere())
     else:

@@ -17,10 +17,18 @@ import yaml
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from accelerate import Accelerator, ParallelismConfig, cpu_offload_with_hook, init_empty_weights
+from accelerate import (
+    Accelerator,
+    ParallelismConfig,
+    cpu_offload_with_hook,
+    init_empty_weights,
+)
 from accelerate._impl.commands.launch_flags import _validate_launch_command
 from accelerate._impl.settings import kwargs_handlers
-from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
+from accelerate.commands.config.config_args import (
+    SageMakerConfig,
+    load_config_from_file,
+)
 from accelerate.commands.env import env_command, env_command_parser
 from accelerate.commands.estimate import create_ascii_table, estimate_training_usage
 from accelerate.commands.launch import launch_command_parser
@@ -36,7 +44,11 @@ from accelerate.hooks import (
 )
 from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    register_tracker_class,
+)
 from accelerate.utils import (
     DDPCommunicationHookType,
     DeepSpeedPlugin,
@@ -63,7 +75,14 @@ from accelerate.utils import (
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
-NAMED = ("device", "num_processes", "backend", "distributed_type", "deepspeed_plugin", "_mixed_precision")
+NAMED = (
+    "device",
+    "num_processes",
+    "backend",
+    "distributed_type",
+    "deepspeed_plugin",
+    "_mixed_precision",
+)
 
 
 class Tied(nn.Module):
@@ -79,22 +98,30 @@ class Tied(nn.Module):
 def test_attributes_of_a_reset_state_name_the_reset(name: str) -> None:
     state = Accelerator(cpu=True).state
     AcceleratorState._reset_state()
-    with pytest.raises(AttributeError, match=f"`{name}`.*`AcceleratorState._reset_state"):
+    with pytest.raises(
+        AttributeError, match=f"`{name}`.*`AcceleratorState._reset_state"
+    ):
         getattr(state, name)
     partial: Any = PartialState()
     PartialState._reset_state()
     if name != "deepspeed_plugin":
-        with pytest.raises(AttributeError, match=f"`{name}`.*`PartialState._reset_state"):
+        with pytest.raises(
+            AttributeError, match=f"`{name}`.*`PartialState._reset_state"
+        ):
             getattr(partial, name)
 
 
-def test_one_process_joins_whatever_it_is_given(recwarn: pytest.WarningsRecorder) -> None:
+def test_one_process_joins_whatever_it_is_given(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     with Accelerator(cpu=True).join_uneven_inputs([Mock()]):
         pass
     assert not recwarn.list
 
 
-def test_a_logger_around_an_adapter_names_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logger_around_an_adapter_names_the_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Mine(logging.LoggerAdapter[Any]):
         def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
             return f"[mine] {msg}", kwargs
@@ -103,39 +130,67 @@ def test_a_logger_around_an_adapter_names_the_caller(caplog: pytest.LogCaptureFi
     plain = logging.getLogger("of_a_user")
     MultiProcessAdapter(Mine(plain, {})).error("one")
     Mine(MultiProcessAdapter(plain), {}).error("two")
-    assert [one.getMessage() for one in caplog.records] == ["[mine] [RANK 0] one", "[RANK 0] [mine] two"]
+    assert [one.getMessage() for one in caplog.records] == [
+        "[mine] [RANK 0] one",
+        "[RANK 0] [mine] two",
+    ]
     assert {one.filename for one in caplog.records} == {Path(__file__).name}
 
 
-def test_variables_that_cannot_be_written_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    lines = convert_dict_to_env_variables({"A": "1", "B": "two words", "C": "x\ny", "D": "", "E": "a|b"})
+def test_variables_that_cannot_be_written_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines = convert_dict_to_env_variables(
+        {"A": "1", "B": "two words", "C": "x\ny", "D": "", "E": "a|b"}
+    )
     assert lines == ["A=1\n", "E=a|b\n"]
     assert [one.getMessage().split()[2][0] for one in caplog.records] == ["B", "C", "D"]
 
 
-def test_options_of_a_compilation_that_variables_set_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_a_compilation_that_variables_set_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
-    assert TorchDynamoPlugin().to_kwargs() == {"backend": "inductor", "mode": "reduce-overhead", "fullgraph": True}
-    assert TorchDynamoPlugin(backend="eager", dynamic=False).to_kwargs()["dynamic"] is False
+    assert TorchDynamoPlugin().to_kwargs() == {
+        "backend": "inductor",
+        "mode": "reduce-overhead",
+        "fullgraph": True,
+    }
+    assert (
+        TorchDynamoPlugin(backend="eager", dynamic=False).to_kwargs()["dynamic"]
+        is False
+    )
 
 
 @pytest.mark.parametrize("way", ["save", "model", "state"])
-def test_names_that_share_memory_are_named_once(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_share_memory_are_named_once(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Tied()
     if way == "save":  # without an Accelerator
-        save(model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True)
+        save(
+            model.state_dict(), tmp_path / "model.safetensors", safe_serialization=True
+        )
     else:
         accelerator = Accelerator(cpu=True)
-        accelerator.save_model(model, tmp_path) if way == "model" else accelerator.prepare(model)
+        accelerator.save_model(
+            model, tmp_path
+        ) if way == "model" else accelerator.prepare(model)
         if way == "state":
             accelerator.save_state(str(tmp_path))
-    said = [one.getMessage() for one in caplog.records if "Removed shared tensor" in one.getMessage()]
+    said = [
+        one.getMessage()
+        for one in caplog.records
+        if "Removed shared tensor" in one.getMessage()
+    ]
     assert len(said) == 1 and "{'b.weight'}" in said[0]
 
 
-def test_models_that_cannot_be_saved_are_told_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_cannot_be_saved_are_told_as_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     accelerator = Accelerator(cpu=True)
     with init_empty_weights():
         empty = nn.Linear(2, 2)
@@ -153,7 +208,9 @@ def test_a_model_whose_weights_are_away_is_saved_whole(tmp_path: Path) -> None:
     Accelerator(cpu=True).save_model(model, tmp_path)
     again = nn.Sequential(nn.Linear(2, 2))
     load_checkpoint_in_model(again, tmp_path)
-    assert all(torch.equal(one, expected[name]) for name, one in again.state_dict().items())
+    assert all(
+        torch.equal(one, expected[name]) for name, one in again.state_dict().items()
+    )
 
 
 def test_removing_the_handle_of_an_offloaded_model_removes_what_is_shown() -> None:
@@ -164,7 +221,9 @@ def test_removing_the_handle_of_an_offloaded_model_removes_what_is_shown() -> No
 
 
 def test_a_prepared_loader_gives_and_takes_its_sampler() -> None:
-    loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+    loader = Accelerator(cpu=True).prepare(
+        DataLoader(range(4), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    )
     assert type(loader.get_sampler()).__name__ == "RandomSampler"
     loader.set_sampler(SequentialSampler(range(4)))
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
@@ -172,25 +231,39 @@ def test_a_prepared_loader_gives_and_takes_its_sampler() -> None:
 
 def test_batches_given_as_a_sampler_are_drawn_alike_by_every_process() -> None:
     drawn: Any = RandomSampler(range(8))
-    plain: Any = DataLoader(range(8), sampler=BatchSampler(drawn, 2, False), batch_size=None)  # type: ignore[arg-type]
+    plain: Any = DataLoader(
+        range(8),  # type: ignore[arg-type]
+        sampler=BatchSampler(drawn, 2, False),
+        batch_size=None,
+    )
     Accelerator(cpu=True)
-    loader = prepare_data_loader(plain, num_processes=2, process_index=0, rng_types=["generator"])
-    assert drawn.generator is not None and loader.synchronized_generator is drawn.generator
+    loader = prepare_data_loader(
+        plain, num_processes=2, process_index=0, rng_types=["generator"]
+    )
+    assert (
+        drawn.generator is not None and loader.synchronized_generator is drawn.generator
+    )
 
 
 def test_a_backward_for_lomo_needs_its_optimizer() -> None:
     with pytest.raises(ValueError, match="passed a LOMO optimizer"):
-        Accelerator(cpu=True).lomo_backward(torch.ones(1, requires_grad=True).sum(), 0.1)
+        Accelerator(cpu=True).lomo_backward(
+            torch.ones(1, requires_grad=True).sum(), 0.1
+        )
 
 
 def test_sizes_of_a_mesh_by_axis_and_its_backends() -> None:
     assert ParallelismConfig(tp_size=2)._sizes["tp"] == 2
-    with pytest.raises(ValueError, match=r"cp_backend must be one of \['torch'\], but got other"):
+    with pytest.raises(
+        ValueError, match=r"cp_backend must be one of \['torch'\], but got other"
+    ):
         ParallelismConfig(cp_backend="other")
 
 
 def test_sizes_are_checked_against_an_accelerator() -> None:
-    there = Mock(num_processes=4, is_fsdp2=True, multi_device=False, distributed_type="FSDP")
+    there = Mock(
+        num_processes=4, is_fsdp2=True, multi_device=False, distributed_type="FSDP"
+    )
     for sizes, message in (
         ({"dp_shard_size": 2}, "does not match num_processes"),
         ({"tp_size": 4}, "no dimension for"),
@@ -199,7 +272,9 @@ def test_sizes_are_checked_against_an_accelerator() -> None:
             ParallelismConfig(**sizes)._validate_accelerator(there)
     ParallelismConfig(dp_shard_size=4)._validate_accelerator(there)
     there.is_fsdp2, there.distributed_type = False, "NO"
-    with pytest.raises(ValueError, match=r"is only compatible DistributedType\.FSDP .* but got NO\."):
+    with pytest.raises(
+        ValueError, match=r"is only compatible DistributedType\.FSDP .* but got NO\."
+    ):
         ParallelismConfig(dp_shard_size=4)._validate_accelerator(there)
 
 
@@ -207,10 +282,18 @@ def test_recipes_are_filled_and_checked(monkeypatch: pytest.MonkeyPatch) -> None
     if not is_transformer_engine_available():
         with pytest.raises(ImportError, match="TransformerEngine is not available"):
             TERecipeKwargs()
-        with pytest.warns(FutureWarning), pytest.raises(ImportError, match="TransformerEngine is not available"):
+        with (
+            pytest.warns(FutureWarning),
+            pytest.raises(ImportError, match="TransformerEngine is not available"),
+        ):
             FP8RecipeKwargs(backend="TE")
-    monkeypatch.setattr(kwargs_handlers, "is_transformer_engine_available", lambda: True)
-    assert TERecipeKwargs().fp8_format == "HYBRID" and TERecipeKwargs().override_linear_precision == (False,) * 3
+    monkeypatch.setattr(
+        kwargs_handlers, "is_transformer_engine_available", lambda: True
+    )
+    assert (
+        TERecipeKwargs().fp8_format == "HYBRID"
+        and TERecipeKwargs().override_linear_precision == (False,) * 3
+    )
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "3")
     monkeypatch.setenv("ACCELERATE_FP8_FORMAT", "E4M3")
     told = TERecipeKwargs()
@@ -223,13 +306,18 @@ def test_recipes_are_filled_and_checked(monkeypatch: pytest.MonkeyPatch) -> None
     for name, kind in wrong.items():
         with pytest.raises(ValueError, match=f"`{name}` must be one of"):
             kind(**{name: "other"})
-    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="`backend` must be 'MSAMP' or 'TE'"):
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(ValueError, match="`backend` must be 'MSAMP' or 'TE'"),
+    ):
         FP8RecipeKwargs(backend="other")
     with pytest.warns(UserWarning, match="Async tensor parallelism"):
         TorchTensorParallelConfig(enable_async_tp=True)
 
 
-def test_a_deepspeed_plugin_is_selected_by_the_state_and_names_what_is_missing() -> None:
+def test_a_deepspeed_plugin_is_selected_by_the_state_and_names_what_is_missing() -> (
+    None
+):
     plugin = DeepSpeedPlugin(transformer_moe_cls_names="Linear,Expert")
     with pytest.raises(NotImplementedError, match="can only be set through calling"):
         plugin.selected = True
@@ -241,21 +329,37 @@ def test_a_deepspeed_plugin_is_selected_by_the_state_and_names_what_is_missing()
         assert not DeepSpeedPlugin(zero3_init_flag=True).zero3_init_flag
 
 
-@pytest.mark.parametrize(("word", "made"), [("INDUCTOR", {"dynamo_backend": "INDUCTOR"}), ("NO", {})])
-def test_a_backend_of_older_settings_files_is_moved(tmp_path: Path, word: str, made: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("word", "made"), [("INDUCTOR", {"dynamo_backend": "INDUCTOR"}), ("NO", {})]
+)
+def test_a_backend_of_older_settings_files_is_moved(
+    tmp_path: Path, word: str, made: dict[str, str]
+) -> None:
     file = tmp_path / "old.yaml"
     file.write_text(yaml.safe_dump({"distributed_type": "NO", "dynamo_backend": word}))
     assert vars(load_config_from_file(str(file)))["dynamo_config"] == made
 
 
-def test_settings_of_older_files_and_of_the_cloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_older_files_and_of_the_cloud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "old.yaml"
-    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nfp16: true\nuse_cpu: true\n")
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nfp16: true\nuse_cpu: true\n"
+    )
     found = load_config_from_file(str(file))
-    assert found.mixed_precision == "fp16" and list(found.to_dict())[:2] == ["compute_environment", "distributed_type"]
+    assert found.mixed_precision == "fp16" and list(found.to_dict())[:2] == [
+        "compute_environment",
+        "distributed_type",
+    ]
     env_command(env_command_parser().parse_args(["--config_file", str(file)]))
-    assert "- `Accelerate` config passed:\n\t- compute_environment: LOCAL_MACHINE\n" in capsys.readouterr().out
-    cloud = SageMakerConfig("AMAZON_SAGEMAKER", "NO", "no", False, False, "ml.p3.2xlarge", "role")
+    assert (
+        "- `Accelerate` config passed:\n\t- compute_environment: LOCAL_MACHINE\n"
+        in capsys.readouterr().out
+    )
+    cloud = SageMakerConfig(
+        "AMAZON_SAGEMAKER", "NO", "no", False, False, "ml.p3.2xlarge", "role"
+    )
     assert (cloud.base_job_name, cloud.py_version) == ("accelerate-sagemaker-1", "py38")
 
 
@@ -268,25 +372,38 @@ def _parsed(*words: str) -> argparse.Namespace:
     return launch_command_parser().parse_args([*words, "train.py"])
 
 
-def test_command_lines_that_mean_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lines_that_mean_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(ValueError, match="at least 2 processes"):
         _validate_launch_command(_parsed("--multi_gpu", "--num_processes", "1"))
-    for words in (("--mixed_precision", "fp32"), ("--dynamo_mode", "quick"), ("--fsdp_version", "3")):
+    for words in (
+        ("--mixed_precision", "fp32"),
+        ("--dynamo_mode", "quick"),
+        ("--fsdp_version", "3"),
+    ):
         with suppress(SystemExit):
             pytest.fail(f"{words} were taken: {_parsed(*words)}")
         assert "invalid choice" in capsys.readouterr().err
 
 
 def test_the_table_of_an_estimate() -> None:
-    rows = [["float32", "84.95 MB", "413.18 MB", "1.61 GB"], ["int4", "10.62 MB", "51.65 MB", "N/A"]]
+    rows = [
+        ["float32", "84.95 MB", "413.18 MB", "1.61 GB"],
+        ["int4", "10.62 MB", "51.65 MB", "N/A"],
+    ]
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
-    lines = create_ascii_table(headers, rows, "Memory Usage for loading `bert-base-cased`").splitlines()
+    lines = create_ascii_table(
+        headers, rows, "Memory Usage for loading `bert-base-cased`"
+    ).splitlines()
     assert lines[1] == "│     Memory Usage for loading `bert-base-cased`     │"
     assert lines[5:7] == [
         "│float32│   84.95 MB  │413.18 MB │      1.61 GB      │",
         "│  int4 │   10.62 MB  │ 51.65 MB │        N/A        │",
     ]
-    widened = create_ascii_table(["a", "b"], [["1", "2"]], "A title that is long enough to be wide").splitlines()
+    widened = create_ascii_table(
+        ["a", "b"], [["1", "2"]], "A title that is long enough to be wide"
+    ).splitlines()
     assert len(widened[0]) == 71
     assert estimate_training_usage(1001, "float16") == {
         "model": 1001,
@@ -299,15 +416,22 @@ def test_the_table_of_an_estimate() -> None:
 
 def test_a_profiler_is_built_by_its_options() -> None:
     options = {"wait": 1, "warmup": 1, "active": 2, "repeat": 1, "skip_first": 1}
-    built = ProfileKwargs(activities=["cpu"], schedule_option=options, with_flops=True).build()
+    built = ProfileKwargs(
+        activities=["cpu"], schedule_option=options, with_flops=True
+    ).build()
     assert isinstance(built, torch.profiler.profile) and built.with_flops
     words = [built.schedule(step).name for step in range(6)]
     assert words == ["NONE", "NONE", "WARMUP", "RECORD", "RECORD_AND_SAVE", "NONE"]
-    with pytest.raises(ValueError, match=r"Invalid profiler activity: foo. Must be one of \['cpu', 'cuda'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"Invalid profiler activity: foo. Must be one of \['cpu', 'cuda'\]",
+    ):
         ProfileKwargs(activities=["foo"]).build()
 
 
-def test_a_map_says_which_ties_it_takes_into_account(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_map_says_which_ties_it_takes_into_account(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     infer_auto_device_map(Tied(), max_memory={"cpu": 1000}, verbose=True)
     said = capsys.readouterr().out.splitlines()
     assert "  Found the relevant tied param groups [['a.weight', 'b.weight']]" in said
@@ -327,7 +451,9 @@ def test_an_index_may_be_a_plain_table(tmp_path: Path) -> None:
         load_checkpoint_in_model(again, index)
 
 
-def test_weights_without_metadata_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_without_metadata_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from safetensors.torch import save_file
 
     save_file(nn.Linear(2, 2).state_dict(), tmp_path / "model.safetensors")
@@ -337,7 +463,9 @@ def test_weights_without_metadata_are_told(tmp_path: Path, caplog: pytest.LogCap
 
 def test_whole_numbers_stay_whole_whatever_the_dtype() -> None:
     module: Any = nn.BatchNorm1d(2)
-    set_module_tensor_to_device(module, "num_batches_tracked", "cpu", value=torch.tensor(3), dtype=torch.float16)
+    set_module_tensor_to_device(
+        module, "num_batches_tracked", "cpu", value=torch.tensor(3), dtype=torch.float16
+    )
     assert module.num_batches_tracked.dtype == torch.int64
 
 
@@ -354,7 +482,10 @@ def test_hooks_are_appended_to_what_is_there() -> None:
     said: list[str] = []
     for name in "abc":
         add_hook_to_module(module, Named(name, said), append=True)
-    assert isinstance(module._hf_hook.hooks[0], SequentialHook) and len(module._hf_hook.hooks) == 2
+    assert (
+        isinstance(module._hf_hook.hooks[0], SequentialHook)
+        and len(module._hf_hook.hooks) == 2
+    )
     module(torch.ones(1, 2))
     assert said == ["a", "b", "c"]
     UserCpuOffloadHook(module, module._hf_hook).remove()
@@ -362,7 +493,9 @@ def test_hooks_are_appended_to_what_is_there() -> None:
     assert remove_hook_from_module(module) is module
 
 
-def test_numbered_checkpoints_are_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbered_checkpoints_are_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config = ProjectConfiguration("p", automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=config)
@@ -375,20 +508,27 @@ def test_numbered_checkpoints_are_not_written_over(tmp_path: Path, monkeypatch: 
     assert accelerator.save_state() == Path("p/checkpoints/checkpoint_7")
 
 
-def test_trackers_are_registered_if_they_are_trackers(recwarn: pytest.WarningsRecorder) -> None:
+def test_trackers_are_registered_if_they_are_trackers(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     class Mine(GeneralTracker):
         name, requires_logging_directory = "wandb", False
 
     with pytest.raises(NotImplementedError, match=r"class definition: `tracker`$"):
         Mine()
-    with pytest.raises(ValueError, match="must be a subclass of `GeneralTracker`, but got <class 'int'>"):
+    with pytest.raises(
+        ValueError,
+        match="must be a subclass of `GeneralTracker`, but got <class 'int'>",
+    ):
         register_tracker_class(int)
     before = LOGGER_TYPE_TO_CLASS["wandb"]
     try:
         register_tracker_class(Mine)
     finally:
         LOGGER_TYPE_TO_CLASS["wandb"] = before
-    assert "'wandb' is already registered and will be overwritten" in str(recwarn.pop().message)
+    assert "'wandb' is already registered and will be overwritten" in str(
+        recwarn.pop().message
+    )
 
 
 def test_a_tracker_is_still_there_when_training_has_ended() -> None:
@@ -415,23 +555,31 @@ def test_a_folder_without_weights_is_not_found(tmp_path: Path) -> None:
         accelerator.load_state(str(tmp_path))
 
 
-def test_checkpoints_over_the_limit_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+def test_checkpoints_over_the_limit_are_counted_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    project = ProjectConfiguration(
+        str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
+    )
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(nn.Linear(1, 1))
     for _ in range(2):
         accelerator.save_state()
-    assert [one.getMessage() for one in caplog.records if "Deleting" in one.getMessage()] == [
-        "[RANK 0] Deleting 1 checkpoints to make room for new checkpoint."
-    ]
+    assert [
+        one.getMessage() for one in caplog.records if "Deleting" in one.getMessage()
+    ] == ["[RANK 0] Deleting 1 checkpoints to make room for new checkpoint."]
 
 
 def test_compiled_regions_are_a_copy_over_the_same_parameters() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    )
     made = compile_regions(model, backend="eager")
     assert has_compiled_regions(made) and not has_compiled_regions(model)
     assert extract_model_from_parallel(made, keep_torch_compile=False) is model
-    assert [id(one) for one in made.parameters()] == [id(one) for one in model.parameters()]
+    assert [id(one) for one in made.parameters()] == [
+        id(one) for one in model.parameters()
+    ]
 
 
 def test_a_forward_that_was_kept_comes_back_and_pickles() -> None:
@@ -443,11 +591,24 @@ def test_a_forward_that_was_kept_comes_back_and_pickles() -> None:
 
 def test_blocks_of_a_map_have_hooks_down_to_their_layers() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.BatchNorm1d(2))
-    attach_align_device_hook_on_blocks(model, {"0": "cpu", "1": "cpu"}, {"0": False, "1": True})
-    hooks = {name: part._hf_hook for name, part in model.named_modules() if hasattr(part, "_hf_hook")}
-    assert sorted(hooks) == ["", "0", "0.0", "1"] and hooks[""].io_same_device and hooks["0"].place_submodules
+    attach_align_device_hook_on_blocks(
+        model, {"0": "cpu", "1": "cpu"}, {"0": False, "1": True}
+    )
+    hooks = {
+        name: part._hf_hook
+        for name, part in model.named_modules()
+        if hasattr(part, "_hf_hook")
+    }
+    assert (
+        sorted(hooks) == ["", "0", "0.0", "1"]
+        and hooks[""].io_same_device
+        and hooks["0"].place_submodules
+    )
     assert sorted(hooks["1"].original_devices)[:2] == ["bias", "num_batches_tracked"]
-    assert hooks["0.0"].param_original_devices == {} and hooks["0.0"].tied_params_names == set()
+    assert (
+        hooks["0.0"].param_original_devices == {}
+        and hooks["0.0"].tied_params_names == set()
+    )
 
 
 def test_hooks_of_gradients_are_registered_by_hand() -> None:
@@ -455,16 +616,30 @@ def test_hooks_of_gradients_are_registered_by_hand() -> None:
     DistributedDataParallelKwargs().register_comm_hook(module)
     module.register_comm_hook.assert_not_called()
     kinds = DDPCommunicationHookType
-    DistributedDataParallelKwargs(comm_hook=kinds.POWER_SGD, comm_wrapper=kinds.FP16).register_comm_hook(module)
-    state, hook = (module.register_comm_hook.call_args.kwargs[name] for name in ("state", "hook"))
-    assert (type(state).__name__, hook.__name__) == ("PowerSGDState", "fp16_compress_wrapper_hook")
+    DistributedDataParallelKwargs(
+        comm_hook=kinds.POWER_SGD, comm_wrapper=kinds.FP16
+    ).register_comm_hook(module)
+    state, hook = (
+        module.register_comm_hook.call_args.kwargs[name] for name in ("state", "hook")
+    )
+    assert (type(state).__name__, hook.__name__) == (
+        "PowerSGDState",
+        "fp16_compress_wrapper_hook",
+    )
 
 
 def test_an_accelerator_shows_its_flag_and_refuses_strangers() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.set_trigger()
-    assert accelerator.flag_tensor.item() == 1 and accelerator.check_trigger() and accelerator.flag_tensor.item() == 0
-    assert type(accelerator.get_state_dict(accelerator.prepare(nn.Linear(1, 1)))) is OrderedDict
+    assert (
+        accelerator.flag_tensor.item() == 1
+        and accelerator.check_trigger()
+        and accelerator.flag_tensor.item() == 0
+    )
+    assert (
+        type(accelerator.get_state_dict(accelerator.prepare(nn.Linear(1, 1))))
+        is OrderedDict
+    )
     with pytest.raises(TypeError, match="`megatron_lm_plugin` must be"):
         Accelerator(cpu=True, megatron_lm_plugin=object())
     with pytest.warns(FutureWarning, match="Please use the `ParallelismConfig`"):

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import accelerate
-from accelerate import big_modeling, dispatch_model, init_empty_weights, init_on_device, load_checkpoint_and_dispatch
+from accelerate import (
+    big_modeling,
+    dispatch_model,
+    init_empty_weights,
+    init_on_device,
+    load_checkpoint_and_dispatch,
+)
 from accelerate.commands.estimate import estimate_training_usage
 from accelerate.hooks import (
     AlignDevicesHook,
@@ -26,7 +32,12 @@ from accelerate.hooks import (
     attach_execution_device_hook,
     remove_hook_from_module,
 )
-from accelerate.utils import BnbQuantizationConfig, OffloadedWeightsLoader, bnb, modeling
+from accelerate.utils import (
+    BnbQuantizationConfig,
+    OffloadedWeightsLoader,
+    bnb,
+    modeling,
+)
 from accelerate.utils.modeling import set_module_tensor_to_device
 from accelerate.utils.other import compile_regions, extract_model_from_parallel
 
@@ -36,7 +47,11 @@ from accelerate.utils.other import compile_regions, extract_model_from_parallel
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+        self.first, self.norm, self.last = (
+            nn.Linear(3, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Say what it does."""
@@ -81,10 +96,15 @@ def test_hooks_of_a_dispatched_model_know_its_ties(tmp_path: Path) -> None:
     assert list(model._hf_hook.tied_params_map) == [model.first.weight.data_ptr()]
 
 
-def test_moving_a_dispatched_model_warns_of_devices_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_moving_a_dispatched_model_warns_of_devices_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model: Any = dispatch_model(Net(), {"": "cpu"}, force_hooks=True)
     caplog.clear()
-    assert model.to(torch.float16).first.weight.dtype == torch.float16 and not caplog.records
+    assert (
+        model.to(torch.float16).first.weight.dtype == torch.float16
+        and not caplog.records
+    )
     model.to("cpu")
     assert "shouldn't move a model" in caplog.text
     assert model.to.__name__ == "to" and model.cuda.__name__ == "cuda"
@@ -93,21 +113,37 @@ def test_moving_a_dispatched_model_warns_of_devices_only(caplog: pytest.LogCaptu
 def test_maps_are_worked_out_from_named_arguments(tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
     with (
-        patch("accelerate.big_modeling.get_balanced_memory", return_value={"cpu": 1000}) as balanced,
-        patch("accelerate.big_modeling.infer_auto_device_map", return_value={"": "cpu"}) as inferred,
+        patch(
+            "accelerate.big_modeling.get_balanced_memory", return_value={"cpu": 1000}
+        ) as balanced,
+        patch(
+            "accelerate.big_modeling.infer_auto_device_map", return_value={"": "cpu"}
+        ) as inferred,
     ):
-        load_checkpoint_and_dispatch(Net(), tmp_path, device_map="auto", no_split_module_classes=["Net"])
+        load_checkpoint_and_dispatch(
+            Net(), tmp_path, device_map="auto", no_split_module_classes=["Net"]
+        )
     options = {"max_memory": None, "no_split_module_classes": ["Net"], "dtype": None}
     assert balanced.call_args.kwargs == {**options, "low_zero": False}
-    assert inferred.call_args.kwargs == {**options, "max_memory": {"cpu": 1000}, "offload_buffers": False}
+    assert inferred.call_args.kwargs == {
+        **options,
+        "max_memory": {"cpu": 1000},
+        "offload_buffers": False,
+    }
 
 
-def test_buffers_are_included_by_torchs_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_included_by_torchs_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = nn.Module.register_parameter, nn.Module.register_buffer
     with init_empty_weights(include_buffers=True) as nothing:
-        assert (nn.Module.register_parameter, nn.Module.register_buffer) == own and nothing is None
+        assert (
+            nn.Module.register_parameter,
+            nn.Module.register_buffer,
+        ) == own and nothing is None
         assert nn.BatchNorm1d(2).running_mean.is_meta  # type: ignore[union-attr]
-    assert init_empty_weights(include_buffers=True)(Net)().norm.running_var.is_meta  # a decorator, too
+    # a decorator, too
+    assert init_empty_weights(include_buffers=True)(Net)().norm.running_var.is_meta
     monkeypatch.setenv("ACCELERATE_INIT_INCLUDE_BUFFERS", "1")
     for block in (init_empty_weights(), init_on_device(torch.device("meta"))):
         with block:
@@ -137,15 +173,21 @@ def test_hooks_of_a_sequence_are_detached_in_order() -> None:
 def test_hooks_for_a_device_move_the_weights_and_see_buffers() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
     attach_execution_device_hook(model, "meta")
-    assert devices(model) == {"meta"} and isinstance(model[1]._hf_hook, AlignDevicesHook)
+    assert devices(model) == {"meta"} and isinstance(
+        model[1]._hf_hook, AlignDevicesHook
+    )
 
 
 def test_the_root_of_offloaded_blocks_gives_outputs_back_to_their_device() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2))
-    attach_align_device_hook_on_blocks(model, {"": "cpu"}, {"": True}, offload_buffers=True)
+    attach_align_device_hook_on_blocks(
+        model, {"": "cpu"}, {"": True}, offload_buffers=True
+    )
     assert model._hf_hook.io_same_device and model[0]._hf_hook.offload_buffers
     model = nn.Sequential(nn.Linear(2, 2))
-    attach_align_device_hook_on_blocks(model, {"0": "cpu"}, {"0": False}, offload_buffers=True)
+    attach_align_device_hook_on_blocks(
+        model, {"0": "cpu"}, {"0": False}, offload_buffers=True
+    )
     assert model[0]._hf_hook.offload_buffers
 
 
@@ -154,14 +196,20 @@ def test_skipped_keys_are_left_at_any_depth_and_in_the_output() -> None:
 
     class Deep(nn.Module):
         def forward(self, x: Tensor, options: dict[str, Tensor]) -> dict[str, Tensor]:
-            seen.extend(str(one.device) for one in (x, options["kept"], options["moved"]))
+            seen.extend(
+                str(one.device) for one in (x, options["kept"], options["moved"])
+            )
             return {"kept": torch.ones(1, device="meta"), "moved": x}
 
     model = add_hook_to_module(Deep(), AlignDevicesHook("meta", skip_keys="kept"))
     model(torch.ones(1), options={"kept": torch.ones(1), "moved": torch.ones(1)})
     assert seen == ["meta", "cpu", "meta"]
-    model = add_hook_to_module(Deep(), AlignDevicesHook("cpu", io_same_device=True, skip_keys=["kept"]))
-    found = model(torch.ones(1), options={"kept": torch.ones(1), "moved": torch.ones(1)})
+    model = add_hook_to_module(
+        Deep(), AlignDevicesHook("cpu", io_same_device=True, skip_keys=["kept"])
+    )
+    found = model(
+        torch.ones(1), options={"kept": torch.ones(1), "moved": torch.ones(1)}
+    )
     assert found["kept"].is_meta and not found["moved"].is_meta
 
 
@@ -186,10 +234,16 @@ def test_a_tensor_is_set_as_a_new_parameter_of_its_class() -> None:
     layer.weight.note = "lost"
     value = nn.Parameter(torch.zeros(2, 2))
     set_module_tensor_to_device(layer, "weight", "cpu", value=value)
-    assert type(layer.weight) is Own and layer.weight is not value and not hasattr(layer.weight, "note")
+    assert (
+        type(layer.weight) is Own
+        and layer.weight is not value
+        and not hasattr(layer.weight, "note")
+    )
     set_module_tensor_to_device(layer, "bias", "meta", dtype=torch.float16)
     assert layer.bias.dtype == torch.float16
-    set_module_tensor_to_device(layer, "weight", "cpu", value=value, fp16_statistics=torch.ones(2))
+    set_module_tensor_to_device(
+        layer, "weight", "cpu", value=value, fp16_statistics=torch.ones(2)
+    )
     statistics: Any = layer.weight
     assert torch.equal(statistics.SCB, torch.ones(2))
 
@@ -197,17 +251,27 @@ def test_a_tensor_is_set_as_a_new_parameter_of_its_class() -> None:
 def test_modules_kept_in_fp32_are_named_by_their_path(tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
     model = Net()
-    options: dict[str, Any] = {"dtype": torch.float16, "keep_in_fp32_modules": ["first", "last.weight", "bias"]}
+    options: dict[str, Any] = {
+        "dtype": torch.float16,
+        "keep_in_fp32_modules": ["first", "last.weight", "bias"],
+    }
     accelerate.load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, **options)
-    wide = [name for name, one in model.named_parameters() if one.dtype == torch.float32]
+    wide = [
+        name for name, one in model.named_parameters() if one.dtype == torch.float32
+    ]
     assert wide == ["first.weight", "first.bias", "last.weight"]
 
 
-def test_ties_that_a_map_or_a_model_breaks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ties_that_a_map_or_a_model_breaks_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.save(Tied().state_dict(), tmp_path / "pytorch_model.bin")
     places = {"first": "cpu", "last": "disk"}
     accelerate.load_checkpoint_in_model(Tied(), tmp_path, places, tmp_path / "away")
-    assert "Tied parameters are on different devices: {'first.weight': 'cpu', 'last.weight': 'disk'}" in caplog.text
+    assert (
+        "Tied parameters are on different devices: {'first.weight': 'cpu', 'last.weight': 'disk'}"
+        in caplog.text
+    )
 
     class PreTrainedModel(Net):
         config = SimpleNamespace(tie_word_embeddings=True)
@@ -218,48 +282,86 @@ def test_ties_that_a_map_or_a_model_breaks_are_named(tmp_path: Path, caplog: pyt
     accelerate.infer_auto_device_map(PreTrainedModel(), {"cpu": 1000})
     assert "The model weights are not tied" in caplog.text
     foreign: Any = Net()
-    foreign.config, foreign.get_output_embeddings = PreTrainedModel.config, lambda: foreign.last
-    assert not modeling.check_tied_parameters_in_config(foreign), "only transformers' models are asked"
-    PreTrainedModel.config = SimpleNamespace(is_encoder_decoder=True, tie_encoder_decoder=True)
+    foreign.config, foreign.get_output_embeddings = (
+        PreTrainedModel.config,
+        lambda: foreign.last,
+    )
+    assert not modeling.check_tied_parameters_in_config(foreign), (
+        "only transformers' models are asked"
+    )
+    PreTrainedModel.config = SimpleNamespace(
+        is_encoder_decoder=True, tie_encoder_decoder=True
+    )
     assert modeling.check_tied_parameters_in_config(PreTrainedModel())
 
 
 def test_a_tenth_of_a_single_gpu_stays_free_if_no_limits_are_given() -> None:
-    with patch("accelerate.utils.modeling.get_max_memory", side_effect=lambda given: {0: 300, "cpu": 1000}):
+    with patch(
+        "accelerate.utils.modeling.get_max_memory",
+        side_effect=lambda given: {0: 300, "cpu": 1000},
+    ):
         assert modeling.get_balanced_memory(Net()) == {0: 270.0, "cpu": 1000}
-        assert modeling.get_balanced_memory(Net(), {0: 300, "cpu": 1000}) == {0: 300, "cpu": 1000}
+        assert modeling.get_balanced_memory(Net(), {0: 300, "cpu": 1000}) == {
+            0: 300,
+            "cpu": 1000,
+        }
 
 
 def test_a_map_over_one_process_names_every_module() -> None:
     model = nn.Sequential(*[nn.Linear(10, 10) for _ in range(6)])
-    assert accelerate.inference.generate_device_map(model, 1) == dict.fromkeys(map(str, range(6)), "cpu")
+    assert accelerate.inference.generate_device_map(model, 1) == dict.fromkeys(
+        map(str, range(6)), "cpu"
+    )
 
 
-def test_linear_layers_are_left_by_their_name_or_a_part_of_their_path(caplog: pytest.LogCaptureFixture) -> None:
+def test_linear_layers_are_left_by_their_name_or_a_part_of_their_path(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pytest.importorskip("bitsandbytes")
-    model: Any = nn.ModuleDict({"sub": nn.ModuleDict({"x": nn.Linear(2, 2), "y": nn.Linear(2, 2)})})
+    model: Any = nn.ModuleDict(
+        {"sub": nn.ModuleDict({"x": nn.Linear(2, 2), "y": nn.Linear(2, 2)})}
+    )
     config = BnbQuantizationConfig(load_in_8bit=True)
     bnb.replace_with_bnb_layers(model, config, modules_to_not_convert=["sub"])
-    assert type(model.sub.x) is nn.Linear and "no linear modules were found" in caplog.text
+    assert (
+        type(model.sub.x) is nn.Linear and "no linear modules were found" in caplog.text
+    )
     bnb.replace_with_bnb_layers(model, config, modules_to_not_convert=["x"])
-    assert [type(one).__name__ for one in model.sub.values()] == ["Linear", "Linear8bitLt"]
+    assert [type(one).__name__ for one in model.sub.values()] == [
+        "Linear",
+        "Linear8bitLt",
+    ]
 
 
-def test_quantization_needs_a_library_that_is_new_enough(caplog: pytest.LogCaptureFixture) -> None:
-    for bits, kind, error in ((8, {"load_in_8bit": True}, ImportError), (4, {"load_in_4bit": True}, ValueError)):
-        with patch(f"accelerate.utils.bnb.is_{bits}bit_bnb_available", return_value=False), pytest.raises(error):
+def test_quantization_needs_a_library_that_is_new_enough(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for bits, kind, error in (
+        (8, {"load_in_8bit": True}, ImportError),
+        (4, {"load_in_4bit": True}, ValueError),
+    ):
+        with (
+            patch(
+                f"accelerate.utils.bnb.is_{bits}bit_bnb_available", return_value=False
+            ),
+            pytest.raises(error),
+        ):
             bnb.load_and_quantize_model(Net(), BnbQuantizationConfig(**kind))
 
 
 def test_autocast_that_is_asked_for_is_given_without_a_precision() -> None:
     accelerate.Accelerator(cpu=True)
-    assert isinstance(modeling.get_mixed_precision_context_manager(native_amp=True), torch.autocast)
+    assert isinstance(
+        modeling.get_mixed_precision_context_manager(native_amp=True), torch.autocast
+    )
 
 
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+        self.body = nn.ModuleDict(
+            {"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}
+        )
 
 
 def test_the_outermost_module_shows_what_was_compiled_by_regions() -> None:
@@ -269,8 +371,12 @@ def test_the_outermost_module_shows_what_was_compiled_by_regions() -> None:
     wrapped: Any = compile_regions(nn.DataParallel(model), backend="eager")
     assert extract_model_from_parallel(wrapped, keep_torch_compile=False) is model
     assert type(wrapped._orig_mod) is nn.DataParallel
-    assert extract_model_from_parallel(wrapped) is wrapped and wrapped._orig_mod is model
-    assert list(wrapped.state_dict()) == [f"module.{name}" for name in made.state_dict()]
+    assert (
+        extract_model_from_parallel(wrapped) is wrapped and wrapped._orig_mod is model
+    )
+    assert list(wrapped.state_dict()) == [
+        f"module.{name}" for name in made.state_dict()
+    ]
 
 
 def test_a_graph_can_be_edited_under_a_hook() -> None:
@@ -280,31 +386,54 @@ def test_a_graph_can_be_edited_under_a_hook() -> None:
 
     graph: Any = torch.fx.symbolic_trace(Add())
     add_hook_to_module(graph, ModelHook())
-    assert list(inspect.signature(graph.forward).parameters) == ["x"] and graph.forward.__name__ == "forward"
-    next(node for node in graph.graph.nodes if node.op == "call_function").update_arg(1, 5)
+    assert (
+        list(inspect.signature(graph.forward).parameters) == ["x"]
+        and graph.forward.__name__ == "forward"
+    )
+    next(node for node in graph.graph.nodes if node.op == "call_function").update_arg(
+        1, 5
+    )
     graph.recompile()
     assert graph(torch.ones(1)) == 6
-    assert remove_hook_from_module(graph)(torch.ones(1)) == 6 and "forward" not in graph.__dict__
+    assert (
+        remove_hook_from_module(graph)(torch.ones(1)) == 6
+        and "forward" not in graph.__dict__
+    )
 
 
 def test_hooks_that_are_removed_bring_buffers_back_from_the_meta_device() -> None:
     model: Any = accelerate.cpu_offload(Net(), torch.device("meta"))
     assert model.norm.running_var.is_meta
     remove_hook_from_module(model, recurse=True)
-    assert torch.equal(model.norm.running_var, torch.ones(4)) and devices(model) == {"cpu"}
+    assert torch.equal(model.norm.running_var, torch.ones(4)) and devices(model) == {
+        "cpu"
+    }
 
 
-def test_a_single_gpu_that_keeps_a_tenth_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_gpu_that_keeps_a_tenth_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "accelerate.utils.modeling")
-    with patch("accelerate.utils.modeling.get_max_memory", side_effect=lambda given: {0: 300, "cpu": 1000}):
+    with patch(
+        "accelerate.utils.modeling.get_max_memory",
+        side_effect=lambda given: {0: 300, "cpu": 1000},
+    ):
         modeling.get_balanced_memory(Net())
     assert "We will use 90% of the memory on device 0" in caplog.text
 
 
 def test_a_cpu_with_an_index_is_another_device() -> None:
-    same = {("cpu", "cpu"): True, ("cpu:0", "cpu"): False, ("cuda", "cuda:0"): True, ("cuda", "meta"): False}
+    same = {
+        ("cpu", "cpu"): True,
+        ("cpu:0", "cpu"): False,
+        ("cuda", "cuda:0"): True,
+        ("cuda", "meta"): False,
+    }
     for (first, second), expected in same.items():
-        assert modeling.check_device_same(torch.device(first), torch.device(second)) is expected
+        assert (
+            modeling.check_device_same(torch.device(first), torch.device(second))
+            is expected
+        )
 
 
 def test_a_folder_for_nothing_is_made(tmp_path: Path) -> None:
@@ -313,7 +442,9 @@ def test_a_folder_for_nothing_is_made(tmp_path: Path) -> None:
 
 
 def test_training_in_fp8_is_estimated_without_ms_amp_only() -> None:
-    assert estimate_training_usage(1000, "fp8") == estimate_training_usage(1000, "float16")
+    assert estimate_training_usage(1000, "fp8") == estimate_training_usage(
+        1000, "float16"
+    )
     assert estimate_training_usage(1000, "fp8", "O1")["step"] == -1
 
 
@@ -330,7 +461,10 @@ def test_names_that_tests_look_at() -> None:
         assert module.logger is logging.getLogger(module.__name__)
     weights = {"a": torch.ones(1)}
     assert OffloadedWeightsLoader(state_dict=weights).state_dict is weights
-    assert accelerate.find_executable_batch_size(lambda batch_size: batch_size).__name__ == "decorator"
+    assert (
+        accelerate.find_executable_batch_size(lambda batch_size: batch_size).__name__
+        == "decorator"
+    )
 
 
 class Positions(nn.Module):
@@ -346,33 +480,55 @@ class Positions(nn.Module):
         return torch.as_tensor(self.linear(x) + self.kept + self.passing)
 
 
-def test_buffers_of_no_state_dict_stay_when_buffers_go_to_the_disk(tmp_path: Path) -> None:
+def test_buffers_of_no_state_dict_stay_when_buffers_go_to_the_disk(
+    tmp_path: Path,
+) -> None:
     model = nn.Sequential(Positions())
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    options: dict[str, Any] = {"offload_folder": tmp_path / "away", "offload_buffers": True}
-    loaded: Any = load_checkpoint_and_dispatch(nn.Sequential(Positions()), tmp_path, {"0": "disk"}, **options)
+    options: dict[str, Any] = {
+        "offload_folder": tmp_path / "away",
+        "offload_buffers": True,
+    }
+    loaded: Any = load_checkpoint_and_dispatch(
+        nn.Sequential(Positions()), tmp_path, {"0": "disk"}, **options
+    )
     assert loaded[0].kept.is_meta and not loaded[0].passing.is_meta
     assert torch.equal(loaded(torch.ones(1, 2)), model(torch.ones(1, 2)))
     assert not (tmp_path / "away" / "0.passing.dat").exists()
 
 
-def test_buffers_that_stay_are_not_written_beside_loaded_weights(tmp_path: Path) -> None:
+def test_buffers_that_stay_are_not_written_beside_loaded_weights(
+    tmp_path: Path,
+) -> None:
     torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
     places = {"first": "cpu", "norm": "disk", "last": "cpu"}
-    load_checkpoint_and_dispatch(Net(), tmp_path, places, offload_folder=tmp_path / "away")
-    assert {file.name for file in (tmp_path / "away").iterdir()} == {"norm.weight.dat", "norm.bias.dat", "index.json"}
+    load_checkpoint_and_dispatch(
+        Net(), tmp_path, places, offload_folder=tmp_path / "away"
+    )
+    assert {file.name for file in (tmp_path / "away").iterdir()} == {
+        "norm.weight.dat",
+        "norm.bias.dat",
+        "index.json",
+    }
 
 
 def test_weights_may_be_loaded_to_the_meta_device(tmp_path: Path) -> None:
     torch.save(Net().state_dict(), tmp_path / "pytorch_model.bin")
     model = Net()
-    accelerate.load_checkpoint_in_model(model, tmp_path, {"first": "meta", "norm": "cpu", "last": "meta"})
+    accelerate.load_checkpoint_in_model(
+        model, tmp_path, {"first": "meta", "norm": "cpu", "last": "meta"}
+    )
     assert model.first.weight.is_meta and not model.norm.weight.is_meta
 
 
 def test_unknown_weights_are_refused_as_tensors_of_the_module(tmp_path: Path) -> None:
-    torch.save({**Net().state_dict(), "first.other": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="does not have a parameter or a buffer named other"):
+    torch.save(
+        {**Net().state_dict(), "first.other": torch.ones(1)},
+        tmp_path / "pytorch_model.bin",
+    )
+    with pytest.raises(
+        ValueError, match="does not have a parameter or a buffer named other"
+    ):
         accelerate.load_checkpoint_in_model(Net(), tmp_path, {"": "cpu"}, strict=True)
     with pytest.raises(RuntimeError, match="Unexpected key"):
         accelerate.load_checkpoint_in_model(Net(), tmp_path, strict=True)
@@ -380,19 +536,28 @@ def test_unknown_weights_are_refused_as_tensors_of_the_module(tmp_path: Path) ->
 
 def test_a_module_named_beside_the_whole_model_has_one_hook() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    attach_align_device_hook_on_blocks(model, {"": "cpu", "1": "cpu"}, {"": False, "1": False})
-    assert isinstance(model[1]._hf_hook, AlignDevicesHook) and model[1]._hf_hook.place_submodules
+    attach_align_device_hook_on_blocks(
+        model, {"": "cpu", "1": "cpu"}, {"": False, "1": False}
+    )
+    assert (
+        isinstance(model[1]._hf_hook, AlignDevicesHook)
+        and model[1]._hf_hook.place_submodules
+    )
 
 
 def test_a_tied_weight_that_stays_is_not_shown_as_offloaded(tmp_path: Path) -> None:
-    model: Any = dispatch_model(Tied(), {"first": "cpu", "last": "disk"}, offload_dir=tmp_path)
+    model: Any = dispatch_model(
+        Tied(), {"first": "cpu", "last": "disk"}, offload_dir=tmp_path
+    )
     assert model.last.weight is model.first.weight and not model.first.weight.is_meta
     assert model.last.bias.is_meta
 
 
 @pytest.mark.parametrize("buffers", [True, False])
 def test_offloaded_weights_follow_the_dtype_of_the_module(buffers: bool) -> None:
-    model: Any = accelerate.cpu_offload(Net().eval(), torch.device("cpu"), offload_buffers=buffers)
+    model: Any = accelerate.cpu_offload(
+        Net().eval(), torch.device("cpu"), offload_buffers=buffers
+    )
     assert model.double()(torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
     remove_hook_from_module(model, recurse=True)
     assert {tensor.dtype for tensor in model.parameters()} == {torch.float64}
@@ -406,7 +571,9 @@ def test_limits_are_the_memory_that_is_free() -> None:
             assert modeling.get_max_memory() == {"mps": 1000}
 
 
-def test_memory_that_was_missing_is_told_as_whole_bytes(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_was_missing_is_told_as_whole_bytes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "accelerate.utils.modeling")
     accelerate.infer_auto_device_map(Net(), {"cpu": 10.0})
     assert "- cpu: 236 bytes required" in caplog.text or ".0 bytes" not in caplog.text
@@ -416,17 +583,29 @@ def test_loading_and_dispatching_are_called_by_name() -> None:
     model = Net()
     with (
         patch("accelerate.big_modeling.load_checkpoint_in_model") as load,
-        patch("accelerate.big_modeling.dispatch_model", side_effect=lambda model, **given: model) as dispatch,
+        patch(
+            "accelerate.big_modeling.dispatch_model",
+            side_effect=lambda model, **given: model,
+        ) as dispatch,
     ):
-        found = load_checkpoint_and_dispatch(model, "file", {"": "cpu"}, dtype=torch.float16, offload_folder="away")
+        found = load_checkpoint_and_dispatch(
+            model, "file", {"": "cpu"}, dtype=torch.float16, offload_folder="away"
+        )
     assert found is model and load.call_args.args == (model, "file")
-    assert load.call_args.kwargs["dtype"] == torch.float16 and load.call_args.kwargs["broadcast_from_rank0"] is False
-    assert dispatch.call_args.kwargs["offload_dir"] == "away" and dispatch.call_args.kwargs["device_map"] == {"": "cpu"}
+    assert (
+        load.call_args.kwargs["dtype"] == torch.float16
+        and load.call_args.kwargs["broadcast_from_rank0"] is False
+    )
+    assert dispatch.call_args.kwargs[
+        "offload_dir"
+    ] == "away" and dispatch.call_args.kwargs["device_map"] == {"": "cpu"}
 
 
 def test_quantized_models_know_the_named_ways_only() -> None:
     config = BnbQuantizationConfig(load_in_8bit=True)
-    assert list(bnb.get_quantized_model_device_map(Net(), config, "balanced_low_0")) == [""]
+    assert list(
+        bnb.get_quantized_model_device_map(Net(), config, "balanced_low_0")
+    ) == [""]
     with pytest.raises(ValueError, match="balanced_low_0"):
         bnb.get_quantized_model_device_map(Net(), config, "foo")
 

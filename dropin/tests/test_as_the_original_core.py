@@ -15,7 +15,10 @@ from unittest.mock import MagicMock, Mock, call, patch
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -60,10 +63,21 @@ def test_arguments_are_taken_as_they_are() -> None:
     assert Accelerator(cpu=True, rng_types=[RNGType.TORCH]).rng_types == [RNGType.TORCH]
 
 
-@pytest.mark.parametrize(("given", "steps", "kept"), [("1", 2, 1), ("4", 2, 4), (None, 2, 2)])
-def test_the_variable_decides_about_accumulation(given: str | None, steps: int, kept: int) -> None:
-    with patch_environment(**({} if given is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": given})):
-        assert Accelerator(cpu=True, gradient_accumulation_steps=steps).gradient_accumulation_steps == kept
+@pytest.mark.parametrize(
+    ("given", "steps", "kept"), [("1", 2, 1), ("4", 2, 4), (None, 2, 2)]
+)
+def test_the_variable_decides_about_accumulation(
+    given: str | None, steps: int, kept: int
+) -> None:
+    with patch_environment(
+        **({} if given is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": given})
+    ):
+        assert (
+            Accelerator(
+                cpu=True, gradient_accumulation_steps=steps
+            ).gradient_accumulation_steps
+            == kept
+        )
 
 
 def test_an_accelerator_is_as_new_after_its_memory_was_freed() -> None:
@@ -93,7 +107,9 @@ def test_schedulers_follow_optimizers_that_are_prepared_later() -> None:
     assert scheduler.optimizers is accelerator._optimizers
     accelerator.prepare(optimizer)
     assert len(scheduler.optimizers) == 1
-    assert AcceleratedScheduler(scheduler.scheduler, (optimizer,)).optimizers == (optimizer,)
+    assert AcceleratedScheduler(scheduler.scheduler, (optimizer,)).optimizers == (
+        optimizer,
+    )
 
 
 def test_optimizers_need_an_accelerator() -> None:
@@ -105,7 +121,9 @@ def test_optimizers_need_an_accelerator() -> None:
 def test_a_scaler_that_is_given_decides_about_the_update(gradient: float) -> None:
     Accelerator(cpu=True)
     model, scaler = nn.Linear(1, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), scaler=scaler)
+    optimizer = AcceleratedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), scaler=scaler
+    )
     before = model.weight.item()
     scaler.scale(model(torch.ones(1, 1)).sum()).backward()
     assert model.weight.grad is not None
@@ -122,9 +140,13 @@ def test_an_optimizer_without_set_to_none_is_cleared_and_refuses_it() -> None:
         def zero_grad(self) -> None:  # type: ignore[override]  # as classes of users are written
             super().zero_grad()
 
-    optimizer = Accelerator(cpu=True).prepare(Older(nn.Linear(1, 1).parameters(), lr=0.1))
+    optimizer = Accelerator(cpu=True).prepare(
+        Older(nn.Linear(1, 1).parameters(), lr=0.1)
+    )
     optimizer.zero_grad()
-    with pytest.raises(ValueError, match=r"`set_to_none` for .* is not supported by this"):
+    with pytest.raises(
+        ValueError, match=r"`set_to_none` for .* is not supported by this"
+    ):
         optimizer.zero_grad(set_to_none=True)
 
 
@@ -133,7 +155,9 @@ def test_a_model_over_several_devices_is_trained_by_one_process_only() -> None:
     model.hf_device_map = {"a": "cpu", "b": "disk"}  # type: ignore[assignment]
     assert accelerator.prepare(model) is model
     accelerator.state.distributed_type = DistributedType.MULTI_CPU
-    with pytest.raises(ValueError, match="loaded with `device_map='auto'` in any distributed mode"):
+    with pytest.raises(
+        ValueError, match="loaded with `device_map='auto'` in any distributed mode"
+    ):
         accelerator.prepare(model)
 
 
@@ -150,8 +174,12 @@ def test_reduced_tensors_are_copies() -> None:
     assert reduced[0].data_ptr() != given.data_ptr()
 
 
-def test_cores_and_kernel_are_looked_at(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(platform, "uname", lambda: SimpleNamespace(system="Linux", release="5.4.0"))
+def test_cores_and_kernel_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        platform, "uname", lambda: SimpleNamespace(system="Linux", release="5.4.0")
+    )
     with patch("accelerate.state.set_numa_affinity") as bind:
         with patch_environment(ACCELERATE_CPU_AFFINITY="1"):
             PartialState(cpu=True)
@@ -164,7 +192,10 @@ def test_cores_and_kernel_are_looked_at(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_every_view_follows_the_states(main: bool) -> None:
     accelerator = Accelerator(cpu=True)
     with patch("accelerate.state.PartialState.is_main_process", main):
-        assert (accelerator.is_main_process, accelerator.state.is_main_process) == (main, main)
+        assert (accelerator.is_main_process, accelerator.state.is_main_process) == (
+            main,
+            main,
+        )
     PartialState().num_processes = 3
     assert not PartialState().use_distributed and not accelerator.is_last_process
     accelerator.state.distributed_type = DistributedType.MULTI_GPU
@@ -174,7 +205,13 @@ def test_every_view_follows_the_states(main: bool) -> None:
 
 def test_lists_of_an_accelerator_and_its_scaler_can_be_replaced() -> None:
     accelerator = Accelerator(cpu=True)
-    for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
+    for name in (
+        "_models",
+        "_optimizers",
+        "_schedulers",
+        "_dataloaders",
+        "_custom_objects",
+    ):
         setattr(accelerator, name, ["other"])
         assert getattr(accelerator, name) == ["other"]
     accelerator.scaler = "a scaler"
@@ -185,8 +222,13 @@ def test_lists_of_an_accelerator_and_its_scaler_can_be_replaced() -> None:
 
 def test_a_loss_of_another_class_is_divided_and_told() -> None:
     loss = MagicMock()
-    Accelerator(cpu=True, gradient_accumulation_steps=4).backward(loss, retain_graph=True)
-    assert loss.mock_calls == [call.__truediv__(4), call.__truediv__().backward(retain_graph=True)]
+    Accelerator(cpu=True, gradient_accumulation_steps=4).backward(
+        loss, retain_graph=True
+    )
+    assert loss.mock_calls == [
+        call.__truediv__(4),
+        call.__truediv__().backward(retain_graph=True),
+    ]
 
 
 def test_tensors_among_other_objects_are_gathered_as_objects() -> None:
@@ -226,8 +268,12 @@ def test_gradients_are_clipped_by_the_step_of_clipping(order: float) -> None:
     for one in (plain, other):
         for parameter in one.parameters():
             parameter.grad = torch.full_like(parameter, 3.0)
-    norm = Accelerator(cpu=True)._clip_grad_norm_dtensor_aware(plain.parameters(), 1.0, order)
-    assert torch.allclose(norm, nn.utils.clip_grad_norm_(other.parameters(), 1.0, order))
+    norm = Accelerator(cpu=True)._clip_grad_norm_dtensor_aware(
+        plain.parameters(), 1.0, order
+    )
+    assert torch.allclose(
+        norm, nn.utils.clip_grad_norm_(other.parameters(), 1.0, order)
+    )
     assert plain.weight.grad is not None and other.weight.grad is not None
     assert torch.allclose(plain.weight.grad, other.weight.grad)
 
@@ -250,11 +296,19 @@ def test_names_of_the_module_are_called() -> None:
     with patch("accelerate.accelerator.AcceleratedOptimizer") as made:
         assert accelerator.prepare_optimizer(optimizer) is made.return_value
     with patch("accelerate.accelerator.AcceleratedScheduler") as made:
-        assert accelerator.prepare_scheduler(LambdaLR(optimizer, lambda epoch: 1.0)) is made.return_value
+        assert (
+            accelerator.prepare_scheduler(LambdaLR(optimizer, lambda epoch: 1.0))
+            is made.return_value
+        )
     with patch("torch.nn.utils.clip_grad_norm_", return_value=5) as clips:
         assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 5
-    assert (clips.call_args.args[1:], clips.call_args.kwargs) == ((1.0,), {"norm_type": 2})
-    with patch("accelerate.accelerator.filter_trackers", return_value=["one"]) as chosen:
+    assert (clips.call_args.args[1:], clips.call_args.kwargs) == (
+        (1.0,),
+        {"norm_type": 2},
+    )
+    with patch(
+        "accelerate.accelerator.filter_trackers", return_value=["one"]
+    ) as chosen:
         assert Accelerator(cpu=True, log_with="all").log_with == ["one"]
     chosen.assert_called_once_with("all", None)
     with patch("accelerate.state.PartialState.wait_for_everyone") as waits:
@@ -268,7 +322,10 @@ def test_attributes_are_settable_as_before() -> None:
         assert getattr(accelerator, name) is False
         setattr(accelerator, name, True)
         assert getattr(accelerator, name) is True
-    with pytest.raises(AttributeError, match="property 'num_processes' of 'Accelerator' object has no setter"):
+    with pytest.raises(
+        AttributeError,
+        match="property 'num_processes' of 'Accelerator' object has no setter",
+    ):
         accelerator.num_processes = 2
     accelerator.gradient_state.is_xla_gradients_synced = True
     assert GradientState().is_xla_gradients_synced
@@ -285,7 +342,11 @@ def test_helpers_follow_the_place_that_a_state_shows() -> None:
         state.split_between_processes({"a": [1], "b": ""}),
     ):
         pass
-    helpers = (state.on_main_process, state.on_local_main_process, state.on_last_process)
+    helpers = (
+        state.on_main_process,
+        state.on_local_main_process,
+        state.on_last_process,
+    )
     assert [one(lambda: 1)() for one in helpers] == [None, None, 1]
 
 
@@ -300,34 +361,58 @@ def test_seeds_and_generators_are_those_of_the_state() -> None:
     assert torch.equal(torch.rand(1), expected)
     with patch("accelerate.utils.random.synchronize_rng_state") as one:
         synchronize_rng_states(["torch", "cuda"])
-    assert one.call_args_list == [call(RNGType(kind), generator=None) for kind in ("torch", "cuda")]
+    assert one.call_args_list == [
+        call(RNGType(kind), generator=None) for kind in ("torch", "cuda")
+    ]
     with pytest.raises(AssertionError, match="torch_xla is unavailable"):
         synchronize_rng_states(["xla"])
 
 
 def test_tests_that_need_a_package_ask_where_it_is_replaced() -> None:
     for there in (True, False):
-        with patch("accelerate.test_utils.testing.is_wandb_available", return_value=there):
-            assert getattr(vars(testing)["require_wandb"](lambda: None), "__unittest_skip__", False) is not there
+        with patch(
+            "accelerate.test_utils.testing.is_wandb_available", return_value=there
+        ):
+            assert (
+                getattr(
+                    vars(testing)["require_wandb"](lambda: None),
+                    "__unittest_skip__",
+                    False,
+                )
+                is not there
+            )
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
-def test_saving_and_loading_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saving_and_loading_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "accelerate.accelerator")
     accelerator = Accelerator(cpu=True)
     accelerator.save_state(str(tmp_path))
     accelerator.load_state(str(tmp_path))
-    said = [one.getMessage() for one in caplog.records if one.name == "accelerate.accelerator"]
-    assert said == [f"[RANK 0] Saving current state to {tmp_path}", f"[RANK 0] Loading states from {tmp_path}"]
+    said = [
+        one.getMessage()
+        for one in caplog.records
+        if one.name == "accelerate.accelerator"
+    ]
+    assert said == [
+        f"[RANK 0] Saving current state to {tmp_path}",
+        f"[RANK 0] Loading states from {tmp_path}",
+    ]
 
 
-def test_a_checkpoint_of_other_objects_or_another_model_is_a_runtime_error(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_objects_or_another_model_is_a_runtime_error(
+    tmp_path: Path,
+) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2))
     accelerator.register_for_checkpointing(Counter())
     accelerator.save_state(str(tmp_path))
     accelerator._custom_objects.clear()
-    with pytest.raises(RuntimeError, match=r"Found checkpoints: 1\s+Registered objects: 0"):
+    with pytest.raises(
+        RuntimeError, match=r"Found checkpoints: 1\s+Registered objects: 0"
+    ):
         accelerator.load_state(str(tmp_path))
     accelerator.register_for_checkpointing(Counter())
     accelerator.free_memory()
@@ -344,7 +429,9 @@ def test_places_of_optimizers_are_checked(tmp_path: Path) -> None:
         accelerator.load_state(str(tmp_path), map_location="elsewhere")
 
 
-def test_files_that_were_copied_without_the_hidden_ones_are_loaded(tmp_path: Path) -> None:
+def test_files_that_were_copied_without_the_hidden_ones_are_loaded(
+    tmp_path: Path,
+) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))
     accelerator.save_state(str(tmp_path / "saved"))
@@ -357,7 +444,9 @@ def test_files_that_were_copied_without_the_hidden_ones_are_loaded(tmp_path: Pat
     assert torch.equal(model.weight, weight)
 
 
-def test_a_folder_below_home_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_below_home_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))
@@ -369,20 +458,31 @@ def test_a_folder_below_home_is_found_again(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_shards_are_filled_as_the_hubs_tools_fill_them(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(30, 40), "b": nn.BatchNorm1d(40), "c": nn.Linear(40, 50)})
+    model = nn.ModuleDict(
+        {"a": nn.Linear(30, 40), "b": nn.BatchNorm1d(40), "c": nn.Linear(40, 50)}
+    )
     Accelerator(cpu=True).save_model(model, tmp_path, max_shard_size="5KB")
-    table = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    table = json.loads((tmp_path / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     shards = {name: int(file[6:11]) for name, file in table.items()}
     assert shards["a.weight"] == shards["a.bias"] == 1
     assert shards["c.weight"] == 2
-    assert {number for name, number in shards.items() if name[0] == "b"} | {shards["c.bias"]} == {3}
+    assert {number for name, number in shards.items() if name[0] == "b"} | {
+        shards["c.bias"]
+    } == {3}
 
 
 # -- trackers ---------------------------------------------------------------------------------------------------------
 class Own(GeneralTracker):
     """A tracker of one's own for every process."""
 
-    name, requires_logging_directory, main_process_only, tracker = "own", False, False, None
+    name, requires_logging_directory, main_process_only, tracker = (
+        "own",
+        False,
+        False,
+        None,
+    )
 
 
 def test_trackers_run_on_the_main_process() -> None:
@@ -398,8 +498,16 @@ def test_trackers_run_on_the_main_process() -> None:
 def test_settings_of_mlflow_are_taken_by_place() -> None:
     PartialState(cpu=True)
     tracker = MLflowTracker("name", "folder", "id", {"a": "b"}, True, "run", "text")
-    assert (tracker.run_id, tracker.tags, tracker.nested_run) == ("id", {"a": "b"}, True)
-    assert (tracker.logging_dir, tracker.run_name, tracker.description) == ("folder", "run", "text")
+    assert (tracker.run_id, tracker.tags, tracker.nested_run) == (
+        "id",
+        {"a": "b"},
+        True,
+    )
+    assert (tracker.logging_dir, tracker.run_name, tracker.description) == (
+        "folder",
+        "run",
+        "text",
+    )
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         MLflowTracker("name", other=1)  # type: ignore[call-arg]
 
@@ -433,39 +541,55 @@ class WithFolder(Own):
 def test_registered_trackers_get_their_folder_by_place(tmp_path: Path) -> None:
     with patch.dict(LOGGER_TYPE_TO_CLASS):
         register_tracker_class(WithFolder)
-        accelerator = Accelerator(cpu=True, log_with="with_folder", project_dir=str(tmp_path))
+        accelerator = Accelerator(
+            cpu=True, log_with="with_folder", project_dir=str(tmp_path)
+        )
         accelerator.init_trackers("one", init_kwargs={"with_folder": {"a": 1}})
         accelerator.init_trackers("two")
     assert [one.given for one in accelerator.trackers] == [
         ("one", str(tmp_path), {"a": 1}),
         ("two", str(tmp_path), {}),
     ]
-    with pytest.raises(ValueError, match="must be a subclass of `GeneralTracker`, but got 3"):
+    with pytest.raises(
+        ValueError, match="must be a subclass of `GeneralTracker`, but got 3"
+    ):
         register_tracker_class(3)
 
 
-def test_modules_that_stand_for_packages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_stand_for_packages_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     package = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", package)
     PartialState(cpu=True)
     tracker = WandBTracker("run", group="a")
     tracker.start()
     tracker.log({"loss": 1.0}, step=2)
-    assert package.mock_calls == [call.init(project="run", group="a"), call.init().log({"loss": 1.0}, step=2)]
+    assert package.mock_calls == [
+        call.init(project="run", group="a"),
+        call.init().log({"loss": 1.0}, step=2),
+    ]
 
 
-def test_packages_that_are_missing_are_told_at_the_level_of_debugging(caplog: pytest.LogCaptureFixture) -> None:
+def test_packages_that_are_missing_are_told_at_the_level_of_debugging(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     PartialState(cpu=True)
     caplog.set_level(logging.DEBUG, "accelerate.tracking")
     with patch("accelerate._impl.trackers.registry.installed", return_value=[]):
         assert filter_trackers("wandb") == []
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
-        ("DEBUG", "[RANK 0] Tried adding logger wandb, but package is unavailable in the system.")
+        (
+            "DEBUG",
+            "[RANK 0] Tried adding logger wandb, but package is unavailable in the system.",
+        )
     ]
 
 
 # -- loggers ----------------------------------------------------------------------------------------------------------
-def test_loggers_ask_the_state_for_the_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_ask_the_state_for_the_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     PartialState(cpu=True)
     logger = get_logger("of_a_user", log_level="INFO")
     with patch("accelerate.logging.PartialState") as state:
@@ -475,24 +599,34 @@ def test_loggers_ask_the_state_for_the_process(caplog: pytest.LogCaptureFixture)
     with patch("accelerate.state.PartialState.wait_for_everyone") as waits:
         PartialState().num_processes = 2
         logger.info("in turn", main_process_only=False, in_order=True)
-    assert [one.getMessage() for one in caplog.records] == ["[RANK 1] seen", "[RANK 0] in turn"]
+    assert [one.getMessage() for one in caplog.records] == [
+        "[RANK 1] seen",
+        "[RANK 0] in turn",
+    ]
     assert waits.call_count == 2
 
 
 def test_what_an_adapter_adds_is_in_its_records() -> None:
     PartialState(cpu=True)
     adapter = MultiProcessAdapter(logging.getLogger("of_a_user"), {"run": 1})
-    assert adapter.process("m", {}) == ("[RANK 0] m", {"extra": {"run": 1}, "stacklevel": 2})
+    assert adapter.process("m", {}) == (
+        "[RANK 0] m",
+        {"extra": {"run": 1}, "stacklevel": 2},
+    )
 
 
-def test_a_warning_that_was_given_once_can_be_given_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_that_was_given_once_can_be_given_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     PartialState(cpu=True)
     logger = get_logger("of_a_user")
     for _ in range(2):
         logger.warning_once("a")
         logger.warning_once("a")
         logger.warning_once.cache_clear()
-    assert [(one.getMessage(), one.filename) for one in caplog.records] == [("[RANK 0] a", Path(__file__).name)] * 2
+    assert [(one.getMessage(), one.filename) for one in caplog.records] == [
+        ("[RANK 0] a", Path(__file__).name)
+    ] * 2
 
 
 # -- shards by hand ---------------------------------------------------------------------------------------------------
@@ -503,7 +637,10 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.beside = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.LayerNorm(3)
+        self.blocks, self.beside = (
+            nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]),
+            nn.LayerNorm(3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -520,20 +657,32 @@ class Blocks(nn.Module):
         (None, None, None, None),
     ],
 )
-def test_a_policy_of_any_object_tells_the_modules(policy: Any, names: Any, size: Any, chosen: Any) -> None:
+def test_a_policy_of_any_object_tells_the_modules(
+    policy: Any, names: Any, size: Any, chosen: Any
+) -> None:
     model = Blocks()
-    plugin = SimpleNamespace(auto_wrap_policy=policy, transformer_cls_names_to_wrap=names, min_num_params=size)
+    plugin = SimpleNamespace(
+        auto_wrap_policy=policy,
+        transformer_cls_names_to_wrap=names,
+        min_num_params=size,
+    )
     found = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    assert (found and [name for name, part in model.named_modules() if found(part)]) == chosen
+    assert (
+        found and [name for name, part in model.named_modules() if found(part)]
+    ) == chosen
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_chosen_blocks_themselves_are_recomputed(offload: bool) -> None:
-    plugin = MagicMock(transformer_cls_names_to_wrap=None, activation_checkpointing_offload=offload)
+    plugin = MagicMock(
+        transformer_cls_names_to_wrap=None, activation_checkpointing_offload=offload
+    )
     plugin.auto_wrap_policy = transformer_auto_wrap_policy
     model, x = Blocks(), torch.ones(2, 3)
     expected = model(x)
-    made = fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+    made = fsdp2_apply_ac(
+        SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model
+    )
     assert [type(one).__name__ for one in made.get_submodule("blocks").children()] == [
         "OffloadWrapper" if offload else "CheckpointWrapper"
     ] * 2
@@ -545,5 +694,7 @@ def test_an_optimizer_is_switched_by_its_parameters_methods() -> None:
     old, new = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(old.parameters(), lr=1.0)
     pairs = zip(old.parameters(), new.parameters(), strict=True)
-    fsdp2_switch_optimizer_parameters(optimizer, {one.data_ptr: other for one, other in pairs})
+    fsdp2_switch_optimizer_parameters(
+        optimizer, {one.data_ptr: other for one, other in pairs}
+    )
     assert optimizer.param_groups[0]["params"][0] is new.weight

@@ -29,14 +29,18 @@ def test_a_scale_shows_what_the_latest_step_did() -> None:
         gradient_accumulation_steps=2,
     )
     made = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        made, torch.optim.SGD(made.parameters(), lr=0.1)
+    )
     seen = []
     for factor in (1.0, float("inf"), 1.0, 1.0):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 2)).sum() * factor)
             optimizer.step()
             optimizer.zero_grad()
-            seen.append((accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale()))
+            seen.append(
+                (accelerator.optimizer_step_was_skipped, accelerator.scaler.get_scale())
+            )
     assert seen == [(False, 1024.0), (True, 512.0), (True, 512.0), (False, 512.0)]
     assert isinstance(accelerator.scaler, torch.amp.GradScaler)
 
@@ -44,15 +48,22 @@ def test_a_scale_shows_what_the_latest_step_did() -> None:
 def test_half_weights_are_taken_and_their_training_is_an_error() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     made = nn.Linear(2, 1).half()
-    model, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        made, torch.optim.SGD(made.parameters(), lr=0.1)
+    )
     assert model(torch.ones(1, 2).half()).dtype == torch.float32
     accelerator.backward(model(torch.ones(1, 2).half()).sum())
-    for use in (lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0), optimizer.step):
+    for use in (
+        lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        optimizer.step,
+    ):
         with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
             use()
 
 
-def test_the_device_of_a_lone_process_has_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_a_lone_process_has_no_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     assert (_device(first), _device(second)) == (torch.device("cuda"), second)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -66,7 +77,9 @@ def test_the_device_of_a_lone_process_has_no_index(monkeypatch: pytest.MonkeyPat
     assert accelerator.device == first
 
 
-@pytest.mark.parametrize(("backend", "precision"), [("eager", "no"), ("eager", "bf16"), ("no", "no")])
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("eager", "no"), ("eager", "bf16"), ("no", "no")]
+)
 def test_compiled_models_multiply_in_tf32(backend: str, precision: str) -> None:
     before, settings = torch.backends.cuda.matmul.allow_tf32, torch.backends.cuda.matmul
     settings.allow_tf32 = False

@@ -16,7 +16,10 @@ from accelerate.commands import estimate
 from accelerate.commands import launch as launch_module
 from accelerate.commands.launch import launch_command_parser
 from accelerate.test_utils.examples import compare_against_test
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
+from accelerate.utils.launch import (
+    prepare_deepspeed_cmd_env,
+    prepare_simple_launcher_cmd_env,
+)
 
 # Any in this file: a module of which type checkers do not see every name.
 commands: Any = launch_module
@@ -32,29 +35,55 @@ def an_example(name: str, *lines: str) -> str:
 
 def parsed(*words: str) -> Namespace:
     """A command line with what `accelerate launch` adds to it."""
-    made = commands._validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))[0]
+    made = commands._validate_launch_command(
+        launch_command_parser().parse_args([*words, "train.py"])
+    )[0]
     assert isinstance(made, Namespace)
     return made
 
 
-def test_the_lines_that_an_example_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_that_an_example_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("examples").mkdir()
-    mocked, epochs = "if 'TESTING_MOCKED_DATALOADERS' in os.environ:", "config['epochs'] = 2"
+    mocked, epochs = (
+        "if 'TESTING_MOCKED_DATALOADERS' in os.environ:",
+        "config['epochs'] = 2",
+    )
     an_example("examples/nlp_example.py", "tokenize()", "train()", "end()")
-    complete = an_example("complete.py", "resize()", "train()", "save()", mocked, "end()")
-    feature = an_example("feature.py", "resize()", "log()", "save()", mocked, epochs, "end()")
+    complete = an_example(
+        "complete.py", "resize()", "train()", "save()", mocked, "end()"
+    )
+    feature = an_example(
+        "feature.py", "resize()", "log()", "save()", mocked, epochs, "end()"
+    )
     assert compare_against_test(complete, feature, False) == ["    log()\n"]
     assert compare_against_test(complete, feature, True) == []
     images = an_example("images.py", "resize()", "train()")
     other = an_example("other.py", "run()", "log()", "end()")
-    assert compare_against_test(complete, other, False) == ["    run()\n", "    log()\n"]
-    assert compare_against_test(complete, other, False, images) == ["    log()\n"]  # `run()` is in nlp_example's `main`
+    assert compare_against_test(complete, other, False) == [
+        "    run()\n",
+        "    log()\n",
+    ]
+    # `run()` is in nlp_example's `main`
+    assert compare_against_test(complete, other, False, images) == ["    log()\n"]
     an_example("examples/nlp_example.py", mocked)
-    assert compare_against_test(complete, feature, False) == ["    log()\n", f"    {epochs}\n"]
+    assert compare_against_test(complete, feature, False) == [
+        "    log()\n",
+        f"    {epochs}\n",
+    ]
 
 
-@pytest.mark.parametrize("place", ["commands", "commands.config", "commands.config.config", "commands.config.default"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "commands",
+        "commands.config",
+        "commands.config.config",
+        "commands.config.default",
+    ],
+)
 def test_every_name_that_a_module_lists_is_there(place: str) -> None:
     module = importlib.import_module(f"accelerate.{place}")
     assert [name for name in dir(module) if not hasattr(module, name)] == []
@@ -65,7 +94,10 @@ def test_variables_of_fp8_have_the_names_of_the_settings() -> None:
     args = parsed("--cpu", "--mixed_precision", "fp8", "--fp8_backend", "te")
     args.fp8_amax_history_length = 9  # as settings files of older versions call it
     _, env = prepare_simple_launcher_cmd_env(args)
-    assert env["ACCELERATE_FP8_AMAX_HISTORY_LENGTH"] == "9" and env["ACCELERATE_FP8_BACKEND"] == "te"
+    assert (
+        env["ACCELERATE_FP8_AMAX_HISTORY_LENGTH"] == "9"
+        and env["ACCELERATE_FP8_BACKEND"] == "te"
+    )
     assert env["ACCELERATE_FP8_OVERRIDE_DGRAD"] == "False"
     assert "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION" not in env
 
@@ -84,15 +116,27 @@ def test_fields_of_deepspeed_that_a_file_settled_are_handed_on() -> None:
     assert env["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage,gradient_clipping"
 
 
-def test_one_process_of_a_notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_of_a_notebook(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     found: list[str] = []
-    run = mock.Mock(side_effect=lambda: found.append(os.environ["ACCELERATE_MIXED_PRECISION"]))
+    run = mock.Mock(
+        side_effect=lambda: found.append(os.environ["ACCELERATE_MIXED_PRECISION"])
+    )
     notebook_launcher(run, num_processes=1)
     with mock.patch("torch.cuda.is_available", return_value=True):
         notebook_launcher(run, num_processes=1)
     with mock.patch("accelerate.launchers.is_mps_available", return_value=True):
         notebook_launcher(run, num_processes=1)
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1:] == ["Launching training on one GPU.", "Launching training on MPS."]
-    assert found == ["bf16"] * 3 and notebook_launcher.__module__ == debug_launcher.__module__ == "accelerate.launchers"
+    assert printed[1:] == [
+        "Launching training on one GPU.",
+        "Launching training on MPS.",
+    ]
+    assert (
+        found == ["bf16"] * 3
+        and notebook_launcher.__module__
+        == debug_launcher.__module__
+        == "accelerate.launchers"
+    )

@@ -19,7 +19,12 @@ import accelerate.data_loader
 import accelerate.hooks
 import accelerate.utils.modeling
 import accelerate.utils.operations
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
+from accelerate import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PartialState,
+)
 from accelerate.utils import TorchDynamoPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
@@ -33,13 +38,18 @@ def objects() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
     return model, optimizer, loader, torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-def train_a_step(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any) -> None:
+def train_a_step(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any
+) -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for (batch,) in loader:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert all(
+        not torch.equal(old, new)
+        for old, new in zip(before, model.parameters(), strict=True)
+    )
 
 
 class Recording(Accelerator):  # type: ignore[misc]  # loaded on first use
@@ -68,8 +78,12 @@ def test_methods_of_a_subclass_prepare_its_objects(sharded: bool) -> None:
     train_a_step(accelerator, model, optimizer, loader)
 
 
-def test_a_class_level_patch_passes_a_model_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accelerator, "prepare_model", lambda self, model, *args, **kwargs: model)
+def test_a_class_level_patch_passes_a_model_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        Accelerator, "prepare_model", lambda self, model, *args, **kwargs: model
+    )
     accelerator = Accelerator(cpu=True)
     given = objects()
     model, optimizer, loader, _ = accelerator.prepare(*given)
@@ -82,11 +96,15 @@ def test_the_number_of_processes_of_a_subclass_divides_loaders() -> None:
         num_processes = property(lambda self: 2)
 
     accelerator = OneOfTwo(cpu=True)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+    )
     assert [batch.tolist() for (batch,) in loader] == [[0, 1], [4, 5]]
 
 
-def test_a_replaced_prepare_data_loader_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_prepare_data_loader_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shipped = accelerate.data_loader.prepare_data_loader
     called = []
 
@@ -99,10 +117,24 @@ def test_a_replaced_prepare_data_loader_is_called(monkeypatch: pytest.MonkeyPatc
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(objects()[2])
     assert len(called) == 1
-    assert {"num_processes", "process_index", "dispatch_batches", "even_batches"} <= set(called[0])
+    assert {
+        "num_processes",
+        "process_index",
+        "dispatch_batches",
+        "even_batches",
+    } <= set(called[0])
 
 
-@pytest.mark.parametrize("name", ["_prepare_one", "_prepare_fsdp2", "_prepare_tp", "_prepare_cp", "_prepare_deepspeed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_prepare_one",
+        "_prepare_fsdp2",
+        "_prepare_tp",
+        "_prepare_cp",
+        "_prepare_deepspeed",
+    ],
+)
 def test_a_replaced_step_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = getattr(Accelerator, name)
     called = []
@@ -112,7 +144,11 @@ def test_a_replaced_step_is_called(name: str, monkeypatch: pytest.MonkeyPatch) -
         return shipped(self, *args, **kwargs)
 
     monkeypatch.setattr(Accelerator, name, replaced)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if name == "_prepare_fsdp2" else None
+    plugin = (
+        FullyShardedDataParallelPlugin(fsdp_version=2)
+        if name == "_prepare_fsdp2"
+        else None
+    )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     if name in ("_prepare_tp", "_prepare_cp"):
         monkeypatch.setattr(type(accelerator.ctx.mesh), "size", lambda self, axis: 2)
@@ -133,31 +169,49 @@ def test_a_client_shards_models_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         return model
 
     monkeypatch.setattr(accelerate.accelerator, "fsdp2_prepare_model", replaced)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)
+    )
     model, optimizer, loader, _ = accelerator.prepare(*objects())
     assert type(model).__name__ == "FSDPLinear"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert [id(parameter) for parameter in parameters] == [id(parameter) for parameter in model.parameters()]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    assert [id(parameter) for parameter in parameters] == [
+        id(parameter) for parameter in model.parameters()
+    ]
     for (batch,) in loader:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_arguments_of_the_compiler_are_those_of_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_compiler_are_those_of_a_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(TorchDynamoPlugin, "to_kwargs", lambda self: {"dynamic": True})
-    accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager", fullgraph=True))
+    accelerator = Accelerator(
+        cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager", fullgraph=True)
+    )
     compiled = accelerator.config.dynamo
-    assert (compiled.backend, compiled.dynamic, compiled.fullgraph) == ("eager", True, False)
+    assert (compiled.backend, compiled.dynamic, compiled.fullgraph) == (
+        "eager",
+        True,
+        False,
+    )
 
 
-def test_sizes_of_a_mesh_are_a_dictionary_for_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_of_a_mesh_are_a_dictionary_for_patches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes = ParallelismConfig(dp_shard_size=2)
     getattr(sizes, "_sizes")["ep"] = 2  # noqa: B009  as clients write it
     assert getattr(sizes, "_sizes")["ep"] == 2  # noqa: B009
     monkeypatch.setattr(ParallelismConfig, "_get_mesh", lambda self: (("ep",), (1,)))
     monkeypatch.setattr(ParallelismConfig, "dp_dim_names", property(lambda self: []))
-    monkeypatch.setattr(ParallelismConfig, "dp_shard_cp_dim_names", property(lambda self: []))
+    monkeypatch.setattr(
+        ParallelismConfig, "dp_shard_cp_dim_names", property(lambda self: [])
+    )
     monkeypatch.setattr(ParallelismConfig, "dp_cp_dim_names", property(lambda self: []))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = sizes.build_device_mesh("cpu")
@@ -165,7 +219,10 @@ def test_sizes_of_a_mesh_are_a_dictionary_for_patches(monkeypatch: pytest.Monkey
 
 
 def test_private_names_that_clients_use() -> None:
-    assert getattr(accelerate.utils.modeling, "_get_proper_dtype")("torch.float16") == torch.float16  # noqa: B009
+    assert (
+        getattr(accelerate.utils.modeling, "_get_proper_dtype")("torch.float16")  # noqa: B009
+        == torch.float16
+    )
     assert "to" in getattr(accelerate.hooks, "_accelerate_added_attributes")  # noqa: B009
 
 
@@ -174,13 +231,24 @@ def test_replaced_collectives_act(monkeypatch: pytest.MonkeyPatch) -> None:
         size = 2
 
     monkeypatch.setattr("accelerate._impl.tensors._world", TwoRanks)
-    monkeypatch.setattr(accelerate.utils.operations, "_gpu_gather", lambda tensor: "gathered")
-    monkeypatch.setattr(accelerate.utils.operations, "_gpu_broadcast", lambda data, src=0: ("broadcast", src))
+    monkeypatch.setattr(
+        accelerate.utils.operations, "_gpu_gather", lambda tensor: "gathered"
+    )
+    monkeypatch.setattr(
+        accelerate.utils.operations,
+        "_gpu_broadcast",
+        lambda data, src=0: ("broadcast", src),
+    )
     assert accelerate.utils.operations.gather(torch.ones(1)) == "gathered"
-    assert accelerate.utils.operations.broadcast(torch.ones(1), from_process=1) == ("broadcast", 1)
+    assert accelerate.utils.operations.broadcast(torch.ones(1), from_process=1) == (
+        "broadcast",
+        1,
+    )
 
 
-def test_a_context_of_a_client_that_divides_sequences_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_of_a_client_that_divides_sequences_is_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     entered = []
 
     @contextmanager
@@ -199,10 +267,14 @@ def test_a_context_of_a_client_that_divides_sequences_is_entered(monkeypatch: py
     batch = torch.ones(2, 4)
     with accelerator.maybe_context_parallel(buffers=[batch], buffer_seq_dims=[1]):
         pass
-    assert entered == [{"buffers": [batch], "buffer_seq_dims": [1], "no_restore_buffers": None}]
+    assert entered == [
+        {"buffers": [batch], "buffer_seq_dims": [1], "no_restore_buffers": None}
+    ]
 
 
-def test_the_number_of_experts_is_left_to_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_experts_is_left_to_a_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_EP_SIZE", "2")
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
     assert accelerator.ctx.mesh.ep == 1
@@ -212,7 +284,9 @@ def test_the_number_of_experts_is_left_to_a_patch(monkeypatch: pytest.MonkeyPatc
     assert getattr(sizes, "ep_size") == 2  # noqa: B009
 
 
-def test_a_replaced_prepare_data_loader_sees_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_prepare_data_loader_sees_the_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shipped, meshes = accelerate.data_loader.prepare_data_loader, []
 
     def replaced(*args: Any, torch_device_mesh: Any = None, **kwargs: Any) -> Any:
@@ -220,7 +294,9 @@ def test_a_replaced_prepare_data_loader_sees_the_mesh(monkeypatch: pytest.Monkey
         return shipped(*args, **kwargs)
 
     monkeypatch.setattr(accelerate.accelerator, "prepare_data_loader", replaced)
-    monkeypatch.setattr(ParallelismConfig, "get_device_mesh", lambda self, device_type=None: "the mesh")
+    monkeypatch.setattr(
+        ParallelismConfig, "get_device_mesh", lambda self, device_type=None: "the mesh"
+    )
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
     accelerator.prepare(objects()[2])
     assert meshes == ["the mesh"]
@@ -235,9 +311,13 @@ def test_a_replaced_prepare_data_loader_sees_the_mesh(monkeypatch: pytest.Monkey
         ("accelerate.utils.transformer_engine", "convert_model"),  # optimum-habana
     ],
 )
-def test_what_is_replaced_in_vain_is_named(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_replaced_in_vain_is_named(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.warns(UserWarning, match=rf"{module}\.{name} was replaced, but"):
-        monkeypatch.setattr(importlib.import_module(module), name, lambda *args, **kwargs: None)
+        monkeypatch.setattr(
+            importlib.import_module(module), name, lambda *args, **kwargs: None
+        )
 
 
 def test_what_acts_is_replaced_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +325,14 @@ def test_what_acts_is_replaced_without_words(monkeypatch: pytest.MonkeyPatch) ->
         ("accelerate.accelerator", "fsdp2_prepare_model"),
         ("accelerate.data_loader", "prepare_data_loader"),
     ):
-        monkeypatch.setattr(importlib.import_module(module), name, lambda *args, **kwargs: None)
+        monkeypatch.setattr(
+            importlib.import_module(module), name, lambda *args, **kwargs: None
+        )
 
 
-def test_models_that_a_client_has_sharded_over_a_mesh_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_a_client_has_sharded_over_a_mesh_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -273,7 +357,9 @@ def test_models_that_a_client_has_sharded_over_a_mesh_of_its_own(monkeypatch: py
 
 def test_masks_are_dropped_by_hooks_that_clients_find_by_their_module() -> None:
     class Attention(nn.Module):
-        def forward(self, x: torch.Tensor, attention_mask: Any = None, is_causal: bool = False) -> Any:
+        def forward(
+            self, x: torch.Tensor, attention_mask: Any = None, is_causal: bool = False
+        ) -> Any:
             return x, attention_mask, is_causal
 
     big_modeling = importlib.import_module("accelerate.big_modeling")
@@ -284,18 +370,36 @@ def test_masks_are_dropped_by_hooks_that_clients_find_by_their_module() -> None:
     assert model["other"](x, attention_mask=x) == (x, x, False)
     hooks = list(model["self_attn"]._forward_pre_hooks.values())
     assert [hook.__module__ for hook in hooks] == ["accelerate.big_modeling"]
-    vars(model)["config"] = SimpleNamespace(layer_types=["full_attention", "sliding_attention", "linear_attention"])
-    with pytest.raises(ValueError, match=r"\['linear_attention', 'sliding_attention'\]"):
+    vars(model)["config"] = SimpleNamespace(
+        layer_types=["full_attention", "sliding_attention", "linear_attention"]
+    )
+    with pytest.raises(
+        ValueError, match=r"\['linear_attention', 'sliding_attention'\]"
+    ):
         big_modeling._attach_context_parallel_hooks(model)
     with pytest.raises(ValueError, match=r"does not support .*\['linear_attention'\]"):
         big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)
 
 
-def test_a_replaced_backend_and_other_private_names_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartialState, "_prepare_backend", lambda self, *args, **kwargs: ("mine", "MULTI_CPU"))
-    accelerator = Accelerator(cpu=True, split_batches=getattr(accelerate.accelerator, "_split_batches"))  # noqa: B009
-    assert (accelerator.process.ctx.world.size, accelerator.distributed_type) == (1, "MULTI_CPU")
+def test_a_replaced_backend_and_other_private_names_of_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        PartialState,
+        "_prepare_backend",
+        lambda self, *args, **kwargs: ("mine", "MULTI_CPU"),
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        split_batches=getattr(accelerate.accelerator, "_split_batches"),  # noqa: B009
+    )
+    assert (accelerator.process.ctx.world.size, accelerator.distributed_type) == (
+        1,
+        "MULTI_CPU",
+    )
     model = nn.Linear(1, 1)
     assert accelerator._get_named_parameters(model) == dict(model.named_parameters())
     addresses = accelerator._get_named_parameters(model, drop_refs=True)
-    assert addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert addresses == {
+        name: parameter.data_ptr() for name, parameter in model.named_parameters()
+    }

@@ -17,18 +17,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import DummyOptim, DummyScheduler, HfDeepSpeedConfig
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, get_active_deepspeed_plugin
+from accelerate.utils.deepspeed import (
+    DeepSpeedOptimizerWrapper,
+    get_active_deepspeed_plugin,
+)
 from hasten.optional import available
 
 HERE = Path(__file__).parent
-needs_deepspeed = pytest.mark.skipif(not available("deepspeed"), reason="needs deepspeed")
+needs_deepspeed = pytest.mark.skipif(
+    not available("deepspeed"), reason="needs deepspeed"
+)
 
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def test_single_options_make_the_configuration_the_original_makes() -> None:
-    plugin = DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0, offload_optimizer_device="cpu")
+    plugin = DeepSpeedPlugin(
+        zero_stage=3, gradient_clipping=1.0, offload_optimizer_device="cpu"
+    )
     assert plugin.deepspeed_config == {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -43,19 +50,30 @@ def test_single_options_make_the_configuration_the_original_makes() -> None:
         "steps_per_print": inf,
     }
     plain = DeepSpeedPlugin()
-    assert (plain.zero_stage, plain.gradient_accumulation_steps, plain.gradient_clipping) == (2, "auto", "auto")
+    assert (
+        plain.zero_stage,
+        plain.gradient_accumulation_steps,
+        plain.gradient_clipping,
+    ) == (2, "auto", "auto")
     assert (plugin.zero3_init_flag, plain.zero3_init_flag) == (True, False)
 
 
 @needs_deepspeed
-def test_blocks_that_are_gathered_together_can_be_marked_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_gathered_together_can_be_marked_by_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, marked = nn.Sequential(nn.Linear(1, 1), nn.ReLU()), []
-    monkeypatch.setattr("deepspeed.utils.set_z3_leaf_modules", lambda *given: marked.append(given))
+    monkeypatch.setattr(
+        "deepspeed.utils.set_z3_leaf_modules", lambda *given: marked.append(given)
+    )
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "ReLU")
     DeepSpeedPlugin(transformer_moe_cls_names="Linear,ReLU").set_moe_leaf_modules(model)
     plugin = DeepSpeedPlugin()
     plugin.set_moe_leaf_modules(model)
-    assert marked == [(model, [nn.Linear, nn.ReLU]), (model, [nn.ReLU])] and plugin.transformer_moe_cls_names == "ReLU"
+    assert (
+        marked == [(model, [nn.Linear, nn.ReLU]), (model, [nn.ReLU])]
+        and plugin.transformer_moe_cls_names == "ReLU"
+    )
 
 
 def test_a_configuration_wins_over_options(tmp_path: Path) -> None:
@@ -71,12 +89,23 @@ def test_a_configuration_wins_over_options(tmp_path: Path) -> None:
 
 def test_questions_about_a_configuration() -> None:
     config = HfDeepSpeedConfig(
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp16": {"enabled": True}}
+        {
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+            "fp16": {"enabled": True},
+        }
     )
-    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (False, True, True)
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (
+        False,
+        True,
+        True,
+    )
     assert config.get_value("fp16.enabled") is True
     assert config.get_value("x.y") is None
-    assert (config.is_true("fp16.enabled"), config.is_false("fp16.enabled"), config.is_false("nope")) == (
+    assert (
+        config.is_true("fp16.enabled"),
+        config.is_false("fp16.enabled"),
+        config.is_false("nope"),
+    ) == (
         True,
         False,
         False,
@@ -89,7 +118,10 @@ def test_questions_about_a_configuration() -> None:
 
 
 def test_plugins_by_name_are_selected() -> None:
-    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=1)}
+    plugins = {
+        "student": DeepSpeedPlugin(zero_stage=2),
+        "teacher": DeepSpeedPlugin(zero_stage=1),
+    }
     state = AcceleratorState
     accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
     assert accelerator.deepspeed_plugin is plugins["student"]
@@ -103,7 +135,9 @@ def _train(accelerator: Accelerator, dummies: bool = False) -> list[float]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer: Any = (
-        DummyOptim(model.parameters(), lr=0.1) if dummies else torch.optim.AdamW(model.parameters(), lr=0.1)
+        DummyOptim(model.parameters(), lr=0.1)
+        if dummies
+        else torch.optim.AdamW(model.parameters(), lr=0.1)
     )
     data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     loader: Any = DataLoader(TensorDataset(data), batch_size=2)
@@ -132,7 +166,9 @@ def test_a_loop_trains_as_without_an_engine() -> None:
     plain = _train(Accelerator(cpu=True, gradient_accumulation_steps=2))
     AcceleratorState._reset_state(True)
     config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
+    )
     assert accelerator.gradient_accumulation_steps == 2
     assert _train(accelerator) == pytest.approx(plain, abs=1e-6)
 
@@ -142,9 +178,15 @@ def test_stand_ins_become_what_the_configuration_says() -> None:
     config = {
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.01}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"},
+        },
     }
-    losses = _train(Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)), dummies=True)
+    losses = _train(
+        Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)),
+        dummies=True,
+    )
     assert len(losses) == 8
 
 
@@ -163,23 +205,44 @@ def test_trainer_has_the_same_losses_with_an_engine_and_after_a_resume(
 ) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "out.json"
-    done = warm.run(tmp_path, [str(HERE / "clients" / "engine.py"), str(tmp_path / "run"), str(out)], processes)
+    done = warm.run(
+        tmp_path,
+        [str(HERE / "clients" / "engine.py"), str(tmp_path / "run"), str(out)],
+        processes,
+    )
     assert not done.failed, done.err
     found = json.loads(out.read_text())
     for name, logs in found.items():
-        assert parity.differences(logs["whole"], logs["resumed"], tolerance=1e-6) == [], f"{name}, resumed"
+        assert (
+            parity.differences(logs["whole"], logs["resumed"], tolerance=1e-6) == []
+        ), f"{name}, resumed"
         assert len(logs["whole"]) == len(found["without"]["whole"])
     for name in ("own", "partitioned"):
-        assert parity.differences(found["without"]["whole"], found[name]["whole"], tolerance=1e-5) == [], name
+        assert (
+            parity.differences(
+                found["without"]["whole"], found[name]["whole"], tolerance=1e-5
+            )
+            == []
+        ), name
 
 
-def test_a_configuration_is_completed_and_checked_as_the_original_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}
-    text = base64.urlsafe_b64encode(json.dumps({**config, "padding": "x" * 5000}).encode()).decode()
+def test_a_configuration_is_completed_and_checked_as_the_original_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config: dict[str, Any] = {
+        "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": "auto",
+    }
+    text = base64.urlsafe_b64encode(
+        json.dumps({**config, "padding": "x" * 5000}).encode()
+    ).decode()
     assert (
-        DeepSpeedPlugin(hf_ds_config=text, gradient_accumulation_steps=8).deepspeed_config.items()
+        DeepSpeedPlugin(
+            hf_ds_config=text, gradient_accumulation_steps=8
+        ).deepspeed_config.items()
         >= {
-            "gradient_accumulation_steps": 8,  # as given where the configuration leaves it to the run
+            # as given where the configuration leaves it to the run
+            "gradient_accumulation_steps": 8,
             "steps_per_print": inf,
         }.items()
     )
@@ -194,5 +257,7 @@ def test_a_configuration_is_completed_and_checked_as_the_original_does(monkeypat
     with pytest.raises(ValueError, match="cannot be set to `bf16` when `fp16` is set"):
         plugin.set_mixed_precision("bf16")
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,main_process_ip")
-    with pytest.raises(ValueError, match="the following accelerate config variables will be ignored"):
+    with pytest.raises(
+        ValueError, match="the following accelerate config variables will be ignored"
+    ):
         DeepSpeedPlugin(hf_ds_config=config)

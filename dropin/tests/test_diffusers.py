@@ -12,7 +12,9 @@ from hasten.optional import available
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not available("diffusers", ">=0.40"), reason="diffusers is not installed"),
+    pytest.mark.skipif(
+        not available("diffusers", ">=0.40"), reason="diffusers is not installed"
+    ),
 ]
 # Any in this file: pipelines of another library, whose classes are untyped.
 
@@ -34,7 +36,9 @@ def make() -> Any:
             x = torch.randn(1, 4, 8, 8, generator=drawn)
             self.scheduler.set_timesteps(3)
             for step in self.scheduler.timesteps:
-                x = self.scheduler.step(self.unet(x, step).sample, step, x, generator=drawn).prev_sample
+                x = self.scheduler.step(
+                    self.unet(x, step).sample, step, x, generator=drawn
+                ).prev_sample
             picture: torch.Tensor = self.vae.decode(x).sample
             self.maybe_free_model_hooks()
             return picture
@@ -52,10 +56,14 @@ def make() -> Any:
         **sizes,
     )
     vae = library.AutoencoderKL(latent_channels=4, block_out_channels=(8,), **sizes)
-    return Painter(unet.eval(), vae.eval(), library.DDPMScheduler(num_train_timesteps=10))
+    return Painter(
+        unet.eval(), vae.eval(), library.DDPMScheduler(num_train_timesteps=10)
+    )
 
 
-@pytest.mark.parametrize("how", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+@pytest.mark.parametrize(
+    "how", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"]
+)
 def test_pictures_are_the_same_when_models_take_turns(how: str) -> None:
     wanted = make()()
     painter = make()

@@ -23,7 +23,11 @@ from hasten.modules.hooks import hook_of
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.first, self.norm, self.last = (
+            nn.Linear(4, 6),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 2),
+        )
 
     def forward(self, x: Tensor, **kwargs: Any) -> dict[str, Tensor]:
         return {"y": self.last(self.norm(torch.relu(self.first(x))))}
@@ -46,11 +50,22 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("preload", [None, ["Net"]])
-def test_hooks_bring_weights_and_take_them_away(buffers: bool, preload: list[str] | None) -> None:
+def test_hooks_bring_weights_and_take_them_away(
+    buffers: bool, preload: list[str] | None
+) -> None:
     model, reference = build(), build()
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()} if preload is None else None
+    weights = (
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        if preload is None
+        else None
+    )
     attach_align_device_hook(
-        model, "cpu", offload=True, weights_map=weights, offload_buffers=buffers, preload_module_classes=preload
+        model,
+        "cpu",
+        offload=True,
+        weights_map=weights,
+        offload_buffers=buffers,
+        preload_module_classes=preload,
     )
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.norm.running_mean is not None
@@ -61,14 +76,19 @@ def test_hooks_bring_weights_and_take_them_away(buffers: bool, preload: list[str
     assert all(parameter.is_meta for parameter in model.parameters())
     remove_hook_from_submodules(model)
     assert torch.equal(model(X)["y"], reference(X)["y"])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+    )
 
 
 def test_blocks_get_their_own_devices() -> None:
     model, reference = build(), build()
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     places = {"first": "cpu", "norm": "cpu", "last": "cpu"}
-    attach_align_device_hook_on_blocks(model, places, {"last": True}, weights_map=weights)
+    attach_align_device_hook_on_blocks(
+        model, places, {"last": True}, weights_map=weights
+    )
     assert model.last.weight.is_meta
     assert not model.first.weight.is_meta
     assert torch.equal(model(X)["y"], reference(X)["y"])
@@ -93,16 +113,41 @@ def test_offloaded_weights_change_inside_the_block_that_aligns_them() -> None:
 
 @pytest.mark.parametrize("whole", [[], ["Sequential"]])
 @pytest.mark.parametrize("buffers", [False, True])
-def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(whole: list[str], buffers: bool) -> None:
+def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(
+    whole: list[str], buffers: bool
+) -> None:
     def model() -> nn.Module:
         inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
-        return nn.ModuleDict({"first": nn.Linear(2, 2), "inner": inner, "empty": nn.ReLU(), "last": nn.Linear(2, 2)})
+        return nn.ModuleDict(
+            {
+                "first": nn.Linear(2, 2),
+                "inner": inner,
+                "empty": nn.ReLU(),
+                "last": nn.Linear(2, 2),
+            }
+        )
 
-    places: dict[str, int | str | torch.device] = {"first": "meta", "inner": "cpu", "empty": "cpu", "last": "cpu"}
-    options = {"offload_buffers": buffers, "preload_module_classes": whole, "skip_keys": ["kept"]}
+    places: dict[str, int | str | torch.device] = {
+        "first": "meta",
+        "inner": "cpu",
+        "empty": "cpu",
+        "last": "cpu",
+    }
+    options = {
+        "offload_buffers": buffers,
+        "preload_module_classes": whole,
+        "skip_keys": ["kept"],
+    }
     offloaded = model()
     hooked.dispatch_model(offloaded, places, "meta", **options)  # type: ignore[arg-type]
-    flags = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+    flags = (
+        "execution_device",
+        "offload",
+        "io_same_device",
+        "offload_buffers",
+        "place_submodules",
+        "skip_keys",
+    )
     attached = {}
     for name, part in offloaded.named_modules():
         if (hook := hook_of(part)) is not None:
@@ -113,5 +158,12 @@ def test_the_plan_of_hooks_is_what_offloading_by_hooks_attaches(whole: list[str]
     for part, arguments in hooks_of_map(plain, places, "meta", options):
         planned.setdefault(names[part], dict.fromkeys(flags, False) | arguments)
     assert planned == attached
-    planned = {names[part]: arguments for part, arguments in hooks_of_offloading(plain, "meta", options)}
-    assert set(planned) == {"first", "last", *(["inner"] if whole else ["inner.0", "inner.1"])}
+    planned = {
+        names[part]: arguments
+        for part, arguments in hooks_of_offloading(plain, "meta", options)
+    }
+    assert set(planned) == {
+        "first",
+        "last",
+        *(["inner"] if whole else ["inner.0", "inner.1"]),
+    }

@@ -28,10 +28,19 @@ from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.test_utils.training import mocked_dataloaders
 from accelerate.utils import patch_environment, purge_accelerate_environment
 from accelerate.utils.environment import CPUInformation, get_cpu_distributed_information
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from accelerate.utils.launch import (
+    prepare_deepspeed_cmd_env,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+)
 
 # Any in this file: namespaces of argparse.
-SETTINGS = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1, "use_cpu": True}
+SETTINGS = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "NO",
+    "num_processes": 1,
+    "use_cpu": True,
+}
 
 
 def parsed(*words: str) -> Any:
@@ -63,16 +72,40 @@ def test_workers_under_fsdp_find_every_variable() -> None:
 
 
 def test_other_kinds_of_launch_set_their_variables() -> None:
-    args = parsed("--use_deepspeed", "--num_processes", "2", "--zero_stage", "3", "--zero3_init_flag", "True")
+    args = parsed(
+        "--use_deepspeed",
+        "--num_processes",
+        "2",
+        "--zero_stage",
+        "3",
+        "--zero3_init_flag",
+        "True",
+    )
     with mock.patch("accelerate.utils.launch.is_port_in_use", return_value=False):
         command, env = prepare_deepspeed_cmd_env(args)
-        megatron = prepare_multi_gpu_env(parsed("--use_megatron_lm", "--num_processes", "2"))
-    assert command is None and args.nproc_per_node == "2" and args.master_port == "29500"
-    assert (env["ACCELERATE_DEEPSPEED_ZERO_STAGE"], env["ACCELERATE_DEEPSPEED_ZERO3_INIT"]) == ("3", "true")
+        megatron = prepare_multi_gpu_env(
+            parsed("--use_megatron_lm", "--num_processes", "2")
+        )
+    assert (
+        command is None and args.nproc_per_node == "2" and args.master_port == "29500"
+    )
+    assert (
+        env["ACCELERATE_DEEPSPEED_ZERO_STAGE"],
+        env["ACCELERATE_DEEPSPEED_ZERO3_INIT"],
+    ) == ("3", "true")
     assert "ACCELERATE_GRADIENT_CLIPPING" not in env
-    assert (megatron["MEGATRON_LM_TP_DEGREE"], megatron["MEGATRON_LM_GRADIENT_CLIPPING"]) == ("1", "1.0")
-    _, alone = prepare_simple_launcher_cmd_env(parsed("--cpu", "--num_cpu_threads_per_process", "3"))
-    assert (alone["ACCELERATE_USE_CPU"], alone["OMP_NUM_THREADS"], alone["KMP_BLOCKTIME"]) == ("True", "3", "1")
+    assert (
+        megatron["MEGATRON_LM_TP_DEGREE"],
+        megatron["MEGATRON_LM_GRADIENT_CLIPPING"],
+    ) == ("1", "1.0")
+    _, alone = prepare_simple_launcher_cmd_env(
+        parsed("--cpu", "--num_cpu_threads_per_process", "3")
+    )
+    assert (
+        alone["ACCELERATE_USE_CPU"],
+        alone["OMP_NUM_THREADS"],
+        alone["KMP_BLOCKTIME"],
+    ) == ("True", "3", "1")
 
 
 def test_a_taken_port_is_told_and_a_second_machine_is_refused() -> None:
@@ -81,7 +114,14 @@ def test_a_taken_port_is_told_and_a_second_machine_is_refused() -> None:
         with pytest.warns(UserWarning, match="standalone-like mode"):
             prepare_multi_gpu_env(args)
         assert args.standalone is True
-        there = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "1.2.3.4"]
+        there = [
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            "0",
+            "--main_process_ip",
+            "1.2.3.4",
+        ]
         with pytest.raises(ConnectionError, match="another process is utilizing it"):
             prepare_multi_gpu_env(parsed("--multi_gpu", "--num_processes", "4", *there))
 
@@ -101,9 +141,14 @@ def test_deepspeeds_own_launcher_is_given_the_port_that_was_settled() -> None:
     free = mock.patch("accelerate.utils.launch.is_port_in_use", return_value=False)
     with free, mock.patch("accelerate.utils.launch.get_free_port", return_value=4242):
         for port, settled in ((None, "29500"), (0, "4242"), (77, "77")):
-            args = parsed(*words, *([] if port is None else ["--main_process_port", str(port)]))
+            args = parsed(
+                *words, *([] if port is None else ["--main_process_port", str(port)])
+            )
             command, _ = prepare_deepspeed_cmd_env(args)
-            assert command is not None and command[command.index("--master_port") + 1] == settled
+            assert (
+                command is not None
+                and command[command.index("--master_port") + 1] == settled
+            )
             assert args.main_process_port == int(settled)
     with mock.patch("accelerate.utils.launch.is_port_in_use", return_value=True):
         with pytest.raises(ConnectionError, match="another process is utilizing it"):
@@ -114,20 +159,41 @@ def test_deepspeeds_own_launcher_is_given_the_port_that_was_settled() -> None:
 
 def test_the_parser_of_launch_is_loaded_without_training() -> None:
     code = "import sys, accelerate.commands.launch as it; it.launch_command_parser(); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"accelerate.state", "hasten.checkpoint.export", "hasten.comm.process_group"} & {*loaded}
-    assert accelerate.utils.launch.is_port_in_use is accelerate.utils.other.is_port_in_use
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {
+        "accelerate.state",
+        "hasten.checkpoint.export",
+        "hasten.comm.process_group",
+    } & {*loaded}
+    assert (
+        accelerate.utils.launch.is_port_in_use is accelerate.utils.other.is_port_in_use
+    )
 
 
 def test_a_replaced_name_acts_and_comes_back() -> None:
     before = accelerate.utils.launch.which
     words = ["--cpu", "--num_processes", "4", "--mpirun_hostfile", "hosts"]
     with (
-        mock.patch("accelerate.utils.launch.which", side_effect=lambda name: name == "mpirun"),
-        mock.patch("accelerate.utils.launch.subprocess.check_output", return_value=b"Open MPI 4"),
+        mock.patch(
+            "accelerate.utils.launch.which", side_effect=lambda name: name == "mpirun"
+        ),
+        mock.patch(
+            "accelerate.utils.launch.subprocess.check_output",
+            return_value=b"Open MPI 4",
+        ),
     ):
         command, _ = prepare_simple_launcher_cmd_env(parsed(*words))
-    assert command[:7] == ["mpirun", "--hostfile", "hosts", "--npernode", "4", "-n", "4"]
+    assert command[:7] == [
+        "mpirun",
+        "--hostfile",
+        "hosts",
+        "--npernode",
+        "4",
+        "-n",
+        "4",
+    ]
     assert accelerate.utils.launch.which is before
     with pytest.raises(OSError, match="mpirun or mpiexec were not found"):
         prepare_simple_launcher_cmd_env(parsed(*words))
@@ -136,7 +202,10 @@ def test_a_replaced_name_acts_and_comes_back() -> None:
 def test_defaults_that_were_used_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "accelerate.commands.launch"):
         parsed("--cpu", "--num_processes", "1", "--mixed_precision", "bf16")
-    assert "`--num_machines` was set to a value of `1`" in caplog.text and "mixed_precision" not in caplog.text
+    assert (
+        "`--num_machines` was set to a value of `1`" in caplog.text
+        and "mixed_precision" not in caplog.text
+    )
 
 
 def test_unknown_keys_are_named_in_the_words_of_the_original(
@@ -144,19 +213,26 @@ def test_unknown_keys_are_named_in_the_words_of_the_original(
 ) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump({**SETTINGS, "invalid": 1, "another": 2}))
-    monkeypatch.setattr("sys.argv", ["accelerate", "launch", "--config_file", str(file), "train.py"])
+    monkeypatch.setattr(
+        "sys.argv", ["accelerate", "launch", "--config_file", str(file), "train.py"]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert f"The config file at {file} had unknown keys (['another', 'invalid'])" in capsys.readouterr().err
+    assert (
+        f"The config file at {file} had unknown keys (['another', 'invalid'])"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_fsdp2_lacks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    made = convert_config_to_fsdp2({"fsdp_config": {"fsdp_version": 1, "fsdp_use_orig_params": True}})
+    made = convert_config_to_fsdp2(
+        {"fsdp_config": {"fsdp_version": 1, "fsdp_use_orig_params": True}}
+    )
     assert made == {"fsdp_config": {"fsdp_version": 2}}
-    assert convert_config_to_fsdp2(made) is made and convert_config_to_fsdp2({"num_processes": 1}) == {
-        "num_processes": 1
-    }
+    assert convert_config_to_fsdp2(made) is made and convert_config_to_fsdp2(
+        {"num_processes": 1}
+    ) == {"num_processes": 1}
     assert [record.getMessage() for record in caplog.records][:2] == [
         "Argument fsdp_use_orig_params has been removed in FSDP2, skipping this key...",
         "Config already specifies FSDP2, skipping conversion...",
@@ -165,7 +241,10 @@ def test_what_fsdp2_lacks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_file_for_this_machine_is_json_and_yaml(tmp_path: Path) -> None:
     file = write_basic_config(save_location=str(tmp_path / "default.yaml"))
-    assert file and json.loads(file.read_text()) == load_config_from_file(str(file)).to_dict()
+    assert (
+        file
+        and json.loads(file.read_text()) == load_config_from_file(str(file)).to_dict()
+    )
 
 
 def test_namespaces_name_what_was_given() -> None:
@@ -176,7 +255,16 @@ def test_namespaces_name_what_was_given() -> None:
 def test_each_kind_of_launch_has_its_launcher(tmp_path: Path) -> None:
     """`launch_command` asks the launcher of its module, so that one put in its place acts."""
     file = tmp_path / "settings.yaml"
-    file.write_text(yaml.safe_dump({**SETTINGS, "distributed_type": "MULTI_XPU", "num_processes": 2, "use_cpu": False}))
+    file.write_text(
+        yaml.safe_dump(
+            {
+                **SETTINGS,
+                "distributed_type": "MULTI_XPU",
+                "num_processes": 2,
+                "use_cpu": False,
+            }
+        )
+    )
     kinds = {
         "--cpu": "simple",
         "--multi_gpu --num_processes=2": "multi_gpu",
@@ -188,38 +276,69 @@ def test_each_kind_of_launch_has_its_launcher(tmp_path: Path) -> None:
     }
     for words, name in kinds.items():
         with mock.patch(f"accelerate.commands.launch.{name}_launcher") as started:
-            launching.launch_command(launch_command_parser().parse_args([*words.split(), "train.py"]))
+            launching.launch_command(
+                launch_command_parser().parse_args([*words.split(), "train.py"])
+            )
         assert started.call_count == 1, words
     with pytest.raises(ValueError, match="only use one of"):
-        launching.launch_command(launch_command_parser().parse_args(["--cpu", "--multi_gpu", "train.py"]))
+        launching.launch_command(
+            launch_command_parser().parse_args(["--cpu", "--multi_gpu", "train.py"])
+        )
 
 
 def test_devices_that_are_not_there_are_told_and_the_cpu_is_used(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os; print('of', os.environ.get('WORLD_SIZE', '1'), flush=True)")
-    for words, processes in ((["--multi_gpu", "--num_processes", "2"], 2), (["--gpu_ids", "0"], 1)):
+    script.write_text(
+        "import os; print('of', os.environ.get('WORLD_SIZE', '1'), flush=True)"
+    )
+    for words, processes in (
+        (["--multi_gpu", "--num_processes", "2"], 2),
+        (["--gpu_ids", "0"], 1),
+    ):
         monkeypatch.setattr("sys.argv", ["accelerate", "launch", *words, str(script)])
         main()
         out, err = capfd.readouterr()
-        assert out.count(f"of {processes}") == processes and "no accelerator was found" in err
+        assert (
+            out.count(f"of {processes}") == processes
+            and "no accelerator was found" in err
+        )
 
 
 def test_a_wrong_command_line_is_told_in_the_words_of_the_original(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["accelerate", "launch", "--cpu", "--multi_gpu", "train.py"])
+    monkeypatch.setattr(
+        "sys.argv", ["accelerate", "launch", "--cpu", "--multi_gpu", "train.py"]
+    )
     with pytest.raises(SystemExit):
         main()
-    assert "ValueError: You can only use one of `--cpu`, `--multi_gpu`" in capsys.readouterr().err
+    assert (
+        "ValueError: You can only use one of `--cpu`, `--multi_gpu`"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_parser_has_the_groups_and_types_of_the_original() -> None:
     parser = launch_command_parser()
-    assert "FSDP Arguments:" in parser.format_help() and "Megatron-LM Arguments:" in parser.format_help()
-    args = parser.parse_args(["--fp8_override_linear_precision", "yes,no,yes", "--fp8-pad-inner-dim", "no", "train.py"])
-    assert (args.fp8_override_linear_precision, args.fp8_pad_inner_dim) == ((1, 0, 1), 0)
+    assert (
+        "FSDP Arguments:" in parser.format_help()
+        and "Megatron-LM Arguments:" in parser.format_help()
+    )
+    args = parser.parse_args(
+        [
+            "--fp8_override_linear_precision",
+            "yes,no,yes",
+            "--fp8-pad-inner-dim",
+            "no",
+            "train.py",
+        ]
+    )
+    assert (args.fp8_override_linear_precision, args.fp8_pad_inner_dim) == (
+        (1, 0, 1),
+        0,
+    )
     assert args.nondefault == {
         "fp8_override_linear_precision",
         "fp8_pad_inner_dim",
@@ -230,16 +349,22 @@ def test_the_parser_has_the_groups_and_types_of_the_original() -> None:
         parser.parse_args(["--fp8_format", "other", "train.py"])
 
 
-def test_commands_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["accelerate"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
-    listed = "{config,estimate-memory,env,launch,merge-weights,tpu-config,test,to-fsdp2}"
+    listed = (
+        "{config,estimate-memory,env,launch,merge-weights,tpu-config,test,to-fsdp2}"
+    )
     assert listed in capsys.readouterr().out
 
 
-def test_tests_and_those_of_subclasses_leave_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_and_those_of_subclasses_leave_no_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @purge_accelerate_environment
     class Base:
         def setUp(self) -> None:
@@ -258,16 +383,24 @@ def test_tests_and_those_of_subclasses_leave_no_variable(monkeypatch: pytest.Mon
         monkeypatch.delenv(name)
     case = Derived()
     case.setUp()
-    assert case.test_one() == case.test_two() == "1" and "ACCELERATE_OF_THE_TEST" not in os.environ
+    assert (
+        case.test_one() == case.test_two() == "1"
+        and "ACCELERATE_OF_THE_TEST" not in os.environ
+    )
 
 
 def test_the_place_of_a_process_has_four_numbers() -> None:
     with patch_environment(rank=1, world_size=4, local_rank=1, local_world_size=2):
         found = get_cpu_distributed_information()
-    assert found == CPUInformation(1, 4, 1, 2) and pickle.loads(pickle.dumps(found)) == found
+    assert (
+        found == CPUInformation(1, 4, 1, 2)
+        and pickle.loads(pickle.dumps(found)) == found
+    )
 
 
-def test_samples_of_examples_become_loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_examples_become_loaders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("datasets")
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "tests" / "test_samples" / "MRPC"
@@ -275,10 +408,19 @@ def test_samples_of_examples_become_loaders(tmp_path: Path, monkeypatch: pytest.
     rows = "".join(f"{'yes' if at % 2 else 'no'},a {at},b {at}\n" for at in range(5))
     for name in ("train", "dev"):
         (folder / f"{name}.csv").write_text(f"label,sentence1,sentence2\n{rows}")
-    tokenizer = mock.Mock(side_effect=lambda first, second, **how: {"input_ids": [[1, 2]] * len(first)})
-    tokenizer.pad = lambda examples, **how: (how["padding"], [one["labels"] for one in examples])
+    tokenizer = mock.Mock(
+        side_effect=lambda first, second, **how: {"input_ids": [[1, 2]] * len(first)}
+    )
+    tokenizer.pad = lambda examples, **how: (
+        how["padding"],
+        [one["labels"] for one in examples],
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    with mock.patch.object(transformers.AutoTokenizer, "from_pretrained", return_value=tokenizer):
+    with mock.patch.object(
+        transformers.AutoTokenizer, "from_pretrained", return_value=tokenizer
+    ):
         train, held_out = mocked_dataloaders(Namespace(distributed_type="NO"))
-    assert train.batch_size == 2 and list(held_out) == [("longest", [at % 2]) for at in range(5)]
+    assert train.batch_size == 2 and list(held_out) == [
+        ("longest", [at % 2]) for at in range(5)
+    ]

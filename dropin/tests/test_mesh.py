@@ -16,7 +16,9 @@ READING = str(Path(__file__).parent / "scripts" / "mesh_reading.py")
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)
-def test_a_llama_with_its_own_plan_trains_like_plain_torch(tmp_path: Path, warm: Any) -> None:
+def test_a_llama_with_its_own_plan_trains_like_plain_torch(
+    tmp_path: Path, warm: Any
+) -> None:
     """The script checks the mesh, the split layers and the losses itself."""
     parsed = make_parser().parse_args(["--cpu", "--num_processes", "2", SCRIPT])
     plan = prepare([SCRIPT], settings=parsed.settings).plan

@@ -35,7 +35,9 @@ def split_differently() -> None:
 
 
 @pytest.mark.usefixtures("fresh_states")
-def test_processes_begin_with_the_random_states_of_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_begin_with_the_random_states_of_the_notebook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     random.seed(1)
     np.random.seed(2)
@@ -49,7 +51,9 @@ def test_processes_begin_with_the_random_states_of_the_notebook(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("fresh_states")
-def test_processes_with_different_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_with_different_data_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     with pytest.raises(ChildFailedError, match="with different data"):
         notebook_launcher(split_differently, num_processes=2)

@@ -14,10 +14,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.commands import tpu
-from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
+from accelerate.commands.config.config_args import (
+    SageMakerConfig,
+    load_config_from_file,
+)
 from accelerate.commands.launch import launch_command_parser, sagemaker_launcher
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, MegatronLMPlugin, compute_module_sizes
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    MegatronLMPlugin,
+    compute_module_sizes,
+)
 from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters
 from accelerate.utils.launch import prepare_sagemager_args_inputs
 from accelerate.utils.modeling import fallback_allocate, infer_auto_device_map
@@ -65,7 +72,9 @@ def test_objects_behave_as_objects(shuffle: bool) -> None:
 def test_a_copied_optimizer_follows_windows_and_leaves_its_original_alone() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     again = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
     mine, theirs = (one.param_groups[0]["params"][0] for one in (optimizer, again))
     assert torch.equal(mine, theirs) and mine is not theirs
@@ -83,7 +92,11 @@ def test_a_copied_optimizer_follows_windows_and_leaves_its_original_alone() -> N
 def test_a_copied_accelerator_is_the_same_run() -> None:
     accelerator = Accelerator(cpu=True)
     again = copy.copy(accelerator)
-    assert type(again) is Accelerator and again is not accelerator and again._clock is accelerator._clock
+    assert (
+        type(again) is Accelerator
+        and again is not accelerator
+        and again._clock is accelerator._clock
+    )
     assert copy.deepcopy(accelerator) is accelerator
 
 
@@ -103,7 +116,9 @@ def test_the_list_that_was_searched_stays_as_it_is() -> None:
 
 
 def test_a_tie_to_a_module_that_has_its_device_is_no_error() -> None:
-    model = nn.ModuleDict({"first": nn.ModuleDict({"second": nn.Linear(2, 2)}), "second": nn.Linear(2, 2)})
+    model = nn.ModuleDict(
+        {"first": nn.ModuleDict({"second": nn.Linear(2, 2)}), "second": nn.Linear(2, 2)}
+    )
     model["third"] = nn.Linear(2, 2)
     model["third"].weight = model["first"]["second"].weight  # type: ignore[index]  # a dict of modules
     assert infer_auto_device_map(model, {"cpu": 100}) == {"": "cpu"}
@@ -125,18 +140,29 @@ def test_settings_of_sagemaker_are_data(tmp_path: Path) -> None:
     file.write_text(SAGEMAKER.format(metrics=metrics))
     config = load_config_from_file(str(file))
     assert isinstance(config, SageMakerConfig)
-    args = launch_command_parser().parse_args(["train.py", "--lr", "0.1", "--deep", "True", "--as_text", "true"])
+    args = launch_command_parser().parse_args(
+        ["train.py", "--lr", "0.1", "--deep", "True", "--as_text", "true"]
+    )
     estimator, channels = prepare_sagemager_args_inputs(config, args)
-    assert estimator["hyperparameters"] == {"lr": 0.1, "deep": True, "as_text": "true"} and channels is None
+    assert (
+        estimator["hyperparameters"] == {"lr": 0.1, "deep": True, "as_text": "true"}
+        and channels is None
+    )
     assert estimator["metric_definitions"] == [{"Name": "acc", "Regex": "acc=(.*)"}]
-    assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    assert estimator["distribution"] == {
+        "smdistributed": {"dataparallel": {"enabled": True}}
+    }
     with pytest.raises(ImportError, match="Amazon's SDK"):
         sagemaker_launcher(config, args)
     with pytest.raises(ValueError, match="define explicit types"):
-        prepare_sagemager_args_inputs(config, launch_command_parser().parse_args(["train.py", "--flag"]))
+        prepare_sagemager_args_inputs(
+            config, launch_command_parser().parse_args(["train.py", "--flag"])
+        )
 
 
-def test_a_tpu_is_named_and_commands_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tpu_is_named_and_commands_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "commands"
     file.write_text("echo 1\necho 2\n")
     assert tpu.run(["--tpu_name", "t", "--command_file", str(file), "--debug"]) == 0

@@ -18,10 +18,24 @@ from torch import Tensor, nn
 
 import accelerate.big_modeling
 import accelerate.utils.modeling
-from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
+from accelerate import (
+    Accelerator,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    load_checkpoint_and_dispatch,
+)
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
-from accelerate.utils import OffloadedWeightsLoader, align_module_device, find_executable_batch_size
-from accelerate.utils.operations import ConvertOutputsToFp32, DistributedOperationException, gather
+from accelerate.utils import (
+    OffloadedWeightsLoader,
+    align_module_device,
+    find_executable_batch_size,
+)
+from accelerate.utils.operations import (
+    ConvertOutputsToFp32,
+    DistributedOperationException,
+    gather,
+)
 
 MAP = {"first": "cpu", "norm": "disk", "last": "disk"}
 X = torch.linspace(-1, 1, 6).view(2, 3)
@@ -30,7 +44,11 @@ X = torch.linspace(-1, 1, 6).view(2, 3)
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+        self.first, self.norm, self.last = (
+            nn.Linear(3, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.last(self.norm(self.first(x)))
@@ -45,7 +63,10 @@ def places(model: nn.Module) -> list[str]:
 def test_offloaded_weights_rest_on_the_meta_device(way: str, tmp_path: Path) -> None:
     model: Any = Small().eval()
     folder, file = tmp_path / "off", tmp_path / "weights.bin"
-    expected, state = model(X), {name: one.clone() for name, one in model.state_dict().items()}
+    expected, state = (
+        model(X),
+        {name: one.clone() for name, one in model.state_dict().items()},
+    )
     torch.save(state, file)
     if way == "cpu":
         assert cpu_offload(model, torch.device("cpu")) is model
@@ -62,8 +83,15 @@ def test_offloaded_weights_rest_on_the_meta_device(way: str, tmp_path: Path) -> 
         assert model(X).requires_grad
         assert torch.equal(model(X), expected)
     if way != "cpu":
-        assert {*json.loads((folder / "index.json").read_text())} >= {"last.weight", "last.bias", "norm.weight"}
-        assert torch.equal(OffloadedWeightsLoader(save_folder=folder)["last.weight"], state["last.weight"])
+        assert {*json.loads((folder / "index.json").read_text())} >= {
+            "last.weight",
+            "last.bias",
+            "norm.weight",
+        }
+        assert torch.equal(
+            OffloadedWeightsLoader(save_folder=folder)["last.weight"],
+            state["last.weight"],
+        )
     whole: Any = Accelerator().get_state_dict(model)
     assert all(torch.equal(whole[name], one) for name, one in state.items())
     remove_hook_from_submodules(model)
@@ -77,31 +105,57 @@ def test_a_folder_of_another_model_is_written_anew(tmp_path: Path) -> None:
     model = Small().eval()
     expected = model(X)
     assert torch.equal(disk_offload(model, tmp_path, "cpu")(X), expected)
-    assert torch.equal(cpu_offload(model, "cpu")(X), expected), "a second offloading replaces the first"
+    assert torch.equal(cpu_offload(model, "cpu")(X), expected), (
+        "a second offloading replaces the first"
+    )
 
 
-def test_a_dispatched_model_warns_and_refuses_to_move(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dispatched_model_warns_and_refuses_to_move(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dispatch_model(model := Small(), MAP, offload_dir=tmp_path)
     with (
         caplog.at_level(logging.WARNING),
         pytest.raises(RuntimeError, match=r"some modules offloaded to cpu or disk\.$"),
     ):
         model.to("cpu")
-    assert "You shouldn't move a model that is dispatched using accelerate hooks." in caplog.text
+    assert (
+        "You shouldn't move a model that is dispatched using accelerate hooks."
+        in caplog.text
+    )
     assert Accelerator(cpu=True).prepare(model) is model
     whole = dispatch_model(Small(), {"": "cpu"}, force_hooks=True)
     assert whole.to("cpu") is whole
 
 
-def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(tmp_path: Path) -> None:
+def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(
+    tmp_path: Path,
+) -> None:
     """Streamed with the CPU as the device, as a map from a checkpoint's files lets it."""
     model: Any = Small().eval()
     expected = model(X)
     index = disk_index(model.state_dict(), tmp_path / "off")
-    dispatch_model(model, MAP, offload_dir=tmp_path / "off", offload_index=index, offload_buffers=True)
-    shown = {name: (part._hf_hook.offload, part._hf_hook.offload_buffers) for name, part in model.named_modules()}
-    assert shown == {"": (False, False), "first": (False, True), "norm": (True, True), "last": (True, True)}
-    assert [model._hf_hook.execution_device, model.last._hf_hook.execution_device] == ["cpu", "cpu"]
+    dispatch_model(
+        model,
+        MAP,
+        offload_dir=tmp_path / "off",
+        offload_index=index,
+        offload_buffers=True,
+    )
+    shown = {
+        name: (part._hf_hook.offload, part._hf_hook.offload_buffers)
+        for name, part in model.named_modules()
+    }
+    assert shown == {
+        "": (False, False),
+        "first": (False, True),
+        "norm": (True, True),
+        "last": (True, True),
+    }
+    assert [model._hf_hook.execution_device, model.last._hf_hook.execution_device] == [
+        "cpu",
+        "cpu",
+    ]
     copied = copy.deepcopy(model)
     assert torch.equal(copied(X), expected)
     assert model(X).requires_grad
@@ -113,7 +167,11 @@ def test_a_streamed_model_shows_the_hooks_of_its_map_and_saves_every_name(tmp_pa
         model.to("cpu")
     whole = accelerate.utils.modeling.get_state_dict_offloaded_model(copied)
     Accelerator().save_model(copied, tmp_path / "saved")
-    assert {*load_file(tmp_path / "saved" / "model.safetensors")} == {*whole} == {*model.state_dict()}
+    assert (
+        {*load_file(tmp_path / "saved" / "model.safetensors")}
+        == {*whole}
+        == {*model.state_dict()}
+    )
     remove_hook_from_submodules(model)
     assert not torch.equal(model(X), expected)
     assert torch.equal(copied(X), expected)
@@ -124,40 +182,67 @@ def disk_index(state: dict[str, Tensor], folder: Path) -> dict[str, dict[str, st
     folder.mkdir()
     save_file(state, folder / "all.safetensors")
     return {
-        name: {"safetensors_file": str(folder / "all.safetensors"), "weight_name": name, "dtype": "float32"}
+        name: {
+            "safetensors_file": str(folder / "all.safetensors"),
+            "weight_name": name,
+            "dtype": "float32",
+        }
         for name in state
     }
 
 
 def test_all_free_memory_is_offered() -> None:
-    with patch("hasten.extensions.bigmodel.device_map.free_host_bytes", return_value=1000):
+    with patch(
+        "hasten.extensions.bigmodel.device_map.free_host_bytes", return_value=1000
+    ):
         assert accelerate.utils.modeling.get_max_memory() == {"cpu": 1000}
 
 
 def test_a_name_patched_in_a_face_acts_behind_it(tmp_path: Path) -> None:
     before = accelerate.utils.modeling.get_max_memory
-    with patch("accelerate.utils.modeling.get_max_memory", return_value={"cpu": 1, "disk": 10**9}) as asked:
+    with patch(
+        "accelerate.utils.modeling.get_max_memory",
+        return_value={"cpu": 1, "disk": 10**9},
+    ) as asked:
         assert accelerate.utils.modeling.infer_auto_device_map(Small()) == {"": "disk"}
         assert asked.called
     assert accelerate.utils.modeling.get_max_memory is before
-    assert set(accelerate.utils.modeling.infer_auto_device_map(Small()).values()) == {"cpu"}
-    with patch("accelerate.big_modeling.infer_auto_device_map", side_effect=KeyError("asked")), pytest.raises(KeyError):
+    assert set(accelerate.utils.modeling.infer_auto_device_map(Small()).values()) == {
+        "cpu"
+    }
+    with (
+        patch(
+            "accelerate.big_modeling.infer_auto_device_map",
+            side_effect=KeyError("asked"),
+        ),
+        pytest.raises(KeyError),
+    ):
         load_checkpoint_and_dispatch(Small(), tmp_path, "sequential")
 
 
 def test_weights_of_other_shapes_are_told_in_torchs_words(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, tmp_path / "w.bin")
-    with pytest.raises(RuntimeError, match=r"size mismatch for weight: .*\n.*size mismatch for bias"):
-        accelerate.utils.modeling.load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "w.bin")
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for weight: .*\n.*size mismatch for bias"
+    ):
+        accelerate.utils.modeling.load_checkpoint_in_model(
+            nn.Linear(2, 2), tmp_path / "w.bin"
+        )
     with pytest.raises(ValueError, match="Trying to set a tensor of shape"):
-        accelerate.utils.modeling.load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "w.bin", {"": "cpu"})
+        accelerate.utils.modeling.load_checkpoint_in_model(
+            nn.Linear(2, 2), tmp_path / "w.bin", {"": "cpu"}
+        )
 
 
 @pytest.mark.usefixtures("fresh_states")  # an earlier state keeps its flag
-def test_debug_mode_compares_the_shapes_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_compares_the_shapes_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
     told = "Operation: `accelerate.utils.operations.gather`\nInput shapes:\n  - Process 0: [2, 3]\n  - Process 1: [1]"
-    shapes = patch("accelerate.utils.operations.gather_object", return_value=[[2, 3], [1]])
+    shapes = patch(
+        "accelerate.utils.operations.gather_object", return_value=[[2, 3], [1]]
+    )
     with shapes, pytest.raises(DistributedOperationException, match=re.escape(told)):
         gather(X)
     assert gather(X) is X

@@ -25,7 +25,9 @@ from accelerate.state import AcceleratorState
 WHEELS = Path(os.environ.get("CLIENT_WHEELS", "nowhere"))
 pytestmark = [
     pytest.mark.usefixtures("fresh_states"),
-    pytest.mark.skipif(not WHEELS.is_dir(), reason="CLIENT_WHEELS names no folder of unpacked wheels"),
+    pytest.mark.skipif(
+        not WHEELS.is_dir(), reason="CLIENT_WHEELS names no folder of unpacked wheels"
+    ),
     pytest.mark.filterwarnings("ignore"),  # of the clients' modules
 ]
 # Any in this file: modules of clients.
@@ -74,9 +76,15 @@ def unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unpatched")
 def test_axolotl_adds_an_axis_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_EP_SIZE", "2")
-    load("**/axolotl/monkeypatch/accelerate/parallelism_config.py").patch_parallelism_config()
+    load(
+        "**/axolotl/monkeypatch/accelerate/parallelism_config.py"
+    ).patch_parallelism_config()
     sizes: Any = ParallelismConfig()
-    assert (sizes.total_size, sizes.dp_dim_names, sizes.active_mesh_dims) == (2, ["ep"], ["ep"])
+    assert (sizes.total_size, sizes.dp_dim_names, sizes.active_mesh_dims) == (
+        2,
+        ["ep"],
+        ["ep"],
+    )
     assert sizes._get_mesh() == (("ep",), (2,))
     with pytest.raises(ValueError, match="ep_size"):  # the client's own words
         Accelerator(cpu=True, parallelism_config=sizes)
@@ -88,8 +96,15 @@ def test_unsloth_gives_ranks_of_a_split_model_the_same_batches() -> None:
     split._install_tp_accelerate_hooks()
     accelerator: Any = Accelerator(cpu=True)
     vars(accelerator)[split._TP_DATA] = (2, 1)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(16)), batch_size=2))
-    assert [batch.tolist() for (batch,) in loader] == [[2, 3], [6, 7], [10, 11], [14, 15]]
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(16)), batch_size=2)
+    )
+    assert [batch.tolist() for (batch,) in loader] == [
+        [2, 3],
+        [6, 7],
+        [10, 11],
+        [14, 15],
+    ]
     assert type(accelerator) is Accelerator and accelerator.num_processes == 1
 
 
@@ -104,7 +119,9 @@ def test_unsloth_passes_models_through_that_it_has_sharded() -> None:
     with pytest.raises(RuntimeError, match="outside a Trainer is not supported"):
         accelerator.prepare(given)
     setattr(accelerator, native._TRAINER_ACCELERATOR, True)
-    model, optimizer = accelerator.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        given, torch.optim.SGD(given.parameters(), lr=0.1)
+    )
     assert model is given
     accelerator.backward(model(torch.ones(2, 1)).sum())
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 1.0

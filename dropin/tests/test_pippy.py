@@ -15,7 +15,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "pippy.py"
 
 
 @pytest.mark.timeout(240)
-def test_two_processes_hold_half_of_the_model_each_and_give_its_outputs(warm: Any, tmp_path: Path) -> None:
+def test_two_processes_hold_half_of_the_model_each_and_give_its_outputs(
+    warm: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     done = warm.run(tmp_path, [str(SCRIPT)], 2)
     assert not done.failed, done.err[0][-3000:] + done.err[1][-3000:]
@@ -23,7 +25,9 @@ def test_two_processes_hold_half_of_the_model_each_and_give_its_outputs(warm: An
 
 
 @pytest.mark.timeout(240)
-def test_stages_by_hand_give_their_output_to_every_process(warm: Any, tmp_path: Path) -> None:
+def test_stages_by_hand_give_their_output_to_every_process(
+    warm: Any, tmp_path: Path
+) -> None:
     done = warm.run(tmp_path, [str(SCRIPT.with_name("stages.py"))], 2)
     assert not done.failed, done.err[0][-3000:] + done.err[1][-3000:]
     assert [out.split(")")[0] for out in done.out] == ["(3, 2"] * 2
@@ -35,7 +39,9 @@ def test_maps_divide_the_model_evenly_in_order() -> None:
     for processes in (2, 3):
         places = list(inference.generate_device_map(model, processes).values())
         assert places == sorted(places)
-        assert [places.count(place) for place in range(processes)] == [6 // processes] * processes
+        assert [places.count(place) for place in range(processes)] == [
+            6 // processes
+        ] * processes
 
 
 def test_the_batch_is_found_in_any_argument() -> None:

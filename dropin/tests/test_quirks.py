@@ -14,11 +14,19 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate import Accelerator, PartialState
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SeedableRandomSampler
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    SeedableRandomSampler,
+)
 from accelerate.logging import get_logger
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, gather_object
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    gather_object,
+)
 from hasten.errors import HastenWarning
 
 HERE = Path(__file__).parent
@@ -47,7 +55,9 @@ RECORDED = {
 pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
-def _trained(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer, AcceleratedScheduler]:
+def _trained(
+    accelerator: Accelerator,
+) -> tuple[nn.Module, torch.optim.Optimizer, AcceleratedScheduler]:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -57,7 +67,11 @@ def _trained(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer
 
 def quirks() -> set[str]:
     """The names in QUIRKS.md."""
-    rows = re.findall(r"^\| `([A-Z_]+)` \| (.+) \| (.+) \|$", (HERE.parent / "QUIRKS.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([A-Z_]+)` \| (.+) \| (.+) \|$",
+        (HERE.parent / "QUIRKS.md").read_text(),
+        re.MULTILINE,
+    )
     assert all(habit.strip() and reason.strip() for _, habit, reason in rows)
     return {name for name, _, _ in rows}
 
@@ -65,16 +79,24 @@ def quirks() -> set[str]:
 def test_every_quirk_has_a_proof() -> None:
     proven = {
         name
-        for line in re.findall(r"^ +# proves ([A-Z_, ]+)$", Path(__file__).read_text(), re.MULTILINE)
+        for line in re.findall(
+            r"^ +# proves ([A-Z_, ]+)$", Path(__file__).read_text(), re.MULTILINE
+        )
         for name in line.split(", ")
     }
     assert quirks() == {*RECORDED, *proven}
-    assert all((HERE / "parity" / f"{script}.py").exists() for script in RECORDED.values())
+    assert all(
+        (HERE / "parity" / f"{script}.py").exists() for script in RECORDED.values()
+    )
 
 
 def test_every_quirk_marks_the_code_it_excuses() -> None:
     rooms = HERE.parent / "src" / "accelerate" / "_impl"
-    marks = {name for file in rooms.rglob("*.py") for name in re.findall(r"# quirk: ([A-Z_]+)", file.read_text())}
+    marks = {
+        name
+        for file in rooms.rglob("*.py")
+        for name in re.findall(r"# quirk: ([A-Z_]+)", file.read_text())
+    }
     assert marks == quirks()
 
 
@@ -116,7 +138,9 @@ def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "report"])
-def test_a_loss_that_is_nan_warns_only_if_asked(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_nan_warns_only_if_asked(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # proves NAN_IS_SILENT
     if asked is not None:
         monkeypatch.setenv("HASTEN_TRUST_NUMBERS", asked)
@@ -127,7 +151,9 @@ def test_a_loss_that_is_nan_warns_only_if_asked(asked: str | None, monkeypatch: 
         accelerator.backward(model(torch.full((1, 1), torch.nan)).sum())
         optimizer.step()
         accelerator.end_training()
-    assert [type(one.message) for one in given] == ([] if asked is None else [HastenWarning])
+    assert [type(one.message) for one in given] == (
+        [] if asked is None else [HastenWarning]
+    )
 
 
 def test_a_logger_needs_a_state(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,14 +191,24 @@ def test_numbering_and_blank_trackers_are_opt_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_position_is_opt_in_and_the_epoch_is_always_restored(tmp_path: Path, stateful: bool) -> None:
+def test_position_is_opt_in_and_the_epoch_is_always_restored(
+    tmp_path: Path, stateful: bool
+) -> None:
     # proves POSITION_IS_OPT_IN
-    config = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=4)
+    config = DataLoaderConfiguration(
+        use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=4
+    )
 
     def make() -> tuple[Accelerator, DataLoader[tuple[torch.Tensor]]]:
         AcceleratorState._reset_state(True)
-        made = Accelerator(cpu=True, dataloader_config=config, project_config=ProjectConfiguration(str(tmp_path)))
-        return made, made.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True))
+        made = Accelerator(
+            cpu=True,
+            dataloader_config=config,
+            project_config=ProjectConfiguration(str(tmp_path)),
+        )
+        return made, made.prepare(
+            DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True)
+        )
 
     accelerator, loader = make()
     list(loader)
@@ -198,16 +234,26 @@ def test_samplers_follow_their_laws() -> None:
         for ranks in (1, 2, 3):
             for batch in (1, 2, 4):
                 batches = torch.utils.data.BatchSampler(range(size), batch, False)
-                shards = [list(BatchSamplerShard(batches, ranks, rank)) for rank in range(ranks)]
+                shards = [
+                    list(BatchSamplerShard(batches, ranks, rank))
+                    for rank in range(ranks)
+                ]
                 assert len({len(shard) for shard in shards}) == 1
-                assert {row for shard in shards for rows in shard for row in rows} == set(range(size))
+                assert {
+                    row for shard in shards for rows in shard for row in rows
+                } == set(range(size))
                 assert all(
-                    len(shard) == len(BatchSamplerShard(batches, ranks, rank)) for rank, shard in enumerate(shards)
+                    len(shard) == len(BatchSamplerShard(batches, ranks, rank))
+                    for rank, shard in enumerate(shards)
                 )
-                uneven = [list(BatchSamplerShard(batches, ranks, rank, even_batches=False)) for rank in range(ranks)]
+                uneven = [
+                    list(BatchSamplerShard(batches, ranks, rank, even_batches=False))
+                    for rank in range(ranks)
+                ]
                 rows = sorted(row for shard in uneven for rows in shard for row in rows)
                 assert rows == list(range(size))
-    short = [[0, 1], [2], [3, 4], [5, 6], [7]]  # a short batch in the middle stays as it is
+    # a short batch in the middle stays as it is
+    short = [[0, 1], [2], [3, 4], [5, 6], [7]]
     assert [list(BatchSamplerShard(Own(short), 2, rank)) for rank in (0, 1)] == [
         [[0, 1], [3, 4], [7, 0]],
         [[2], [5, 6], [1, 2]],

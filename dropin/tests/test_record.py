@@ -17,7 +17,8 @@ import pytest
 
 HERE = Path(__file__).parent
 SIDES = ("original", "dropin")
-NO_CLIENTS = ("outcome", "engine")  # what they share, and DeepSpeed, which the original does not start on the CPU
+# what they share, and DeepSpeed, which the original does not start on the CPU
+NO_CLIENTS = ("outcome", "engine")
 
 
 @pytest.fixture
@@ -46,13 +47,21 @@ def test_every_client_is_recorded_and_described(recorder: Any) -> None:
     page = (HERE.parent / "CLIENTS.md").read_text()
     assert set(re.findall(r"`tests/clients/(\w+)\.py`", page)) == scripts - {"outcome"}
     pinned = {
-        line.partition("==")[0].lower().replace("_", "-") for line in recorder.CONSTRAINTS.read_text().splitlines()
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in recorder.CONSTRAINTS.read_text().splitlines()
     }
-    assert {one for client in recorder.CLIENTS.values() for one in client.apart} <= pinned
+    assert {
+        one for client in recorder.CLIENTS.values() for one in client.apart
+    } <= pinned
 
 
 def test_listed_differences_name_recordings_that_are_made(recorder: Any) -> None:
-    made = [job.name for job in recorder.jobs([recorder.SCRIPTS, *recorder.CLIENTS, recorder.TUTORIALS])]
+    made = [
+        job.name
+        for job in recorder.jobs(
+            [recorder.SCRIPTS, *recorder.CLIENTS, recorder.TUTORIALS]
+        )
+    ]
     assert len(made) == len(set(made))
     assert set(recorder.EXPLAINED) <= set(made)
     assert {job.part for job in recorder.jobs(["lora", "parity"])} == {"lora", "parity"}
@@ -62,20 +71,46 @@ def test_the_table_tells_outcomes_apart(recorder: Any, tmp_path: Path) -> None:
     def verdict(job: Any) -> Any:
         match job.part:
             case "denoising":
-                return put(recorder, tmp_path, job, {"each": 1.0, "split": 1.0}, {"each": 1.0, "split": 2.0})
+                return put(
+                    recorder,
+                    tmp_path,
+                    job,
+                    {"each": 1.0, "split": 1.0},
+                    {"each": 1.0, "split": 2.0},
+                )
             case "lora":
-                return put(recorder, tmp_path, job, {"loss": [1.0, 2.0]}, {"loss": [1.0, 2.1]})
+                return put(
+                    recorder, tmp_path, job, {"loss": [1.0, 2.0]}, {"loss": [1.0, 2.1]}
+                )
             case "sft":
-                return put(recorder, tmp_path, job, {"loss": 1.0}, None if job.processes == 2 else {"loss": 1.0 + 1e-8})
+                return put(
+                    recorder,
+                    tmp_path,
+                    job,
+                    {"loss": 1.0},
+                    None if job.processes == 2 else {"loss": 1.0 + 1e-8},
+                )
             case "preferences":
                 return put(
-                    recorder, tmp_path, job, {"dpo": 1.0, "kto": {"error": "no"}}, {"dpo": 1.0, "kto": {"error": "no"}}
+                    recorder,
+                    tmp_path,
+                    job,
+                    {"dpo": 1.0, "kto": {"error": "no"}},
+                    {"dpo": 1.0, "kto": {"error": "no"}},
                 )
             case "tutorials":
-                return put(recorder, tmp_path, job, "loss 1.0\n", f"loss {2.0 if job.name == 'gan_2' else 1.0}\n")
+                return put(
+                    recorder,
+                    tmp_path,
+                    job,
+                    "loss 1.0\n",
+                    f"loss {2.0 if job.name == 'gan_2' else 1.0}\n",
+                )
         raise AssertionError(job)
 
-    todo = recorder.jobs(["preferences", "denoising", "lora", "sft", "judging", "tutorials"])
+    todo = recorder.jobs(
+        ["preferences", "denoising", "lora", "sft", "judging", "tutorials"]
+    )
     verdicts = {job: verdict(job) for job in todo if job.part != "judging"}
     missing = {"judging": {"original": ["lm_eval"], "dropin": []}}
     rows = recorder.table(todo, verdicts, missing)
@@ -93,8 +128,15 @@ def test_the_table_tells_outcomes_apart(recorder: Any, tmp_path: Path) -> None:
 
 def test_the_page_shows_the_newest_releases(recorder: Any, tmp_path: Path) -> None:
     todo = recorder.jobs(["lora", "sentences"])
-    results = {"lora_1": ({"loss": 1.0}, {"loss": 1.0}), "lora_2": ({"loss": 1.0}, {"loss": 2.0})}
-    verdicts = {job: put(recorder, tmp_path, job, *results[job.name]) for job in todo if job.part == "lora"}
+    results = {
+        "lora_1": ({"loss": 1.0}, {"loss": 1.0}),
+        "lora_2": ({"loss": 1.0}, {"loss": 2.0}),
+    }
+    verdicts = {
+        job: put(recorder, tmp_path, job, *results[job.name])
+        for job in todo
+        if job.part == "lora"
+    }
     missing = {"sentences": {"dropin": ["sentence_transformers"]}}
     cells = recorder.newest_cells(todo, verdicts, missing, {"peft": "9.9"})
     assert cells == {
@@ -104,16 +146,31 @@ def test_the_page_shows_the_newest_releases(recorder: Any, tmp_path: Path) -> No
     before = (HERE.parent / "CLIENTS.md").read_text()
     changed = [
         (old, new)
-        for old, new in zip(before.splitlines(), recorder.with_newest(before, cells).splitlines(), strict=True)
+        for old, new in zip(
+            before.splitlines(),
+            recorder.with_newest(before, cells).splitlines(),
+            strict=True,
+        )
         if old != new
     ]
     assert len(changed) == 2
-    assert "| 9.9: equal; on 2 processes differs in 1 place | `tests/clients/lora.py` |" in changed[0][1]
+    assert (
+        "| 9.9: equal; on 2 processes differs in 1 place | `tests/clients/lora.py` |"
+        in changed[0][1]
+    )
     assert all(len(old.split("|")) == len(new.split("|")) for old, new in changed)
 
 
-def test_a_script_is_recorded_or_leaves_its_log(recorder: Any, tmp_path: Path, warm: Any) -> None:
-    lane = recorder.Lane("dropin", sys.executable, tmp_path / "dropin", tmp_path / "work", tmp_path / "apart")
+def test_a_script_is_recorded_or_leaves_its_log(
+    recorder: Any, tmp_path: Path, warm: Any
+) -> None:
+    lane = recorder.Lane(
+        "dropin",
+        sys.executable,
+        tmp_path / "dropin",
+        tmp_path / "work",
+        tmp_path / "apart",
+    )
     (tmp_path / "apart" / "lora").mkdir(parents=True)
     (tmp_path / "apart" / "lora" / "only_here.py").write_text("NUMBER = 5\n")
     script = tmp_path / "small.py"
@@ -125,7 +182,10 @@ def test_a_script_is_recorded_or_leaves_its_log(recorder: Any, tmp_path: Path, w
     )
     job = recorder.Job("lora", script, 2)
     assert not lane.record(warm, job).failed
-    assert json.loads((tmp_path / "dropin" / "small_2.json").read_text()) == {"number": 5, "world": "2"}
+    assert json.loads((tmp_path / "dropin" / "small_2.json").read_text()) == {
+        "number": 5,
+        "world": "2",
+    }
     script.write_text("raise RuntimeError('out of luck')\n")
     (tmp_path / "work" / "small_2").rename(tmp_path / "work" / "earlier")
     assert lane.record(warm, job).failed
@@ -137,10 +197,29 @@ def test_what_cannot_be_installed_is_named_and_no_error(tmp_path: Path) -> None:
     if util.find_spec("pytorch_accelerated"):
         pytest.skip("pytorch-accelerated is installed")
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    sides = ["--original", sys.executable, "--dropin", sys.executable, "--apart", str(tmp_path / "apart")]
+    sides = [
+        "--original",
+        sys.executable,
+        "--dropin",
+        sys.executable,
+        "--apart",
+        str(tmp_path / "apart"),
+    ]
     done = subprocess.run(
-        [sys.executable, str(HERE / "record.py"), str(tmp_path / "out"), *sides, "--only", "accelerated"],
-        env={**env, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull},
+        [
+            sys.executable,
+            str(HERE / "record.py"),
+            str(tmp_path / "out"),
+            *sides,
+            "--only",
+            "accelerated",
+        ],
+        env={
+            **env,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": "",
+            "PIP_CONFIG_FILE": os.devnull,
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -148,5 +227,10 @@ def test_what_cannot_be_installed_is_named_and_no_error(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "not installed: " in done.stdout
     cell = "not installed: pytorch_accelerated (original, dropin)"
-    assert f"| accelerated | {cell} | {cell} |" in (tmp_path / "out" / "table.md").read_text()
-    assert json.loads((tmp_path / "out" / "dropin" / "versions.json").read_text())["torch"]
+    assert (
+        f"| accelerated | {cell} | {cell} |"
+        in (tmp_path / "out" / "table.md").read_text()
+    )
+    assert json.loads((tmp_path / "out" / "dropin" / "versions.json").read_text())[
+        "torch"
+    ]

@@ -17,7 +17,12 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, ParallelismConfig, notebook_launcher, skip_first_batches
+from accelerate import (
+    Accelerator,
+    ParallelismConfig,
+    notebook_launcher,
+    skip_first_batches,
+)
 from accelerate._impl.commands import launch
 from accelerate._impl.commands.launch_flags import words_of
 from accelerate.commands import env
@@ -35,7 +40,9 @@ pytestmark = pytest.mark.usefixtures("fresh_states")
 
 
 def test_a_break_leaves_no_loader_active() -> None:
-    loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
+    loader = Accelerator(cpu=True).prepare(
+        DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+    )
     for _ in loader:
         assert GradientState().in_dataloader
         break
@@ -43,10 +50,16 @@ def test_a_break_leaves_no_loader_active() -> None:
 
 
 def test_skipping_keeps_every_setting() -> None:
-    loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, drop_last=True))
+    loader = Accelerator(cpu=True).prepare(
+        DataLoader(TensorDataset(torch.arange(8)), batch_size=2, drop_last=True)
+    )
     skipped = skip_first_batches(loader, 1)
     assert isinstance(skipped, DataLoaderShard)
-    assert (skipped._drop_last, skipped.device, len(skipped)) == (loader._drop_last, loader.device, 3)
+    assert (skipped._drop_last, skipped.device, len(skipped)) == (
+        loader._drop_last,
+        loader.device,
+        3,
+    )
 
 
 def test_the_counter_of_checkpoints_comes_back(tmp_path: Path) -> None:
@@ -56,7 +69,12 @@ def test_the_counter_of_checkpoints_comes_back(tmp_path: Path) -> None:
     accelerator.save_state()
     accelerator.save_state()
     AcceleratorState._reset_state(True)
-    again = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
+    again = Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(
+            str(tmp_path), automatic_checkpoint_naming=True
+        ),
+    )
     again.prepare(nn.Linear(1, 1))
     again.load_state()
     assert again.save_iteration == 2
@@ -71,7 +89,9 @@ def test_the_order_of_the_next_epoch_comes_back(tmp_path: Path) -> None:
         made = Accelerator(cpu=True)
         given = torch.Generator().manual_seed(5)
         data = TensorDataset(torch.arange(8))
-        return made, made.prepare(DataLoader(data, batch_size=2, shuffle=True, generator=given))
+        return made, made.prepare(
+            DataLoader(data, batch_size=2, shuffle=True, generator=given)
+        )
 
     accelerator, loader = make()
     list(loader)
@@ -91,7 +111,9 @@ def test_the_order_of_the_next_epoch_comes_back(tmp_path: Path) -> None:
 def test_a_reduction_given_in_parentheses_is_used() -> None:
     tried = []
 
-    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda size: size // 4)
+    @find_executable_batch_size(
+        starting_batch_size=8, reduce_batch_size_fn=lambda size: size // 4
+    )
     def train(batch_size: int) -> int:
         tried.append(batch_size)
         if batch_size > 2:
@@ -103,13 +125,25 @@ def test_a_reduction_given_in_parentheses_is_used() -> None:
 
 
 def test_sizes_of_a_mesh_go_to_json() -> None:
-    assert json.loads(ParallelismConfig(dp_shard_size=2, tp_size=2).to_json())["tp_size"] == 2
+    assert (
+        json.loads(ParallelismConfig(dp_shard_size=2, tp_size=2).to_json())["tp_size"]
+        == 2
+    )
 
 
 def test_no_word_of_a_flag_means_yes_by_mistake() -> None:
     parser = launch_command_parser()
     given = parser.parse_args(
-        ["--megatron_lm_sequence_parallelism", "False", "--num-processes", "2", "--cpu", "run.py", "--x", "1"]
+        [
+            "--megatron_lm_sequence_parallelism",
+            "False",
+            "--num-processes",
+            "2",
+            "--cpu",
+            "run.py",
+            "--x",
+            "1",
+        ]
     )
     assert words_of(given) == [
         "--cpu=true",
@@ -120,10 +154,14 @@ def test_no_word_of_a_flag_means_yes_by_mistake() -> None:
         "1",
     ]
     parent = argparse.ArgumentParser()
-    assert launch_command_parser(parent.add_subparsers()).get_default("func") is not None
+    assert (
+        launch_command_parser(parent.add_subparsers()).get_default("func") is not None
+    )
 
 
-def test_settings_files_round_trip_and_convert(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_files_round_trip_and_convert(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "config.yaml"
     assert write_basic_config("bf16", str(file)) == file
     assert write_basic_config("bf16", str(file)) is False
@@ -134,16 +172,24 @@ def test_settings_files_round_trip_and_convert(tmp_path: Path, caplog: pytest.Lo
     made = convert_config_to_fsdp2(
         {
             "distributed_type": "FSDP",
-            "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_use_orig_params": True},
+            "fsdp_config": {
+                "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+                "fsdp_use_orig_params": True,
+            },
         }
     )
-    assert made["fsdp_config"] == {"fsdp_reshard_after_forward": False, "fsdp_version": 2}
+    assert made["fsdp_config"] == {
+        "fsdp_reshard_after_forward": False,
+        "fsdp_version": 2,
+    }
     assert len(caplog.records) == 1
 
 
 def test_a_built_in_tracker_records_settings_and_values(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator = Accelerator(
+        cpu=True, log_with="tensorboard", project_dir=str(tmp_path)
+    )
     accelerator.init_trackers("run", config={"lr": 0.1})
     accelerator.log({"loss": torch.tensor(1.5), "nested": {"accuracy": 0.5}}, step=1)
     assert accelerator.get_tracker("tensorboard").name == "tensorboard"
@@ -163,17 +209,32 @@ def test_a_tracker_without_its_package_is_left_out_with_a_warning(
     ):
         accelerator = Accelerator(cpu=True, log_with=gone, project_dir=str(tmp_path))
     assert accelerator.log_with == []
-    assert f"Tried adding logger {gone}, but package is unavailable in the system." in caplog.text
+    assert (
+        f"Tried adding logger {gone}, but package is unavailable in the system."
+        in caplog.text
+    )
 
 
 def train(factor: int) -> tuple[int, int, str, str]:
     accelerator = Accelerator()
-    return factor, accelerator.num_processes, accelerator.mixed_precision, AcceleratorState().mixed_precision
+    return (
+        factor,
+        accelerator.num_processes,
+        accelerator.mixed_precision,
+        AcceleratorState().mixed_precision,
+    )
 
 
-def test_precision_given_to_a_notebook_reaches_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_given_to_a_notebook_reaches_its_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    assert notebook_launcher(train, (3,), num_processes=1, mixed_precision="bf16") == (3, 1, "bf16", "bf16")
+    assert notebook_launcher(train, (3,), num_processes=1, mixed_precision="bf16") == (
+        3,
+        1,
+        "bf16",
+        "bf16",
+    )
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
     with pytest.raises(ValueError, match="inside your training function"):
         notebook_launcher(train, (3,), num_processes=2)
@@ -183,9 +244,16 @@ def test_precision_given_to_a_notebook_reaches_its_workers(monkeypatch: pytest.M
 
 
 @pytest.mark.exhaustive
-def test_precision_given_to_a_notebook_reaches_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_given_to_a_notebook_reaches_two_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    assert notebook_launcher(train, (3,), num_processes=2, mixed_precision="bf16") == (3, 2, "bf16", "bf16")
+    assert notebook_launcher(train, (3,), num_processes=2, mixed_precision="bf16") == (
+        3,
+        2,
+        "bf16",
+        "bf16",
+    )
 
 
 def fail_on_the_second() -> None:
@@ -198,7 +266,9 @@ def test_a_failed_process_of_a_notebook_is_torchs_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    with pytest.raises(ChildFailedError, match="ValueError: what the second process says") as raised:
+    with pytest.raises(
+        ChildFailedError, match="ValueError: what the second process says"
+    ) as raised:
         notebook_launcher(fail_on_the_second, num_processes=2)
     rank, failure = raised.value.get_first_failure()
     assert rank == 1
@@ -206,20 +276,31 @@ def test_a_failed_process_of_a_notebook_is_torchs_error(
     assert capsys.readouterr().out.startswith("Launching training on 2 CPUs.")
 
 
-@pytest.mark.parametrize("flags", [["--cpu"], ["--cpu", "--gradient_accumulation_steps=2"]])
+@pytest.mark.parametrize(
+    "flags", [["--cpu"], ["--cpu", "--gradient_accumulation_steps=2"]]
+)
 def test_a_launch_starts_one_process_on_the_cpu(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "show.py"
-    script.write_text("import os\nprint('started by', os.environ.get('WORLD_SIZE', 'a plain launch'))\n")
+    script.write_text(
+        "import os\nprint('started by', os.environ.get('WORLD_SIZE', 'a plain launch'))\n"
+    )
     assert launch.run([*flags, "--num_processes=3", str(script)]) == 0
     said = capfd.readouterr()
     assert said.out == "started by a plain launch\n"
-    assert said.err == "accelerate launch starts 1 process on the CPU; for 3, use torchrun or hasten launch.\n"
+    assert (
+        said.err
+        == "accelerate launch starts 1 process on the CPU; for 3, use torchrun or hasten launch.\n"
+    )
 
 
-def test_uneven_loaders_join_and_windows_clip_at_their_end(tmp_path: Path, warm: Any) -> None:
-    done = warm.run(tmp_path, [str(Path(__file__).parent / "scripts" / "two_ranks.py")], 2)
+def test_uneven_loaders_join_and_windows_clip_at_their_end(
+    tmp_path: Path, warm: Any
+) -> None:
+    done = warm.run(
+        tmp_path, [str(Path(__file__).parent / "scripts" / "two_ranks.py")], 2
+    )
     assert not done.failed, done.err
     assert done.out == ["fine\n", ""]
 
@@ -230,7 +311,9 @@ def test_a_logger_sets_no_level_but_its_own() -> None:
     assert logging.getLogger().level == before
 
 
-def test_env_needs_no_other_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_needs_no_other_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", "")
     assert env.run([]) == 0
     assert "`Accelerate` version: 1.15.0+hasten" in capsys.readouterr().out
@@ -249,7 +332,8 @@ def test_two_runs_of_a_project_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(trackers, "need", lambda name: SimpleNamespace(init=init))
     for _ in range(2):
         trackers.WandBTracker("project", entity="us").start()
-    assert opened == [{"project": "project", "entity": "us"}] * 2  # no id, no resume, wandb's own folder
+    # no id, no resume, wandb's own folder
+    assert opened == [{"project": "project", "entity": "us"}] * 2
 
 
 @pytest.mark.filterwarnings("ignore")  # of mlflow, about its store of files
@@ -266,13 +350,24 @@ def test_mlflow_takes_the_name_of_the_run_beside_that_of_the_experiment(
     accelerator.log({"loss": 0.5}, step=3)
     accelerator.end_training()
     client = mlflow.MlflowClient(tracking_uri=tmp_path.as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
-    assert (run.info.run_name, run.info.status, run.data.params) == ("first", "FINISHED", {"lr": "0.1"})
+    (run,) = client.search_runs(
+        [client.get_experiment_by_name("project").experiment_id]
+    )
+    assert (run.info.run_name, run.info.status, run.data.params) == (
+        "first",
+        "FINISHED",
+        {"lr": "0.1"},
+    )
     assert run.data.tags["a"] == "b"
-    assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")] == [(3, 0.5)]
+    assert [
+        (one.step, one.value)
+        for one in client.get_metric_history(run.info.run_id, "loss")
+    ] == [(3, 0.5)]
 
 
-def test_skipping_counts_steps_where_batches_are_handed_out(tmp_path: Path, warm: Any) -> None:
+def test_skipping_counts_steps_where_batches_are_handed_out(
+    tmp_path: Path, warm: Any
+) -> None:
     script = tmp_path / "skipping.py"
     script.write_text(
         "from torch.utils.data import DataLoader\n"

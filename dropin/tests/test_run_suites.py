@@ -41,16 +41,23 @@ def test_only_passed_tests_are_read_from_a_report(suites: Any, tmp_path: Path) -
     report = tmp_path / "report.xml"
     assert suites.passed(report) == set()
     report.write_text(REPORT)
-    assert suites.passed(report) == {"tests.test_a.TestA::test_one[<f at 0x>]", "tests.test_a::test_five"}
+    assert suites.passed(report) == {
+        "tests.test_a.TestA::test_one[<f at 0x>]",
+        "tests.test_a::test_five",
+    }
 
 
-def test_a_test_that_passes_with_the_original_only_needs_a_reason(suites: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_that_passes_with_the_original_only_needs_a_reason(
+    suites: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(suites, "LISTED", {"peft: b": "known"})
     assert suites.unlisted(compared(suites, {"a", "b"}, {"a", "c"})) == []
     assert suites.unlisted(compared(suites, {"a", "b"}, {"b"})) == ["peft: a"]
 
 
-def test_the_section_is_replaced_and_its_words_stay(suites: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_section_is_replaced_and_its_words_stay(
+    suites: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(suites, "LISTED", {"peft: b": "known"})
     first = suites.table(compared(suites, {"a", "b"}, {"a", "c", "d"}))
     assert "| peft | 1.0 | 2 | 3 | original 1, dropin 2 |" in first
@@ -59,18 +66,27 @@ def test_the_section_is_replaced_and_its_words_stay(suites: Any, monkeypatch: py
     page = suites.with_section("# Clients\n\nwords\n", first)
     described = page.replace(suites.TITLE, f"{suites.TITLE}\n\nHow it is done.")
     again = suites.with_section(described, suites.table(compared(suites, {"a"}, {"a"})))
-    assert again.startswith(f"# Clients\n\nwords\n\n{suites.TITLE}\n\nHow it is done.\n\n| Suite |")
+    assert again.startswith(
+        f"# Clients\n\nwords\n\n{suites.TITLE}\n\nHow it is done.\n\n| Suite |"
+    )
     assert "| peft | 1.0 | 1 | 1 | none |" in again and "known" not in again
-    assert suites.with_section(again, suites.table(compared(suites, {"a"}, {"a"}))) == again
+    assert (
+        suites.with_section(again, suites.table(compared(suites, {"a"}, {"a"})))
+        == again
+    )
 
 
 def test_every_test_file_is_in_one_job(suites: Any, tmp_path: Path) -> None:
-    names = [f"tests/inner/test_{number:02}.py" for number in range(suites.TOGETHER)] + ["tests/test_a.py"]
+    names = [
+        f"tests/inner/test_{number:02}.py" for number in range(suites.TOGETHER)
+    ] + ["tests/test_a.py"]
     for name in (*names, "tests/helper.py", "src/test_c.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     jobs = suites.suite_jobs("setfit", tmp_path)
-    assert [word for job in jobs for word in job.command if word.endswith(".py")] == names
+    assert [
+        word for job in jobs for word in job.command if word.endswith(".py")
+    ] == names
     assert len(jobs) == 2
 
 
@@ -85,11 +101,16 @@ def test_added_files_are_run_and_see_their_folder(suites: Any, tmp_path: Path) -
         (tmp_path / name).touch()
     [job] = suites.suite_jobs("trl", sdist, added, "apart")
     assert job.apart == "apart" and job.name == "tests/more/test_dpo_trainer.py"
-    assert (sdist / "tests" / "conftest.py").read_text() == suites.ADDED["trl"]["tests/conftest.py"]
+    assert (sdist / "tests" / "conftest.py").read_text() == suites.ADDED["trl"][
+        "tests/conftest.py"
+    ]
 
 
 def test_the_page_has_every_suite(suites: Any) -> None:
     page = (HERE.parent / "CLIENTS.md").read_text()
     _, title, section = page.partition(suites.TITLE)
     assert title
-    assert re.findall(r"^\| ([\w.-]+) \| \d", section, re.MULTILINE) == [suites.SCRIPTS, *suites.SUITES]
+    assert re.findall(r"^\| ([\w.-]+) \| \d", section, re.MULTILINE) == [
+        suites.SCRIPTS,
+        *suites.SUITES,
+    ]

@@ -19,14 +19,25 @@ from accelerate._impl.commands import launch
 from accelerate._impl.commands.launch_variables import variables_for
 from accelerate._impl.loaders.sequence_parts import SequenceSplitter
 from accelerate._impl.sharding.sequences import SpannedAttention
-from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig, patch_environment
+from accelerate.utils import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    patch_environment,
+)
 from hasten.errors import DataError, PrepareError, StepError
 from hasten.optional import available
 
 HERE = Path(__file__).parent
-LOOP, TRAINER = str(HERE / "scripts" / "sequence_loop.py"), str(HERE / "scripts" / "sequence_trainer.py")
-needs_deepspeed = pytest.mark.skipif(not available("deepspeed"), reason="needs deepspeed")
-needs_transformers = pytest.mark.skipif(not available("transformers"), reason="needs transformers")
+LOOP, TRAINER = (
+    str(HERE / "scripts" / "sequence_loop.py"),
+    str(HERE / "scripts" / "sequence_trainer.py"),
+)
+needs_deepspeed = pytest.mark.skipif(
+    not available("deepspeed"), reason="needs deepspeed"
+)
+needs_transformers = pytest.mark.skipif(
+    not available("transformers"), reason="needs transformers"
+)
 
 
 def cut(ranks: int, length: int | None = None) -> SequenceSplitter:
@@ -45,18 +56,30 @@ def test_parts_joined_are_the_batch_with_labels_one_ahead(ranks: int) -> None:
     given = batch(note="as it is")
     parts = cut(ranks).parts(given)
     assert len(parts) == ranks
-    joined = {key: torch.cat([part[key] for part in parts], 1) for key in parts[0] if key != "note"}
+    joined = {
+        key: torch.cat([part[key] for part in parts], 1)
+        for key in parts[0]
+        if key != "note"
+    }
     assert torch.equal(joined["input_ids"], given["input_ids"])
     assert torch.equal(joined["position_ids"], torch.arange(12).expand(2, -1))
     assert torch.equal(joined["shift_labels"][:, :-1], given["labels"][:, 1:])
     assert joined["shift_labels"][:, -1].tolist() == [-100, -100]
-    assert torch.equal(joined["labels"], joined["shift_labels"]), "or models would compute no loss"
+    assert torch.equal(joined["labels"], joined["shift_labels"]), (
+        "or models would compute no loss"
+    )
     assert {part["note"] for part in parts} == {"as it is"}
-    assert all(part["shift_labels"].is_contiguous() for part in parts), "scripts take views of them"
-    assert set(given) == {"input_ids", "labels", "note"}, "the loader's own batch stays as it was"
+    assert all(part["shift_labels"].is_contiguous() for part in parts), (
+        "scripts take views of them"
+    )
+    assert set(given) == {"input_ids", "labels", "note"}, (
+        "the loader's own batch stays as it was"
+    )
 
 
-def test_batches_without_labels_are_cut_and_padding_on_the_right_needs_no_mask() -> None:
+def test_batches_without_labels_are_cut_and_padding_on_the_right_needs_no_mask() -> (
+    None
+):
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, 7:] = 0
     parts = cut(2).parts({"input_ids": batch()["input_ids"], "attention_mask": mask})
@@ -71,7 +94,10 @@ def test_batches_without_labels_are_cut_and_padding_on_the_right_needs_no_mask()
         (batch(11), "pad_to_multiple_of=2"),
         (batch(2), "at least 2 tokens"),
         (batch(more=torch.zeros(2)), r"more of shape \(2,\)"),
-        (batch(attention_mask=torch.tensor([[0] * 3 + [1] * 9, [1] * 12])), "Pad on the right"),
+        (
+            batch(attention_mask=torch.tensor([[0] * 3 + [1] * 9, [1] * 12])),
+            "Pad on the right",
+        ),
         (batch(attention_mask=torch.ones(2, 1, 12, 12)), "Pad on the right"),
     ],
 )
@@ -88,9 +114,13 @@ def test_packed_sequences_and_other_lengths_than_promised_are_refused() -> None:
     assert len(cut(2, length=12).parts(batch())) == 2
 
 
-def test_settings_are_read_from_the_environment_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_from_the_environment_and_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert DeepSpeedSequenceParallelConfig().sp_seq_length_is_variable is True
-    with pytest.raises(ValueError, match="'eager' and 'flex_attention' are not supported"):
+    with pytest.raises(
+        ValueError, match="'eager' and 'flex_attention' are not supported"
+    ):
         DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager")
     with pytest.raises(ValueError, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH"):
         DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
@@ -107,7 +137,11 @@ def test_settings_are_read_from_the_environment_and_checked(monkeypatch: pytest.
     assert handler == DeepSpeedSequenceParallelConfig(64, False, "sdpa")
 
 
-OPTIONS = {"sp_seq_length": 256, "sp_seq_length_is_variable": False, "sp_attn_implementation": "flash_attention_2"}
+OPTIONS = {
+    "sp_seq_length": 256,
+    "sp_seq_length_is_variable": False,
+    "sp_attn_implementation": "flash_attention_2",
+}
 SHOW = """
 from accelerate import Accelerator
 options = Accelerator(cpu=True).parallelism_config.sp_handler
@@ -122,7 +156,10 @@ def test_a_launch_passes_the_options_of_sequences_to_its_workers(
 ) -> None:
     script, file = tmp_path / "show.py", tmp_path / "settings.yaml"
     script.write_text(SHOW)
-    given = {f"parallelism_config_{name}": value for name, value in {"sp_size": 2, **OPTIONS}.items()}
+    given = {
+        f"parallelism_config_{name}": value
+        for name, value in {"sp_size": 2, **OPTIONS}.items()
+    }
     file.write_text(json.dumps({"parallelism_config": given}))  # JSON is YAML, too
     flags = [f"--{name}={value}" for name, value in given.items()]
     words = flags if way == "flags" else ["--config_file", str(file)]
@@ -133,7 +170,11 @@ def test_a_launch_passes_the_options_of_sequences_to_its_workers(
 def test_variables_of_a_launch_name_the_options_of_sequences() -> None:
     """As Accelerate 1.15 spells them; a length that was not given stands there as None, which is read, too."""
     words = ["--cpu", "--num_processes=2", "--parallelism_config_sp_size=2", "x.py"]
-    found = {name: value for name, value in variables_for(words).items() if name.startswith("PARALLELISM")}
+    found = {
+        name: value
+        for name, value in variables_for(words).items()
+        if name.startswith("PARALLELISM")
+    }
     assert found == {
         "PARALLELISM_CONFIG_SP_SIZE": "2",
         "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
@@ -141,7 +182,9 @@ def test_variables_of_a_launch_name_the_options_of_sequences() -> None:
         "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
     }
     with patch_environment(**found, PARALLELISM_CONFIG_SP_SEQ_LENGTH="None"):
-        assert ParallelismConfig().sp_handler == DeepSpeedSequenceParallelConfig(None, True, "sdpa")
+        assert ParallelismConfig().sp_handler == DeepSpeedSequenceParallelConfig(
+            None, True, "sdpa"
+        )
 
 
 @needs_transformers
@@ -150,14 +193,23 @@ def test_models_and_kernels_that_would_not_attend_to_other_parts_are_refused() -
 
     comm: Any = SimpleNamespace(size=2, rank=0, group=None)
     attention = SpannedAttention(comm, set(), lambda: False)
-    with pytest.raises(PrepareError, match="Linear does not use transformers' AttentionInterface"):
+    with pytest.raises(
+        PrepareError, match="Linear does not use transformers' AttentionInterface"
+    ):
         attention.attach(nn.Linear(2, 2), "sdpa")
-    sizes: Any = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     built: Any = LlamaForCausalLM  # untyped
     model = built(LlamaConfig(vocab_size=8, **sizes))
     model.set_attn_implementation("eager")
     for wanted, named in ((None, "eager"), ("flash_attention_2", "flash_attention_2")):
-        with pytest.raises(PrepareError, match=f"{named}.*sp_attn_implementation='sdpa'"):
+        with pytest.raises(
+            PrepareError, match=f"{named}.*sp_attn_implementation='sdpa'"
+        ):
             attention.attach(model, wanted)
 
 
@@ -174,10 +226,15 @@ def test_without_sp_size_there_is_nothing_to_split() -> None:
     [
         ("none", 2),
         ("none", 4),
-        *(pytest.param(*one, marks=needs_deepspeed) for one in (("0", 2), ("2", 2), ("3", 2), ("2", 4))),
+        *(
+            pytest.param(*one, marks=needs_deepspeed)
+            for one in (("0", 2), ("2", 2), ("3", 2), ("2", 4))
+        ),
     ],
 )
-def test_the_documented_loop_trains_like_plain_torch(tmp_path: Path, warm: Any, stage: str, processes: int) -> None:
+def test_the_documented_loop_trains_like_plain_torch(
+    tmp_path: Path, warm: Any, stage: str, processes: int
+) -> None:
     """The script checks losses, evaluation, accumulation, recompute and skipped batches itself."""
     done = warm.run(tmp_path, [LOOP, stage], processes)
     assert not done.failed, done.err[0][-3000:]
@@ -187,7 +244,9 @@ def test_the_documented_loop_trains_like_plain_torch(tmp_path: Path, warm: Any, 
 @needs_deepspeed
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-def test_trainer_has_the_losses_of_one_process(tmp_path: Path, warm: Any, parity: ModuleType) -> None:
+def test_trainer_has_the_losses_of_one_process(
+    tmp_path: Path, warm: Any, parity: ModuleType
+) -> None:
     found = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.json"

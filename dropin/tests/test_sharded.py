@@ -21,7 +21,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardingStrategy,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from accelerate._impl.commands.launch_variables import settings_for, variables_for
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -35,7 +39,14 @@ from hasten.launch.job import prepare
 
 HERE = Path(__file__).parent
 FLAGS = (
-    *("--cpu", "--num_processes", "2", "--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    *(
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--use_fsdp",
+        "--fsdp_auto_wrap_policy",
+        "TRANSFORMER_BASED_WRAP",
+    ),
     *("--fsdp_transformer_layer_cls_to_wrap", "Block"),
 )
 CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}  # Any: keywords
@@ -69,59 +80,92 @@ def test_losses_and_weights_equal_plain_torch_on_one_process(loop: Path) -> None
         optimizer.zero_grad()
         losses.append(loss.item())
     found = json.loads((loop / "found.json").read_text())
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), **CLOSE)
+    torch.testing.assert_close(
+        torch.tensor(found["losses"]), torch.tensor(losses), **CLOSE
+    )
     for name, value in model.state_dict().items():
         torch.testing.assert_close(torch.tensor(found["weights"][name]), value, **CLOSE)
     for way, continued in found["continued"].items():
-        torch.testing.assert_close(torch.tensor(continued), torch.tensor(losses[2:]), **CLOSE, msg=way)
+        torch.testing.assert_close(
+            torch.tensor(continued), torch.tensor(losses[2:]), **CLOSE, msg=way
+        )
     assert len(found["continued"]) == 8
 
 
 def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
     expected = load_file(loop / "sharded" / "exported" / "model.safetensors")
-    for number, source in enumerate(["sharded", "sharded/pytorch_model_fsdp_0", "sharded/state", "dcp"]):
+    for number, source in enumerate(
+        ["sharded", "sharded/pytorch_model_fsdp_0", "sharded/state", "dcp"]
+    ):
         merge_fsdp_weights(str(loop / source), str(tmp_path / str(number)))
         merged = load_file(tmp_path / str(number) / "model.safetensors")
         assert merged.keys() == expected.keys()
         assert all(torch.equal(merged[name], value) for name, value in expected.items())
     weights = {name: torch.zeros_like(value) for name, value in expected.items()}
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):  # torch alone reads what was saved by hand
-        dcp.load({"model": weights}, checkpoint_id=loop / "sharded" / "pytorch_model_fsdp_0", no_dist=True)
+    # torch alone reads what was saved by hand
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(
+            {"model": weights},
+            checkpoint_id=loop / "sharded" / "pytorch_model_fsdp_0",
+            no_dist=True,
+        )
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
-    state = torch.load(loop / "full" / "state" / "pytorch_model_fsdp.bin", weights_only=True)
-    assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in expected.items())
+    state = torch.load(
+        loop / "full" / "state" / "pytorch_model_fsdp.bin", weights_only=True
+    )
+    assert all(
+        torch.allclose(state[name], value, atol=1e-6)
+        for name, value in expected.items()
+    )
     assert (loop / "full" / "state" / "optimizer.bin").is_file()
     whole = torch.load(loop / "full" / "pytorch_model_fsdp.bin", weights_only=True)
-    assert all(torch.allclose(whole[name], value, atol=1e-6) for name, value in expected.items())
+    assert all(
+        torch.allclose(whole[name], value, atol=1e-6)
+        for name, value in expected.items()
+    )
     with pytest.raises(ValueError, match="holds no sharded model"):
         merge_fsdp_weights(str(loop / "full"), str(tmp_path / "none"))
 
 
-def test_commands_refuse_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert merge.run([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.endswith("it is not a folder, so there is no checkpoint to merge.\n")
+    assert capsys.readouterr().err.endswith(
+        "it is not a folder, so there is no checkpoint to merge.\n"
+    )
     assert config.run(["update", "--config_file", str(tmp_path / "nothing.yaml")]) == 2
     assert "accelerate config: The passed config file" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(240)
-def test_trainer_shards_and_resumes_with_the_losses_of_one_process(tmp_path: Path, warm: Any) -> None:
+def test_trainer_shards_and_resumes_with_the_losses_of_one_process(
+    tmp_path: Path, warm: Any
+) -> None:
     if util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed (pip install 'hasten[clients]')")
     single: dict[str, Any] = {}
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        done = warm.run(folder, [str(HERE / "scripts" / "sharded_trainer.py"), str(folder)], processes)
+        done = warm.run(
+            folder,
+            [str(HERE / "scripts" / "sharded_trainer.py"), str(folder)],
+            processes,
+        )
         assert not done.failed, done.err[0][-3000:]
         found = json.loads((folder / "found.json").read_text())
         for kind, one in found.items():
             assert (one.pop("blocks") > 2) == (processes == 2)
             exported = next((folder / kind / "exported").glob("*model.safetensors"))
-            one["exported"] = {name: value.tolist() for name, value in load_file(exported).items()}
+            one["exported"] = {
+                name: value.tolist() for name, value in load_file(exported).items()
+            }
         single = single or found
     _assert_close(found, single, "trainer")
-    assert (tmp_path / "2" / "whole" / "checkpoint-2" / "pytorch_model_fsdp.bin").is_file()
+    assert (
+        tmp_path / "2" / "whole" / "checkpoint-2" / "pytorch_model_fsdp.bin"
+    ).is_file()
     assert (tmp_path / "2" / "lora" / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir()
 
 
@@ -138,32 +182,68 @@ def _assert_close(found: Any, expected: Any, place: str) -> None:
         assert found == pytest.approx(expected, rel=0, abs=1e-5), place
 
 
-def test_a_plugin_takes_what_callers_and_variables_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_takes_what_callers_and_variables_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("FSDP_VERSION", raising=False)  # transformers may have set it
     kind = FullyShardedDataParallelPlugin
     plain, new = kind(), kind(fsdp_version=2)
-    assert (plain.fsdp_version, plain.sharding_strategy) == (1, ShardingStrategy.FULL_SHARD)
+    assert (plain.fsdp_version, plain.sharding_strategy) == (
+        1,
+        ShardingStrategy.FULL_SHARD,
+    )
     assert (plain.reshard_after_forward, new.reshard_after_forward) == (None, True)
-    assert (type(plain.cpu_offload), type(new.cpu_offload)) == (CPUOffload, OffloadPolicy)
+    assert (type(plain.cpu_offload), type(new.cpu_offload)) == (
+        CPUOffload,
+        OffloadPolicy,
+    )
     assert [one.state_dict_type.name[:4] for one in (plain, new)] == ["FULL", "SHAR"]
-    given = kind(fsdp_version=2, reshard_after_forward="false", cpu_offload=True, mixed_precision_policy="bf16")
+    given = kind(
+        fsdp_version=2,
+        reshard_after_forward="false",
+        cpu_offload=True,
+        mixed_precision_policy="bf16",
+    )
     assert isinstance(given.cpu_offload, CPUOffloadPolicy)
     assert isinstance(given.mixed_precision_policy, MixedPrecisionPolicy)
-    assert (given.to_hasten().reshard_after_forward, given.to_hasten().cpu_offload) == (False, True)
-    assert kind(reshard_after_forward="SHARD_GRAD_OP").to_hasten().reshard_after_forward is False
-    assert kind(mixed_precision_policy="bf16").to_hasten().mixed_precision_policy.param_dtype is torch.bfloat16
+    assert (given.to_hasten().reshard_after_forward, given.to_hasten().cpu_offload) == (
+        False,
+        True,
+    )
+    assert (
+        kind(reshard_after_forward="SHARD_GRAD_OP").to_hasten().reshard_after_forward
+        is False
+    )
+    assert (
+        kind(mixed_precision_policy="bf16")
+        .to_hasten()
+        .mixed_precision_policy.param_dtype
+        is torch.bfloat16
+    )
     assert kind(sharding_strategy="HYBRID_SHARD").to_hasten().hybrid_shard
     assert kind(forward_prefetch=True).to_hasten().forward_prefetch_depth == 1
     assert kind(auto_wrap_policy="NO_WRAP").to_hasten().auto_wrap_policy == "no_wrap"
-    words = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "7", "FSDP_OFFLOAD_PARAMS": "true"}
-    with patch_environment(**words, FSDP_VERSION="2", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"):
+    words = {
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+        "FSDP_MIN_NUM_PARAMS": "7",
+        "FSDP_OFFLOAD_PARAMS": "true",
+    }
+    with patch_environment(
+        **words, FSDP_VERSION="2", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"
+    ):
         told = kind()
     assert told.auto_wrap_policy is size_based_auto_wrap_policy
     taken = told.to_hasten()
-    assert (taken.cpu_offload, taken.state_dict_type, taken.min_num_params) == (True, "FULL_STATE_DICT", 7)
+    assert (taken.cpu_offload, taken.state_dict_type, taken.min_num_params) == (
+        True,
+        "FULL_STATE_DICT",
+        7,
+    )
 
 
-def test_a_plugin_refuses_what_its_version_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_refuses_what_its_version_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("FSDP_VERSION", raising=False)
     kind = FullyShardedDataParallelPlugin
     with pytest.raises(ConfigError, match="NO_SHARD keeps the whole model"):
@@ -171,13 +251,24 @@ def test_a_plugin_refuses_what_its_version_has_not(monkeypatch: pytest.MonkeyPat
     wrong: dict[str, dict[str, Any]] = {
         "fsdp_version=3 does not exist": {"fsdp_version": 3},
         "not supported with FSDP1": {"reshard_after_forward": True},
-        "not supported with FSDP2": {"fsdp_version": 2, "sharding_strategy": "FULL_SHARD"},
-        "FSDP2 does not support LOCAL": {"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"},
+        "not supported with FSDP2": {
+            "fsdp_version": 2,
+            "sharding_strategy": "FULL_SHARD",
+        },
+        "FSDP2 does not support LOCAL": {
+            "fsdp_version": 2,
+            "state_dict_type": "LOCAL_STATE_DICT",
+        },
         "forward_prefetch is not yet": {"fsdp_version": 2, "forward_prefetch": True},
-        "`torch.distributed.fsdp.CPUOffload` in FSDP1": {"cpu_offload": OffloadPolicy()},
+        "`torch.distributed.fsdp.CPUOffload` in FSDP1": {
+            "cpu_offload": OffloadPolicy()
+        },
         "Invalid mixed precision: no": {"mixed_precision_policy": "no"},
         "Invalid auto wrap policy: x": {"auto_wrap_policy": "x"},
-        "requires `fsdp_version=2`": {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+        "requires `fsdp_version=2`": {
+            "activation_checkpointing": True,
+            "activation_checkpointing_offload": True,
+        },
     }
     for words, options in wrong.items():
         with pytest.raises(ValueError, match=words):
@@ -193,23 +284,42 @@ def test_policies_of_the_older_version_choose_modules() -> None:
         partial(size_based_auto_wrap_policy, min_num_params=12),
         ModuleWrapPolicy({nn.Linear}),
     ):
-        choose: Any = FullyShardedDataParallelPlugin(auto_wrap_policy=policy).to_hasten().auto_wrap_policy
+        choose: Any = (
+            FullyShardedDataParallelPlugin(auto_wrap_policy=policy)
+            .to_hasten()
+            .auto_wrap_policy
+        )
         assert choose(linear) and not choose(nn.ReLU())
-    by_name = FullyShardedDataParallelPlugin(auto_wrap_policy=transformer_auto_wrap_policy).to_hasten()
+    by_name = FullyShardedDataParallelPlugin(
+        auto_wrap_policy=transformer_auto_wrap_policy
+    ).to_hasten()
     assert by_name.auto_wrap_policy == "transformer_based_wrap"
-    with pytest.raises(ValueError, match="Could not find the transformer layer class Block"):
+    with pytest.raises(
+        ValueError, match="Could not find the transformer layer class Block"
+    ):
         FullyShardedDataParallelPlugin(
-            auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            transformer_cls_names_to_wrap=["Block"],
         ).set_auto_wrap_policy(model)
 
 
 def test_flags_become_the_variables_that_libraries_read() -> None:
-    found = variables_for([*FLAGS, "--mixed_precision", "bf16", "--fsdp_offload_params", "true", "x.py"])
+    found = variables_for(
+        [*FLAGS, "--mixed_precision", "bf16", "--fsdp_offload_params", "true", "x.py"]
+    )
     assert found["ACCELERATE_USE_FSDP"] == found["FSDP_OFFLOAD_PARAMS"] == "true"
-    assert (found["FSDP_TRANSFORMER_CLS_TO_WRAP"], found["ACCELERATE_MIXED_PRECISION"]) == ("Block", "bf16")
+    assert (
+        found["FSDP_TRANSFORMER_CLS_TO_WRAP"],
+        found["ACCELERATE_MIXED_PRECISION"],
+    ) == ("Block", "bf16")
     plain = variables_for(["--use_fsdp", "--num_processes=2", "x.py"])
-    said = {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_VERSION": "2"}
-    assert {**plain, **said, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"} == plain  # defaults are said, too
+    said = {
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_VERSION": "2",
+    }
+    # defaults are said, too
+    assert {**plain, **said, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"} == plain
     assert not any(name.startswith("FSDP") for name in variables_for(["--cpu", "x.py"]))
 
 

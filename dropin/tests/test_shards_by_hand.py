@@ -22,7 +22,11 @@ from accelerate.utils import (
     save_fsdp_optimizer,
 )
 from hasten.comm.local import LocalComm
-from hasten.errors import CheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
+from hasten.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    UnsafeCheckpointError,
+)
 from hasten.extensions.checkpoint_tools.inspect import merge
 from hasten.extensions.checkpoint_tools.torch_folder import whole_tensors
 
@@ -48,10 +52,17 @@ def saved_dcp(folder: Path, state: dict[str, torch.Tensor]) -> None:
 def accelerator() -> Any:
     """What saving and loading by hand ask of an Accelerator of one process."""
     world = LocalComm()
-    return SimpleNamespace(ctx=SimpleNamespace(world=world, rank=world.rank), unwrap_model=lambda model: model)
+    return SimpleNamespace(
+        ctx=SimpleNamespace(world=world, rank=world.rank),
+        unwrap_model=lambda model: model,
+    )
 
 
-WAYS = [("SHARDED_STATE_DICT", True), ("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", True)]
+WAYS = [
+    ("SHARDED_STATE_DICT", True),
+    ("SHARDED_STATE_DICT", False),
+    ("FULL_STATE_DICT", True),
+]
 
 
 @pytest.mark.parametrize(("kind", "use_dcp"), WAYS)
@@ -61,10 +72,16 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
     model, optimizer = trained(0)
     save_fsdp_model(plugin, accelerator, model, tmp_path, use_dcp=use_dcp)
-    save_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path, use_dcp=use_dcp)
+    save_fsdp_optimizer(
+        plugin, accelerator, optimizer, model, tmp_path, use_dcp=use_dcp
+    )
     names = {"SHARDED_STATE_DICT": {"pytorch_model_fsdp_0", "optimizer_0"}}
     rank_files = {"pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"}
-    expected = names.get(kind, {"pytorch_model_fsdp.bin", "optimizer.bin"}) if use_dcp else rank_files
+    expected = (
+        names.get(kind, {"pytorch_model_fsdp.bin", "optimizer.bin"})
+        if use_dcp
+        else rank_files
+    )
     assert {place.name for place in tmp_path.iterdir()} == expected
     other, follower = trained(1)
     load_fsdp_model(plugin, accelerator, other, tmp_path, use_dcp=use_dcp)
@@ -74,16 +91,23 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(
     before, after = optimizer.state_dict(), follower.state_dict()
     assert before["param_groups"] == after["param_groups"]
     for index, state in before["state"].items():
-        assert all(torch.equal(value, after["state"][index][key]) for key, value in state.items())
+        assert all(
+            torch.equal(value, after["state"][index][key])
+            for key, value in state.items()
+        )
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_an_adapter_is_saved_alone_and_must_be_all_there_is(tmp_path: Path, accelerator: Any, kind: str) -> None:
+def test_an_adapter_is_saved_alone_and_must_be_all_there_is(
+    tmp_path: Path, accelerator: Any, kind: str
+) -> None:
     peft = pytest.importorskip("peft")
 
     def adapted(seed: int, targets: list[str]) -> Any:
         torch.manual_seed(seed)
-        model = peft.get_peft_model(trained(seed)[0], peft.LoraConfig(target_modules=targets, r=2))
+        model = peft.get_peft_model(
+            trained(seed)[0], peft.LoraConfig(target_modules=targets, r=2)
+        )
         for parameter in model.parameters():
             parameter.data.normal_()
         return model
@@ -94,7 +118,9 @@ def test_an_adapter_is_saved_alone_and_must_be_all_there_is(tmp_path: Path, acce
     save_fsdp_model(plugin, accelerator, model, tmp_path, adapter_only=True)
     load_fsdp_model(plugin, accelerator, other, tmp_path, adapter_only=True)
     weights, loaded = model.state_dict(), other.state_dict()
-    assert all(torch.equal(weights[name], loaded[name]) for name in weights if "lora" in name)
+    assert all(
+        torch.equal(weights[name], loaded[name]) for name in weights if "lora" in name
+    )
     assert torch.equal(other.base_model.model[0].weight, base)
     with pytest.raises(CheckpointError, match=r"lacks \['base_model.model.0.lora_A"):
         load_fsdp_model(plugin, accelerator, larger, tmp_path, adapter_only=True)
@@ -102,17 +128,27 @@ def test_an_adapter_is_saved_alone_and_must_be_all_there_is(tmp_path: Path, acce
 
 def test_what_is_not_there_is_named(tmp_path: Path, accelerator: Any) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    with pytest.raises(IncompleteCheckpointError, match=r"neither pytorch_model_fsdp_0 nor pytorch_model_fsdp.bin"):
+    with pytest.raises(
+        IncompleteCheckpointError,
+        match=r"neither pytorch_model_fsdp_0 nor pytorch_model_fsdp.bin",
+    ):
         load_fsdp_model(plugin, accelerator, trained(0)[0], tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_folders_of_torch_are_loaded_and_merged(tmp_path: Path, accelerator: Any, prefix: str) -> None:
+def test_folders_of_torch_are_loaded_and_merged(
+    tmp_path: Path, accelerator: Any, prefix: str
+) -> None:
     model, _ = trained(0)
     folder = tmp_path / "pytorch_model_fsdp_0"
-    saved_dcp(folder, {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()})
+    saved_dcp(
+        folder,
+        {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()},
+    )
     other, _ = trained(1)
-    load_fsdp_model(FullyShardedDataParallelPlugin(fsdp_version=2), accelerator, other, folder)
+    load_fsdp_model(
+        FullyShardedDataParallelPlugin(fsdp_version=2), accelerator, other, folder
+    )
     merge(str(folder), tmp_path / "hub")
     merged = load_file(tmp_path / "hub" / "model.safetensors")
     for name, tensor in model.state_dict().items():
@@ -120,11 +156,18 @@ def test_folders_of_torch_are_loaded_and_merged(tmp_path: Path, accelerator: Any
         assert torch.equal(tensor, merged[name])
 
 
-def test_a_folder_of_torch_of_another_model_is_refused(tmp_path: Path, accelerator: Any) -> None:
+def test_a_folder_of_torch_of_another_model_is_refused(
+    tmp_path: Path, accelerator: Any
+) -> None:
     folder = tmp_path / "pytorch_model_fsdp_0"
     saved_dcp(folder, {"0.weight": torch.zeros(4, 3), "more": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"lacks \['0.bias', .*has \['more'\]"):
-        load_fsdp_model(FullyShardedDataParallelPlugin(fsdp_version=2), accelerator, trained(0)[0], folder)
+        load_fsdp_model(
+            FullyShardedDataParallelPlugin(fsdp_version=2),
+            accelerator,
+            trained(0)[0],
+            folder,
+        )
 
 
 def test_replaced_functions_of_state_dictionaries_act(
@@ -134,7 +177,9 @@ def test_replaced_functions_of_state_dictionaries_act(
     for name in ("_get_model_state_dict", "_set_model_state_dict"):
         shipped = getattr(fsdp_utils, name)
 
-        def replaced(*args: Any, name: str = name, shipped: Any = shipped, **kwargs: Any) -> Any:
+        def replaced(
+            *args: Any, name: str = name, shipped: Any = shipped, **kwargs: Any
+        ) -> Any:
             called.append(name)
             return shipped(*args, **kwargs)
 
@@ -142,7 +187,11 @@ def test_replaced_functions_of_state_dictionaries_act(
     plugin, (model, _) = FullyShardedDataParallelPlugin(fsdp_version=2), trained(0)
     save_fsdp_model(plugin, accelerator, model, tmp_path)
     load_fsdp_model(plugin, accelerator, model, tmp_path)
-    assert called == ["_get_model_state_dict", "_get_model_state_dict", "_set_model_state_dict"]
+    assert called == [
+        "_get_model_state_dict",
+        "_get_model_state_dict",
+        "_set_model_state_dict",
+    ]
 
 
 def test_code_in_a_folder_of_torch_is_never_run(tmp_path: Path) -> None:

@@ -60,9 +60,16 @@ def _loop(part: Callable[[str], None], folder: Path) -> None:
     accelerator = _accelerator(gradient_accumulation_steps=2, project_dir=str(folder))
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, _loader(shuffle=True), scheduler)
-    held = accelerator.prepare(_loader()), accelerator.prepare_data_loader(_loader(num_workers=1))
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + step)
+    )
+    model, optimizer, train, scheduler = accelerator.prepare(
+        model, optimizer, _loader(shuffle=True), scheduler
+    )
+    held = (
+        accelerator.prepare(_loader()),
+        accelerator.prepare_data_loader(_loader(num_workers=1)),
+    )
 
     def passed(factor: float) -> None:
         for x, y in train:
@@ -101,7 +108,9 @@ def _kinds(part: Callable[[str], None]) -> None:
     part("precision")
     accelerator = _accelerator(mixed_precision="bf16")
     layer = nn.Linear(4, 2)
-    model, optimizer, loader = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), 0.1), _loader())
+    model, optimizer, loader = accelerator.prepare(
+        layer, torch.optim.SGD(layer.parameters(), 0.1), _loader()
+    )
     for x, _ in loader:
         accelerator.backward(model(x).sum())
         optimizer.step()
@@ -121,12 +130,21 @@ def _kinds(part: Callable[[str], None]) -> None:
         next(iter(loader))
 
 
-def test_a_loop_is_as_silent_as_with_the_original(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_is_as_silent_as_with_the_original(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     at: list[str] = []
     found: Counter[str] = Counter()
     others: list[str] = []
 
-    def shown(message: Warning | str, category: object, filename: str, lineno: int, *_: object, **__: object) -> None:
+    def shown(
+        message: Warning | str,
+        category: object,
+        filename: str,
+        lineno: int,
+        *_: object,
+        **__: object,
+    ) -> None:
         if "'pin_memory' argument is set as true but no accelerator" in str(message):
             found[at[-1]] += 1
         else:
@@ -139,7 +157,11 @@ def test_a_loop_is_as_silent_as_with_the_original(tmp_path: Path, caplog: pytest
         _kinds(at.append)
     assert others == []
     assert found == ({} if torch.accelerator.is_available() else PINNED)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING
+    ] == []
 
 
 def test_a_warning_of_a_loop_is_shown_once() -> None:
@@ -150,11 +172,14 @@ def test_a_warning_of_a_loop_is_shown_once() -> None:
         model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
     )
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")  # each once for its place, while nobody changes the filters
+        # each once for its place, while nobody changes the filters
+        warnings.simplefilter("default")
         for _ in range(3):
             for features, _ in accelerator.prepare(_loader()):
                 accelerator.backward(model(features).sum())
                 optimizer.step()
                 scheduler.step()
                 warnings.warn("of the script", stacklevel=1)
-    assert [str(one.message) for one in told if "of the script" in str(one.message)] == ["of the script"]
+    assert [
+        str(one.message) for one in told if "of the script" in str(one.message)
+    ] == ["of the script"]

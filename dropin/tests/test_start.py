@@ -35,7 +35,9 @@ LATER: Final = (
 
 
 def printed_by(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     return done.stdout.splitlines()[-1]
 
 
@@ -69,4 +71,6 @@ def test_a_start_is_quick() -> None:
         best = min(best, share_of_torch())
         if best < SHARE:
             break
-    assert best < SHARE, f"importing and making an Accelerator take {best:.2f} of torch's import"
+    assert best < SHARE, (
+        f"importing and making an Accelerator take {best:.2f} of torch's import"
+    )

@@ -36,7 +36,10 @@ def test_no_name_is_missing_and_the_table_is_committed() -> None:
     surface = _surface()
     states = surface.table()
     missing = [
-        f"{module}.{name}" for module, found in states.items() for name, state in found.items() if state == "missing"
+        f"{module}.{name}"
+        for module, found in states.items()
+        for name, state in found.items()
+        if state == "missing"
     ]
     assert missing == []
     assert (HERE.parent / "SURFACE.md").read_text() == surface.render(states), (
@@ -59,17 +62,30 @@ def test_every_name_of_every_module_resolves_or_has_a_reason() -> None:
         importlib.import_module("accelerate.accelerator").nothing_of_that_name  # noqa: B018  the lookup is the test
 
 
-_LONGER = ("test_sync", "test_script", "external_deps.test_metrics", "test_distributed_data_loop", "test_merge_weights")
+_LONGER = (
+    "test_sync",
+    "test_script",
+    "external_deps.test_metrics",
+    "test_distributed_data_loop",
+    "test_merge_weights",
+)
 
 
 @pytest.mark.parametrize(
-    "script", ["test_ops", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in _LONGER)]
+    "script",
+    [
+        "test_ops",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in _LONGER),
+    ],
 )
 def test_checks_that_client_suites_import_pass_here(script: str) -> None:
     """As the original's users run them: `debug_launcher(test_ops.main)`; each raises where a process sees anything wrong."""
     from accelerate import debug_launcher
 
-    debug_launcher(importlib.import_module(f"accelerate.test_utils.scripts.{script}").main, num_processes=2)
+    debug_launcher(
+        importlib.import_module(f"accelerate.test_utils.scripts.{script}").main,
+        num_processes=2,
+    )
 
 
 @pytest.mark.parametrize("package", ["accelerate.utils", "accelerate.test_utils"])
@@ -77,13 +93,25 @@ def test_packages_show_what_their_modules_have(package: str) -> None:
     """Whichever module a name is found in, it is the one that the original's module of that name has."""
     names = json.loads((HERE / "golden" / "names.json").read_text())
     shown = importlib.import_module(package)
-    homes = [(home, name) for home in names if home.rpartition(".")[0] == package for name in names[home]]
-    both = [(importlib.import_module(home), name) for home, name in homes if name in names[package]]
+    homes = [
+        (home, name)
+        for home in names
+        if home.rpartition(".")[0] == package
+        for name in names[home]
+    ]
+    both = [
+        (importlib.import_module(home), name)
+        for home, name in homes
+        if name in names[package]
+    ]
     assert len(both) > 40
-    assert [name for home, name in both if getattr(shown, name) is not getattr(home, name)] == []
+    assert [
+        name for home, name in both if getattr(shown, name) is not getattr(home, name)
+    ] == []
     assert {name for _, name in both} - set(shown.__all__) == set()
     space: dict[str, object] = {}
-    exec(f"from {package} import *", space)  # names of modules stay the standard library's
+    # names of modules stay the standard library's
+    exec(f"from {package} import *", space)
     assert {name for _, name in both} <= space.keys() and "random" not in space
 
 
@@ -97,8 +125,12 @@ def test_what_is_left_out_says_why() -> None:
 
 
 def test_importing_the_face_is_cheap() -> None:
-    code = "import sys, accelerate; print('torch' in sys.modules, accelerate.__version__)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import sys, accelerate; print('torch' in sys.modules, accelerate.__version__)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert said == ["False", "1.15.0"]
 
 
@@ -113,7 +145,9 @@ def test_the_version_passes_the_upper_bounds_of_clients() -> None:
 def test_the_original_beside_it_is_refused(tmp_path: Path) -> None:
     info = tmp_path / "accelerate-1.15.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.15.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: accelerate\nVersion: 1.15.0\n"
+    )
     code = textwrap.dedent(
         f"""
         import sys
@@ -124,19 +158,27 @@ def test_the_original_beside_it_is_refused(tmp_path: Path) -> None:
             print("pip uninstall accelerate" in str(error), "1.15.0" in str(error))
         """
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert said == ["True", "True"]
 
 
-@pytest.mark.parametrize("home", ["accelerate.utils.dataclasses", "accelerate.data_loader", "accelerate.state"])
+@pytest.mark.parametrize(
+    "home",
+    ["accelerate.utils.dataclasses", "accelerate.data_loader", "accelerate.state"],
+)
 def test_classes_live_where_the_original_has_them(home: str) -> None:
     """Pickled objects are found by either package, whichever file defines their class here."""
     module = importlib.import_module(home)
     names = json.loads((HERE / "golden" / "names.json").read_text())[home]
-    classes = [value for name in names if isinstance(value := getattr(module, name), type)]
+    classes = [
+        value for name in names if isinstance(value := getattr(module, name), type)
+    ]
     assert len(classes) > 3
     assert [one for one in classes if one.__module__ != home] == []
     assert pickle.loads(pickle.dumps(classes)) == classes
     for one in classes:
-        if not issubclass(one, DataLoader):  # torch's own annotations cannot be resolved
+        # torch's own annotations cannot be resolved
+        if not issubclass(one, DataLoader):
             get_type_hints(one)

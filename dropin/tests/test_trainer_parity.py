@@ -32,7 +32,13 @@ def pairs() -> list[dict[str, Any]]:
     rows = []
     for index in range(ROWS):
         ids = torch.randint(1, 50, (5 + index // 4,), generator=generator)
-        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "label": int(ids.sum()) % 2})
+        rows.append(
+            {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "label": int(ids.sum()) % 2,
+            }
+        )
     return rows
 
 
@@ -51,7 +57,9 @@ class TheirsInOrder(transformers.Trainer):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize(("every", "schedule"), [(1, "linear"), (3, "cosine")])
-def test_losses_are_those_of_the_other_trainer(tmp_path: Path, every: int, schedule: str) -> None:
+def test_losses_are_those_of_the_other_trainer(
+    tmp_path: Path, every: int, schedule: str
+) -> None:
     common: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -70,7 +78,10 @@ def test_losses_are_those_of_the_other_trainer(tmp_path: Path, every: int, sched
         "eval_strategy": "epoch",
     }
     ours = InOrder(
-        tiny_bert(), hasten.TrainingArguments(str(tmp_path), **common), train_dataset=pairs(), eval_dataset=pairs()
+        tiny_bert(),
+        hasten.TrainingArguments(str(tmp_path), **common),
+        train_dataset=pairs(),
+        eval_dataset=pairs(),
     )
     ours.train()
     theirs = TheirsInOrder(
@@ -89,4 +100,6 @@ def test_losses_are_those_of_the_other_trainer(tmp_path: Path, every: int, sched
             # transformers 5 trains on the sum over a window where a model takes the number of items and ignores it; AdamW does
             # not mind, and the losses of the evaluations agree
             other = [value / every for value in other]
-        assert mine == pytest.approx(other, abs=1e-4 if name == "grad_norm" else 1e-5), name
+        assert mine == pytest.approx(
+            other, abs=1e-4 if name == "grad_norm" else 1e-5
+        ), name

@@ -27,7 +27,10 @@ FROM_HUB = ("course_mrpc", "course_mrpc_plain", "course_trainer", "notebook_visi
 
 def jobs() -> list[tuple[str, int]]:
     """Every script with every number of processes there is a record for."""
-    found = (path.stem.rpartition("_") for path in sorted((HERE / "golden" / "tutorials").iterdir()))
+    found = (
+        path.stem.rpartition("_")
+        for path in sorted((HERE / "golden" / "tutorials").iterdir())
+    )
     return [(name, int(processes)) for name, _, processes in found]
 
 
@@ -39,18 +42,30 @@ def test_every_tutorial_is_recorded() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [pytest.param(*job, marks=pytest.mark.exhaustive if job in LONG else ()) for job in jobs()],
+    [
+        pytest.param(*job, marks=pytest.mark.exhaustive if job in LONG else ())
+        for job in jobs()
+    ],
 )
 def test_prints_what_it_prints_on_the_original(
     tmp_path: Path, warm: Any, parity: ModuleType, name: str, processes: int
 ) -> None:
-    if name in FROM_HUB and not (util.find_spec("transformers") and util.find_spec("evaluate")):
+    if name in FROM_HUB and not (
+        util.find_spec("transformers") and util.find_spec("evaluate")
+    ):
         pytest.skip("needs transformers and evaluate (pip install 'hasten[clients]')")
-    env = {"PYTHONPATH": str(HERE / "tutorials" / "stand_ins")} if name == "notebook_vision" else {}
+    env = (
+        {"PYTHONPATH": str(HERE / "tutorials" / "stand_ins")}
+        if name == "notebook_vision"
+        else {}
+    )
     done = warm.run(tmp_path, [str(HERE / "tutorials" / f"{name}.py")], processes, env)
     assert not done.failed, done.err
     recorded = (HERE / "golden" / "tutorials" / f"{name}_{processes}.txt").read_text()
-    assert parity.text_differences(recorded, done.out[0], parity.recorded_tolerance()) == []
+    assert (
+        parity.text_differences(recorded, done.out[0], parity.recorded_tolerance())
+        == []
+    )
     assert done.out[1:] == [""] * (processes - 1)
 
 
@@ -78,4 +93,7 @@ def test_the_launcher_starts_a_tutorial_on_two_processes(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     recorded = (HERE / "golden" / "tutorials" / f"{name}_2.txt").read_text()
-    assert parity.text_differences(recorded, done.stdout, parity.recorded_tolerance()) == []
+    assert (
+        parity.text_differences(recorded, done.stdout, parity.recorded_tolerance())
+        == []
+    )

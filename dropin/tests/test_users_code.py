@@ -33,16 +33,24 @@ NUMBERS = TensorDataset(torch.arange(11))
 
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_an_unpickled_accelerator_has_its_loaders(dispatch: bool) -> None:
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch)
+    )
     accelerator.prepare(DataLoader(NUMBERS, batch_size=3))
     accelerator.prepare(SkipDataLoader(NUMBERS, skip_batches=2, batch_size=2))
     accelerator.prepare(skip_first_batches(DataLoader(NUMBERS, batch_size=4), 1))
     copied = pickle.loads(pickle.dumps(accelerator))
     loaders = getattr(accelerator, "_dataloaders")  # noqa: B009  a property made from a table
-    assert [type(loader) for loader in copied._dataloaders] == [type(loader) for loader in loaders]
-    assert type(loaders[0]).__name__ == ("DataLoaderDispatcher" if dispatch else "DataLoaderShard")
+    assert [type(loader) for loader in copied._dataloaders] == [
+        type(loader) for loader in loaders
+    ]
+    assert type(loaders[0]).__name__ == (
+        "DataLoaderDispatcher" if dispatch else "DataLoaderShard"
+    )
     batches = [[batch.tolist() for (batch,) in loader] for loader in loaders]
-    assert [[batch.tolist() for (batch,) in loader] for loader in copied._dataloaders] == batches
+    assert [
+        [batch.tolist() for (batch,) in loader] for loader in copied._dataloaders
+    ] == batches
 
 
 class Holder:
@@ -59,7 +67,11 @@ class Holder:
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_reference_counts_alone_free_an_accelerator(dispatch: bool) -> None:
     holder = Holder(dispatch)
-    watched = [weakref.ref(holder.accelerator), weakref.ref(holder.loader), weakref.ref(holder.batches)]
+    watched = [
+        weakref.ref(holder.accelerator),
+        weakref.ref(holder.loader),
+        weakref.ref(holder.batches),
+    ]
     gc.disable()
     try:
         del holder
@@ -84,10 +96,15 @@ def quantized(places: dict[str, Any]) -> nn.Module:
         ({"": 0}, False, None),
     ],
 )
-def test_an_offloaded_quantized_model_is_refused(places: dict[str, Any], backends: bool, words: str | None) -> None:
+def test_an_offloaded_quantized_model_is_refused(
+    places: dict[str, Any], backends: bool, words: str | None
+) -> None:
     accelerator = Accelerator(cpu=True)
     with (
-        mock.patch("accelerate.accelerator.is_bitsandbytes_multi_backend_available", return_value=backends),
+        mock.patch(
+            "accelerate.accelerator.is_bitsandbytes_multi_backend_available",
+            return_value=backends,
+        ),
         mock.patch("accelerate.accelerator.is_xpu_available", return_value=False),
     ):
         if words is None:
@@ -99,7 +116,9 @@ def test_an_offloaded_quantized_model_is_refused(places: dict[str, Any], backend
 
 def test_help_of_a_launch_shows_each_flag_once() -> None:
     parser = launch_command_parser()
-    flags = Counter(word for word in parser.format_help().split() if word.startswith("--"))
+    flags = Counter(
+        word for word in parser.format_help().split() if word.startswith("--")
+    )
     assert "--num_processes" in flags
     assert [flag for flag in flags if "-" in flag[2:]] == []
     assert parser.parse_args(["--num-processes", "3", "train.py"]).num_processes == 3
@@ -127,12 +146,17 @@ class Deeper(logging.LoggerAdapter[Any]):
         self.logger.log(level, msg, *args, **kwargs)
 
 
-def test_an_adapter_records_the_line_of_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_records_the_line_of_its_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     Accelerator(cpu=True)
     with caplog.at_level("INFO"):
         Deeper(get_logger("users.code"), {}).info("said")
     record = caplog.records[-1]
-    assert (record.filename, record.funcName) == (Path(__file__).name, "test_an_adapter_records_the_line_of_its_caller")
+    assert (record.filename, record.funcName) == (
+        Path(__file__).name,
+        "test_an_adapter_records_the_line_of_its_caller",
+    )
 
 
 class Nameless(GeneralTracker):
@@ -149,7 +173,11 @@ class Placeless(GeneralTracker):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(int, "must be a subclass"), (Nameless, "non-empty `name`"), (Placeless, "`requires_logging_directory`")],
+    [
+        (int, "must be a subclass"),
+        (Nameless, "non-empty `name`"),
+        (Placeless, "`requires_logging_directory`"),
+    ],
 )
 def test_an_incomplete_tracker_is_not_registered(kind: type, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -157,16 +185,30 @@ def test_an_incomplete_tracker_is_not_registered(kind: type, words: str) -> None
 
 
 @pytest.mark.parametrize(
-    "result", [torch.arange(8.0), np.arange(8), list(range(8)), tuple(range(8)), "abcdefgh", range(8), b"abcdefgh"]
+    "result",
+    [
+        torch.arange(8.0),
+        np.arange(8),
+        list(range(8)),
+        tuple(range(8)),
+        "abcdefgh",
+        range(8),
+        b"abcdefgh",
+    ],
 )
 def test_results_of_the_last_batch_are_cut_to_its_samples(result: Any) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(NUMBERS, batch_size=8))
-    lengths = [len(accelerator.gather_for_metrics(result, use_gather_object=True)) for _ in loader]
+    lengths = [
+        len(accelerator.gather_for_metrics(result, use_gather_object=True))
+        for _ in loader
+    ]
     assert lengths == [8, 3]
 
 
-def test_no_processes_are_the_default_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_processes_are_the_default_number(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "show.py"
     script.write_text("print('ran')\n")
     assert launch.run(["--num_processes", "0", "--cpu", str(script)]) == 0
@@ -178,13 +220,23 @@ class FirstOfTwo(Accelerator):  # type: ignore[misc]  # loaded on first use
 
 
 @pytest.mark.parametrize("by_accumulate", [False, True])
-def test_a_batch_that_the_other_process_lacks_is_an_error_in_words(by_accumulate: bool) -> None:
-    accelerator = FirstOfTwo(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+def test_a_batch_that_the_other_process_lacks_is_an_error_in_words(
+    by_accumulate: bool,
+) -> None:
+    accelerator = FirstOfTwo(
+        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
     model = nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=2))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=2)
+    )
     seen = 0
-    with pytest.raises(RuntimeError, match=r"process 0 has one batch more .*join_uneven_inputs"):
+    with pytest.raises(
+        RuntimeError, match=r"process 0 has one batch more .*join_uneven_inputs"
+    ):
         for (batch,) in loader:
             seen += 1
             with accelerator.accumulate(model) if by_accumulate else nullcontext():
@@ -195,10 +247,14 @@ def test_a_batch_that_the_other_process_lacks_is_an_error_in_words(by_accumulate
         model(batch)
 
 
-def test_random_numbers_that_a_save_hook_draws_are_drawn_for_the_checkpoint_too(tmp_path: Path) -> None:
+def test_random_numbers_that_a_save_hook_draws_are_drawn_for_the_checkpoint_too(
+    tmp_path: Path,
+) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: torch.rand(7))
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: torch.rand(7)
+    )
     accelerator.save_state(str(tmp_path / "state"))
     expected = torch.rand(3)
     accelerator.load_state(str(tmp_path / "state"))

@@ -36,17 +36,34 @@ def test_fp16_on_the_cpu_is_fp16() -> None:
     model = accelerator.prepare(nn.Linear(2, 2))
     assert accelerator.scaler is not None
     with accelerator.autocast():
-        assert nn.functional.linear(torch.ones(1, 2), model.weight).dtype == torch.float16
+        assert (
+            nn.functional.linear(torch.ones(1, 2), model.weight).dtype == torch.float16
+        )
 
 
 @pytest.mark.parametrize(
     ("number", "name", "reshard"),
-    [(1, "FULL_SHARD", True), (2, "SHARD_GRAD_OP", False), (4, "HYBRID_SHARD", True), (5, "HYBRID_SHARD_ZERO2", False)],
+    [
+        (1, "FULL_SHARD", True),
+        (2, "SHARD_GRAD_OP", False),
+        (4, "HYBRID_SHARD", True),
+        (5, "HYBRID_SHARD_ZERO2", False),
+    ],
 )
-def test_numbers_of_sharding_strategies_mean_their_names(number: int, name: str, reshard: bool) -> None:
+def test_numbers_of_sharding_strategies_mean_their_names(
+    number: int, name: str, reshard: bool
+) -> None:
     for value in (number, str(number), name):
-        made = convert_config_to_fsdp2({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": value}})
-        assert made["fsdp_config"] == {"fsdp_reshard_after_forward": reshard, "fsdp_version": 2}
+        made = convert_config_to_fsdp2(
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": {"fsdp_sharding_strategy": value},
+            }
+        )
+        assert made["fsdp_config"] == {
+            "fsdp_reshard_after_forward": reshard,
+            "fsdp_version": 2,
+        }
 
 
 @pytest.mark.parametrize("value", [3, "NO_SHARD"])
@@ -55,8 +72,12 @@ def test_a_strategy_that_shards_nothing_is_refused(value: object) -> None:
         convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": value}})
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--nothing", "train.py"], [], ["nowhere.py"]])
-def test_launch_names_the_command_that_was_typed(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--nothing", "train.py"], [], ["nowhere.py"]]
+)
+def test_launch_names_the_command_that_was_typed(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     try:
         code = launch.run(words)
     except SystemExit as end:

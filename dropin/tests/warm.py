@@ -93,12 +93,16 @@ class Warm:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, f"the forking process ended: {self._log.read_text()[-2000:]}"
-        out, err = ([(folder / f"{rank}.{kind}").read_text() for rank in range(processes)] for kind in ("out", "err"))
+        out, err = (
+            [(folder / f"{rank}.{kind}").read_text() for rank in range(processes)]
+            for kind in ("out", "err")
+        )
         return Done(json.loads(answer), out, err)
 
     def close(self) -> None:
         """End the process."""
-        self._process.communicate("\n")  # an empty line: forks of this process may keep the pipe open
+        # an empty line: forks of this process may keep the pipe open
+        self._process.communicate("\n")
 
 
 def serve() -> None:
@@ -131,7 +135,9 @@ def run(request: dict[str, Any]) -> list[int]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        pids.append(fork(request, rank, {**(env if processes > 1 else {}), **request["env"]}))
+        pids.append(
+            fork(request, rank, {**(env if processes > 1 else {}), **request["env"]})
+        )
     return wait(pids, request["limit_s"])
 
 
@@ -165,14 +171,20 @@ def fork(request: dict[str, Any], rank: int, env: dict[str, str]) -> int:
         os.environ.update(env)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream, kind in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+            os.dup2(
+                os.open(f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream
+            )
         sys.argv = request["argv"]
         sys.path[0] = str(Path(sys.argv[0]).parent)
-        sys.path[1:1] = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place]
+        sys.path[1:1] = [
+            place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place
+        ]
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = (
+            error.code if isinstance(error.code, int) else int(error.code is not None)
+        )
     except BaseException:
         traceback.print_exc()
     finally:

@@ -23,12 +23,18 @@ if TYPE_CHECKING:
     from hasten.accelerator.inference import map_dataset as map_dataset
     from hasten.accelerator.process import Process as Process
     from hasten.config.legacy import fsdp_from_fsdp1 as fsdp_from_fsdp1
-    from hasten.config.sections.launch import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from hasten.config.sections.launch import (
+        InitProcessGroupKwargs as InitProcessGroupKwargs,
+    )
     from hasten.config.sections.loop import AORecipeKwargs as AORecipeKwargs
     from hasten.config.sections.loop import AutocastKwargs as AutocastKwargs
-    from hasten.config.sections.loop import DataLoaderConfiguration as DataLoaderConfiguration
+    from hasten.config.sections.loop import (
+        DataLoaderConfiguration as DataLoaderConfiguration,
+    )
     from hasten.config.sections.loop import FP8Config as FP8Config
-    from hasten.config.sections.loop import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from hasten.config.sections.loop import (
+        GradientAccumulationPlugin as GradientAccumulationPlugin,
+    )
     from hasten.config.sections.loop import GradScalerKwargs as GradScalerKwargs
     from hasten.config.sections.loop import PerformanceSettings as PerformanceSettings
     from hasten.config.sections.loop import ProfileKwargs as ProfileKwargs
@@ -36,14 +42,26 @@ if TYPE_CHECKING:
     from hasten.config.sections.loop import TERecipeKwargs as TERecipeKwargs
     from hasten.config.sections.loop import TorchDynamoPlugin as TorchDynamoPlugin
     from hasten.config.sections.loop import TrackingConfig as TrackingConfig
-    from hasten.config.sections.parallel import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-    from hasten.config.sections.parallel import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from hasten.config.sections.parallel import (
+        DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    )
+    from hasten.config.sections.parallel import (
+        DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    )
     from hasten.config.sections.parallel import FSDPMixedPrecision as FSDPMixedPrecision
-    from hasten.config.sections.parallel import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from hasten.config.sections.parallel import (
+        FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+    )
     from hasten.config.sections.parallel import ParallelismConfig as ParallelismConfig
-    from hasten.config.sections.parallel import PipelineParallelConfig as PipelineParallelConfig
-    from hasten.config.sections.parallel import TorchContextParallelConfig as TorchContextParallelConfig
-    from hasten.config.sections.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from hasten.config.sections.parallel import (
+        PipelineParallelConfig as PipelineParallelConfig,
+    )
+    from hasten.config.sections.parallel import (
+        TorchContextParallelConfig as TorchContextParallelConfig,
+    )
+    from hasten.config.sections.parallel import (
+        TorchTensorParallelConfig as TorchTensorParallelConfig,
+    )
     from hasten.config.sections.trust import TrustSettings as TrustSettings
     from hasten.data.skipping import skip_first_batches as skip_first_batches
     from hasten.errors import HastenError as HastenError
@@ -52,7 +70,9 @@ if TYPE_CHECKING:
     from hasten.launch.notebook import debug_launcher as debug_launcher
     from hasten.launch.notebook import notebook_launcher as notebook_launcher
     from hasten.modules.meta import init_empty_weights as init_empty_weights
-    from hasten.optim.batch_size import find_executable_batch_size as find_executable_batch_size
+    from hasten.optim.batch_size import (
+        find_executable_batch_size as find_executable_batch_size,
+    )
     from hasten.progress.tqdm_bar import tqdm as tqdm
     from hasten.runtime.logs import get_logger as get_logger
     from hasten.runtime.seeding import set_seed as set_seed
@@ -110,5 +130,6 @@ _MODULES: Final = ("data", "errors", "extending", "testing")
 
 __all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+# hidden from type checkers, which would otherwise accept any attribute
+if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(__name__, _PUBLIC, _MODULES, extensible=True)

@@ -62,14 +62,18 @@ class HastenError(Exception):
     """True if every rank of the group raises this error at the same point, so that no rank waits for another."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(ended_once(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(
+            *(ended_once(arg) if isinstance(arg, str) else arg for arg in args)
+        )
 
 
 class HastenWarning(UserWarning):
     """Category of all warnings that hasten issues."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(ended_once(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(
+            *(ended_once(arg) if isinstance(arg, str) else arg for arg in args)
+        )
 
 
 class ConfigError(HastenError, ValueError):
@@ -78,7 +82,9 @@ class ConfigError(HastenError, ValueError):
     If several errors were found at once, `problems` holds them.
     """
 
-    def __init__(self, message: str = "", problems: "tuple[ConfigError, ...]" = ()) -> None:
+    def __init__(
+        self, message: str = "", problems: "tuple[ConfigError, ...]" = ()
+    ) -> None:
         super().__init__(message)
         self.problems = problems
 
@@ -175,7 +181,12 @@ class DivergenceError(HastenError):
     agreed = True
 
     def __init__(
-        self, message: str = "", cause: str = "", step: int = 0, name: str = "", ranks: tuple[int, ...] = ()
+        self,
+        message: str = "",
+        cause: str = "",
+        step: int = 0,
+        name: str = "",
+        ranks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.cause = cause
@@ -193,7 +204,11 @@ class NumbersError(HastenError):
     agreed = True
 
     def __init__(
-        self, message: str = "", step: int = 0, ranks: tuple[int, ...] = (), samples: dict[int, list[int]] | None = None
+        self,
+        message: str = "",
+        step: int = 0,
+        ranks: tuple[int, ...] = (),
+        samples: dict[int, list[int]] | None = None,
     ) -> None:
         super().__init__(message)
         self.step = step

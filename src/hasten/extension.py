@@ -148,7 +148,11 @@ def offers(kind: Kind) -> Mapping[str, Offer]:
                     f"the extensions {offers_by_name[name].extension!r} and {extension.name!r} both provide the {_NOUNS[kind]} {name!r}, so "
                     "hasten cannot choose. Remove one of the two."
                 )
-            help_line = extension.command_help.get(name, extension.summary) if kind == "commands" else ""
+            help_line = (
+                extension.command_help.get(name, extension.summary)
+                if kind == "commands"
+                else ""
+            )
             offers_by_name[name] = Offer(kind, name, place, extension.name, help_line)
     return offers_by_name
 
@@ -197,16 +201,22 @@ def installed() -> tuple[Extension, ...]:
 def _bundled() -> Iterator[Extension]:
     folder = Path(__file__).with_name("extensions")
     for declaration in sorted(folder.glob("*/extension.py")):
-        module = import_module(f"hasten.extensions.{declaration.parent.name}.extension")  # whatever folders are there
+        # whatever folders are there
+        module = import_module(f"hasten.extensions.{declaration.parent.name}.extension")
         yield module.extension
 
 
 def entry_points(group: str) -> Iterable[EntryPoint]:
     """Return the entry points of a group; without importlib.metadata, which takes 30 ms, if no installed package has any."""
-    files = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
+    files = (
+        file
+        for folder in sys.path
+        for file in Path(folder).glob("*-info/entry_points.txt")
+    )
     if not any(f"[{group}]" in file.read_text("utf-8", "replace") for file in files):
         return ()
-    metadata = import_module("importlib.metadata")  # only where a package extends hasten
+    # only where a package extends hasten
+    metadata = import_module("importlib.metadata")
     points: Iterable[EntryPoint] = metadata.entry_points(group=group)
     return points
 
@@ -222,12 +232,15 @@ def _loaded(entry_point: EntryPoint) -> Extension | None:
     """Return the extension of an entry point; None, with a warning, if it is broken."""
     try:
         extension = entry_point.load()
-    except Exception as error:  # a foreign package may fail in any way, and must not stop a training without it
+    # a foreign package may fail in any way, and must not stop a training without it
+    except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     else:
         if isinstance(extension, Extension):
             return extension
-        problem = f"it is a {type(extension).__name__}, not a hasten.extension.Extension"
+        problem = (
+            f"it is a {type(extension).__name__}, not a hasten.extension.Extension"
+        )
     warnings.warn(
         f"the extension {entry_point.name!r} ({entry_point.value}) is ignored: {problem}. Correct it, or uninstall its package.",
         HastenWarning,

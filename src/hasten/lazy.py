@@ -29,19 +29,35 @@ def exports(
         module = table.get(name)
         if module is None:
             # `from hasten import trees` asks for the attribute before it imports the submodule
-            is_unknown = not name.startswith("_") and find_spec(f"{face}.{name}") is None
+            is_unknown = (
+                not name.startswith("_") and find_spec(f"{face}.{name}") is None
+            )
             if extensible and is_unknown:
                 from hasten.extension import (
-                    offers,  # looks at folders and installed packages, which `import hasten` need not
+                    # looks at folders and installed packages, which `import hasten` need not
+                    offers,
                 )
 
                 if (offer := offers("public_names").get(name)) is not None:
                     return offer.load()
-            other_modules = [f"{face}.{module_name}" for module_name in modules] if is_unknown else []
-            home = next(
-                (other for other in other_modules if name in getattr(import_module(other), "__all__", ())), None
+            other_modules = (
+                [f"{face}.{module_name}" for module_name in modules]
+                if is_unknown
+                else []
             )
-            hint = f"it is in {home}" if home else f"public names are listed in {face}.__all__"
+            home = next(
+                (
+                    other
+                    for other in other_modules
+                    if name in getattr(import_module(other), "__all__", ())
+                ),
+                None,
+            )
+            hint = (
+                f"it is in {home}"
+                if home
+                else f"public names are listed in {face}.__all__"
+            )
             raise AttributeError(f"module {face!r} has no attribute {name!r}; {hint}")
         with without_collections():
             value: object = getattr(import_module(module), name)

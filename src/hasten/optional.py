@@ -22,7 +22,8 @@ _EXTRAS = (  # import name -> extra of hasten that installs it
     ("torchft", "survive"),
 )
 
-_DISTRIBUTIONS = (("megatron", "megatron-core"),)  # import name -> name to install, where they differ
+# import name -> name to install, where they differ
+_DISTRIBUTIONS = (("megatron", "megatron-core"),)
 
 
 def installed_version(module: str) -> str | None:
@@ -48,16 +49,21 @@ def available(module: str, spec: str = "") -> bool:
     """Return whether `module` can be imported and satisfies `spec` (for example ">=0.16")."""
     try:
         found = importlib.util.find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # a dotted name without its parent, or a stub without a spec
+    # a dotted name without its parent, or a stub without a spec
+    except (ModuleNotFoundError, ValueError):
         return False
     if not found or not spec:
         return found
     version = installed_version(module.partition(".")[0])
-    specifiers = importlib.import_module("packaging.specifiers")  # imported only when a version is requested
-    return version is not None and bool(specifiers.SpecifierSet(spec).contains(version, prereleases=True))
+    # imported only when a version is requested
+    specifiers = importlib.import_module("packaging.specifiers")
+    return version is not None and bool(
+        specifiers.SpecifierSet(spec).contains(version, prereleases=True)
+    )
 
 
-def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module is foreign and untyped here
+# Any: the module is foreign and untyped here
+def need(module: str, spec: str = "", why: str = "") -> Any:
     """Import and return the module.
 
     Raises: MissingPackageError with the installed version, the required one and the install command, or the reason the import failed.
@@ -65,7 +71,8 @@ def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module 
     check_installed(module, spec, why)
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a broken foreign package may raise any error: named and raised again
+    # a broken foreign package may raise any error: named and raised again
+    except Exception as error:
         root, purpose = module.partition(".")[0], f" for {why}" if why else ""
         named = dict(_DISTRIBUTIONS).get(root, root)
         raise MissingPackageError(
@@ -83,9 +90,13 @@ def check_installed(module: str, spec: str = "", why: str = "") -> None:
     purpose = f" for {why}" if why else ""
     extra = dict(_EXTRAS).get(root)
     named = dict(_DISTRIBUTIONS).get(root, root)
-    remedy = f"pip install 'hasten[{extra}]'" if extra else f"pip install '{named}{spec}'"
+    remedy = (
+        f"pip install 'hasten[{extra}]'" if extra else f"pip install '{named}{spec}'"
+    )
     if not available(root):
-        raise MissingPackageError(f"the package {root!r} is not installed; it is needed{purpose}. Run: {remedy}")
+        raise MissingPackageError(
+            f"the package {root!r} is not installed; it is needed{purpose}. Run: {remedy}"
+        )
     if spec and not available(root, spec):
         version = installed_version(root)
         raise MissingPackageError(

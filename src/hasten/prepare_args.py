@@ -41,7 +41,12 @@ class PrepareArguments:
     @classmethod
     def sort(cls, objects: tuple[Any, ...], place: list[bool]) -> PrepareArguments:
         """Return the bundle of these objects. Raises: PrepareError naming an object of an unsupported kind."""
-        return cls([Item(kind_of(value), value, ok) for value, ok in zip(objects, place, strict=True)])
+        return cls(
+            [
+                Item(kind_of(value), value, ok)
+                for value, ok in zip(objects, place, strict=True)
+            ]
+        )
 
     def of(self, kind: Kind) -> list[Item]:
         """Return the items of one kind, in call order."""
@@ -65,7 +70,9 @@ class PreparedObjects:
 
     def holds(self, value: object) -> bool:
         """Return whether `prepare()` of this Accelerator returned `value`."""
-        return id(value) in set(map(id, (*self.models, *self.optimizers, *self.schedulers, *self.loaders)))
+        return id(value) in set(
+            map(id, (*self.models, *self.optimizers, *self.schedulers, *self.loaders))
+        )
 
     def index_of(self, model: nn.Module) -> int:
         """Return the index of a prepared model. Raises: PrepareError for any other."""
@@ -79,7 +86,13 @@ class PreparedObjects:
 
     def clear(self) -> None:
         """Remove all objects."""
-        for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.averages):
+        for held in (
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            self.loaders,
+            self.averages,
+        ):
             held.clear()
 
 
@@ -91,11 +104,17 @@ def kind_of(value: Any) -> Kind:  # Any: an argument of the user
         return "model"
     if isinstance(value, Optimizer) or is_factory(value):
         return "optimizer"
-    if isinstance(value, LRScheduler) or (hasattr(value, "optimizer") and callable(getattr(value, "step", None))):
+    if isinstance(value, LRScheduler) or (
+        hasattr(value, "optimizer") and callable(getattr(value, "step", None))
+    ):
         return "scheduler"
     if isinstance(value, DataLoader):
         return "loader"
-    hint = "wrap the dataset in a torch.utils.data.DataLoader" if isinstance(value, Dataset) else "leave it out"
+    hint = (
+        "wrap the dataset in a torch.utils.data.DataLoader"
+        if isinstance(value, Dataset)
+        else "leave it out"
+    )
     raise PrepareError(
         f"prepare() got an object of type {type(value).__name__}, which is not a model, optimizer, scheduler or "
         f"DataLoader, so nothing would be done with it; {hint}."

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Tree = Any  # any nesting of containers around tensors and plain values; Python cannot express the recursion usefully
+# any nesting of containers around tensors and plain values; Python cannot express the recursion usefully
+Tree = Any
 Path = tuple[str | int, ...]
 
 
@@ -34,7 +35,9 @@ def children(tree: Tree) -> list[tuple[str | int, Tree]]:
     if isinstance(tree, (list, tuple)):
         names = getattr(tree, "_fields", None)
         return list(zip(names, tree, strict=True)) if names else list(enumerate(tree))
-    return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return [
+        (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)
+    ]
 
 
 def rebuild(tree: Tree, parts: Sequence[Tree]) -> Tree:
@@ -52,10 +55,12 @@ def _rebuild_mapping(tree: Any, parts: Sequence[Tree]) -> Tree:
     named = dict(zip(tree, parts, strict=True))
     if type(tree) is dict:
         return named
-    if dataclasses.is_dataclass(tree):  # ModelOutput: an OrderedDict whose keys are also fields
+    # ModelOutput: an OrderedDict whose keys are also fields
+    if dataclasses.is_dataclass(tree):
         make: Callable[..., Tree] = type(tree)
         return make(**named)
-    fresh = copy.copy(tree)  # keeps default factories and extra attributes of dict subclasses
+    # keeps default factories and extra attributes of dict subclasses
+    fresh = copy.copy(tree)
     if not hasattr(fresh, "__setitem__"):
         return named
     for key, part in named.items():
@@ -64,7 +69,8 @@ def _rebuild_mapping(tree: Any, parts: Sequence[Tree]) -> Tree:
 
 
 def _rebuild_dataclass(tree: Tree, parts: Sequence[Tree]) -> Tree:
-    fresh = copy.copy(tree)  # __init__ may require arguments that are not stored in fields
+    # __init__ may require arguments that are not stored in fields
+    fresh = copy.copy(tree)
     for field, part in zip(dataclasses.fields(tree), parts, strict=True):
         object.__setattr__(fresh, field.name, part)
     return fresh
@@ -92,7 +98,10 @@ def zip_tensors(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
         return fn(first, *others)
     if not is_container(first):
         return first
-    rows = zip(*([part for _, part in children(tree)] for tree in (first, *others)), strict=True)
+    rows = zip(
+        *([part for _, part in children(tree)] for tree in (first, *others)),
+        strict=True,
+    )
     return rebuild(first, [zip_tensors(fn, *row) for row in rows])
 
 
@@ -145,13 +154,17 @@ def replace_tensors(tree: Tree, fresh: Sequence[Tensor]) -> Tree:
 
 
 def to_device(
-    tree: Tree, device: torch.device | str, non_blocking: bool = False, skip_keys: Collection[str] = ()
+    tree: Tree,
+    device: torch.device | str,
+    non_blocking: bool = False,
+    skip_keys: Collection[str] = (),
 ) -> Tree:
     """Return the tree with tensors, and other objects that have `.to`, on `device`; values under `skip_keys` are not moved."""
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=non_blocking)
     kind = type(tree)
-    if not skip_keys and (kind is dict or kind is tuple or kind is list):  # the common batches, on the hot path
+    # the common batches, on the hot path
+    if not skip_keys and (kind is dict or kind is tuple or kind is list):
         moved = [
             part.to(device, non_blocking=non_blocking)
             if type(part) is Tensor
@@ -166,20 +179,27 @@ def to_device(
     return rebuild(
         tree,
         [
-            part if key in skip_keys else to_device(part, device, non_blocking, skip_keys)
+            part
+            if key in skip_keys
+            else to_device(part, device, non_blocking, skip_keys)
             for key, part in children(tree)
         ],
     )
 
 
 def _move_object(
-    value: Any, device: torch.device | str, non_blocking: bool, skip_keys: Collection[str]
+    value: Any,
+    device: torch.device | str,
+    non_blocking: bool,
+    skip_keys: Collection[str],
 ) -> Any:  # Any: a batch object of a user's class
     if isinstance(value, UserDict) and (skip_keys or not hasattr(value, "to")):
         return rebuild(
             value,
             [
-                part if key in skip_keys else to_device(part, device, non_blocking, skip_keys)
+                part
+                if key in skip_keys
+                else to_device(part, device, non_blocking, skip_keys)
                 for key, part in value.items()
             ],
         )
@@ -188,7 +208,8 @@ def _move_object(
         return value
     try:
         return move(device, non_blocking=non_blocking)
-    except TypeError:  # a `.to` without the argument non_blocking: the plain move is just as correct
+    # a `.to` without the argument non_blocking: the plain move is just as correct
+    except TypeError:
         return move(device)
 
 
@@ -229,7 +250,12 @@ def concat(trees: Sequence[Tree], dim: int = 0) -> Tree:
     """Return one tree whose tensors are those of the given trees concatenated along `dim`; 0-dim tensors become rows."""
     if len(trees) == 1:
         return trees[0]
-    return zip_tensors(lambda *parts: torch.cat([p.reshape(1) if p.ndim == 0 else p for p in parts], dim), *trees)
+    return zip_tensors(
+        lambda *parts: torch.cat(
+            [p.reshape(1) if p.ndim == 0 else p for p in parts], dim
+        ),
+        *trees,
+    )
 
 
 def to_fp32(tree: Tree) -> Tree:

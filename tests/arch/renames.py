@@ -25,7 +25,10 @@ class Renames:
 
     def add(self, old: str, new: str) -> bool:
         """Note a pair; return False if either identifier already stands for another one."""
-        return self.new_names.setdefault(old, new) == new and self.old_names.setdefault(new, old) == old
+        return (
+            self.new_names.setdefault(old, new) == new
+            and self.old_names.setdefault(new, old) == old
+        )
 
 
 class Comparison:
@@ -40,31 +43,51 @@ class Comparison:
     def compare(self, before: ast.AST, after: ast.AST, scope: Renames) -> None:
         """Compare two trees whose identifiers belong to a scope."""
         if type(before) is not type(after):
-            self._differ(before, f"{type(before).__name__} became {type(after).__name__}")
+            self._differ(
+                before, f"{type(before).__name__} became {type(after).__name__}"
+            )
             return
         if isinstance(before, ast.FunctionDef | ast.AsyncFunctionDef):
             scope = Renames()
         for name, old in ast.iter_fields(before):
             self._compare_field(before, name, old, getattr(after, name), scope)
 
-    def _compare_field(self, node: ast.AST, name: str, old: object, new: object, scope: Renames) -> None:
+    def _compare_field(
+        self, node: ast.AST, name: str, old: object, new: object, scope: Renames
+    ) -> None:
         if isinstance(old, ast.AST) and isinstance(new, ast.AST):
             self.compare(old, new, scope)
         elif isinstance(old, list) and isinstance(new, list):
             self._compare_lists(node, name, old, new, scope)
-        elif isinstance(old, str) and isinstance(new, str) and (name in IDENTIFIER_FIELDS or name == "names"):
+        elif (
+            isinstance(old, str)
+            and isinstance(new, str)
+            and (name in IDENTIFIER_FIELDS or name == "names")
+        ):
             self._compare_identifiers(node, old, new, scope)
         elif isinstance(old, str) and isinstance(new, str) and old != new:
             self.strings.append((old, new))
         elif old != new:
             self._differ(node, f"{old!r} became {new!r}")
 
-    def _compare_lists(self, node: ast.AST, name: str, old: list[object], new: list[object], scope: Renames) -> None:
+    def _compare_lists(
+        self,
+        node: ast.AST,
+        name: str,
+        old: list[object],
+        new: list[object],
+        scope: Renames,
+    ) -> None:
         if name == "body":
             old, new = without_docstring(old), without_docstring(new)
-        if isinstance(node, ast.ImportFrom | ast.Import) or name == "keywords":  # sorted by name
-            old_names = sorted(ast.dump(item) for item in old if isinstance(item, ast.AST))
-            new_names = sorted(ast.dump(item) for item in new if isinstance(item, ast.AST))
+        # sorted by name
+        if isinstance(node, ast.ImportFrom | ast.Import) or name == "keywords":
+            old_names = sorted(
+                ast.dump(item) for item in old if isinstance(item, ast.AST)
+            )
+            new_names = sorted(
+                ast.dump(item) for item in new if isinstance(item, ast.AST)
+            )
             if old_names == new_names:
                 return
         if len(old) != len(new):
@@ -73,7 +96,9 @@ class Comparison:
         for old_item, new_item in zip(old, new, strict=True):
             self._compare_field(node, name, old_item, new_item, scope)
 
-    def _compare_identifiers(self, node: ast.AST, old: str, new: str, scope: Renames) -> None:
+    def _compare_identifiers(
+        self, node: ast.AST, old: str, new: str, scope: Renames
+    ) -> None:
         if old != new:
             self.renamed.add((old, new))
             if hasattr(builtins, old) or hasattr(builtins, new):
@@ -82,23 +107,40 @@ class Comparison:
             self._differ(node, f"{old} and {new} do not stand for each other")
 
     def _differ(self, node: ast.AST, difference: str) -> None:
-        self.differences.append(f"{self.path}:{getattr(node, 'lineno', 1)}: {difference}")
+        self.differences.append(
+            f"{self.path}:{getattr(node, 'lineno', 1)}: {difference}"
+        )
 
 
 def without_docstring(body: list[object]) -> list[object]:
     """Return the statements of a body without its docstring."""
     first = body[0] if body else None
     is_docstring = (
-        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
     )
     return body[1:] if is_docstring else body
 
 
 def sorted_imports(tree: ast.Module) -> ast.Module:
     """Sort the imports at the top of a module, whose order follows their names."""
-    imports = [statement for statement in tree.body if isinstance(statement, ast.Import | ast.ImportFrom)]
-    others = [statement for statement in tree.body if not isinstance(statement, ast.Import | ast.ImportFrom)]
-    imports.sort(key=lambda statement: (getattr(statement, "module", "") or "", len(statement.names)))
+    imports = [
+        statement
+        for statement in tree.body
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+    ]
+    others = [
+        statement
+        for statement in tree.body
+        if not isinstance(statement, ast.Import | ast.ImportFrom)
+    ]
+    imports.sort(
+        key=lambda statement: (
+            getattr(statement, "module", "") or "",
+            len(statement.names),
+        )
+    )
     return ast.Module(body=[*imports, *others], type_ignores=[])
 
 
@@ -107,7 +149,11 @@ def differences_of(before: dict[str, str], after: dict[str, str]) -> list[str]:
     comparisons = []
     for path, source in before.items():
         comparison = Comparison(path)
-        comparison.compare(sorted_imports(ast.parse(source)), sorted_imports(ast.parse(after[path])), Renames())
+        comparison.compare(
+            sorted_imports(ast.parse(source)),
+            sorted_imports(ast.parse(after[path])),
+            Renames(),
+        )
         comparisons.append(comparison)
     renamed = {pair for comparison in comparisons for pair in comparison.renamed}
     differences = []
@@ -116,28 +162,51 @@ def differences_of(before: dict[str, str], after: dict[str, str]) -> list[str]:
         differences += [
             f"{comparison.path}: the text {old!r} became {new!r}"
             for old, new in comparison.strings
-            if not any(old.replace(old_name, new_name) == new for old_name, new_name in renamed)
+            if not any(
+                old.replace(old_name, new_name) == new for old_name, new_name in renamed
+            )
         ]
     return differences
 
 
 def file_at(commit: str, path: str) -> str:
     """Return a file's text at a commit."""
-    return subprocess.run(["git", "show", f"{commit}:{path}"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", "show", f"{commit}:{path}"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def main(before: str = "HEAD~1", after: str = "HEAD") -> int:
     """Print what else than names changed between two commits; return 1 if anything did."""
-    command = ["git", "diff", "--no-renames", "--name-status", before, after, "--", "*.py"]
-    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    command = [
+        "git",
+        "diff",
+        "--no-renames",
+        "--name-status",
+        before,
+        after,
+        "--",
+        "*.py",
+    ]
+    rows = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     changes = [row.split("\t") for row in rows]
-    differences = [f"{path}: added or deleted" for status, path in changes if status != "M"]
+    differences = [
+        f"{path}: added or deleted" for status, path in changes if status != "M"
+    ]
     paths = [path for status, path in changes if status == "M"]
     before_files = {path: file_at(before, path) for path in paths}
     after_files = {path: file_at(after, path) for path in paths}
     differences += differences_of(before_files, after_files)
     sys.stdout.write(
-        "\n".join([*differences, f"{len(paths)} files, {len(differences)} differences that are not names"]) + "\n"
+        "\n".join(
+            [
+                *differences,
+                f"{len(paths)} files, {len(differences)} differences that are not names",
+            ]
+        )
+        + "\n"
     )
     return int(bool(differences))
 

@@ -19,28 +19,43 @@ TABLE = re.compile(r"\| extension \| provides \|\n(?:\|.*\|\n)+")
 
 def extension_table() -> str:
     """Return the rows of the bundled extensions, from their declarations."""
-    folders = {folder.parent.name for folder in (ROOT / "src" / "hasten" / "extensions").glob("*/extension.py")}
-    rows = [f"| `{extension.name}` | {extension.summary} |" for extension in installed() if extension.name in folders]
+    folders = {
+        folder.parent.name
+        for folder in (ROOT / "src" / "hasten" / "extensions").glob("*/extension.py")
+    }
+    rows = [
+        f"| `{extension.name}` | {extension.summary} |"
+        for extension in installed()
+        if extension.name in folders
+    ]
     return "\n".join(["| extension | provides |", "|---|---|", *rows, ""])
 
 
 def enforced_layers(contract_id: str) -> list[set[str]]:
     """Return the layers of a contract, from the upper to the lower ones."""
-    linter = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    contract = next(contract for contract in linter["contracts"] if contract["id"] == contract_id)
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "tool"
+    ]["importlinter"]
+    contract = next(
+        contract for contract in linter["contracts"] if contract["id"] == contract_id
+    )
     return [set(re.findall(r"\w+", layer)) for layer in contract["layers"]]
 
 
 def documented_layers(first_name: str) -> list[set[str]]:
     """Return the layers of the diagram whose first layer begins with a name."""
-    diagrams = re.findall(r"^```\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    diagrams = re.findall(
+        r"^```\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     diagram = next(diagram for diagram in diagrams if diagram.startswith(first_name))
     names = [re.split(r"\s{3,}", line)[0] for line in diagram.splitlines()]
     return [set(re.findall(r"\w+", name)) for name in names]
 
 
 def test_the_table_lists_every_extension() -> None:
-    assert extension_table() in PAGE.read_text(encoding="utf-8"), "run python -m tests.arch.test_architecture"
+    assert extension_table() in PAGE.read_text(encoding="utf-8"), (
+        "run python -m tests.arch.test_architecture"
+    )
 
 
 def test_the_layers_are_those_that_are_enforced() -> None:

@@ -41,7 +41,14 @@ PLAIN: Final = (
         re.Pattern,
         PurePath,
     ),
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.GenericAlias, types.UnionType),
+    *(
+        type,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.ModuleType,
+        types.GenericAlias,
+        types.UnionType,
+    ),
     *(
         typing.TypeVar,
         typing.ParamSpec,
@@ -71,23 +78,41 @@ def frozen(value: object) -> bool:
         case types.MappingProxyType():
             return all(frozen(key) and frozen(part) for key, part in value.items())
         case msgspec.Struct():
-            return value.__struct_config__.frozen and all(frozen(getattr(value, f)) for f in value.__struct_fields__)
-    if isinstance(value, PLAIN) or type(value) is object or type(value).__module__ == "typing":
+            return value.__struct_config__.frozen and all(
+                frozen(getattr(value, f)) for f in value.__struct_fields__
+            )
+    if (
+        isinstance(value, PLAIN)
+        or type(value) is object
+        or type(value).__module__ == "typing"
+    ):
         return True
     if dataclasses.is_dataclass(value):
         fixed: bool = value.__dataclass_params__.frozen  # type: ignore[union-attr]
-        return fixed and all(frozen(getattr(value, field.name)) for field in dataclasses.fields(value))
+        return fixed and all(
+            frozen(getattr(value, field.name)) for field in dataclasses.fields(value)
+        )
     holds_nothing = getattr(type(value), "__slots__", None) == ()
-    return holds_nothing or (isinstance(value, Callable) and not hasattr(value, "__dict__"))  # type: ignore[arg-type]
+    return holds_nothing or (
+        isinstance(value, Callable) and not hasattr(value, "__dict__")  # type: ignore[arg-type]
+    )
 
 
 def assigned_names(file: Path) -> Iterator[str]:
     """Yield the names that a module assigns at its top level."""
     for node in ast.parse(file.read_text("utf-8")).body:
         targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
         )
-        yield from (target.id for target in targets if isinstance(target, ast.Name) and not target.id.startswith("__"))
+        yield from (
+            target.id
+            for target in targets
+            if isinstance(target, ast.Name) and not target.id.startswith("__")
+        )
 
 
 def test_every_module_constant_is_frozen() -> None:
@@ -96,7 +121,9 @@ def test_every_module_constant_is_frozen() -> None:
         names = list(assigned_names(file))
         if not names:
             continue
-        dotted = ".".join(("hasten", *file.relative_to(FOLDER).with_suffix("").parts)).removesuffix(".__init__")
+        dotted = ".".join(
+            ("hasten", *file.relative_to(FOLDER).with_suffix("").parts)
+        ).removesuffix(".__init__")
         module = importlib.import_module(dotted)
         complaints += [
             f"{dotted}.{name} is a {type(vars(module)[name]).__name__} that can change"
@@ -113,13 +140,25 @@ class Still:
     inside: object
 
 
-@pytest.mark.parametrize("value", [[], {}, set(), ([],), Still([]), types.MappingProxyType({"a": []}), iter("a")])
+@pytest.mark.parametrize(
+    "value",
+    [[], {}, set(), ([],), Still([]), types.MappingProxyType({"a": []}), iter("a")],
+)
 def test_changing_values_are_seen(value: object) -> None:
     assert not frozen(value)
 
 
 @pytest.mark.parametrize(
-    "value", [1, "a", (1, ("b",)), Still((1,)), types.MappingProxyType({"a": 1}), torch.float32, object()]
+    "value",
+    [
+        1,
+        "a",
+        (1, ("b",)),
+        Still((1,)),
+        types.MappingProxyType({"a": 1}),
+        torch.float32,
+        object(),
+    ],
 )
 def test_fixed_values_are_accepted(value: object) -> None:
     assert frozen(value)

@@ -18,7 +18,9 @@ from hasten.extension import Extension, Kind, installed
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "hasten"
 EXTENSIONS = {
-    extension.name: extension for extension in installed() if (SOURCE / "extensions" / extension.name).is_dir()
+    extension.name: extension
+    for extension in installed()
+    if (SOURCE / "extensions" / extension.name).is_dir()
 }
 
 TRAINING = """
@@ -69,16 +71,29 @@ def package_without(names: Sequence[str], folder: Path) -> dict[str, str]:
     deleted = {SOURCE / "extensions" / name for name in names}
 
     def ignored(parent: str, children: list[str]) -> set[str]:
-        return {child for child in children if child == "__pycache__" or Path(parent) / child in deleted}
+        return {
+            child
+            for child in children
+            if child == "__pycache__" or Path(parent) / child in deleted
+        }
 
     shutil.copytree(SOURCE, folder / "hasten", ignore=ignored)
     return os.environ | {"PYTHONPATH": str(folder)}
 
 
-def run_python(arguments: Sequence[str], environment: dict[str, str], folder: Path) -> str:
+def run_python(
+    arguments: Sequence[str], environment: dict[str, str], folder: Path
+) -> str:
     """Run Python; return its output. Fails with the output of the process."""
     command = [sys.executable, *arguments]
-    process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+    process = subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 
@@ -89,9 +104,15 @@ def names_of(extension: Extension) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
-def test_what_a_deleted_extension_provided_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_a_deleted_extension_provided_is_refused(
+    name: str, tmp_path: Path
+) -> None:
     environment = package_without([name], tmp_path)
-    run_python(["-c", ASKED_FOR.format(names=names_of(EXTENSIONS[name]))], environment, tmp_path)
+    run_python(
+        ["-c", ASKED_FOR.format(names=names_of(EXTENSIONS[name]))],
+        environment,
+        tmp_path,
+    )
 
 
 def test_the_core_trains_alone(tmp_path: Path) -> None:
@@ -106,14 +127,37 @@ def test_the_core_trains_alone(tmp_path: Path) -> None:
 def test_the_core_without_an_extension_is_whole(name: str, tmp_path: Path) -> None:
     """Types, import contracts and the unit tests of the core, without the folder."""
     copy = tmp_path / "repository"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "__pycache__", "results"))
+    shutil.copytree(
+        ROOT,
+        copy,
+        ignore=shutil.ignore_patterns(".*", "build", "__pycache__", "results"),
+    )
     shutil.rmtree(copy / "src" / "hasten" / "extensions" / name)
     shutil.rmtree(copy / "tests" / "extensions" / name, ignore_errors=True)
-    environment = os.environ | {"PYTHONPATH": f"{copy / 'src'}:{copy / 'dropin' / 'src'}"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{copy / 'src'}:{copy / 'dropin' / 'src'}"
+    }
     run_python(["-m", "mypy", "src/hasten"], environment, copy)
-    run_python(["-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"], environment, copy)
     run_python(
-        ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not timed and not exhaustive", "tests/unit"],
+        [
+            "-c",
+            "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        ],
+        environment,
+        copy,
+    )
+    run_python(
+        [
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not timed and not exhaustive",
+            "tests/unit",
+        ],
         environment,
         copy,
     )
@@ -126,6 +170,13 @@ def test_the_core_imports_no_extension() -> None:
         for path in SOURCE.rglob("*.py")
         if not path.is_relative_to(SOURCE / "extensions")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hasten.extensions")
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("hasten.extensions")
     }
-    assert importers <= {"__init__.py", "data/__init__.py", "bigmodel.py", "ray.py", "trainer.py"}
+    assert importers <= {
+        "__init__.py",
+        "data/__init__.py",
+        "bigmodel.py",
+        "ray.py",
+        "trainer.py",
+    }

@@ -9,9 +9,49 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = (ROOT / "src" / "hasten", ROOT / "dropin" / "src")
-QUESTIONS: Final = frozenset({"What", "Whether", "Who", "Where", "How", "Which", "Why", "That", "Whoever", "Whatever"})
-NOUNS: Final = frozenset({"The", "A", "An", "All", "Every", "This", "One", "Both", "Each", "Several", "Whole"})
-VERBS: Final = frozenset({"Stands", "Takes", "Leaves", "Writes", "Counts", "Keeps", "Reads", "Moves", "Looks", "Shows"})
+QUESTIONS: Final = frozenset(
+    {
+        "What",
+        "Whether",
+        "Who",
+        "Where",
+        "How",
+        "Which",
+        "Why",
+        "That",
+        "Whoever",
+        "Whatever",
+    }
+)
+NOUNS: Final = frozenset(
+    {
+        "The",
+        "A",
+        "An",
+        "All",
+        "Every",
+        "This",
+        "One",
+        "Both",
+        "Each",
+        "Several",
+        "Whole",
+    }
+)
+VERBS: Final = frozenset(
+    {
+        "Stands",
+        "Takes",
+        "Leaves",
+        "Writes",
+        "Counts",
+        "Keeps",
+        "Reads",
+        "Moves",
+        "Looks",
+        "Shows",
+    }
+)
 
 
 def opening(node: ast.AST) -> str:
@@ -23,7 +63,9 @@ def opening(node: ast.AST) -> str:
 
 def is_value(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether a function is read like an attribute or entered like a block, which a noun describes."""
-    names = {getattr(one, "attr", getattr(one, "id", "")) for one in node.decorator_list}
+    names = {
+        getattr(one, "attr", getattr(one, "id", "")) for one in node.decorator_list
+    }
     return bool(names & {"property", "cached_property", "contextmanager", "setter"})
 
 
@@ -50,4 +92,6 @@ def test_docstrings_open_with_what_a_thing_is_or_does() -> None:
 
 def test_a_wrong_opening_is_seen() -> None:
     text = 'class A:\n    """What it is."""\n\ndef f() -> int:\n    """The number."""\n\n@property\ndef g(self) -> int:\n    """The number."""\n'
-    assert [line.split(": ")[1].split(" opens")[0] for line in complaints(text, "x")] == ["class A", "f()"]
+    assert [
+        line.split(": ")[1].split(" opens")[0] for line in complaints(text, "x")
+    ] == ["class A", "f()"]

@@ -29,17 +29,34 @@ pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[Found()
 
 def test_every_file_of_tests_is_collected() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", COLLECT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
-    collected = {Path(line.removeprefix("found ")) for line in done.stdout.splitlines() if line.startswith("found ")}
-    there = {path for top in ("tests", "dropin/tests") for path in (ROOT / top).rglob("test_*.py")}
+    collected = {
+        Path(line.removeprefix("found "))
+        for line in done.stdout.splitlines()
+        if line.startswith("found ")
+    }
+    there = {
+        path
+        for top in ("tests", "dropin/tests")
+        for path in (ROOT / top).rglob("test_*.py")
+    }
     assert there - collected == set(), done.stdout[-2000:] + done.stderr
-    assert {path.name for path in there if not has_tests(path)} == set(), "files without a test"
+    assert {path.name for path in there if not has_tests(path)} == set(), (
+        "files without a test"
+    )
 
 
 def has_tests(path: Path) -> bool:
     """Whether a file defines something that pytest takes for a test."""
     body = ast.parse(path.read_text("utf-8")).body
     return any(
-        isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test") for node in body
+        isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and node.name.lower().startswith("test")
+        for node in body
     )

@@ -16,9 +16,11 @@ IMPORT_BUDGET_S: Final = 0.050
 HELP_BUDGET_S: Final = 0.300
 ACCELERATOR_SHARE: Final = 0.25
 """Processor time of the import of `Accelerator` and its constructor, as a part of that of the import of torch."""
-TRIES: Final = 8  # the best of several: a budget is about our work, not about a busy machine
+# the best of several: a budget is about our work, not about a busy machine
+TRIES: Final = 8
 HEAVY: Final = ("torch", "numpy", "rich", "yaml", "questionary")
-SHARDING: Final = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")  # nearly a second of imports
+# nearly a second of imports
+SHARDING: Final = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
 MOST_MODULES: Final = 125
 """Modules of the core. Each installed extension adds its declaration and its settings, and nothing else."""
 DECLARATIONS: Final = (".extension", ".settings")
@@ -34,7 +36,8 @@ ON_FIRST_USE: Final = (
     "hasten.state.rank_state",
     "hasten.state.restore",
     "hasten.state.run_state",
-    "hasten.state.saving",  # the constructor makes a Preemption, so hasten.state.preemption is loaded
+    # the constructor makes a Preemption, so hasten.state.preemption is loaded
+    "hasten.state.saving",
     "hasten.strategies.context",
     "hasten.strategies.ddp",
     "hasten.strategies.fsdp",
@@ -51,16 +54,25 @@ LATER: Final = (*SHARDING, "torch._dynamo", "rich", "yaml", "packaging", "questi
 def import_seconds() -> float:
     """Return what `import hasten` takes, as Python itself accounts for it."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", "import hasten"], capture_output=True, text=True, check=True
+        [sys.executable, "-X", "importtime", "-c", "import hasten"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    lines = [line for line in done.stderr.splitlines() if re.search(r"\| hasten$", line)]
+    lines = [
+        line for line in done.stderr.splitlines() if re.search(r"\| hasten$", line)
+    ]
     return int(lines[0].split("|")[1]) / 1e6
 
 
 def help_seconds() -> float:
     """Return what `hasten --help` takes from start to end."""
     start = time.perf_counter()
-    subprocess.run([Path(sys.executable).with_name("hasten"), "--help"], capture_output=True, check=True)
+    subprocess.run(
+        [Path(sys.executable).with_name("hasten"), "--help"],
+        capture_output=True,
+        check=True,
+    )
     return time.perf_counter() - start
 
 
@@ -70,7 +82,9 @@ def accelerator_share() -> float:
         "import time\nbegun = time.process_time()\nimport torch\nof_torch = time.process_time() - begun\nbegun = time.process_time()\n"
         "from hasten import Accelerator\nAccelerator(cpu=True)\nprint('took', (time.process_time() - begun) / of_torch)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     return float(done.stdout.split()[-1])
 
 
@@ -95,7 +109,9 @@ def test_import_is_quick() -> None:
 
 def test_import_loads_nothing_heavy() -> None:
     code = f"import hasten, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -108,20 +124,27 @@ def test_an_accelerator_is_quick() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_an_import_does_not_collect_garbage_and_leaves_the_collector_as_it_was(enabled: bool) -> None:
+def test_an_import_does_not_collect_garbage_and_leaves_the_collector_as_it_was(
+    enabled: bool,
+) -> None:
     code = (
         f"import gc, torch\n{'' if enabled else 'gc.disable()'}\nran = []\ngc.callbacks.append(lambda *told: ran.append(told))\n"
         "import hasten\ngc.collect()\nbefore = len(ran)\nhasten.Accelerator\nprint(len(ran) - before <= 2, gc.isenabled())\n"
         "try:\n    hasten.no_such_name\nexcept AttributeError:\n    print(gc.isenabled())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", str(enabled), str(enabled)]  # one collection may follow the import
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    # one collection may follow the import
+    assert done.stdout.split() == ["True", str(enabled), str(enabled)]
 
 
 @pytest.mark.timed
 def test_help_is_quick() -> None:
     best = best_under(help_seconds, HELP_BUDGET_S)
-    assert best < HELP_BUDGET_S, f"hasten --help takes {best:.2f} s; a command's imports belong into its own file"
+    assert best < HELP_BUDGET_S, (
+        f"hasten --help takes {best:.2f} s; a command's imports belong into its own file"
+    )
 
 
 def test_help_loads_no_torch() -> None:
@@ -135,8 +158,14 @@ def loaded_by(*steps: tuple[str, tuple[str, ...]]) -> list[list[str]]:
         f"{code}\nprint('now', [m for m in {modules!r} if m in sys.modules and m not in before])\n"
         for code, modules in steps
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return [ast.literal_eval(line[4:]) for line in done.stdout.splitlines() if line.startswith("now ")]
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return [
+        ast.literal_eval(line[4:])
+        for line in done.stdout.splitlines()
+        if line.startswith("now ")
+    ]
 
 
 def test_an_accelerator_loads_nothing_that_its_run_does_not_need() -> None:
@@ -154,17 +183,29 @@ def test_an_accelerator_loads_its_components_on_first_use() -> None:
         "import sys, torch\nbefore = set(sys.modules)\nfrom hasten import Accelerator\n"
         "print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     loaded = done.stdout.split()
     assert "hasten.accelerator.facade" in loaded
     late = [name for name in loaded if name.startswith(ON_FIRST_USE)]
-    assert not late, f"`from hasten import Accelerator` loads {late}; import them where a component is made"
+    assert not late, (
+        f"`from hasten import Accelerator` loads {late}; import them where a component is made"
+    )
     ours = [name for name in loaded if name.partition(".")[0] == "hasten"]
     of_extensions = [name for name in ours if name.startswith("hasten.extensions.")]
-    not_declared = [name for name in of_extensions if name.count(".") > 2 and not name.endswith(DECLARATIONS)]
-    assert not not_declared, f"`from hasten import Accelerator` loads {not_declared} of extensions that it does not use"
+    not_declared = [
+        name
+        for name in of_extensions
+        if name.count(".") > 2 and not name.endswith(DECLARATIONS)
+    ]
+    assert not not_declared, (
+        f"`from hasten import Accelerator` loads {not_declared} of extensions that it does not use"
+    )
     num_of_core = len(ours) - len(of_extensions)
-    assert num_of_core <= MOST_MODULES, f"`from hasten import Accelerator` loads {num_of_core} modules of the core"
+    assert num_of_core <= MOST_MODULES, (
+        f"`from hasten import Accelerator` loads {num_of_core} modules of the core"
+    )
 
 
 def test_ddp_loads_nothing_of_sharding() -> None:

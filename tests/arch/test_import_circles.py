@@ -24,7 +24,11 @@ def imports_of(tree: ast.Module, known: frozenset[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and node.module is not None
+            and node.level == 0
+        ):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -38,7 +42,10 @@ def graph_of(root: Path) -> dict[str, set[str]]:
     """Return the modules below `root`, each with the modules that it imports."""
     files = {module_name(file, root): tree for file, tree in trees(root).items()}
     known = frozenset(files)
-    return {name: set(imports_of(tree, known)) - {name, root.name} for name, tree in files.items()}
+    return {
+        name: set(imports_of(tree, known)) - {name, root.name}
+        for name, tree in files.items()
+    }
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
@@ -51,13 +58,19 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
                 seen.add(other)
                 waiting.append(other)
         reached[start] = seen
-    groups = {tuple(sorted(b for b in seen if a in reached[b])) for a, seen in reached.items() if a in seen}
+    groups = {
+        tuple(sorted(b for b in seen if a in reached[b]))
+        for a, seen in reached.items()
+        if a in seen
+    }
     return sorted(map(list, groups))
 
 
 def test_no_module_imports_itself_through_others() -> None:
     found = circles(graph_of(ROOT))
-    assert not found, f"these modules import each other; move what they share below them: {found}"
+    assert not found, (
+        f"these modules import each other; move what they share below them: {found}"
+    )
 
 
 def test_a_circle_is_found_wherever_its_imports_are(tmp_path: Path) -> None:
@@ -69,6 +82,8 @@ def test_a_circle_is_found_wherever_its_imports_are(tmp_path: Path) -> None:
     (root / "inner" / "b.py").write_text(
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from toy.c import C\n"
     )
-    (root / "c.py").write_text("class C:\n    def f(self) -> None:\n        import toy.a\n")
+    (root / "c.py").write_text(
+        "class C:\n    def f(self) -> None:\n        import toy.a\n"
+    )
     (root / "d.py").write_text("from toy.a import b\n")
     assert circles(graph_of(root)) == [["toy.a", "toy.c", "toy.inner.b"]]

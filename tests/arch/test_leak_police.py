@@ -26,7 +26,10 @@ def test_hanging():
 """
 LEAKS: Final = (
     ("os.environ['LEFT'] = '1'", "environment variable LEFT: None became '1'"),
-    ("threading.Thread(target=time.sleep, args=(9,), daemon=True, name='idler').start()", "thread 'idler' still runs"),
+    (
+        "threading.Thread(target=time.sleep, args=(9,), daemon=True, name='idler').start()",
+        "thread 'idler' still runs",
+    ),
     ("os.open(__file__, 0)", "file descriptor"),
     ("globals().update(child=subprocess.Popen(['sleep', '9']))", "is alive: sleep 9"),
     ("os.chdir('/')", "the working folder moved"),
@@ -52,16 +55,34 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
             ours, theirs
         )  # a leak is reported at once, also where the host takes the processors away
     (folder / "conftest.py").write_text(police)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    timeout: seconds\nfilterwarnings =\n    error\n")
-    leaky = "".join(f"def test_leaky_{i}():\n    {statement}\n\n" for i, (statement, _) in enumerate(LEAKS))
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    timeout: seconds\nfilterwarnings =\n    error\n"
+    )
+    leaky = "".join(
+        f"def test_leaky_{i}():\n    {statement}\n\n"
+        for i, (statement, _) in enumerate(LEAKS)
+    )
     (folder / "test_inner.py").write_text(PREAMBLE + CLEAN + HANGING + leaky)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(folder),
+        str(folder),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, check=False
+    ).stdout
 
 
 @pytest.mark.parametrize("index", range(len(LEAKS)), ids=lambda i: LEAKS[i][1])
 def test_leak_is_named(report: str, index: int) -> None:
-    said = report.partition(f"test_leaky_{index} left behind:\n")[2].partition("\n_____")[0]
+    said = report.partition(f"test_leaky_{index} left behind:\n")[2].partition(
+        "\n_____"
+    )[0]
     assert LEAKS[index][1] in said, report
 
 

@@ -67,21 +67,42 @@ def small_files(folder: Path) -> dict[str, int]:
         path.relative_to(folder).as_posix(): len(path.read_text("utf-8").splitlines())
         for path in folder.rglob("*.py")
         if path.name
-        not in ("__init__.py", "extension.py", "command.py", "settings.py", "rules.py", "part.py")  # loaded apart
+        # loaded apart
+        not in (
+            "__init__.py",
+            "extension.py",
+            "command.py",
+            "settings.py",
+            "rules.py",
+            "part.py",
+        )
     }
     return {name: size for name, size in sorted(sizes.items()) if size < FEWEST_LINES}
 
 
 def without_reason(sizes: Mapping[str, int]) -> list[str]:
     """Return the small files that are not listed."""
-    return [f"{name} has {size} lines" for name, size in sizes.items() if name not in SMALL]
+    return [
+        f"{name} has {size} lines" for name, size in sizes.items() if name not in SMALL
+    ]
 
 
 def full_folders(package: Path) -> dict[str, int]:
     """Return the number of files of each folder over the limit that is not listed, without `__init__.py`."""
-    folders = (path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__")
-    counts = {folder.relative_to(package).as_posix(): len([*folder.glob("*.py")]) - 1 for folder in folders}
-    return {name: count for name, count in counts.items() if count > MOST_FILES and name not in FULL}
+    folders = (
+        path
+        for path in package.rglob("*")
+        if path.is_dir() and path.name != "__pycache__"
+    )
+    counts = {
+        folder.relative_to(package).as_posix(): len([*folder.glob("*.py")]) - 1
+        for folder in folders
+    }
+    return {
+        name: count
+        for name, count in counts.items()
+        if count > MOST_FILES and name not in FULL
+    }
 
 
 def names_used_twice(folder: Path) -> dict[str, list[str]]:
@@ -96,7 +117,9 @@ def names_used_twice(folder: Path) -> dict[str, list[str]]:
 
 def test_every_small_file_has_a_reason() -> None:
     found = without_reason(small_files(PACKAGE))
-    assert not found, f"{found}: merge each into the file that imports it, or add it to SMALL with the reason"
+    assert not found, (
+        f"{found}: merge each into the file that imports it, or add it to SMALL with the reason"
+    )
 
 
 def test_a_small_file_without_a_reason_is_found(tmp_path: Path) -> None:
@@ -113,7 +136,11 @@ def test_a_folder_holds_few_files() -> None:
 
 
 def test_a_full_folder_is_found(tmp_path: Path) -> None:
-    for name, count in (("full", MOST_FILES + 2), ("fits", MOST_FILES + 1), ("cli", MOST_FILES + 2)):
+    for name, count in (
+        ("full", MOST_FILES + 2),
+        ("fits", MOST_FILES + 1),
+        ("cli", MOST_FILES + 2),
+    ):
         (tmp_path / name).mkdir()
         for number in range(count):
             (tmp_path / name / f"{number}.py").touch()

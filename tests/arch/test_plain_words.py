@@ -59,17 +59,34 @@ def strings(text: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.JoinedStr):
             skipped.update(id(part) for part in node.values)
             if id(node) not in skipped:
-                parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                parts = [
+                    str(part.value) if isinstance(part, ast.Constant) else "{}"
+                    for part in node.values
+                ]
                 yield node.lineno, "".join(parts)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in skipped
+        ):
             yield node.lineno, node.value
 
 
 def prose(page: str) -> str:
     """Return a page without its code blocks and inline code, with the lines in place."""
-    blanked = re.sub(r"^```.*?^```", lambda found: "\n" * found[0].count("\n"), page, flags=re.MULTILINE | re.DOTALL)
-    blanked = re.sub(r"<!-- .*?-->", lambda found: "\n" * found[0].count("\n"), blanked, flags=re.DOTALL)
+    blanked = re.sub(
+        r"^```.*?^```",
+        lambda found: "\n" * found[0].count("\n"),
+        page,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    blanked = re.sub(
+        r"<!-- .*?-->",
+        lambda found: "\n" * found[0].count("\n"),
+        blanked,
+        flags=re.DOTALL,
+    )
     return re.sub(r"`[^`\n]*`", "``", blanked)
 
 
@@ -95,16 +112,24 @@ def test_pages_use_plain_words() -> None:
     found = [
         complaint
         for page in PAGES
-        for complaint in complaints(prose(page.read_text("utf-8")), page.relative_to(REPOSITORY).as_posix())
+        for complaint in complaints(
+            prose(page.read_text("utf-8")), page.relative_to(REPOSITORY).as_posix()
+        )
     ]
     assert not found, f"{len(found)} phrases:\n" + "\n".join(found)
 
 
 def test_a_forbidden_phrase_is_seen() -> None:
     code = '"""Nobody reads this."""\nraise ValueError(f"rank {rank} does not answer; "\n    "training goes on")\n'
-    assert [complaint.split(";")[0] for line, text in strings(code) for complaint in complaints(text, "x", line)] == [
+    assert [
+        complaint.split(";")[0]
+        for line, text in strings(code)
+        for complaint in complaints(text, "x", line)
+    ] == [
         "x:2: 'goes on'",
         "x:2: 'does not answer'",
     ]
     page = "One line.\n\n```python\nwhoever = 1\n```\n\nA file of `its own` for whoever\nreads.\n"
-    assert list(complaints(prose(page), "p")) == ["p:7: 'whoever'; write: the rank, process or user"]
+    assert list(complaints(prose(page), "p")) == [
+        "p:7: 'whoever'; write: the rank, process or user"
+    ]

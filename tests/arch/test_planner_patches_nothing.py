@@ -21,13 +21,18 @@ from hasten.extensions.planning.tune import trial
 from hasten.extensions.planning.tune.tuning import TrialOutcome
 from hasten.optim.run_part import parts_of_every_run
 
-FOLDERS: Final = [Path(hasten.__file__).parent / "extensions" / "planning" / name for name in ("plan", "tune")]
+FOLDERS: Final = [
+    Path(hasten.__file__).parent / "extensions" / "planning" / name
+    for name in ("plan", "tune")
+]
 Picture = Mapping[tuple[str, str], int]
 
 
 def assignments_to_hasten(tree: ast.Module) -> Iterator[str]:
     """Yield what sets an attribute of a name imported from hasten."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     names = {
         (alias.asname or alias.name).partition(".")[0]
         for node in imports
@@ -37,12 +42,21 @@ def assignments_to_hasten(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=targets):
-                holders = [part.value for one in targets for part in ast.walk(one) if isinstance(part, ast.Attribute)]
+                holders = [
+                    part.value
+                    for one in targets
+                    for part in ast.walk(one)
+                    if isinstance(part, ast.Attribute)
+                ]
             case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[holder, *_]):
                 holders = [holder]
             case _:
                 continue
-        if any(isinstance(part, ast.Name) and part.id in names for one in holders for part in ast.walk(one)):
+        if any(
+            isinstance(part, ast.Name) and part.id in names
+            for one in holders
+            for part in ast.walk(one)
+        ):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
@@ -76,8 +90,15 @@ def picture() -> Picture:
             found |= {(name, key): id(value) for key, value in vars(module).items()}
             for kind in vars(module).values():
                 if isinstance(kind, type) and kind.__module__ == name:
-                    inside = {key: value for key, value in vars(kind).items() if not key.startswith("_abc_")}
-                    found |= {(f"{name}.{kind.__qualname__}", key): id(value) for key, value in inside.items()}
+                    inside = {
+                        key: value
+                        for key, value in vars(kind).items()
+                        if not key.startswith("_abc_")
+                    }
+                    found |= {
+                        (f"{name}.{kind.__qualname__}", key): id(value)
+                        for key, value in inside.items()
+                    }
     return found
 
 
@@ -86,7 +107,9 @@ def loop() -> None:
     accelerator = Accelerator()
     net: nn.Module = nn.Linear(4, 2)
     loader: DataLoader[Tensor] = DataLoader([torch.zeros(4)] * 64, batch_size=2)  # type: ignore[arg-type]
-    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+    net, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), loader
+    )
     for batch in loader:
         accelerator.backward(net(batch).sum())
         optimizer.step()
@@ -114,7 +137,11 @@ def test_a_traced_script_sees_hasten_as_it_is() -> None:
 
 def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
     before = picture()
-    script, told, result = tmp_path / "script.py", tmp_path / "spec.json", tmp_path / "result.json"
+    script, told, result = (
+        tmp_path / "script.py",
+        tmp_path / "spec.json",
+        tmp_path / "result.json",
+    )
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import test_planner_patches_nothing as here\nhere.looked.append(here.picture())\nhere.loop()\n"

@@ -100,14 +100,21 @@ def uses(file: str, tree: ast.Module) -> Iterator[Use]:
     for node in nodes(tree):
         match node:
             case ast.Attribute(attr=name, value=value) if private(name):
-                called_super = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "super"
-                own = called_super or (isinstance(value, ast.Name) and value.id in ("self", "cls"))
+                called_super = (
+                    isinstance(value, ast.Call)
+                    and getattr(value.func, "id", "") == "super"
+                )
+                own = called_super or (
+                    isinstance(value, ast.Name) and value.id in ("self", "cls")
+                )
                 yield Use(name, file, node.lineno, own)
-            case ast.Call(func=ast.Name(id=reader), args=[_, ast.Constant(value=str(name)), *_]) if (
-                reader in READERS and private(name)
-            ):
+            case ast.Call(
+                func=ast.Name(id=reader), args=[_, ast.Constant(value=str(name)), *_]
+            ) if reader in READERS and private(name):
                 yield Use(name, file, node.lineno, own=False)
-            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":
+            case ast.ImportFrom(module=str(module), names=names) if (
+                module.split(".")[0] == "torch"
+            ):
                 for part in (*module.split("."), *(alias.name for alias in names)):
                     if private(part):
                         yield Use(part, file, node.lineno, own=False)
@@ -125,7 +132,9 @@ def defined(tree: ast.Module) -> Iterator[str]:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if private(name):
                 yield name
-            case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "cls")) if private(name):
+            case ast.Attribute(
+                attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "cls")
+            ) if private(name):
                 yield name
             case ast.Name(id=name, ctx=ast.Store()) if private(name):
                 yield name
@@ -138,16 +147,23 @@ def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
     imported = {
         alias.asname or alias.name: (node.module, alias.name)
         for node in nodes(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] == "torch"
         for alias in node.names
     }
     for made in (node for node in nodes(tree) if isinstance(node, ast.ClassDef)):
-        bases = [base for base in (_base(node, imported) for node in made.bases) if base is not None]
+        bases = [
+            base
+            for base in (_base(node, imported) for node in made.bases)
+            if base is not None
+        ]
         for node in ast.walk(made) if bases else ():
             match node:
                 case ast.FunctionDef(name=name) if private(name):
                     pass
-                case ast.Attribute(attr=name, value=ast.Name(id="self")) if private(name):
+                case ast.Attribute(attr=name, value=ast.Name(id="self")) if private(
+                    name
+                ):
                     pass
                 case _:
                     continue
@@ -155,7 +171,9 @@ def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
                 yield Use(name, file, node.lineno, own=False)
 
 
-def _base(node: ast.expr, imported: dict[str, tuple[str | None, str]]) -> frozenset[str] | None:
+def _base(
+    node: ast.expr, imported: dict[str, tuple[str | None, str]]
+) -> frozenset[str] | None:
     """The private names of a base class of torch's."""
     while isinstance(node, ast.Subscript):
         node = node.value
@@ -178,7 +196,9 @@ def _base(node: ast.expr, imported: dict[str, tuple[str | None, str]]) -> frozen
 @cache  # a class of torch's is the base of many of ours, and its source is long
 def private_names(found: type) -> frozenset[str]:
     """The private names that a class defines, and that its methods set on self."""
-    return frozenset(name for name in {*dir(found), *set_on_self(found)} if private(name))
+    return frozenset(
+        name for name in {*dir(found), *set_on_self(found)} if private(name)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -188,32 +208,52 @@ def found() -> list[Use]:
     ours = {name for _, tree in trees for name in defined(tree)} | NOT_TORCH
     listed = []
     for file, tree in trees:
-        listed += [use for use in uses(file, tree) if use.name not in ours or (use.name, file) in KNOWN]
+        listed += [
+            use
+            for use in uses(file, tree)
+            if use.name not in ours or (use.name, file) in KNOWN
+        ]
         listed += list(overridden(file, tree))
     return listed
 
 
 def test_no_private_name_of_torch_is_used_outside_the_list(found: list[Use]) -> None:
     stray = sorted({(use.name, use.file) for use in found} - KNOWN)
-    assert not stray, f"add them to {LIST} with the versions they were seen in, or find a public way: {stray}"
+    assert not stray, (
+        f"add them to {LIST} with the versions they were seen in, or find a public way: {stray}"
+    )
 
 
 def test_the_list_names_nothing_that_is_not_used(found: list[Use]) -> None:
     used = {(use.name, use.file) for use in found}
-    idle = sorted((name, file) for name, file in KNOWN if private(name) and (name, file) not in used)
+    idle = sorted(
+        (name, file)
+        for name, file in KNOWN
+        if private(name) and (name, file) not in used
+    )
     assert not idle, f"take them off {LIST}: {idle}"
 
 
 def test_every_name_was_seen_in_the_supported_versions() -> None:
     for entry in NAMES:
-        other = [one for one in NAMES if one.owner == entry.owner and one.name == entry.instead_of]
+        other = [
+            one
+            for one in NAMES
+            if one.owner == entry.owner and one.name == entry.instead_of
+        ]
         seen = set(entry.seen).union(*(one.seen for one in other))
-        assert seen >= set(BOTH), f"{entry.owner}.{entry.name} was seen in {sorted(seen)} only"
+        assert seen >= set(BOTH), (
+            f"{entry.owner}.{entry.name} was seen in {sorted(seen)} only"
+        )
 
 
-@pytest.mark.parametrize("entry", NAMES, ids=lambda entry: f"{entry.owner}.{entry.name}")
+@pytest.mark.parametrize(
+    "entry", NAMES, ids=lambda entry: f"{entry.owner}.{entry.name}"
+)
 def test_the_installed_torch_has_it(entry: Name) -> None:
-    assert missing([entry]) == [], f"torch {torch.__version__} lacks it. Without it: {entry.without}"
+    assert missing([entry]) == [], (
+        f"torch {torch.__version__} lacks it. Without it: {entry.without}"
+    )
 
 
 def test_a_name_that_torch_lacks_is_found() -> None:

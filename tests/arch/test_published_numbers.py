@@ -31,13 +31,19 @@ def test_pages_show_what_was_measured(published: dict[str, Any]) -> None:
 def test_the_picture_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     headline = runpy.run_path(str(ROOT / "benchmarks" / "headline.py"))
-    assert headline["drawn_in"](headline["PICTURE"]) == headline["panels"](), "run python benchmarks/headline.py"
+    assert headline["drawn_in"](headline["PICTURE"]) == headline["panels"](), (
+        "run python benchmarks/headline.py"
+    )
 
 
 def test_every_run_names_its_commit_machine_and_date(published: dict[str, Any]) -> None:
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         for run in published["read"](file.stem):
-            missing = [key for key in ("setting", "date", "commit", "hardware", "found", "page") if key not in run]
+            missing = [
+                key
+                for key in ("setting", "date", "commit", "hardware", "found", "page")
+                if key not in run
+            ]
             assert not missing, f"{file.name}: a run has no {missing}"
 
 
@@ -45,13 +51,19 @@ def test_pages_of_results_are_those_of_their_numbers(published: dict[str, Any]) 
     recording = sys.modules["recording"]
     for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         made = recording.page_of(file.stem, published["read"](file.stem))
-        assert file.with_suffix(".md").read_text(encoding="utf-8") == made, f"{file.stem}.md was edited by hand"
+        assert file.with_suffix(".md").read_text(encoding="utf-8") == made, (
+            f"{file.stem}.md was edited by hand"
+        )
 
 
-def test_one_command_measures_every_table_of_a_gpu_again(published: dict[str, Any]) -> None:
+def test_one_command_measures_every_table_of_a_gpu_again(
+    published: dict[str, Any],
+) -> None:
     run_all = runpy.run_path(str(ROOT / "benchmarks" / "run_all.py"))
     measured = {Path(plan.script).stem for plan in run_all["CUDA_PLANS"]}
     for table in published["TABLES"]:
         for name, run in zip(table.names(), table.runs(), strict=True):
             if not run["hardware"].startswith("CPU"):
-                assert name in measured, f"`make bench-cuda` does not run {name}, which {table.page} shows"
+                assert name in measured, (
+                    f"`make bench-cuda` does not run {name}, which {table.page} shows"
+                )

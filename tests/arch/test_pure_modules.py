@@ -58,7 +58,9 @@ def is_pure(module: str) -> bool:
 
 def modules() -> list[str]:
     """Return the dotted names, without the package's, of all files that hold something."""
-    files = (file for file in sorted(PACKAGE.rglob("*.py")) if file.name != "__init__.py")
+    files = (
+        file for file in sorted(PACKAGE.rglob("*.py")) if file.name != "__init__.py"
+    )
     return [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in files]
 
 
@@ -74,7 +76,9 @@ def imports() -> grimp.ImportGraph:
 
 def chains_to_torch(graph: grimp.ImportGraph, names: Iterable[str]) -> list[str]:
     """Return the shortest chain of imports from each module to torch, where there is one."""
-    found = (graph.find_shortest_chain(importer=name, imported="torch") for name in names)
+    found = (
+        graph.find_shortest_chain(importer=name, imported="torch") for name in names
+    )
     return [" -> ".join(chain) for chain in found if chain]
 
 
@@ -86,17 +90,29 @@ def test_pure_modules_import_no_torch() -> None:
 
 def test_a_chain_of_imports_is_found() -> None:
     graph = grimp.ImportGraph()
-    for importer, imported in ("a_plan", "b"), ("b", "c"), ("c", "torch"), ("d", "b"), ("e", "f"):
+    for importer, imported in (
+        ("a_plan", "b"),
+        ("b", "c"),
+        ("c", "torch"),
+        ("d", "b"),
+        ("e", "f"),
+    ):
         graph.add_import(importer=importer, imported=imported)
     assert chains_to_torch(graph, ["a_plan", "e"]) == ["a_plan -> b -> c -> torch"]
 
 
 @pytest.mark.parametrize("module", sorted(NEEDS_TORCH))
 def test_exceptions_import_torch(module: str) -> None:
-    assert chains_to_torch(imports(), [f"hasten.{module}"]), f"{module} needs no torch: remove it from NEEDS_TORCH"
+    assert chains_to_torch(imports(), [f"hasten.{module}"]), (
+        f"{module} needs no torch: remove it from NEEDS_TORCH"
+    )
 
 
 def test_listed_modules_exist_and_are_not_named_by_the_pattern() -> None:
     there = modules()
     assert [name for name in (*PURE_FILES, *NEEDS_TORCH) if name not in there] == []
-    assert [name for name in PURE_FILES if name.endswith("_plan") or name.partition(".")[0] in PURE_FOLDERS] == []
+    assert [
+        name
+        for name in PURE_FILES
+        if name.endswith("_plan") or name.partition(".")[0] in PURE_FOLDERS
+    ] == []

@@ -29,15 +29,34 @@ from tests.support.syntax import trees
 
 SOURCE: Final = Path(hasten.__file__).parent
 ROOT: Final = SOURCE.parent.parent
-SAYING: Final = frozenset({"debug", "info", "warning", "warn", "error", "say", "write", "leave"})
-_CALL: Final = re.compile(r"(?<![\w.'\"\]])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\((?!s\)|es\))")
+SAYING: Final = frozenset(
+    {"debug", "info", "warning", "warn", "error", "say", "write", "leave"}
+)
+_CALL: Final = re.compile(
+    r"(?<![\w.'\"\]])((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)\((?!s\)|es\))"
+)
 _FLAG: Final = re.compile(r"(?<![\w-])--([a-z][a-z_-]+)")
 FOREIGN_FLAGS: Final = frozenset(
-    {"help", "version", "kill-on-bad-exit", "ntasks-per-node", "wait", "exclude", "include"}
+    {
+        "help",
+        "version",
+        "kill-on-bad-exit",
+        "ntasks-per-node",
+        "wait",
+        "exclude",
+        "include",
+    }
 )  # of srun and DeepSpeed
 WORDS: Final = frozenset(
     {
-        *("functools.partial", "partial", "pytest.MonkeyPatch.context", "mask.sum", "reduce_batch_size_fn", "zip"),
+        *(
+            "functools.partial",
+            "partial",
+            "pytest.MonkeyPatch.context",
+            "mask.sum",
+            "reduce_batch_size_fn",
+            "zip",
+        ),
         "shuffle",  # of datasets' streams
         "save_checkpoint",  # of DeepSpeed's engines
         "generate",  # of transformers' models
@@ -50,7 +69,10 @@ def messages() -> Iterator[tuple[Path, str]]:
     """Every text that is raised, logged or said."""
     for path, tree in trees(SOURCE).items():
         for node in ast.walk(tree):
-            saying = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAYING
+            saying = (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAYING
+            )
             if isinstance(node, ast.Raise) or saying:
                 for part in ast.walk(node):
                     if isinstance(part, ast.Constant) and isinstance(part.value, str):
@@ -88,11 +110,17 @@ def exists(name: str) -> bool:
     )
     if first == "accelerator":
         return hasattr(Accelerator, last)
-    return last == "DataLoader" or name in WORDS or any(hasattr(holder, last) for holder in holders)
+    return (
+        last == "DataLoader"
+        or name in WORDS
+        or any(hasattr(holder, last) for holder in holders)
+    )
 
 
 def test_functions_and_methods_in_messages_exist() -> None:
-    found = [(path.name, name) for path, text in messages() for name in _CALL.findall(text)]
+    found = [
+        (path.name, name) for path, text in messages() for name in _CALL.findall(text)
+    ]
     assert len(found) > 40
     assert not [(file, name) for file, name in found if not exists(name)]
     assert exists("save_state")
@@ -119,12 +147,22 @@ def test_commands_in_texts_exist() -> None:
 def test_flags_in_messages_exist() -> None:
     parser = SettingsParser(prog="hasten launch")
     parser.add_settings()
-    known = {word.lstrip("-").replace("-", "_") for word in parser._option_string_actions}
-    for path in [*(SOURCE / "cli").glob("*.py"), *(SOURCE / "extensions").rglob("*.py")]:
-        known |= {word.replace("-", "_") for word in re.findall(r'"--([a-z_-]+)"', path.read_text())}
+    known = {
+        word.lstrip("-").replace("-", "_") for word in parser._option_string_actions
+    }
+    for path in [
+        *(SOURCE / "cli").glob("*.py"),
+        *(SOURCE / "extensions").rglob("*.py"),
+    ]:
+        known |= {
+            word.replace("-", "_")
+            for word in re.findall(r'"--([a-z_-]+)"', path.read_text())
+        }
     for path, text in messages():
         for flag in _FLAG.findall(text):
-            assert flag in FOREIGN_FLAGS or flag.replace("-", "_") in known, f"{path.name}: --{flag} in {text!r}"
+            assert flag in FOREIGN_FLAGS or flag.replace("-", "_") in known, (
+                f"{path.name}: --{flag} in {text!r}"
+            )
 
 
 def test_extras_and_packages_that_are_recommended_exist() -> None:
@@ -134,7 +172,11 @@ def test_extras_and_packages_that_are_recommended_exist() -> None:
         assert extra in extras, f"hasten[{extra}]"
         words = " ".join(extras[extra]).replace("-", "_")
         assert module in words, f"hasten[{extra}] does not bring {module}"
-    for path in (*SOURCE.rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+    for path in (
+        *SOURCE.rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+    ):
         for extra in re.findall(r"hasten\[(\w+)\]", path.read_text()):
             assert extra in extras, f"{path.name}: hasten[{extra}]"
     packages = " ".join(extras["trackers"]).replace("-", "_")

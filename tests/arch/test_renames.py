@@ -28,7 +28,11 @@ def differences(*changes: tuple[str, str]) -> list[str]:
 
 def test_renames_are_accepted() -> None:
     assert not differences(
-        ("found", "units"), ("one", "unit"), ("cut", "split"), ("own", "skipped_unit"), ("Cut a model", "Split a model")
+        ("found", "units"),
+        ("one", "unit"),
+        ("cut", "split"),
+        ("own", "skipped_unit"),
+        ("Cut a model", "Split a model"),
     )
 
 

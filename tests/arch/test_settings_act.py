@@ -48,7 +48,9 @@ def _classes_in(annotation: ast.expr | None) -> set[str]:
     if annotation is None:
         return set()
     found = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-    return found | {node.attr for node in ast.walk(annotation) if isinstance(node, ast.Attribute)}
+    return found | {
+        node.attr for node in ast.walk(annotation) if isinstance(node, ast.Attribute)
+    }
 
 
 class Module:
@@ -57,7 +59,8 @@ class Module:
     def __init__(self, tree: ast.Module, owners: frozenset[str]) -> None:
         kinds = (ast.arg, ast.AnnAssign, ast.Assign, ast.Attribute, ast.Call)
         self._nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-        self._holders: dict[str, set[str]] = {}  # last name of an expression -> classes it may hold
+        # last name of an expression -> classes it may hold
+        self._holders: dict[str, set[str]] = {}
         self._sections = owners
         self._annotations()
         for _ in range(3):  # names bound to names bound to …
@@ -78,10 +81,14 @@ class Module:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     pairs = [(target, node.value)]
-                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    if isinstance(target, ast.Tuple) and isinstance(
+                        node.value, ast.Tuple
+                    ):
                         pairs = list(zip(target.elts, node.value.elts, strict=False))
                     for left, right in pairs:
-                        if (names := _dotted(left)) and (held := self._classes_of(right)):
+                        if (names := _dotted(left)) and (
+                            held := self._classes_of(right)
+                        ):
                             self._hold(names[-1], held)
 
     def _classes_of(self, node: ast.expr) -> set[str]:
@@ -96,15 +103,27 @@ class Module:
         held = set(self._holders.get(names[-1], set()))
         if isinstance(node, ast.Attribute):
             for cls in self._classes_of(node.value) or {"Config"}:
-                held |= {inner for owner, name, inner in SECTIONS if owner == cls and name == names[-1]}
+                held |= {
+                    inner
+                    for owner, name, inner in SECTIONS
+                    if owner == cls and name == names[-1]
+                }
         return held
 
     def reads(self) -> Iterator[tuple[str, str]]:
         """(class, field) for every attribute taken from a section; `given(section)` takes all of them."""
         for node in self._nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "given":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "given"
+            ):
                 for cls in self._classes_of(node.args[0]):
-                    yield from ((cls, info.path[-1]) for info in FIELDS if info.owner.__name__ == cls)
+                    yield from (
+                        (cls, info.path[-1])
+                        for info in FIELDS
+                        if info.owner.__name__ == cls
+                    )
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 for cls in self._classes_of(node.value):
                     yield cls, node.attr
@@ -144,8 +163,18 @@ def other_values(info: FieldInfo) -> list[Any]:  # Any: values of every type
     """Values besides the default; none for a setting that can have one value only."""
     if get_origin(info.type) is Literal:
         return [value for value in get_args(info.type) if value != info.default]
-    kinds = {info.type, get_origin(info.type), *get_args(info.type), *map(get_origin, get_args(info.type))} - {NoneType}
-    literal = [value for part in get_args(info.type) if get_origin(part) is Literal for value in get_args(part)]
+    kinds = {
+        info.type,
+        get_origin(info.type),
+        *get_args(info.type),
+        *map(get_origin, get_args(info.type)),
+    } - {NoneType}
+    literal = [
+        value
+        for part in get_args(info.type)
+        if get_origin(part) is Literal
+        for value in get_args(part)
+    ]
     if bool in kinds:
         return [not info.default]
     for kind, value in ((int, 7), (float, 0.75), (str, "something")):
@@ -156,7 +185,8 @@ def other_values(info: FieldInfo) -> list[Any]:  # Any: values of every type
     return literal or [{"a": 1} if "Mapping" in str(info.type) else print]
 
 
-def refusals(info: FieldInfo, value: Any) -> list[ConfigError]:  # Any: a value of the setting
+# Any: a value of the setting
+def refusals(info: FieldInfo, value: Any) -> list[ConfigError]:
     entry = SettingEntry(info.path, value, SettingSource("code", info.path[-1]))
     return absent.refused({info.path: entry})
 
@@ -178,25 +208,45 @@ def test_every_setting_acts_or_is_refused(info: FieldInfo) -> None:
 
 def test_every_row_of_the_table_refuses_something() -> None:
     for row in absent.ABSENT:
-        below = [info for info in FIELDS if info.path[: len(row.path)] == row.path and info.path[-1] not in row.but]
+        below = [
+            info
+            for info in FIELDS
+            if info.path[: len(row.path)] == row.path and info.path[-1] not in row.but
+        ]
         assert below, f"{row.name} is no setting"
-        assert any(absent.refuses(row, info.path, value) for info in below for value in other_values(info)), row
+        assert any(
+            absent.refuses(row, info.path, value)
+            for info in below
+            for value in other_values(info)
+        ), row
         for name in row.but:
-            assert has_reader(BY_PATH[(*row.path, name)]), f"{row.name}.{name} is excepted but nobody reads it"
+            assert has_reader(BY_PATH[(*row.path, name)]), (
+                f"{row.name}.{name} is excepted but nobody reads it"
+            )
 
 
 def test_the_finder_finds_and_misses() -> None:
     def reads(text: str) -> set[tuple[str, str]]:
         return set(Module(ast.parse(text), OWNERS).reads())
 
-    assert ("LaunchConfig", "role") in reads("def f(config: Config): return config.launch.role")
-    assert ("LaunchConfig", "role") in reads("def f(c: Config):\n  launch, x = c.launch, 1\n  return launch.role")
+    assert ("LaunchConfig", "role") in reads(
+        "def f(config: Config): return config.launch.role"
+    )
+    assert ("LaunchConfig", "role") in reads(
+        "def f(c: Config):\n  launch, x = c.launch, 1\n  return launch.role"
+    )
     assert ("LaunchConfig", "role") in reads(
         "class A:\n  def __init__(self, l: LaunchConfig): self._l = l\n  def f(self): return self._l.role"
     )
-    assert ("LaunchConfig", "role") not in reads("def f(report: Report): return report.role")
-    assert ("LaunchConfig", "role") not in reads("def f(config: Config): config.launch.role = 1")
-    assert ("TERecipeKwargs", "margin") in reads("def f(c: FP8Config): return c.te.margin")
+    assert ("LaunchConfig", "role") not in reads(
+        "def f(report: Report): return report.role"
+    )
+    assert ("LaunchConfig", "role") not in reads(
+        "def f(config: Config): config.launch.role = 1"
+    )
+    assert ("TERecipeKwargs", "margin") in reads(
+        "def f(c: FP8Config): return c.te.margin"
+    )
     assert not has_reader(BY_PATH[("fp8", "te", "interval")])
 
 
@@ -208,13 +258,22 @@ def test_settings_of_code_and_files_are_refused_alike(tmp_path: Path) -> None:
             True,
             "sharding parameters or offloading optimizer state with Megatron is not in this version",
         ),
-        ("parallelism.tp_handler.enable_async_tp", True, "tensor parallelism is not in this version"),
-        ("parallelism.sp_handler.sp_seq_length", 8, "kernels for sequence parallelism is not in this version"),
+        (
+            "parallelism.tp_handler.enable_async_tp",
+            True,
+            "tensor parallelism is not in this version",
+        ),
+        (
+            "parallelism.sp_handler.sp_seq_length",
+            8,
+            "kernels for sequence parallelism is not in this version",
+        ),
     ):
         resolved = resolve(code={name: value})
         with pytest.raises(ConfigError, match=words):
             absent.check(resolved.entries)
-    leftover = resolve(env={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"})  # of another tool, for a strategy not chosen
+    # of another tool, for a strategy not chosen
+    leftover = resolve(env={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"})
     absent.check(leftover.entries)
 
 
@@ -227,28 +286,61 @@ BASES: Final = frozenset(
 
 def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
     """Every public function, and every public method of the public classes."""
-    faces = (hasten, hasten.extensions.bigmodel, hasten.extending, hasten.testing, hasten.extensions.trainer)
-    for name, module in {name: home for face in faces for name, home in vars(face)["_PUBLIC"].items()}.items():
+    faces = (
+        hasten,
+        hasten.extensions.bigmodel,
+        hasten.extending,
+        hasten.testing,
+        hasten.extensions.trainer,
+    )
+    for name, module in {
+        name: home for face in faces for name, home in vars(face)["_PUBLIC"].items()
+    }.items():
         path = SOURCE.parent / Path(*module.split(".")).with_suffix(".py")
         for node in trees(SOURCE)[path].body:
-            if isinstance(node, ast.FunctionDef) and node.name == name and not _is_stub(node):
+            if (
+                isinstance(node, ast.FunctionDef)
+                and node.name == name
+                and not _is_stub(node)
+            ):
                 yield name, node
-            elif isinstance(node, ast.ClassDef) and node.name == name and name not in BASES:
-                methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
-                public = [one for one in methods if not one.name.startswith("_") or one.name == "__init__"]
+            elif (
+                isinstance(node, ast.ClassDef)
+                and node.name == name
+                and name not in BASES
+            ):
+                methods = [
+                    inner for inner in node.body if isinstance(inner, ast.FunctionDef)
+                ]
+                public = [
+                    one
+                    for one in methods
+                    if not one.name.startswith("_") or one.name == "__init__"
+                ]
                 parents = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 if "TrainerCallback" in parents:  # events: the Trainer calls them
-                    public = [method for method in public if not method.name.startswith("on_")]
+                    public = [
+                        method for method in public if not method.name.startswith("on_")
+                    ]
                 if "RunPart" in parents:  # events: the run calls them
                     public = [method for method in public if method.name not in EVENTS]
-                yield from ((f"{name}.{one.name}", one) for one in public if not _is_stub(one))
+                yield from (
+                    (f"{name}.{one.name}", one) for one in public if not _is_stub(one)
+                )
 
 
 def _is_stub(function: ast.FunctionDef) -> bool:
     """Whether the body says nothing but what an implementation must do."""
-    if any(isinstance(mark, ast.Name) and mark.id == "overload" for mark in function.decorator_list):
+    if any(
+        isinstance(mark, ast.Name) and mark.id == "overload"
+        for mark in function.decorator_list
+    ):
         return True
-    body = [node for node in function.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    body = [
+        node
+        for node in function.body
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
     return not body or (len(body) == 1 and isinstance(body[0], ast.Raise))
 
 
@@ -257,18 +349,36 @@ def unread(function: ast.FunctionDef) -> list[str]:
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     named += [one for one in (arguments.vararg, arguments.kwarg) if one is not None]
-    read = {node.id for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)}
+    read = {
+        node.id
+        for part in function.body
+        for node in ast.walk(part)
+        if isinstance(node, ast.Name)
+    }
     if "locals" in read:
         return []
-    return [one.arg for one in named if one.arg not in read | {"self", "cls"} and not one.arg.startswith("_")]
+    return [
+        one.arg
+        for one in named
+        if one.arg not in read | {"self", "cls"} and not one.arg.startswith("_")
+    ]
 
 
 def test_every_parameter_of_the_public_surface_is_read() -> None:
     functions = list(public_functions())
     assert len(functions) > 100
-    ignored = [f"{name}({parameter}=)" for name, function in functions for parameter in unread(function)]
+    ignored = [
+        f"{name}({parameter}=)"
+        for name, function in functions
+        for parameter in unread(function)
+    ]
     assert not ignored, f"accepted and ignored: {ignored}; let them act, or refuse them"
     example = ast.parse("def f(a, b, *, c): return a + c").body[0]
     assert isinstance(example, ast.FunctionDef)
     assert unread(example) == ["b"]
-    assert {name for name, _ in functions} > {"Accelerator.__init__", "dispatch_model", "Trainer.train", "Pool.run"}
+    assert {name for name, _ in functions} > {
+        "Accelerator.__init__",
+        "dispatch_model",
+        "Trainer.train",
+        "Pool.run",
+    }

@@ -66,14 +66,20 @@ def run(folder: Path, stolen: float, tests: str = TESTS, *options: str) -> str:
         str(folder),
         *options,
     ]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, check=False
+    ).stdout
 
 
 def test_a_failure_is_run_again_once_and_listed(tmp_path: Path) -> None:
     said = run(tmp_path, 0.8)
     assert "2 failed, 3 passed" in said, said
     assert "4 of at most 4 tests run again on a starved host" in said
-    lines = [line for line in said.splitlines() if line.startswith(("run again:", "FAILED TWICE:"))]
+    lines = [
+        line
+        for line in said.splitlines()
+        if line.startswith(("run again:", "FAILED TWICE:"))
+    ]
     why = "failed while the host of this machine gave 80% of the processors' time to others"
     expected = {
         "run again: test_inner.py::test_timed": "too slow",
@@ -83,23 +89,37 @@ def test_a_failure_is_run_again_once_and_listed(tmp_path: Path) -> None:
     }
     assert len(lines) == len(expected), said
     for start, reason in expected.items():
-        assert [line for line in lines if line.startswith(f"{start} {why}: ") and reason in line], said
+        assert [
+            line
+            for line in lines
+            if line.startswith(f"{start} {why}: ") and reason in line
+        ], said
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two workers"])
-def test_no_more_than_a_few_tests_of_a_run_are_run_again(tmp_path: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "options", [(), ("-n", "2")], ids=["one process", "two workers"]
+)
+def test_no_more_than_a_few_tests_of_a_run_are_run_again(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     said = run(tmp_path, 0.8, MANY, *options)
     assert "4 failed, 4 passed" in said, said
     assert said.count("\nrun again: ") == 4
 
 
-@pytest.mark.parametrize(("stolen", "outcome"), [(0.3, "3 failed, 2 passed"), (0.05, "4 failed, 1 passed")])
-def test_a_small_share_is_no_excuse(tmp_path: Path, stolen: float, outcome: str) -> None:
+@pytest.mark.parametrize(
+    ("stolen", "outcome"), [(0.3, "3 failed, 2 passed"), (0.05, "4 failed, 1 passed")]
+)
+def test_a_small_share_is_no_excuse(
+    tmp_path: Path, stolen: float, outcome: str
+) -> None:
     assert outcome in (said := run(tmp_path, stolen)), said
 
 
 @pytest.mark.parametrize(("stolen", "longest"), [(0, 1), (50, 2), (75, 4), (100, 6)])
-def test_a_limit_is_longer_by_what_was_stolen(monkeypatch: pytest.MonkeyPatch, stolen: int, longest: int) -> None:
+def test_a_limit_is_longer_by_what_was_stolen(
+    monkeypatch: pytest.MonkeyPatch, stolen: int, longest: int
+) -> None:
     ticks = iter([(5, 20), (5 + stolen, 120)])
     monkeypatch.setattr(processors, "processor_time", lambda: next(ticks))
     assert Limit(100).left() == pytest.approx(100 * longest, abs=1)
@@ -110,4 +130,5 @@ def test_a_limit_ends_on_a_machine_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     limit = Limit(0.2)
     time.sleep(0.25)
     assert limit.left() < 0
-    assert Limit(3, most_s=1).left() == pytest.approx(3, abs=0.5)  # never shorter than was asked for
+    # never shorter than was asked for
+    assert Limit(3, most_s=1).left() == pytest.approx(3, abs=0.5)

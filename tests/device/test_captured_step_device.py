@@ -28,14 +28,28 @@ def started() -> None:
 class Run:
     """One training: a model with dropout and batch norm, AdamW and a schedule."""
 
-    def __init__(self, performance: str, captured: bool, kind: Any = torch.optim.AdamW, **settings: Any) -> None:
+    def __init__(
+        self,
+        performance: str,
+        captured: bool,
+        kind: Any = torch.optim.AdamW,
+        **settings: Any,
+    ) -> None:
         torch.manual_seed(0)
         torch.cuda.manual_seed(0)
         self.accelerator = Accelerator(performance=performance, **settings)
-        net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+        net = nn.Sequential(
+            nn.Linear(16, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Linear(32, 4),
+        )
         made: torch.optim.Optimizer = kind(net.parameters(), lr=1e-2, fused=True)
         schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.1, total_iters=12)
-        self.model, self.optimizer, self.schedule = self.accelerator.prepare(net, made, schedule)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(
+            net, made, schedule
+        )
         self.step: Callable[[Tensor, Tensor], Tensor] = (
             self.accelerator.capture_step(self._step) if captured else self._step
         )
@@ -48,7 +62,9 @@ class Run:
         self.optimizer.zero_grad()
         return loss
 
-    def train(self, numbers: range, rows: Callable[[int], int] = lambda number: 8) -> list[float]:
+    def train(
+        self, numbers: range, rows: Callable[[int], int] = lambda number: 8
+    ) -> list[float]:
         losses = []
         torch.cuda.manual_seed(numbers.start)  # dropout, also where two runs take turns
         for number in numbers:
@@ -61,7 +77,10 @@ class Run:
 
 
 def weights(run: Run) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in (*run.model.parameters(), *run.model.buffers())]
+    return [
+        tensor.detach().clone()
+        for tensor in (*run.model.parameters(), *run.model.buffers())
+    ]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
@@ -101,7 +120,9 @@ def test_loaded_state_and_changed_options_are_noticed() -> None:
         run.train(range(8, 10))
         run.optimizer.load_state_dict(state)  # torch makes new tensors
         run.optimizer.param_groups[0]["weight_decay"] = 0.5
-    assert held.train(range(10, 18)) == pytest.approx(plain.train(range(10, 18)), rel=1e-4)
+    assert held.train(range(10, 18)) == pytest.approx(
+        plain.train(range(10, 18)), rel=1e-4
+    )
 
 
 def test_losses_of_replays_are_watched() -> None:
@@ -127,7 +148,9 @@ def test_losses_of_replays_are_watched() -> None:
         ({"performance": {"step_graph": False}}, "step_graph is off"),
     ],
 )
-def test_what_a_graph_cannot_hold_runs_as_it_is(settings: dict[str, Any], why: str) -> None:
+def test_what_a_graph_cannot_hold_runs_as_it_is(
+    settings: dict[str, Any], why: str
+) -> None:
     accelerator = Accelerator(**{"performance": "auto", **settings})
     step: Any = accelerator.capture_step(lambda x: x)  # type: ignore[misc]  # any function
     assert why in step.refusal
@@ -152,7 +175,10 @@ def test_replays_give_their_loss_and_norm_to_the_metrics() -> None:
         # reads the copy of the first loss, and that of the second if it has arrived
         (newer,) = run.train(range(number + 1, number + 2))
         known = metrics.sampled.known
-        assert known["loss"] in (pytest.approx(loss, rel=1e-6), pytest.approx(newer, rel=1e-6))
+        assert known["loss"] in (
+            pytest.approx(loss, rel=1e-6),
+            pytest.approx(newer, rel=1e-6),
+        )
         assert 0 < known["grad_norm"] < 100
     run.train(range(12, 14))
     assert metrics.sampled.known is known, "a replay copies nothing that is not due"

@@ -21,7 +21,10 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+            for _ in range(4)
+        )
         self.head = nn.Linear(16, 32, bias=False)
         self.head.weight = self.embed.weight
 
@@ -46,9 +49,16 @@ def started() -> None:
 
 @pytest.mark.parametrize("on_device", ["embed", "head"])
 @pytest.mark.parametrize("away", ["cpu", "disk"])
-def test_a_weight_shared_with_an_offloaded_part_stays_on_the_device(on_device: str, away: str, tmp_path: Path) -> None:
+def test_a_weight_shared_with_an_offloaded_part_stays_on_the_device(
+    on_device: str, away: str, tmp_path: Path
+) -> None:
     reference, model = build().cuda(), build()
-    places: dict[str, int | str | torch.device] = {"embed": away, "blocks": away, "head": away, on_device: 0}
+    places: dict[str, int | str | torch.device] = {
+        "embed": away,
+        "blocks": away,
+        "head": away,
+        on_device: 0,
+    }
     dispatch_model(model, places, offload_dir=tmp_path)
     assert model.head.weight is model.embed.weight
     assert model.embed.weight.device.type == "cuda"
@@ -66,7 +76,9 @@ def test_a_map_to_one_device_takes_inputs_from_the_host() -> None:
     assert torch.equal(out, reference(IDS.cuda()).cpu())
 
 
-def test_gradients_pass_through_a_streamed_model_and_those_of_weights_are_dropped() -> None:
+def test_gradients_pass_through_a_streamed_model_and_those_of_weights_are_dropped() -> (
+    None
+):
     reference, model = build().cuda(), cpu_offload(build(), "cuda")
     given = [torch.ones(2, 16, device="cuda", requires_grad=True) for _ in range(2)]
     for one, x in zip((reference, model), given, strict=True):

@@ -39,7 +39,10 @@ def test_a_notebook_that_uses_the_device_can_launch() -> None:
         total = accelerator.reduce(torch.full((1,), x, device=accelerator.device))
         return accelerator.config.mixed_precision, float(total)
 
-    assert notebook_launcher(work, (2.5,), num_processes=1, mixed_precision="bf16") == ("bf16", 2.5)
+    assert notebook_launcher(work, (2.5,), num_processes=1, mixed_precision="bf16") == (
+        "bf16",
+        2.5,
+    )
 
 
 def test_the_self_check_passes_on_the_device(capfd: pytest.CaptureFixture[str]) -> None:

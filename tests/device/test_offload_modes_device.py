@@ -34,7 +34,12 @@ def same_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of one over NCCL, which FSDP2 needs."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", os.environ.get("MASTER_PORT", "29511"))
     yield
@@ -53,10 +58,15 @@ def train(
     """Train with clipping and accumulation; with `folder`, save after half of the steps, or with `resume` start there."""
     accelerator = Accelerator(offload=mode, gradient_accumulation_steps=2, **settings)
     net: nn.Module = seeded(lambda: TinyLM(VOCAB, WIDTH, 8, DEPTH, CONTEXT))
-    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=fused, foreach=None if fused else True)
+    optimizer: Any = torch.optim.AdamW(
+        net.parameters(), lr=1e-3, fused=fused, foreach=None if fused else True
+    )
     model, optimizer = accelerator.prepare(net, optimizer)
     drawn = torch.Generator().manual_seed(3)
-    batches = [torch.randint(0, VOCAB, (8, CONTEXT), generator=drawn).to(accelerator.device) for _ in range(steps)]
+    batches = [
+        torch.randint(0, VOCAB, (8, CONTEXT), generator=drawn).to(accelerator.device)
+        for _ in range(steps)
+    ]
     if resume:
         accelerator.load_state(folder)
     losses = []
@@ -78,7 +88,10 @@ def train(
     return [float(loss) for loss in losses], weights, optimizer
 
 
-def same(first: tuple[list[float], list[Tensor], Any], second: tuple[list[float], list[Tensor], Any]) -> None:
+def same(
+    first: tuple[list[float], list[Tensor], Any],
+    second: tuple[list[float], list[Tensor], Any],
+) -> None:
     assert first[0] == second[0]
     assert all(map(torch.equal, first[1], second[1]))
     states = first[2].state_dict()["state"], second[2].state_dict()["state"]
@@ -86,7 +99,9 @@ def same(first: tuple[list[float], list[Tensor], Any], second: tuple[list[float]
         for key, value in values.items():
             other = states[1][index][key]
             with torch.no_grad():
-                assert torch.equal(local_tensor(value).cpu(), local_tensor(other).cpu()), (index, key)
+                assert torch.equal(
+                    local_tensor(value).cpu(), local_tensor(other).cpu()
+                ), (index, key)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
@@ -107,9 +122,12 @@ def test_recomputed_blocks_are_bitwise_equal() -> None:
 def test_shards_are_bitwise_equal() -> None:
     plain = train(None, mixed_precision="bf16", strategy="fsdp")
     same(plain, train("optimizer", mixed_precision="bf16", strategy="fsdp"))
-    for mode in ("parameters", "all"):  # FSDP2 offloads the gradients too, and their norm is computed on the host
+    # FSDP2 offloads the gradients too, and their norm is computed on the host
+    for mode in ("parameters", "all"):
         losses, _, _ = train(mode, mixed_precision="bf16", strategy="fsdp")
-        assert torch.allclose(torch.tensor(losses), torch.tensor(plain[0]), rtol=0, atol=1e-3)
+        assert torch.allclose(
+            torch.tensor(losses), torch.tensor(plain[0]), rtol=0, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,7 +136,9 @@ def test_a_resumed_run_is_bitwise_equal(mode: str, tmp_path: Path) -> None:
     offloaded = train(mode, folder=tmp_path / "offloaded", mixed_precision="bf16")
     same(plain, offloaded)
     for folder in ("plain", "offloaded"):
-        losses, weights, _ = train(mode, folder=tmp_path / folder, resume=True, mixed_precision="bf16")
+        losses, weights, _ = train(
+            mode, folder=tmp_path / folder, resume=True, mixed_precision="bf16"
+        )
         assert losses == plain[0][4:]
         assert all(map(torch.equal, weights, plain[1]))
 
@@ -128,7 +148,8 @@ def test_the_device_keeps_a_part_of_the_state_between_steps() -> None:
         torch.accelerator.synchronize()
         before = torch.accelerator.memory_allocated()
         found = train(mode, steps=6)
-        assert found[2].state  # reading it also frees the copies that the last update left on the device
+        # reading it also frees the copies that the last update left on the device
+        assert found[2].state
         torch.accelerator.synchronize()
         grown = torch.accelerator.memory_allocated() - before
         del found

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.device
 @ranks(1, 2, device="cuda")
 def test_ranks_meet_with_tensors_on_the_device(ctx: ProcessContext) -> None:
     assert ctx.device.type == "cuda"
-    total = ctx.world.all_reduce(torch.full((3,), float(ctx.rank + 1), device=ctx.device))
+    total = ctx.world.all_reduce(
+        torch.full((3,), float(ctx.rank + 1), device=ctx.device)
+    )
     assert total.device == ctx.device
     assert total.tolist() == [sum(range(1, ctx.world.size + 1))] * 3
 
@@ -51,7 +53,9 @@ def test_deterministic_mode_holds_on_the_device(ctx: ProcessContext) -> None:
     a = torch.randn(64, 64, device=ctx.device)
     assert torch.equal(a @ a, a @ a)
     with pytest.raises(RuntimeError, match="deterministic"):
-        torch.zeros(4, device=ctx.device).put_(torch.tensor([0, 0], device=ctx.device), a[0, :2])
+        torch.zeros(4, device=ctx.device).put_(
+            torch.tensor([0, 0], device=ctx.device), a[0, :2]
+        )
 
 
 @ranks(1, device="cuda")

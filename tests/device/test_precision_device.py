@@ -29,12 +29,17 @@ def started() -> None:
 
 def toy() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)
+    )
 
 
 def batch(seed: int, rows: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(rows, 32, generator=generator), torch.randint(16, (rows,), generator=generator)
+    x, y = (
+        torch.randn(rows, 32, generator=generator),
+        torch.randint(16, (rows,), generator=generator),
+    )
     return x.to(device()), y.to(device())
 
 
@@ -44,7 +49,9 @@ def test_half_precision_equals_torch_by_hand(spec: str) -> None:
     kind = device().type
     accelerator = Accelerator(mixed_precision=spec)
     model = toy()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    )
     plain = toy().to(device())
     by_hand = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(kind, enabled=spec == "fp16")
@@ -56,7 +63,9 @@ def test_half_precision_equals_torch_by_hand(spec: str) -> None:
         optimizer.zero_grad()
         with torch.autocast(kind, dtype):
             out = plain(x)
-        torch.autograd.backward(scaler.scale(nn.functional.cross_entropy(out.float(), y)))
+        torch.autograd.backward(
+            scaler.scale(nn.functional.cross_entropy(out.float(), y))
+        )
         scaler.unscale_(by_hand)
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         scaler.step(by_hand)
@@ -69,12 +78,16 @@ def test_half_precision_equals_torch_by_hand(spec: str) -> None:
 def test_weights_stay_on_the_device_and_equal_the_big_batch() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3)
     model = toy()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     plain = toy().to(device())
     shares = [batch(seed, rows) for seed, rows in ((0, 3), (1, 9), (2, 5))]
     for x, y in shares:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.cross_entropy(model(x), y), weight=(y >= 0).sum())
+            accelerator.backward(
+                nn.functional.cross_entropy(model(x), y), weight=(y >= 0).sum()
+            )
             optimizer.step()
     x, y = torch.cat([s[0] for s in shares]), torch.cat([s[1] for s in shares])
     torch.autograd.backward(nn.functional.cross_entropy(plain(x), y))

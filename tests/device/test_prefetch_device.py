@@ -68,7 +68,14 @@ def on_device(loader: DataLoader[Any], **settings: Any) -> Loader:
     assert device is not None
     device = torch.device(device.type, 0)
     config = DataLoaderConfiguration(**settings)
-    return prepare_loader(loader, ctx=context_of(), config=config, clock=StepClock(), device=device, seed=0)
+    return prepare_loader(
+        loader,
+        ctx=context_of(),
+        config=config,
+        clock=StepClock(),
+        device=device,
+        seed=0,
+    )
 
 
 def first_column(x: Tensor) -> list[float]:
@@ -79,8 +86,12 @@ def first_column(x: Tensor) -> list[float]:
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5, None])
-def test_every_batch_arrives_as_it_was(prefetch: int | None, num_workers: int, pin_memory: bool) -> None:
-    user = DataLoader(Filled(), batch_size=8, num_workers=num_workers, pin_memory=pin_memory)
+def test_every_batch_arrives_as_it_was(
+    prefetch: int | None, num_workers: int, pin_memory: bool
+) -> None:
+    user = DataLoader(
+        Filled(), batch_size=8, num_workers=num_workers, pin_memory=pin_memory
+    )
     loader = on_device(user, prefetch=prefetch)
     got: list[float] = []
     for number, batch in enumerate(loader, 1):
@@ -101,7 +112,9 @@ def slow_work(x: Tensor, rounds: int = 30) -> Tensor:
 
 @pytest.mark.parametrize("custom", [False, True])
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_freed_batches_are_not_overwritten_while_they_are_read(prefetch: int, custom: bool) -> None:
+def test_freed_batches_are_not_overwritten_while_they_are_read(
+    prefetch: int, custom: bool
+) -> None:
     """The pattern of a sanitizer: drop each batch at once while the device still reads it, so that its memory is the
     first to be reused, and let later copies rush into it."""
 
@@ -109,14 +122,16 @@ def test_freed_batches_are_not_overwritten_while_they_are_read(prefetch: int, cu
         x = torch.stack(samples)
         return Custom(x) if custom else x
 
-    user = DataLoader(Filled(512, 65_536), batch_size=8, collate_fn=collate)  # 2 MiB a batch
+    # 2 MiB a batch
+    user = DataLoader(Filled(512, 65_536), batch_size=8, collate_fn=collate)
     loader = on_device(user, prefetch=prefetch)
     sums = []
     for batch in loader:
         x = batch.x if custom else batch
         sums.append(slow_work(x))
         del batch, x
-        junk = torch.full((8, 65_536), -1.0, device="cuda")  # takes freed memory of this stream, if there is any
+        # takes freed memory of this stream, if there is any
+        junk = torch.full((8, 65_536), -1.0, device="cuda")
         del junk
     expected = [sum(range(first, first + 8)) * 65_536.0 for first in range(0, 512, 8)]
     assert torch.stack(sums).tolist() == pytest.approx(expected, rel=1e-5)
@@ -124,7 +139,9 @@ def test_freed_batches_are_not_overwritten_while_they_are_read(prefetch: int, cu
 
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("prefetch", [1, 2, 4])
-def test_small_and_large_batches_keep_their_order_and_values(prefetch: int, pin_memory: bool) -> None:
+def test_small_and_large_batches_keep_their_order_and_values(
+    prefetch: int, pin_memory: bool
+) -> None:
     """Batches of every size in turn: in line, staged in line, staged in a thread; buffers are used again and again."""
     widths = [16, 300_000, 16, 40_000, 5, 40_000, 300_000, 300_000, 1, 20_000] * 8
 
@@ -133,14 +150,21 @@ def test_small_and_large_batches_keep_their_order_and_values(prefetch: int, pin_
             return len(widths)
 
         def __getitem__(self, index: int) -> dict[str, Tensor]:
-            return {"x": torch.full((widths[index],), float(index)), "n": torch.tensor([index])}
+            return {
+                "x": torch.full((widths[index],), float(index)),
+                "n": torch.tensor([index]),
+            }
 
-    loader = on_device(DataLoader(Mixed(), batch_size=None, pin_memory=pin_memory), prefetch=prefetch)
+    loader = on_device(
+        DataLoader(Mixed(), batch_size=None, pin_memory=pin_memory), prefetch=prefetch
+    )
     sums = []
     for batch in loader:
         sums.append(torch.stack([slow_work(batch["x"], 3), batch["n"].sum().float()]))
         del batch
-    expected = [[width * float(index), float(index)] for index, width in enumerate(widths)]
+    expected = [
+        [width * float(index), float(index)] for index, width in enumerate(widths)
+    ]
     for got, wanted in zip(torch.stack(sums).tolist(), expected, strict=True):
         assert got == pytest.approx(wanted, rel=1e-5)
 
@@ -149,7 +173,9 @@ def test_batches_kept_by_the_user_stay_what_they_were() -> None:
     loader = on_device(DataLoader(Filled(128), batch_size=8), prefetch=2)
     kept = list(loader)
     gc.collect()
-    assert [value for batch in kept for value in first_column(batch)] == [float(row) for row in range(128)]
+    assert [value for batch in kept for value in first_column(batch)] == [
+        float(row) for row in range(128)
+    ]
 
 
 def test_batches_are_right_on_a_stream_of_the_users() -> None:
@@ -161,7 +187,9 @@ def test_batches_are_right_on_a_stream_of_the_users() -> None:
             sums.append(slow_work(batch))
             del batch
     side.synchronize()
-    expected = [sum(range(first, first + 8)) * float(WIDTH) for first in range(0, 128, 8)]
+    expected = [
+        sum(range(first, first + 8)) * float(WIDTH) for first in range(0, 128, 8)
+    ]
     assert [float(value) for value in sums] == pytest.approx(expected, rel=1e-5)
 
 
@@ -193,7 +221,8 @@ def test_nested_batches_custom_objects_and_keys_that_stay() -> None:
 
 
 def test_the_staging_thread_ends_with_the_loop() -> None:
-    user = DataLoader(Filled(64, 65_536), batch_size=8)  # 2 MiB, unpinned: staged in a thread
+    # 2 MiB, unpinned: staged in a thread
+    user = DataLoader(Filled(64, 65_536), batch_size=8)
     loader = on_device(user, prefetch=2)
     before = threading.active_count()
     for _ in loader:
@@ -228,7 +257,9 @@ def test_copies_run_beside_compute() -> None:
     weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
     def timed(prefetch: int, rounds: int) -> float:
-        loader = on_device(DataLoader(Same(), batch_size=None), prefetch=prefetch, non_blocking=True)
+        loader = on_device(
+            DataLoader(Same(), batch_size=None), prefetch=prefetch, non_blocking=True
+        )
         times = []
         for _ in range(3):
             torch.cuda.synchronize()

@@ -47,7 +47,9 @@ class ListTracker(Tracker):
 
 
 def test_many_scalars_come_in_one_transfer() -> None:
-    tensors = [torch.tensor(float(i), device=device()) for i in range(300)] + [torch.tensor(7)]
+    tensors = [torch.tensor(float(i), device=device()) for i in range(300)] + [
+        torch.tensor(7)
+    ]
     assert fetch_scalars(tensors) == [*map(float, range(300)), 7]
 
 
@@ -86,7 +88,11 @@ def test_logging_does_not_wait_and_loses_nothing() -> None:
 def test_a_bar_shows_loss_memory_and_pace() -> None:
     matrix, file = torch.randn(512, 512, device=device()), io.StringIO()
     pulse = BackwardTimer(device(), every_s=0.0)
-    here = BarContext(display=LineDisplay(Console(file=file), 0.0), memory=MemoryGauge(device()), pulse=pulse)
+    here = BarContext(
+        display=LineDisplay(Console(file=file), 0.0),
+        memory=MemoryGauge(device()),
+        pulse=pulse,
+    )
     bar = Progress(range(5), here=here, desc="train")
     for _ in bar:
         loss = slow_loss(matrix, 20)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hasten import Accelerator, dequantize_weights, quantize_weights
 
 # Any in this file: models of peft and transformers.
-pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore")]  # warnings of the imports of torchao and peft
+# warnings of the imports of torchao and peft
+pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore")]
 WIDTH, DEPTH, VOCABULARY = 512, 3, 256
 KINDS = ("nf4", "torchao-nf4")
 
@@ -35,10 +36,17 @@ def started() -> None:
 def base(kind: str) -> Any:
     """A Llama in bf16 whose blocks have weights of four bits."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
     with torch.device(device()):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes)
+        )
     model = model.to(torch.bfloat16).requires_grad_(False)
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
@@ -46,14 +54,18 @@ def base(kind: str) -> Any:
     torchao = pytest.importorskip("torchao.quantization")
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "lm_head":
-            layer.weight = nn.Parameter(torchao.NF4Tensor.from_tensor(layer.weight.detach(), 64, 256), False)
+            layer.weight = nn.Parameter(
+                torchao.NF4Tensor.from_tensor(layer.weight.detach(), 64, 256), False
+            )
     return model
 
 
 def adapted(kind: str) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
+    )
     return peft.get_peft_model(base(kind), config)
 
 
@@ -69,7 +81,9 @@ def batch(step: int) -> Tensor:
 def prepared(kind: str) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(strategy="fsdp", cpu=device().type == "cpu")
     model = adapted(kind)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained(model), lr=0.01))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(trained(model), lr=0.01)
+    )
     return accelerator, model, optimizer
 
 
@@ -87,11 +101,19 @@ def losses(model: Any, optimizer: Any, backward: Any, steps: range) -> list[floa
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_equal_bare_torch(kind: str) -> None:
     model = adapted(kind)
-    expected = losses(model, torch.optim.AdamW(trained(model), lr=0.01), torch.autograd.backward, range(6))
+    expected = losses(
+        model,
+        torch.optim.AdamW(trained(model), lr=0.01),
+        torch.autograd.backward,
+        range(6),
+    )
     assert expected[4] < expected[0] - 0.02
     accelerator, model, optimizer = prepared(kind)
     found = losses(model, optimizer, accelerator.backward, range(6))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-3, atol=0.0)  # bf16 products
+    # bf16 products
+    torch.testing.assert_close(
+        torch.tensor(found), torch.tensor(expected), rtol=2e-3, atol=0.0
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +129,9 @@ def test_prepared_weights_take_four_bits_on_the_device(kind: str) -> None:
     weights = DEPTH * (4 + 3 * 4) * WIDTH**2
     assert len(frozen) == 7 * DEPTH
     assert weights // 2 <= sum(p.nbytes for p in frozen) <= 1.1 * weights // 2
-    rest = sum(p.to_local().nbytes for p in model.parameters() if p.dtype != torch.uint8)
+    rest = sum(
+        p.to_local().nbytes for p in model.parameters() if p.dtype != torch.uint8
+    )
     if device().type != "cpu":
         assert {p.device.type for p in frozen} == {device().type}
         assert held <= 0.6 * weights + rest + 2**20, "the whole weights were not freed"
@@ -133,12 +157,20 @@ def test_merged_adapters_give_the_trained_outputs(kind: str, tmp_path: Path) -> 
     with torch.no_grad():
         wanted = model(input_ids=batch(9)).logits.float()
     inner: Any = accelerator.unwrap_model(model)
-    inner.save_pretrained(tmp_path / "adapter", state_dict=accelerator.get_state_dict(model))
-    plain = dequantize_weights(base(kind)).float()  # in fp32: merging in bf16 would round once more
-    merged = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    inner.save_pretrained(
+        tmp_path / "adapter", state_dict=accelerator.get_state_dict(model)
+    )
+    # in fp32: merging in bf16 would round once more
+    plain = dequantize_weights(base(kind)).float()
+    merged = peft.PeftModel.from_pretrained(
+        plain, tmp_path / "adapter"
+    ).merge_and_unload()
     assert all(type(p.data) is Tensor for p in merged.parameters())
     with torch.no_grad():
         found = merged(input_ids=batch(9)).logits
     spread = float(wanted.std())
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.1 * spread)  # bf16 activations
-    torch.testing.assert_close(found.mean(), wanted.mean(), rtol=0.0, atol=0.01 * spread)
+    # bf16 activations
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.1 * spread)
+    torch.testing.assert_close(
+        found.mean(), wanted.mean(), rtol=0.0, atol=0.01 * spread
+    )

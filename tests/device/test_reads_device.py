@@ -27,21 +27,34 @@ def started() -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_tensors_on_the_device_equal_the_file(tmp_path: Path, threads: int) -> None:
     made = torch.Generator().manual_seed(0)
-    values = {f"{i}": torch.randint(0, 256, (size,), generator=made).to(torch.uint8) for i, size in enumerate(SIZES)}
+    values = {
+        f"{i}": torch.randint(0, 256, (size,), generator=made).to(torch.uint8)
+        for i, size in enumerate(SIZES)
+    }
     write_files(tmp_path, {"f.safetensors": encode_safetensors(values)}, Disk())
     pieces = read_safetensors(tmp_path / "f.safetensors").pieces
     device = torch.accelerator.current_accelerator()
-    live = {name: torch.zeros_like(value, device=device) for name, value in values.items()}
+    live = {
+        name: torch.zeros_like(value, device=device) for name, value in values.items()
+    }
     for turn in range(3):
         for tensor in live.values():
             tensor.zero_()
-        copies = [copy for name in values for copy in plan_copies(name, live[name], [pieces[name]])]
+        copies = [
+            copy
+            for name in values
+            for copy in plan_copies(name, live[name], [pieces[name]])
+        ]
         run_copies(copies, threads=threads)
         for name, value in values.items():
-            assert torch.equal(live[name].cpu(), value), f"turn {turn}: {name} of {value.numel()} bytes"
+            assert torch.equal(live[name].cpu(), value), (
+                f"turn {turn}: {name} of {value.numel()} bytes"
+            )
 
 
-def test_slow_copies_do_not_see_the_next_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copies_do_not_see_the_next_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reshard, "CHUNK_BYTES", 1_000_000)
     value = torch.arange(64_000_000, dtype=torch.int32)
     write_files(tmp_path, {"f.safetensors": encode_safetensors({"w": value})}, Disk())

@@ -19,11 +19,13 @@ def started() -> None:
 
 def test_values_arrive_and_the_compute_stream_does_not_wait_for_larger_copies() -> None:
     device = torch.device("cuda")
-    large = torch.ones(2**28, device=device)  # a gibibyte, tens of milliseconds over the link
+    # a gibibyte, tens of milliseconds over the link
+    large = torch.ones(2**28, device=device)
     home = torch.empty(large.shape, pin_memory=True)
     side = torch.Stream(device)
     behind: list[bool] = []
-    for _ in range(3):  # CUDA itself waits where memory is allocated and kernels are loaded, at first
+    # CUDA itself waits where memory is allocated and kernels are loaded, at first
+    for _ in range(3):
         torch.cuda.synchronize()
         with on_stream(side):
             for _ in range(8):
@@ -42,8 +44,16 @@ def test_values_arrive_and_the_compute_stream_does_not_wait_for_larger_copies() 
 def test_memory_of_the_source_is_not_reused_before_it_was_copied() -> None:
     device = torch.device("cuda")
     for number in range(200):
-        copies = [HostCopy(torch.full((1024,), float(number + k), device=device)) for k in range(4)]
+        copies = [
+            HostCopy(torch.full((1024,), float(number + k), device=device))
+            for k in range(4)
+        ]
         for _ in range(4):
-            torch.full((1024,), -1.0, device=device)  # would overwrite memory that was freed too early
-        assert [float(one.wait().max()) for one in copies] == [number + k for k in range(4)]
-        assert [float(one.wait().min()) for one in copies] == [number + k for k in range(4)]
+            # would overwrite memory that was freed too early
+            torch.full((1024,), -1.0, device=device)
+        assert [float(one.wait().max()) for one in copies] == [
+            number + k for k in range(4)
+        ]
+        assert [float(one.wait().min()) for one in copies] == [
+            number + k for k in range(4)
+        ]

@@ -23,9 +23,26 @@ EPOCHS: Final = 5
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Return what the example prints on two processes, and the folder it leaves."""
     folder = tmp_path_factory.mktemp("digits")
-    launch: list[str | Path] = [Path(sys.executable).with_name("hasten"), "launch", "--cpu", "--num_processes", "2"]
-    command = [*launch, EXAMPLE, "--epochs", str(EPOCHS), "--target", "0.9", "--out", folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    launch: list[str | Path] = [
+        Path(sys.executable).with_name("hasten"),
+        "launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+    ]
+    command = [
+        *launch,
+        EXAMPLE,
+        "--epochs",
+        str(EPOCHS),
+        "--target",
+        "0.9",
+        "--out",
+        folder,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=100
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr, folder
 
@@ -52,7 +69,9 @@ def test_closing_table_tells_what_came_out(run: tuple[str, Path]) -> None:
 
 def test_metrics_hold_every_step_and_epoch(run: tuple[str, Path]) -> None:
     losses, scores = curve(run[1], "loss"), curve(run[1], "accuracy")
-    assert len(losses) == EPOCHS * 23, "1437 digits make 45 batches of 32, 23 for each of two processes"
+    assert len(losses) == EPOCHS * 23, (
+        "1437 digits make 45 batches of 32, 23 for each of two processes"
+    )
     assert len(scores) == EPOCHS
     assert losses[-1] < losses[0] / 4
 
@@ -63,7 +82,9 @@ def test_plot_is_a_png(run: tuple[str, Path]) -> None:
     assert len(data) > 10_000
 
 
-def test_saved_model_is_as_good_in_plain_torch(run: tuple[str, Path], example: dict[str, Any]) -> None:
+def test_saved_model_is_as_good_in_plain_torch(
+    run: tuple[str, Path], example: dict[str, Any]
+) -> None:
     model: torch.nn.Module = example["network"]()
     model.load_state_dict(load_file(run[1] / "model" / "model.safetensors"))
     model.eval()
@@ -72,7 +93,9 @@ def test_saved_model_is_as_good_in_plain_torch(run: tuple[str, Path], example: d
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).float().mean().item()
     reported = curve(run[1], "accuracy")[-1]
-    assert accuracy == pytest.approx(reported, abs=0.003), "each held-out digit is counted once: 360 of them"
+    assert accuracy == pytest.approx(reported, abs=0.003), (
+        "each held-out digit is counted once: 360 of them"
+    )
 
 
 def test_loop_has_three_changed_lines() -> None:

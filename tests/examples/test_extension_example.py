@@ -42,39 +42,74 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("extension")
     shutil.copytree(EXAMPLE, folder / "source")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    built = [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", "wheels", "./source"]
+    built = [
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "-w",
+        "wheels",
+        "./source",
+    ]
     subprocess.run(built, cwd=folder, check=True)
     wheel = next((folder / "wheels").glob("*.whl"))
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", "site", str(wheel)], cwd=folder, check=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", "site", str(wheel)],
+        cwd=folder,
+        check=True,
+    )
     return folder / "site"
 
 
-def launch(site: Path, folder: Path, *words: str, env: Mapping[str, str] | None = None) -> str:
+def launch(
+    site: Path, folder: Path, *words: str, env: Mapping[str, str] | None = None
+) -> str:
     """Run `hasten launch` in `folder` with the extension installed; return what it prints."""
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "hasten", "launch", *words]
     environment = {**os.environ, **(env or {}), "PYTHONPATH": str(site)}
-    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout + finished.stderr
 
 
 def test_the_launch_target_prints_a_job_file(site: Path, tmp_path: Path) -> None:
-    printed = launch(site, tmp_path, "--submit=queue", "--num_processes=2", "train.py", "--epochs=3")
-    assert "#QUEUE processes=2\nexec hasten launch --num_processes=2 train.py --epochs=3\n" in printed
+    printed = launch(
+        site, tmp_path, "--submit=queue", "--num_processes=2", "train.py", "--epochs=3"
+    )
+    assert (
+        "#QUEUE processes=2\nexec hasten launch --num_processes=2 train.py --epochs=3\n"
+        in printed
+    )
 
 
 def test_a_run_has_the_tracker_and_the_strategy(site: Path, tmp_path: Path) -> None:
     printed = launch(site, tmp_path, "--cpu", "--strategy=counted", "train.py")
     assert "rank 0 holds 5 parameters" in printed
     lines = (tmp_path / "out" / "demo.csv").read_text().splitlines()
-    assert [line.split(",")[:2] for line in lines] == [[str(step), "loss"] for step in (1, 2, 3)]
+    assert [line.split(",")[:2] for line in lines] == [
+        [str(step), "loss"] for step in (1, 2, 3)
+    ]
 
 
-def test_a_part_of_the_run_stops_it_when_a_file_appears(site: Path, tmp_path: Path) -> None:
+def test_a_part_of_the_run_stops_it_when_a_file_appears(
+    site: Path, tmp_path: Path
+) -> None:
     stop = tmp_path / "stop"
-    assert "stopped" not in launch(site, tmp_path, "--cpu", "train.py", env={"STOP_FILE": str(stop)})
+    assert "stopped" not in launch(
+        site, tmp_path, "--cpu", "train.py", env={"STOP_FILE": str(stop)}
+    )
     stop.touch()
-    assert "stopped" in launch(site, tmp_path, "--cpu", "train.py", env={"STOP_FILE": str(stop)})
+    assert "stopped" in launch(
+        site, tmp_path, "--cpu", "train.py", env={"STOP_FILE": str(stop)}
+    )
     lines = (tmp_path / "out" / "demo.csv").read_text().splitlines()
     assert len(lines) == 3 + 1

@@ -26,7 +26,10 @@ nbformat.write(notebook, sys.argv[2])
 
 @pytest.mark.exhaustive
 def test_it_trains_on_two_processes_and_draws_a_curve(tmp_path: Path) -> None:
-    homes = {name: str(tmp_path / name) for name in ("HASTEN_HOME", "HF_HOME", "IPYTHONDIR", "MPLCONFIGDIR")}
+    homes = {
+        name: str(tmp_path / name)
+        for name in ("HASTEN_HOME", "HF_HOME", "IPYTHONDIR", "MPLCONFIGDIR")
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", DRIVER, str(NOTEBOOK), "done.ipynb"],
         cwd=tmp_path,
@@ -43,7 +46,10 @@ def test_it_trains_on_two_processes_and_draws_a_curve(tmp_path: Path) -> None:
         for output in cell.get("outputs", [])
     ]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
-    right = [int(number) for number in re.findall(r"(\d+) of 360 right on 2 processes", printed)]
+    right = [
+        int(number)
+        for number in re.findall(r"(\d+) of 360 right on 2 processes", printed)
+    ]
     assert len(right) == 4, "one process prints, after each of four epochs"
     assert right[-1] > 300
     assert any("image/png" in output.get("data", {}) for output in outputs)

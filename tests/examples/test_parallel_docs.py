@@ -14,7 +14,10 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "parallel.md"
 
 @ranks(2)
 def test_blocks_run(ctx: ProcessContext) -> None:
-    blocks = re.findall(r"(?<!-->\n)```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)  # a comment says: not run
+    # a comment says: not run
+    blocks = re.findall(
+        r"(?<!-->\n)```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL
+    )
     assert len(blocks) >= 5
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {"__name__": "page"})

@@ -22,24 +22,39 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
-@pytest.mark.parametrize("command", [["-m", "hasten.cli.main", "launch", "--cpu", "--num_processes", "2"], []])
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "hasten.cli.main", "launch", "--cpu", "--num_processes", "2"], []],
+)
 def test_the_script_runs(tmp_path: Path, command: list[str]) -> None:
     (script,) = blocks("python")
     (tmp_path / "train.py").write_text(script, "utf-8")
 
     def run() -> str:
         command_line = [sys.executable, *command, "train.py"]
-        completed = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+        completed = subprocess.run(
+            command_line,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
         assert completed.returncode == 0, completed.stderr
         return completed.stdout
 
     first_output = run()
     score = re.findall(r"(\d+) of 256 right", first_output)[0]
     assert int(score) > 245, "it learns the rule"
-    checkpoints = sorted(path.name for path in (tmp_path / "runs/readme/checkpoints").iterdir())
+    checkpoints = sorted(
+        path.name for path in (tmp_path / "runs/readme/checkpoints").iterdir()
+    )
     assert len(checkpoints) == 12
     assert f"{score} of 256 right" in run(), "a finished run trains nothing more"
-    assert sorted(path.name for path in (tmp_path / "runs/readme/checkpoints").iterdir()) == checkpoints
+    assert (
+        sorted(path.name for path in (tmp_path / "runs/readme/checkpoints").iterdir())
+        == checkpoints
+    )
 
 
 def test_the_three_lines_are_those_of_the_script() -> None:
@@ -53,9 +68,18 @@ def test_the_three_lines_are_those_of_the_script() -> None:
     ]
 
 
-def test_every_command_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()]
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+def test_every_command_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        line.split("#")[0].strip()
+        for block in blocks("bash")
+        for line in block.splitlines()
+        if line.strip()
+    ]
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    )
     script = tmp_path / "train.py"
     script.write_text("", "utf-8")
     for line in lines:
@@ -69,7 +93,9 @@ def test_every_command_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[st
         elif program == "pip":
             extras = set(re.findall(r"[a-z0-9]+", line.partition("[")[2]))
             assert extras <= set(
-                tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+                tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+                    "optional-dependencies"
+                ]
             )
         else:
             assert line == "python train.py"

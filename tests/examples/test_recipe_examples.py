@@ -21,7 +21,12 @@ def test_muon_ema_evaluates_the_average(ctx: ProcessContext, tmp_path: Path) -> 
     printed = run("muon_ema.py", "--epochs", 2, "--decay", 0.8, "--out", tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     if ctx.world.rank == 0:
-        trained, averaged = map(float, re.findall(r"epoch 2: accuracy ([\d.]+)%, of the average ([\d.]+)%", printed)[0])
+        trained, averaged = map(
+            float,
+            re.findall(
+                r"epoch 2: accuracy ([\d.]+)%, of the average ([\d.]+)%", printed
+            )[0],
+        )
         assert min(trained, averaged) > 75
 
 
@@ -30,15 +35,25 @@ def test_packing_fills_its_rows(ctx: ProcessContext) -> None:
     pytest.importorskip("transformers")
     printed = run("packing.py", "--megabytes", 0.01, "--max_tokens", 256)
     if ctx.world.rank == 0:
-        packed, padded = map(float, re.findall(r"([\d.]+)% of the\s+places are tokens; .* ([\d.]+)%", printed)[0])
+        packed, padded = map(
+            float,
+            re.findall(r"([\d.]+)% of the\s+places are tokens; .* ([\d.]+)%", printed)[
+                0
+            ],
+        )
         assert packed > 95 > 80 > padded
-        first, last = float(re.findall(r"step 0: loss ([\d.]+)", printed)[0]), printed.split()[-1]
+        first, last = (
+            float(re.findall(r"step 0: loss ([\d.]+)", printed)[0]),
+            printed.split()[-1],
+        )
         assert float(last) < first
 
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_qlora_writes_an_adapter_and_a_merged_model(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_qlora_writes_an_adapter_and_a_merged_model(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     for package in ("transformers", "peft", "bitsandbytes"):
         pytest.importorskip(package)
     printed = run("qlora.py", "--steps", 12, "--megabytes", 0.05, "--out", tmp_path)
@@ -52,14 +67,23 @@ def test_qlora_writes_an_adapter_and_a_merged_model(ctx: ProcessContext, tmp_pat
 @ranks(2)
 def test_generate_continues_every_prompt(ctx: ProcessContext) -> None:
     pytest.importorskip("transformers")
-    printed = run("generate.py", "--steps", 4, "--every", 2, "--length", 6, "--megabytes", 0.05)
+    printed = run(
+        "generate.py", "--steps", 4, "--every", 2, "--length", 6, "--megabytes", 0.05
+    )
     if ctx.world.rank == 0:
-        assert printed.count("'def ") == printed.count("'import ") == printed.count("'class ") == 2
+        assert (
+            printed.count("'def ")
+            == printed.count("'import ")
+            == printed.count("'class ")
+            == 2
+        )
 
 
 @ranks(2)
 @pytest.mark.exhaustive
-def test_a_resumed_stream_ends_with_the_very_same_weights(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_resumed_stream_ends_with_the_very_same_weights(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     straight = run("stream.py", "--epochs", 2, "--out", whole)
     run("stream.py", "--epochs", 2, "--stop_after", 34, "--out", parts)
@@ -79,5 +103,8 @@ def test_push_to_hub_loads_the_same_model(ctx: ProcessContext, tmp_path: Path) -
     ):
         patch.setenv("HF_TOKEN", TOKEN)
         printed = run("push_to_hub.py", "--repo", "someone/digits", "--epochs", 2)
-    trained, loaded = re.findall(r"epoch 2: accuracy (\S+)%", printed), re.findall(r"Hub: accuracy (\S+)%", printed)
+    trained, loaded = (
+        re.findall(r"epoch 2: accuracy (\S+)%", printed),
+        re.findall(r"Hub: accuracy (\S+)%", printed),
+    )
     assert trained == loaded != []

@@ -50,10 +50,14 @@ def broken(site: Path) -> Iterator[str]:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 continue
-            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            target = (
+                (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            )
             target = target / "index.html" if target.is_dir() else target
             if not target.exists() or (
-                target in pages and parts.fragment and unquote(parts.fragment) not in pages[target].anchors
+                target in pages
+                and parts.fragment
+                and unquote(parts.fragment) not in pages[target].anchors
             ):
                 yield f"{page.relative_to(site.resolve())}: {link}"
 
@@ -61,10 +65,25 @@ def broken(site: Path) -> Iterator[str]:
 def in_a_browser(address: str, folder: Path) -> str:
     """What a page holds once its scripts have run, in Chromium."""
     if shutil.which("chromium") is None:
-        pytest.skip("Debian's chromium is not installed: the built site was not looked at in a browser")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile", "--dump-dom"]
-    command = ["chromium", *options, "--virtual-time-budget=20000", address.replace(" ", "%20")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+        pytest.skip(
+            "Debian's chromium is not installed: the built site was not looked at in a browser"
+        )
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder}/profile",
+        "--dump-dom",
+    ]
+    command = [
+        "chromium",
+        *options,
+        "--virtual-time-budget=20000",
+        address.replace(" ", "%20"),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=True
+    ).stdout
 
 
 LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
@@ -72,24 +91,36 @@ LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 
 def anchors(page: Path) -> set[str]:
     """The anchors that the headings of a Markdown page get in the site."""
-    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    plain = (re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "]", heading)).strip().lower() for heading in headings)
+    plain = (
+        re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "]", heading)).strip().lower()
+        for heading in headings
+    )
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
 def broken_in_text(docs: Path) -> Iterator[str]:
     """Yield every link of a Markdown page to a file or heading that does not exist."""
     for page in sorted(docs.rglob("*.md")):
-        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(
+            r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL
+        )
         for link in LINK.findall(text):
             parts = urlsplit(link)
             if parts.scheme:
                 continue
-            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            generated = target.parent == docs / "api"  # its anchors are names of the library
+            target = (
+                (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            )
+            # its anchors are names of the library
+            generated = target.parent == docs / "api"
             has_anchors = target.suffix == ".md" and not generated
-            if not target.exists() or (parts.fragment and has_anchors and parts.fragment not in anchors(target)):
+            if not target.exists() or (
+                parts.fragment and has_anchors and parts.fragment not in anchors(target)
+            ):
                 yield f"{page.relative_to(docs)}: {link}"
 
 
@@ -99,53 +130,92 @@ def test_links_between_pages_lead_somewhere(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text(
         "[b](b.md#the-second-part) [c](c.md) [b](b.md#third) [e](https://elsewhere.example/x)\n"
     )
-    (tmp_path / "b.md").write_text("# One\n## The `second` part!\n```bash\n# third\n```\n[a](a.md)\n")
+    (tmp_path / "b.md").write_text(
+        "# One\n## The `second` part!\n```bash\n# third\n```\n[a](a.md)\n"
+    )
     assert list(broken_in_text(tmp_path)) == ["a.md: c.md", "a.md: b.md#third"]
 
 
 def build_site(folder: Path) -> Path:
     """Build the site as `make docs` does, and return its folder."""
-    pytest.importorskip("mkdocstrings", reason="mkdocs is not installed (pip install '.[docs]')")
-    pytest.importorskip("material", reason="mkdocs-material is not installed (pip install '.[docs]')")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
+    pytest.importorskip(
+        "mkdocstrings", reason="mkdocs is not installed (pip install '.[docs]')"
+    )
+    pytest.importorskip(
+        "material", reason="mkdocs-material is not installed (pip install '.[docs]')"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(folder / "site"),
+    ]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    build = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=230, check=False)
+    build = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=230,
+        check=False,
+    )
     assert build.returncode == 0, build.stderr
     assert "WARNING" not in build.stderr
     return folder / "site"
 
 
 @pytest.mark.timeout(240)  # ten seconds on a quiet machine
-def test_it_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+def test_it_builds_without_a_warning_and_its_links_lead_somewhere(
+    tmp_path: Path,
+) -> None:
     site = build_site(tmp_path)
     assert not list(broken(site))
     front = (site / "index.html").read_text("utf-8")
     assert "quickstart.html" in front
-    assert 'class="doc doc-heading"' in (site / "api" / "accelerator.html").read_text("utf-8")
+    assert 'class="doc doc-heading"' in (site / "api" / "accelerator.html").read_text(
+        "utf-8"
+    )
     for page in site.rglob("*.html"):
-        assert not re.search(r'<(script|link rel="stylesheet")[^>]* (src|href)="http', page.read_text("utf-8")), page
+        assert not re.search(
+            r'<(script|link rel="stylesheet")[^>]* (src|href)="http',
+            page.read_text("utf-8"),
+        ), page
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(240)  # it starts a browser
 def test_the_search_works_from_a_folder(tmp_path: Path) -> None:
     site = build_site(tmp_path)
-    page_text = in_a_browser((site / "index.html").as_uri() + "?q=early stopping", tmp_path)
+    page_text = in_a_browser(
+        (site / "index.html").as_uri() + "?q=early stopping", tmp_path
+    )
     assert re.search(r"\d+ matching documents", page_text)
     assert "trainer.html" in page_text
 
 
 def test_a_broken_link_or_anchor_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text('<a href="b.html#here">b</a><a href="c.html">c</a><a href="b.html#there">b</a>')
-    (tmp_path / "b.html").write_text('<p id="here"><a href="https://elsewhere.example">e</a></p>')
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#here">b</a><a href="c.html">c</a><a href="b.html#there">b</a>'
+    )
+    (tmp_path / "b.html").write_text(
+        '<p id="here"><a href="https://elsewhere.example">e</a></p>'
+    )
     assert list(broken(tmp_path)) == ["a.html: c.html", "a.html: b.html#there"]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_code_of_the_first_pages_fits_into_a_small_window(page: str) -> None:
     """80 characters are what the site shows at a width of 1280 pixels; comments behind them would be cut off."""
-    blocks = re.findall(r"^```.*?^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert [line for block in blocks for line in block.splitlines() if len(line) > 80] == []
+    blocks = re.findall(
+        r"^```.*?^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert [
+        line for block in blocks for line in block.splitlines() if len(line) > 80
+    ] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

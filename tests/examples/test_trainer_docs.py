@@ -18,8 +18,12 @@ DOCS: Final = Path(__file__).parents[2] / "docs"
 
 @ranks(1)
 @pytest.mark.parametrize(("page", "num_blocks"), [("trainer.md", 4), ("report.md", 1)])
-def test_blocks_run_in_order(ctx: ProcessContext, tmp_path: Path, page: str, num_blocks: int) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+def test_blocks_run_in_order(
+    ctx: ProcessContext, tmp_path: Path, page: str, num_blocks: int
+) -> None:
+    blocks = re.findall(
+        r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL
+    )
     assert len(blocks) == num_blocks
     names: dict[str, Any] = {"__name__": "page"}  # Any: what the page defines
     with contextlib.chdir(tmp_path):

@@ -26,9 +26,21 @@ FOLDER: Final = Path(__file__).with_name("launch_plans")
 
 CPU: Final = Host(name="laptop", cores=8, python="/venv/bin/python")
 GPUS: Final = Host(
-    name="gpu01", cores=96, device="cuda", num_devices=8, device_name="NVIDIA H200", python="/venv/bin/python"
+    name="gpu01",
+    cores=96,
+    device="cuda",
+    num_devices=8,
+    device_name="NVIDIA H200",
+    python="/venv/bin/python",
 )
-TPU: Final = Host(name="tpu", cores=96, device="tpu", num_devices=4, device_name="TPU", python="/venv/bin/python")
+TPU: Final = Host(
+    name="tpu",
+    cores=96,
+    device="tpu",
+    num_devices=4,
+    device_name="TPU",
+    python="/venv/bin/python",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +214,19 @@ def plan_text(case: Case) -> str:
         resolved = resolve(flags=given.settings)
         launch = resolved.config.launch
         words = given.script
-        target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
+        target = Target(
+            words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python
+        )
         flags = tuple(argv[: len(argv) - len(words)])
         plan = make_plan(
-            LaunchRequest(resolved.config, target, handoff.pack(resolved.entries), flags, folder="/home/me/run"), host
+            LaunchRequest(
+                resolved.config,
+                target,
+                handoff.pack(resolved.entries),
+                flags,
+                folder="/home/me/run",
+            ),
+            host,
         )
     except HastenError as error:
         return f"$ hasten launch {case.words}\n{type(error).__name__}: {error}\n"

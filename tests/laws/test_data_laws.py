@@ -113,23 +113,43 @@ class Case:
 
     @property
     def is_stream(self) -> bool:
-        return self.data in STREAMS or self.data in HUB or "stream" in self.data or self.data == "hub split"
+        return (
+            self.data in STREAMS
+            or self.data in HUB
+            or "stream" in self.data
+            or self.data == "hub split"
+        )
 
     @property
     def is_unsaid(self) -> bool:
         """Whether ranks have parts of the data, and nothing says so."""
-        return self.data in PARTS and not self.flagged and self.data not in RECOGNISED and self.world > 1
+        return (
+            self.data in PARTS
+            and not self.flagged
+            and self.data not in RECOGNISED
+            and self.world > 1
+        )
 
     def own_shards(self, world: int) -> bool:
         """Whether each of so many ranks reads a part that the dataset cuts for it."""
-        if world == 1 or self.mode == "dispatch" or (self.mode == "split" and self.batch is None):
+        if (
+            world == 1
+            or self.mode == "dispatch"
+            or (self.mode == "split" and self.batch is None)
+        ):
             return False
-        return self.data == "sharded" or (self.data in HUB and hub_stream(self).num_shards >= world)
+        return self.data == "sharded" or (
+            self.data in HUB and hub_stream(self).num_shards >= world
+        )
 
     @property
     def refused(self) -> bool:
         """Whether going on inside an epoch must be refused: parts of the dataset's own fit one number of ranks only."""
-        parts = self.data in PARTS or self.own_shards(self.world) or self.own_shards(self.new_world)
+        parts = (
+            self.data in PARTS
+            or self.own_shards(self.world)
+            or self.own_shards(self.new_world)
+        )
         return self.world != self.new_world and parts
 
 
@@ -140,12 +160,20 @@ def draw(seed: int) -> Case:
     if r.random() > 1 / 6:
         return case
     data = r.choice(list(PARTS))
-    mode = "shard" if case.mode == "dispatch" or case.data in OWN_BATCHES or data == "part batch sampler" else case.mode
+    mode = (
+        "shard"
+        if case.mode == "dispatch"
+        or case.data in OWN_BATCHES
+        or data == "part batch sampler"
+        else case.mode
+    )
     batch = case.batch
     if mode != case.mode and case.mode == "split":
         batch = r.choice((1, 2, 3, 4))
     size = r.randint(8, 40)
-    return replace(case, data=data, mode=mode, batch=batch, size=size, flagged=r.random() < 0.8)
+    return replace(
+        case, data=data, mode=mode, batch=batch, size=size, flagged=r.random() < 0.8
+    )
 
 
 def draw_whole(seed: int) -> Case:
@@ -182,7 +210,11 @@ def draw_whole(seed: int) -> Case:
 # -- data -----------------------------------------------------------------------------------------------------------
 def noise(augment: bool) -> float:
     """A number drawn from all three libraries."""
-    return random.random() + float(np.random.rand()) + float(torch.rand(())) if augment else 0.0
+    return (
+        random.random() + float(np.random.rand()) + float(torch.rand(()))
+        if augment
+        else 0.0
+    )
 
 
 class Items(Dataset[tuple[int, float]]):
@@ -202,7 +234,10 @@ class Drawn(Sampler[int]):
     def __init__(self, kind: str, size: int) -> None:
         self.kind, self.size, self.epoch = kind, size, 0
         self.order = list(range(size))
-        kinds: dict[str, Any] = {"own numpy": np.random.default_rng(3), "own python": random.Random(3)}
+        kinds: dict[str, Any] = {
+            "own numpy": np.random.default_rng(3),
+            "own python": random.Random(3),
+        }
         self.rng: Any = kinds.get(kind)
 
     def __len__(self) -> int:
@@ -241,7 +276,11 @@ class Stream(IterableDataset[tuple[int, float]]):
 
     def __init__(self, kind: str, size: int, augment: bool) -> None:
         self.kind, self.size, self.augment = kind, size, augment
-        self.rng = np.random.default_rng(4) if "own" in kind or "stateful draws" in kind else None
+        self.rng = (
+            np.random.default_rng(4)
+            if "own" in kind or "stateful draws" in kind
+            else None
+        )
         self.done = 0
 
     def elements(self) -> list[int]:
@@ -264,7 +303,10 @@ class Stream(IterableDataset[tuple[int, float]]):
         self.done += self.kind == "stateful"
         if self.rng is not None:
             return buffer.pop(int(self.rng.integers(len(buffer)))), noise(self.augment)
-        places: dict[str, Any] = {"draws": random.randrange, "draws numpy": np.random.randint}
+        places: dict[str, Any] = {
+            "draws": random.randrange,
+            "draws numpy": np.random.randint,
+        }
         place = places.get(self.kind)
         return buffer.pop(int(place(len(buffer))) if place else 0), noise(self.augment)
 
@@ -296,21 +338,28 @@ class Sharded(Stream):
 
     def elements(self) -> list[int]:
         num_shards, index = self.part
-        if num_shards == 1:  # not asked for a part: split over workers, as torch wants it
+        # not asked for a part: split over workers, as torch wants it
+        if num_shards == 1:
             return super().elements()
-        cuts = [0] + [max(part + 1, self.size * (part + 1) ** 2 // num_shards**2) for part in range(num_shards)]
+        cuts = [0] + [
+            max(part + 1, self.size * (part + 1) ** 2 // num_shards**2)
+            for part in range(num_shards)
+        ]
         return list(range(cuts[index], min(cuts[index + 1], self.size)))
 
 
 class PartStream(Stream):
     """This rank's part of a stream."""
 
-    def __init__(self, kind: str, size: int, augment: bool, place: tuple[int, int]) -> None:
+    def __init__(
+        self, kind: str, size: int, augment: bool, place: tuple[int, int]
+    ) -> None:
         super().__init__(kind, size, augment)
         self.place = place
 
     def elements(self) -> list[int]:
-        order = super().elements()  # of this worker: workers draw other numbers, in plain torch too
+        # of this worker: workers draw other numbers, in plain torch too
+        order = super().elements()
         if "shuffled" in self.kind:
             random.shuffle(order)
         return order[self.place[0] :: self.place[1]]
@@ -334,27 +383,43 @@ class PartBatches(Batches):
         self.place = place
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.permutation(self.size).tolist()[self.place[0] :: self.place[1]]
+        order = np.random.permutation(self.size).tolist()[
+            self.place[0] :: self.place[1]
+        ]
         rows = 1
         while order:
             yield order[:rows]
             order, rows = order[rows:], rows % 5 + 1
 
 
-def part_loader(case: Case, place: tuple[int, int], options: dict[str, Any]) -> DataLoader[Any]:
+def part_loader(
+    case: Case, place: tuple[int, int], options: dict[str, Any]
+) -> DataLoader[Any]:
     """A loader of the part of rank `place[0]` of `place[1]`."""
-    options = {"batch_size": case.batch, "drop_last": bool(case.batch) and case.drop_last, **options}
+    options = {
+        "batch_size": case.batch,
+        "drop_last": bool(case.batch) and case.drop_last,
+        **options,
+    }
     items = Items(case.size, case.augment)
     rows = datasets.Dataset.from_dict({"x": list(range(case.size))})
     if case.data == "hub shard":
         return DataLoader(rows.shard(place[1], place[0]), shuffle=True, **options)
     if case.data == "hub split":
-        stream = split_dataset_by_node(rows.to_iterable_dataset(min(case.size, 1 + case.seed % 9)), *place)
-        return DataLoader(stream.map(lambda row: {"noise": noise(case.augment)}), **options)
+        stream = split_dataset_by_node(
+            rows.to_iterable_dataset(min(case.size, 1 + case.seed % 9)), *place
+        )
+        return DataLoader(
+            stream.map(lambda row: {"noise": noise(case.augment)}), **options
+        )
     if "stream" in case.data:
-        return DataLoader(PartStream(case.data, case.size, case.augment, place), **options)
+        return DataLoader(
+            PartStream(case.data, case.size, case.augment, place), **options
+        )
     if case.data == "part of a list":
-        return DataLoader(Subset(items, range(place[0], case.size, place[1])), shuffle=True, **options)
+        return DataLoader(
+            Subset(items, range(place[0], case.size, place[1])), shuffle=True, **options
+        )
     if case.data == "part sampler":
         return DataLoader(items, sampler=PartSampler(case.size, place), **options)
     del options["batch_size"], options["drop_last"]
@@ -363,14 +428,22 @@ def part_loader(case: Case, place: tuple[int, int], options: dict[str, Any]) -> 
 
 def hub_stream(case: Case) -> Any:
     shards = min(case.size, 1 + case.seed % 9)
-    stream = datasets.Dataset.from_dict({"x": list(range(case.size))}).to_iterable_dataset(num_shards=shards)
+    stream = datasets.Dataset.from_dict(
+        {"x": list(range(case.size))}
+    ).to_iterable_dataset(num_shards=shards)
     if case.data == "hub shuffled":
         stream = stream.shuffle(seed=case.seed, buffer_size=1 + case.seed % 11)
     if case.data == "hub interleaved":
-        others = datasets.Dataset.from_dict({"x": list(range(1000, 1000 + case.size))}).to_iterable_dataset(shards)
-        stream = datasets.concatenate_datasets([stream, others]).shuffle(seed=1, buffer_size=5)
+        others = datasets.Dataset.from_dict(
+            {"x": list(range(1000, 1000 + case.size))}
+        ).to_iterable_dataset(shards)
+        stream = datasets.concatenate_datasets([stream, others]).shuffle(
+            seed=1, buffer_size=5
+        )
     if case.data == "hub mapped":
-        stream = stream.map(lambda row: {"x": row["x"] + 500}, batched=False).filter(lambda row: row["x"] % 7 != 3)
+        stream = stream.map(lambda row: {"x": row["x"] + 500}, batched=False).filter(
+            lambda row: row["x"] % 7 != 3
+        )
     return stream.map(lambda row: {"noise": noise(case.augment)})
 
 
@@ -386,37 +459,65 @@ def plain_samples(case: Case) -> list[int] | None:
 def collate(samples: Any) -> dict[str, Tensor]:
     """Time-major first, so that rows cannot be read off the first tensor."""
     rows = samples if isinstance(samples, list) else [samples]
-    pairs = [(row["x"], row.get("noise", 0.0)) if isinstance(row, dict) else row for row in rows]
+    pairs = [
+        (row["x"], row.get("noise", 0.0)) if isinstance(row, dict) else row
+        for row in rows
+    ]
     ids = torch.tensor([pair[0] for pair in pairs])
     return {
         "time": torch.zeros(3, len(pairs)),
         "x": ids,
-        "noise": torch.tensor([pair[1] for pair in pairs], dtype=torch.float64) + random.random(),
+        "noise": torch.tensor([pair[1] for pair in pairs], dtype=torch.float64)
+        + random.random(),
     }
 
 
 def user_loader(case: Case, place: tuple[int, int] = (0, 1)) -> DataLoader[Any]:
     options: dict[str, Any] = {"num_workers": case.workers, "collate_fn": collate}
     if case.workers:
-        options |= {"multiprocessing_context": "fork", "persistent_workers": case.persistent}
+        options |= {
+            "multiprocessing_context": "fork",
+            "persistent_workers": case.persistent,
+        }
     if case.data in PARTS:
         return part_loader(case, place, options)
     if case.data in HUB:
         return DataLoader(
-            hub_stream(case), batch_size=case.batch, drop_last=bool(case.batch) and case.drop_last, **options
+            hub_stream(case),
+            batch_size=case.batch,
+            drop_last=bool(case.batch) and case.drop_last,
+            **options,
         )
-    kinds = {"sized": Sized, "stateful": Stateful, "stateful draws": Stateful, "sharded": Sharded}
+    kinds = {
+        "sized": Sized,
+        "stateful": Stateful,
+        "stateful draws": Stateful,
+        "sharded": Sharded,
+    }
     if case.data in STREAMS:
         stream = kinds.get(case.data, Stream)(case.data, case.size, case.augment)
-        return DataLoader(stream, batch_size=case.batch, drop_last=bool(case.batch) and case.drop_last, **options)
+        return DataLoader(
+            stream,
+            batch_size=case.batch,
+            drop_last=bool(case.batch) and case.drop_last,
+            **options,
+        )
     items = Items(case.size, case.augment)
     if "batch sampler" in case.data:
-        return DataLoader(items, batch_sampler=Batches(case.size, "own" in case.data), **options)
+        return DataLoader(
+            items, batch_sampler=Batches(case.size, "own" in case.data), **options
+        )
     samplers: dict[str, Any] = {
         "weighted": WeightedRandomSampler([1.0] * case.size, case.size),
         "subset": SubsetRandomSampler(range(0, case.size, 2)),
     }
-    if case.data in ("own numpy", "own python", "module generator", "counts epochs", "shuffles in place"):
+    if case.data in (
+        "own numpy",
+        "own python",
+        "module generator",
+        "counts epochs",
+        "shuffles in place",
+    ):
         options["sampler"] = Drawn(case.data, case.size)
     elif case.data in samplers:
         options["sampler"] = samplers[case.data]
@@ -424,7 +525,12 @@ def user_loader(case: Case, place: tuple[int, int] = (0, 1)) -> DataLoader[Any]:
         options["shuffle"] = case.data != "in order"
     if case.data == "generator":
         options["generator"] = torch.Generator().manual_seed(9)
-    return DataLoader(items, batch_size=case.batch, drop_last=bool(case.batch) and case.drop_last, **options)
+    return DataLoader(
+        items,
+        batch_size=case.batch,
+        drop_last=bool(case.batch) and case.drop_last,
+        **options,
+    )
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
@@ -432,7 +538,9 @@ Step = tuple[int, list[int], list[float], int, bool, bool, tuple[float, ...]]
 """(epoch, ids, noise, real rows, last, update, what the training drew)."""
 
 
-def run(ctx: ProcessContext, case: Case, folder: Path, stop: int | None, resume: bool) -> list[Step] | str:
+def run(
+    ctx: ProcessContext, case: Case, folder: Path, stop: int | None, resume: bool
+) -> list[Step] | str:
     """Two epochs, or their part before or after the stop, as one rank sees them; or why it was refused."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(100 + ctx.rank if not resume else 999)
@@ -446,7 +554,9 @@ def run(ctx: ProcessContext, case: Case, folder: Path, stop: int | None, resume:
         data_seed=None if case.data == "generator" else 31,
         already_sharded=True if case.flagged else None,
     )
-    accelerator = Accelerator(context=ctx, dataloader_config=config, gradient_accumulation_steps=case.every)
+    accelerator = Accelerator(
+        context=ctx, dataloader_config=config, gradient_accumulation_steps=case.every
+    )
     steps: list[Step] = []
     loader: Any = None
     batch = None
@@ -482,26 +592,51 @@ def runs(ctx: ProcessContext, case: Case, folder: Path) -> Runs:
     whole = run(ctx, case, folder, None, False)
     if isinstance(whole, str):
         return whole, 0, [], []
-    lengths = ctx.world.all_gather_object((len(whole), sum(step[0] == 0 for step in whole)))
+    lengths = ctx.world.all_gather_object(
+        (len(whole), sum(step[0] == 0 for step in whole))
+    )
     stop = stop_of(case, lengths)
     if stop == 0:
         return whole, 0, [], []
     first = run(ctx, case, folder, stop, False)
-    return whole, stop, first, run(ctx, case, folder, None, True) if case.new_world == case.world else []
+    return (
+        whole,
+        stop,
+        first,
+        run(ctx, case, folder, None, True) if case.new_world == case.world else [],
+    )
 
 
-def seen(accelerator: Accelerator, loader: Any, batch: dict[str, Tensor], update: bool, even: bool) -> Step:
+def seen(
+    accelerator: Accelerator,
+    loader: Any,
+    batch: dict[str, Tensor],
+    update: bool,
+    even: bool,
+) -> Step:
     ids, cursor = batch["x"], loader.cursor
     real = len(ids) if cursor.num_real is None else cursor.num_real
     if even:  # every rank has a batch
         kept = accelerator.gather_for_metrics(batch["x"])
         flat = accelerator.gather_for_metrics(batch["x"].repeat_interleave(3))
-        assert torch.equal(flat, kept.repeat_interleave(3)), "flattened outputs are cut alike"
+        assert torch.equal(flat, kept.repeat_interleave(3)), (
+            "flattened outputs are cut alike"
+        )
         everyone = accelerator.gather_object([ids[:real].tolist()])
-        assert kept.tolist() == [one for part in everyone for one in part], "padding is counted or samples are lost"
+        assert kept.tolist() == [one for part in everyone for one in part], (
+            "padding is counted or samples are lost"
+        )
         time_major(accelerator, ids, kept)
     drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
-    return loader.epoch, ids.tolist(), batch["noise"].tolist(), real, cursor.at_end, update, drawn
+    return (
+        loader.epoch,
+        ids.tolist(),
+        batch["noise"].tolist(),
+        real,
+        cursor.at_end,
+        update,
+        drawn,
+    )
 
 
 def time_major(accelerator: Accelerator, ids: Tensor, kept: Tensor) -> None:
@@ -511,20 +646,34 @@ def time_major(accelerator: Accelerator, ids: Tensor, kept: Tensor) -> None:
         accelerator.gather_object([len(ids)])[-1],
     }:  # as many as there are samples on the rank that is padded
         cells = ids.repeat(steps, 1)
-        assert torch.equal(accelerator.gather_for_metrics(cells, dim=1), kept.repeat(steps, 1)), "cut along time"
+        assert torch.equal(
+            accelerator.gather_for_metrics(cells, dim=1), kept.repeat(steps, 1)
+        ), "cut along time"
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             try:
                 unnamed = accelerator.gather_for_metrics(cells).flatten().tolist()
             except (DataError, MismatchError):
                 continue
-        ambiguous = any(accelerator.gather_object([any("Pass dim=0 or dim=1" in str(one.message) for one in told)]))
-        assert ambiguous or sorted(unnamed) == sorted(kept.tolist() * steps), "silently wrong"
+        ambiguous = any(
+            accelerator.gather_object(
+                [any("Pass dim=0 or dim=1" in str(one.message) for one in told)]
+            )
+        )
+        assert ambiguous or sorted(unnamed) == sorted(kept.tolist() * steps), (
+            "silently wrong"
+        )
 
 
 def real_ids(ranks: list[list[Step]], epoch: int) -> list[int]:
     """The samples of an epoch that are not padding, over all ranks."""
-    return [one for steps in ranks for step in steps if step[0] == epoch for one in step[1][: step[3]]]
+    return [
+        one
+        for steps in ranks
+        for step in steps
+        if step[0] == epoch
+        for one in step[1][: step[3]]
+    ]
 
 
 def in_global_order(ranks: list[list[Step]], epoch: int) -> list[int]:
@@ -532,13 +681,19 @@ def in_global_order(ranks: list[list[Step]], epoch: int) -> list[int]:
     columns = [[step for step in steps if step[0] == epoch] for steps in ranks]
     longest = max(map(len, columns))
     return [
-        one for at in range(longest) for steps in columns if at < len(steps) for one in steps[at][1][: steps[at][3]]
+        one
+        for at in range(longest)
+        for steps in columns
+        if at < len(steps)
+        for one in steps[at][1][: steps[at][3]]
     ]
 
 
 def window_start(steps: list[Step], stop: int) -> int:
     """Return the beginning of the window in which a run was saved after `stop` steps: a resume repeats from there."""
-    return max((number for number in range(1, stop + 1) if steps[number - 1][5]), default=0)
+    return max(
+        (number for number in range(1, stop + 1) if steps[number - 1][5]), default=0
+    )
 
 
 def check(case: Case, pool: Pool) -> str:
@@ -550,15 +705,29 @@ def check(case: Case, pool: Pool) -> str:
         rest: list[Any] = [one[3] for one in done]
         stop = done[0][1]
         if case.is_unsaid or any(isinstance(steps, str) for steps in whole):
-            reasons = ("already_sharded=True",) if case.is_unsaid else ("has no sample", "cannot be split over")
+            reasons = (
+                ("already_sharded=True",)
+                if case.is_unsaid
+                else ("has no sample", "cannot be split over")
+            )
             return refused_by_all(whole, reasons)
         for epoch in (0, 1):
             compare_with_torch(case, real_ids(whole, epoch))
         if stop == 0:
             return "too short to stop"
-        assert first == [steps[:stop] for steps in whole], "two runs of one program differ"
+        assert first == [steps[:stop] for steps in whole], (
+            "two runs of one program differ"
+        )
         if case.new_world != case.world:
-            rest = pool.run(run, case.new_world, case, Path(folder), None, True, timeout_s=PATIENCE_S)
+            rest = pool.run(
+                run,
+                case.new_world,
+                case,
+                Path(folder),
+                None,
+                True,
+                timeout_s=PATIENCE_S,
+            )
     start = window_start(whole[0], stop)
     first = [steps[:start] for steps in first]
     inside = start > 0 and (
@@ -570,11 +739,16 @@ def check(case: Case, pool: Pool) -> str:
     assert not any(isinstance(steps, str) for steps in rest), f"refused: {rest}"
     if case.new_world == case.world:
         for rank, (got, steps) in enumerate(zip(rest, whole, strict=True)):
-            assert got == steps[start:], f"rank {rank} after {start} steps:\n{got}\ninstead of\n{steps[start:]}"
+            assert got == steps[start:], (
+                f"rank {rank} after {start} steps:\n{got}\ninstead of\n{steps[start:]}"
+            )
         return "exact"
     expected = whole
-    if case.refused:  # parts of the dataset's own fit one number of ranks: an epoch that begins there has its order
-        expected = pool.run(run, case.new_world, case, Path(folder), None, False, timeout_s=PATIENCE_S)
+    # parts of the dataset's own fit one number of ranks: an epoch that begins there has its order
+    if case.refused:
+        expected = pool.run(
+            run, case.new_world, case, Path(folder), None, False, timeout_s=PATIENCE_S
+        )
     for epoch in (0, 1):
         compare_with_torch(case, real_ids(first, epoch) + real_ids(rest, epoch))
         if not case.workers and not case.drop_last:
@@ -586,7 +760,9 @@ def check(case: Case, pool: Pool) -> str:
 
 
 def refused_by_all(ranks: list[Any], reasons: tuple[str, ...]) -> str:
-    assert all(isinstance(one, str) for one in ranks), f"refused on some ranks only, or not at all: {ranks}"
+    assert all(isinstance(one, str) for one in ranks), (
+        f"refused on some ranks only, or not at all: {ranks}"
+    )
     assert any(reason in one for one in ranks for reason in reasons), ranks
     return "refused"
 
@@ -594,9 +770,13 @@ def refused_by_all(ranks: list[Any], reasons: tuple[str, ...]) -> str:
 def compare_with_torch(case: Case, ids: list[int]) -> None:
     plain = plain_samples(case)
     if plain is None:
-        assert len(ids) == case.size or (case.drop_last and len(ids) < case.size), f"{len(ids)} draws"
+        assert len(ids) == case.size or (case.drop_last and len(ids) < case.size), (
+            f"{len(ids)} draws"
+        )
     elif case.drop_last and case.batch:
-        assert len(set(ids) & set(plain)) == len(ids), f"repeated or unknown: {sorted(ids)}"
+        assert len(set(ids) & set(plain)) == len(ids), (
+            f"repeated or unknown: {sorted(ids)}"
+        )
     else:
         assert sorted(ids) == plain, f"{sorted(ids)} instead of {plain}"
 
@@ -622,7 +802,16 @@ def table() -> str:
     """What resumes how: the verdicts that `check` holds every case to."""
     lines = ["| data | on as many processes | on another number |", "|---|---|---|"]
     for kind, words in {**ORDERS, **STREAMS, **HUB, **PARTS}.items():
-        case = replace(draw(0), data=kind, mode="shard", batch=2, size=40, world=2, new_world=3, seed=8)
+        case = replace(
+            draw(0),
+            data=kind,
+            mode="shard",
+            batch=2,
+            size=40,
+            world=2,
+            new_world=3,
+            seed=8,
+        )
         once = "each draw once" if kind == "weighted" else "each sample once"
         other = "refused inside an epoch"
         if kind not in PARTS:
@@ -633,12 +822,19 @@ def table() -> str:
 
 def test_the_table_of_what_resumes_is_current() -> None:
     text = DOCS.read_text()
-    assert text.split(BEGIN)[1].split(END)[0] == table(), "run: python tests/laws/test_data_laws.py --table"
+    assert text.split(BEGIN)[1].split(END)[0] == table(), (
+        "run: python tests/laws/test_data_laws.py --table"
+    )
 
 
 def test_a_seed_draws_one_case() -> None:
     assert draw(17) == draw(17)
-    assert {draw(seed).data for seed in range(500)} == {*ORDERS, *STREAMS, *HUB, *PARTS}, "every kind is drawn"
+    assert {draw(seed).data for seed in range(500)} == {
+        *ORDERS,
+        *STREAMS,
+        *HUB,
+        *PARTS,
+    }, "every kind is drawn"
 
 
 def law(pool: Pool) -> Law[Case]:
@@ -662,7 +858,10 @@ ONCE_BROKEN: Final = (
 
 @pytest.mark.parametrize("seed", ONCE_BROKEN)
 def test_what_the_search_found_stays_mended(rank_pool: Pool, seed: int) -> None:
-    assert check(draw(seed), rank_pool) in ("exact", "each sample once on another world")
+    assert check(draw(seed), rank_pool) in (
+        "exact",
+        "each sample once on another world",
+    )
 
 
 def test_a_batch_too_small_to_split_is_refused_by_every_rank(rank_pool: Pool) -> None:
@@ -675,13 +874,19 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, help="run this case alone")
     parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--table", action="store_true", help="write the table into docs/checkpoints.md")
+    parser.add_argument(
+        "--table", action="store_true", help="write the table into docs/checkpoints.md"
+    )
     given = parser.parse_args()
     if given.table:
         before, rest = DOCS.read_text().split(BEGIN)
         DOCS.write_text(before + BEGIN + table() + END + rest.split(END)[1])
         sys.exit()
-    seeds = range(given.start, given.start + given.cases) if given.seed is None else [given.seed]
+    seeds = (
+        range(given.start, given.start + given.cases)
+        if given.seed is None
+        else [given.seed]
+    )
     with Pool() as workers:
         found = law(workers).search(seeds, tell=sys.stderr.write)
     sys.stdout.write(f"{found}\n")

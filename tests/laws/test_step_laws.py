@@ -42,13 +42,19 @@ from tests.support.laws import Law
 TENSOR_KINDS: Final = ("lm", "tied", "scalar")
 KINDS: Final = (*TENSOR_KINDS, "perceptron", "dropout")
 OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.8, nesterov=True),
+    "momentum": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, weight_decay=0.01
+    ),
+    "nesterov": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.8, nesterov=True
+    ),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
     "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-6),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.5, eps=1e-4),
+    "rmsprop": lambda params: torch.optim.RMSprop(
+        params, lr=1e-2, momentum=0.5, eps=1e-4
+    ),
 }
 PLAN: Final = {
     "*embed": "embedding_rowwise",
@@ -110,13 +116,17 @@ def draw(seed: int) -> Case:
     """The case of a seed."""
     r = random.Random(seed)
     kind = r.choice(KINDS)
-    layouts = [layout for layout in LAYOUTS if kind in TENSOR_KINDS or "tp" not in layout[0]]
+    layouts = [
+        layout for layout in LAYOUTS if kind in TENSOR_KINDS or "tp" not in layout[0]
+    ]
     layout = r.choice(layouts)
     mode = r.choice(("shard", "shard", "split"))
     return Case(
         kind=kind,
         layout=layout,
-        new_layout=layout if kind == "dropout" or r.random() < 0.5 else r.choice(layouts),
+        new_layout=layout
+        if kind == "dropout" or r.random() < 0.5
+        else r.choice(layouts),
         precision=r.choice(("float64", "float64", "float64", "no", "bf16", "fp16")),
         every=r.randint(1, 4),
         weighted=r.random() < 0.5,
@@ -124,13 +134,15 @@ def draw(seed: int) -> Case:
         optimizer=r.choice(list(OPTIMIZERS)),
         schedule=r.choice(("none", "update", "epoch", "plateau")),
         size=r.randint(1, 30),
-        batch=12 if mode == "split" else r.choice((1, 2, 3)),  # 12 divides over 1 to 4 processes
+        # 12 divides over 1 to 4 processes
+        batch=12 if mode == "split" else r.choice((1, 2, 3)),
         mode=mode,
         shuffle=r.random() < 0.5,
         epochs=r.choice((1, 2, 3)),
         stop=r.random(),
         background=r.random() < 0.4,
-        owned=r.choice(("all", "all", "half", "odd")),  # drawn last: seeds keep their other choices
+        # drawn last: seeds keep their other choices
+        owned=r.choice(("all", "all", "half", "odd")),
         seed=seed,
     )
 
@@ -153,11 +165,19 @@ def model(case: Case) -> nn.Module:
         made: nn.Module = seeded(Tempered, case.seed)
     elif case.kind in TENSOR_KINDS:
         tied = case.kind == "tied"
-        made = seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=1, context=CONTEXT, tied=tied), case.seed)
+        made = seeded(
+            lambda: TinyLM(
+                vocab=VOCAB, width=8, heads=4, depth=1, context=CONTEXT, tied=tied
+            ),
+            case.seed,
+        )
     else:  # 7 and 3 rows: uneven and empty shards
         rate = 0.4 if case.kind == "dropout" else 0.0
         made = seeded(
-            lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(rate), nn.Linear(7, CLASSES)), case.seed
+            lambda: nn.Sequential(
+                nn.Linear(5, 7), nn.Tanh(), nn.Dropout(rate), nn.Linear(7, CLASSES)
+            ),
+            case.seed,
         )
     return made
 
@@ -176,7 +196,11 @@ class Data:
         logits = net(x)
         if logits.dim() == 2:
             return F.cross_entropy(logits, y, reduction="none")
-        return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1)
+        return (
+            F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+            .view(y.shape)
+            .mean(1)
+        )
 
 
 def data(case: Case, dtype: torch.dtype) -> Data:
@@ -193,7 +217,9 @@ def data(case: Case, dtype: torch.dtype) -> Data:
 def owned(case: Case, net: nn.Module) -> list[nn.Parameter]:
     """The parameters the optimizer holds; the gradients of the others stay and add up, as in plain torch."""
     every = list(net.parameters())
-    return {"all": every, "half": every[len(every) // 2 :], "odd": every[1::2]}[case.owned]
+    return {"all": every, "half": every[len(every) // 2 :], "odd": every[1::2]}[
+        case.owned
+    ]
 
 
 def schedule(case: Case, optimizer: Optimizer) -> Any:
@@ -201,14 +227,19 @@ def schedule(case: Case, optimizer: Optimizer) -> Any:
         return LinearLR(optimizer, 1.0, 0.1, total_iters=8)
     if case.schedule == "epoch":
         return StepLR(optimizer, 1, gamma=0.5)
-    return ReduceLROnPlateau(optimizer, patience=0, factor=0.5) if case.schedule == "plateau" else None
+    return (
+        ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        if case.schedule == "plateau"
+        else None
+    )
 
 
 def end_epoch(case: Case, scheduler: Any) -> None:
     if case.schedule == "epoch":
         scheduler.step()
     elif case.schedule == "plateau":
-        scheduler.step(1.0)  # a metric that all processes share and that never gets better
+        # a metric that all processes share and that never gets better
+        scheduler.step(1.0)
 
 
 def clip(case: Case, with_norm: Any, with_value: Any, parameters: Any) -> None:
@@ -257,19 +288,32 @@ def settings(layout: tuple[str, int]) -> dict[str, Any]:
         "tp+fsdp": {"tp_size": 2, "dp_shard_size": 2},
     }
     if "tp" in strategy:
-        return {"parallelism_config": ParallelismConfig(**sizes[strategy], tp_plan=PLAN)}
+        return {
+            "parallelism_config": ParallelismConfig(**sizes[strategy], tp_plan=PLAN)
+        }
     if strategy == "hsdp":
-        return {"strategy": "fsdp", "parallelism_config": ParallelismConfig(**sizes[strategy])}
+        return {
+            "strategy": "fsdp",
+            "parallelism_config": ParallelismConfig(**sizes[strategy]),
+        }
     return {"strategy": "fsdp"} if strategy == "fsdp" else {}
 
 
-def run(ctx: ProcessContext, case: Case, layout: tuple[str, int], folder: Path | None, resume: bool) -> Run:
+def run(
+    ctx: ProcessContext,
+    case: Case,
+    layout: tuple[str, int],
+    folder: Path | None,
+    resume: bool,
+) -> Run:
     """All epochs, saved on the way if there is a folder, or what comes after the save; or why that was refused."""
     torch.manual_seed(999 if resume else 100 + ctx.rank)
     accelerator = Accelerator(
         gradient_accumulation_steps=case.every,
         mixed_precision="no" if case.precision == "float64" else case.precision,
-        dataloader_config=DataLoaderConfiguration(split_batches=case.mode == "split", data_seed=31),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=case.mode == "split", data_seed=31
+        ),
         kwargs_handlers=[GradScalerKwargs(init_scale=2.0**6, growth_interval=2)],
         **settings(layout),
     )
@@ -277,11 +321,16 @@ def run(ctx: ProcessContext, case: Case, layout: tuple[str, int], folder: Path |
     samples, net = data(case, dtype), model(case).to(dtype)
     optimizer = OPTIMIZERS[case.optimizer](owned(case, net))
     scheduler = schedule(case, optimizer)
-    loader = DataLoader(TensorDataset(torch.arange(case.size)), batch_size=case.batch, shuffle=case.shuffle)
+    loader = DataLoader(
+        TensorDataset(torch.arange(case.size)),
+        batch_size=case.batch,
+        shuffle=case.shuffle,
+    )
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     if scheduler is not None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* was made for", HastenWarning)  # a length is drawn, not meant
+            # a length is drawn, not meant
+            warnings.filterwarnings("ignore", ".* was made for", HastenWarning)
             scheduler = accelerator.prepare(scheduler)
     trainer = Trainer(case, accelerator, net, optimizer, scheduler, loader, samples)
     if resume:
@@ -294,7 +343,9 @@ def run(ctx: ProcessContext, case: Case, layout: tuple[str, int], folder: Path |
     else:
         steps = len(loader) * case.epochs
         trainer.train(folder, min(int(case.stop * steps) + 1, steps))
-        assert len(trainer.micros) == steps, "the loader gave another length than it has"
+        assert len(trainer.micros) == steps, (
+            "the loader gave another length than it has"
+        )
     accelerator.wait_for_saves()
     done = Run(trainer.micros, trainer.saved, *trainer.state())
     accelerator.free_memory()
@@ -305,9 +356,21 @@ class Trainer:
     """The loop a user writes, which saves after so many micro-steps."""
 
     def __init__(
-        self, case: Case, accelerator: Accelerator, net: Any, optimizer: Any, scheduler: Any, loader: Any, samples: Data
+        self,
+        case: Case,
+        accelerator: Accelerator,
+        net: Any,
+        optimizer: Any,
+        scheduler: Any,
+        loader: Any,
+        samples: Data,
     ) -> None:
-        self.case, self.accelerator, self.net, self.optimizer = case, accelerator, net, optimizer
+        self.case, self.accelerator, self.net, self.optimizer = (
+            case,
+            accelerator,
+            net,
+            optimizer,
+        )
         self.scheduler, self.loader, self.samples = scheduler, loader, samples
         self.micros: list[Micro] = []
         self.saved = 0
@@ -316,7 +379,8 @@ class Trainer:
         """Save after `stop` micro-steps if there is a folder, and go on."""
         odd = (
             self.case.seed % 2 == 1
-        )  # odd ones are saved with an epoch's last batch in hand, even ones after the epoch
+            # odd ones are saved with an epoch's last batch in hand, even ones after the epoch
+        )
         while self.loader.epoch < self.case.epochs:
             for (ids,) in self.loader:
                 self.micro_step(ids)
@@ -337,7 +401,8 @@ class Trainer:
         rate = self.optimizer.param_groups[0]["lr"]
         with accelerator.accumulate(self.net):
             losses = self.samples.losses(self.net, ids)
-            weight = self.samples.weight[ids] * (torch.arange(len(ids)) < real)  # padding counts nothing
+            # padding counts nothing
+            weight = self.samples.weight[ids] * (torch.arange(len(ids)) < real)
             total = weight.sum()
             if case.weighted:
                 loss = (losses * weight).sum() / total
@@ -347,44 +412,81 @@ class Trainer:
                 accelerator.backward(loss)
             update = accelerator.sync_gradients
             if update:
-                clip(case, accelerator.clip_grad_norm_, accelerator.clip_grad_value_, self.net.parameters())
+                clip(
+                    case,
+                    accelerator.clip_grad_norm_,
+                    accelerator.clip_grad_value_,
+                    self.net.parameters(),
+                )
             self.optimizer.step()
             if case.schedule == "update":
                 self.scheduler.step()
             self.optimizer.zero_grad()
         skipped = update and accelerator.optimizer_step_was_skipped
         number = 0.0 if case.weighted and not total else float(loss.detach())
-        row = (tuple(ids.tolist()), real, float(total), number, update, cursor.at_end, rate, skipped)
+        row = (
+            tuple(ids.tolist()),
+            real,
+            float(total),
+            number,
+            update,
+            cursor.at_end,
+            rate,
+            skipped,
+        )
         self.micros.append(Micro(self.loader.epoch, *row))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor | float | str]]:
         whole: dict[str, Tensor] = {}
-        held: dict[str, Tensor | float | str] = {"rate": self.optimizer.param_groups[0]["lr"]}
+        held: dict[str, Tensor | float | str] = {
+            "rate": self.optimizer.param_groups[0]["lr"]
+        }
         held["drawn"] = float(torch.rand(()))
-        for name, parameter in self.accelerator.unwrap_model(self.net).named_parameters():
-            entries = {"weight": parameter.detach(), **self.optimizer.state.get(parameter, {})}
+        for name, parameter in self.accelerator.unwrap_model(
+            self.net
+        ).named_parameters():
+            entries = {
+                "weight": parameter.detach(),
+                **self.optimizer.state.get(parameter, {}),
+            }
             if parameter.grad is not None:
                 entries["gradient"] = parameter.grad
             for key, value in entries.items():
                 own = value.to_local() if isinstance(value, DTensor) else value
-                held[f"{name}/{key}"] = own.detach().clone() if isinstance(own, Tensor) else own
+                held[f"{name}/{key}"] = (
+                    own.detach().clone() if isinstance(own, Tensor) else own
+                )
             value = parameter.detach()
-            whole[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            whole[name] = (
+                value.full_tensor() if isinstance(value, DTensor) else value
+            ).clone()
         if self.scheduler is not None:
-            held["scheduler"] = repr(sorted(self.scheduler.state_dict().items(), key=str))
+            held["scheduler"] = repr(
+                sorted(self.scheduler.state_dict().items(), key=str)
+            )
         return whole, held
 
 
-def runs(ctx: ProcessContext, case: Case, folder: Path) -> tuple[Run, Run | None, Run | None]:
+def runs(
+    ctx: ProcessContext, case: Case, folder: Path
+) -> tuple[Run, Run | None, Run | None]:
     """The run that is saved on the way, a few times one that is not, and, on the same layout, the one that goes on."""
     whole = run(ctx, case, case.layout, folder, False)
-    undisturbed = run(ctx, case, case.layout, None, False) if case.seed % 5 == 0 else None
-    rest = run(ctx, case, case.layout, folder, True) if case.new_layout == case.layout else None
+    undisturbed = (
+        run(ctx, case, case.layout, None, False) if case.seed % 5 == 0 else None
+    )
+    rest = (
+        run(ctx, case, case.layout, folder, True)
+        if case.new_layout == case.layout
+        else None
+    )
     return whole, undisturbed, rest
 
 
 # -- the law ----------------------------------------------------------------------------------------------------------
-def reference(case: Case, steps: Sequence[Sequence[Micro]]) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def reference(
+    case: Case, steps: Sequence[Sequence[Micro]]
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses and learning rates of every update, and the weights at the end, of one process in plain torch.
 
     `steps` has the micro-steps of all ranks, one list a step; each window of them is one batch here.
@@ -395,14 +497,24 @@ def reference(case: Case, steps: Sequence[Sequence[Micro]]) -> tuple[list[float]
     losses: list[float] = []
     rates: list[float] = []
     for window in windows(steps):
-        ids = torch.tensor([one for step in window for micro in step for one in micro.ids])
-        share = torch.cat([shares(case, samples, micro, len(window) * len(step)) for step in window for micro in step])
+        ids = torch.tensor(
+            [one for step in window for micro in step for one in micro.ids]
+        )
+        share = torch.cat(
+            [
+                shares(case, samples, micro, len(window) * len(step))
+                for step in window
+                for micro in step
+            ]
+        )
         if case.weighted:
             share = share / share.sum()
         optimizer.zero_grad()
         loss = (samples.losses(net, ids) * share).sum()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        clip(case, nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, net.parameters())
+        clip(
+            case, nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, net.parameters()
+        )
         losses.append(float(loss.detach()))
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -411,14 +523,22 @@ def reference(case: Case, steps: Sequence[Sequence[Micro]]) -> tuple[list[float]
         if window[-1][0].last:
             end_epoch(case, scheduler)
     rates.append(optimizer.param_groups[0]["lr"])
-    return losses, rates, {name: value.detach() for name, value in net.named_parameters()}
+    return (
+        losses,
+        rates,
+        {name: value.detach() for name, value in net.named_parameters()},
+    )
 
 
 def shares(case: Case, samples: Data, micro: Micro, parts: int) -> Tensor:
     """What each sample of a micro-step counts for: its weight, or its part of a mean of equal means."""
     if case.weighted:
-        return samples.weight[list(micro.ids)] * (torch.arange(len(micro.ids)) < micro.real)
-    return torch.full((len(micro.ids),), 1.0 / (len(micro.ids) * parts), dtype=torch.float64)
+        return samples.weight[list(micro.ids)] * (
+            torch.arange(len(micro.ids)) < micro.real
+        )
+    return torch.full(
+        (len(micro.ids),), 1.0 / (len(micro.ids) * parts), dtype=torch.float64
+    )
 
 
 def windows(steps: Sequence[Sequence[Micro]]) -> list[list[Sequence[Micro]]]:
@@ -434,32 +554,59 @@ def windows(steps: Sequence[Sequence[Micro]]) -> list[list[Sequence[Micro]]]:
 def window_loss(case: Case, window: Sequence[Sequence[Micro]]) -> float:
     micros = [micro for step in window for micro in step]
     if case.weighted:
-        return sum(micro.loss * micro.weight for micro in micros) / sum(micro.weight for micro in micros)
-    return sum(sum(micro.loss for micro in step) / len(step) for step in window) / len(window)
+        return sum(micro.loss * micro.weight for micro in micros) / sum(
+            micro.weight for micro in micros
+        )
+    return sum(sum(micro.loss for micro in step) / len(step) for step in window) / len(
+        window
+    )
 
 
 def compare_with_torch(case: Case, steps: Sequence[Sequence[Micro]], end: Run) -> None:
     """Each sample once, windows as set, and losses, learning rates and weights as in plain torch."""
     for epoch in range(case.epochs):
-        seen = [i for step in steps for micro in step if micro.epoch == epoch for i in micro.ids[: micro.real]]
+        seen = [
+            i
+            for step in steps
+            for micro in step
+            if micro.epoch == epoch
+            for i in micro.ids[: micro.real]
+        ]
         assert set(seen) == set(range(case.size)), f"epoch {epoch} saw {sorted(seen)}"
     for window in windows(steps):
-        assert len(window) == case.every or (len(window) < case.every and window[-1][0].last), "a window ends early"
-        flags = {(micro.update, micro.last, micro.rate) for step in window for micro in step}
-        assert len({(micro.update, micro.last) for micro in window[-1]}) == 1, f"ranks disagree: {flags}"
+        assert len(window) == case.every or (
+            len(window) < case.every and window[-1][0].last
+        ), "a window ends early"
+        flags = {
+            (micro.update, micro.last, micro.rate) for step in window for micro in step
+        }
+        assert len({(micro.update, micro.last) for micro in window[-1]}) == 1, (
+            f"ranks disagree: {flags}"
+        )
     if any(micro.skipped for step in steps for micro in step):
         return
     losses, rates, expected = reference(case, steps)
     got = [window_loss(case, window) for window in windows(steps)]
     tolerance = TOLERANCES[case.precision]
     for number, (a, b) in enumerate(zip(got, losses, strict=True)):
-        assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), f"loss of update {number}: {a}, in torch {b}"
-    assert [*(window[-1][0].rate for window in windows(steps)), end.held["rate"]] == rates, "other learning rates"
-    if case.precision == "float64" or (case.precision == "no" and case.optimizer not in ADAPTIVE):
+        assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), (
+            f"loss of update {number}: {a}, in torch {b}"
+        )
+    assert [
+        *(window[-1][0].rate for window in windows(steps)),
+        end.held["rate"],
+    ] == rates, "other learning rates"
+    if case.precision == "float64" or (
+        case.precision == "no" and case.optimizer not in ADAPTIVE
+    ):
         assert end.weights.keys() == expected.keys()
         for name, value in end.weights.items():
             torch.testing.assert_close(
-                value.double(), expected[name], rtol=0, atol=tolerance, msg=f"{name}: {{}}".format
+                value.double(),
+                expected[name],
+                rtol=0,
+                atol=tolerance,
+                msg=f"{name}: {{}}".format,
             )
 
 
@@ -469,22 +616,34 @@ def same(a: Any, b: Any) -> bool:
 
 def compare_bitwise(whole: Run, rest: Run, stop: int) -> None:
     """A run from some micro-step on against the whole one."""
-    assert rest.micros == whole.micros[stop:], f"after {stop} steps:\n{rest.micros}\ninstead of\n{whole.micros[stop:]}"
+    assert rest.micros == whole.micros[stop:], (
+        f"after {stop} steps:\n{rest.micros}\ninstead of\n{whole.micros[stop:]}"
+    )
     assert rest.held.keys() == whole.held.keys()
-    other = [name for name, value in rest.held.items() if not same(value, whole.held[name])]
-    assert not other, f"it ends with another {other}: {[(rest.held[n], whole.held[n]) for n in other[:2]]}"
+    other = [
+        name for name, value in rest.held.items() if not same(value, whole.held[name])
+    ]
+    assert not other, (
+        f"it ends with another {other}: {[(rest.held[n], whole.held[n]) for n in other[:2]]}"
+    )
 
 
 def window_start(micros: Sequence[Micro], stop: int) -> int:
     """Return the beginning of the window in which a run was saved after `stop` micro-steps: a resume repeats from there."""
-    return max((number for number in range(1, stop + 1) if micros[number - 1].update), default=0)
+    return max(
+        (number for number in range(1, stop + 1) if micros[number - 1].update),
+        default=0,
+    )
 
 
 def check(case: Case, pool: Pool) -> str:
     """Compare with plain torch, and the interrupted run with the uninterrupted one."""
     with tempfile.TemporaryDirectory() as folder:
         done = pool.run(runs, case.layout[1], case, Path(folder), timeout_s=PATIENCE_S)
-        whole, rests = [one[0] for one in done], [one[2] for one in done if one[2] is not None]
+        whole, rests = (
+            [one[0] for one in done],
+            [one[2] for one in done if one[2] is not None],
+        )
         start = window_start(whole[0].micros, whole[0].saved)
         for saved, undisturbed, _ in done:
             if undisturbed is not None:
@@ -494,7 +653,9 @@ def check(case: Case, pool: Pool) -> str:
         if not rests:
             args = (case, case.new_layout, Path(folder), True)
             rests = pool.run(run, case.new_layout[1], *args, timeout_s=PATIENCE_S)
-    assert not any(one.refused for one in rests), f"refused: {[one.refused for one in rests]}"
+    assert not any(one.refused for one in rests), (
+        f"refused: {[one.refused for one in rests]}"
+    )
     if case.new_layout == case.layout:
         for one, rest in zip(whole, rests, strict=True):
             compare_bitwise(one, rest, start)
@@ -504,7 +665,9 @@ def check(case: Case, pool: Pool) -> str:
     return "as in torch on another layout"
 
 
-def together(layout: tuple[str, int], ranks: Sequence[Run], stop: int | None = None) -> list[tuple[Micro, ...]]:
+def together(
+    layout: tuple[str, int], ranks: Sequence[Run], stop: int | None = None
+) -> list[tuple[Micro, ...]]:
     """The micro-steps of the ranks that read different samples, step after step; ranks of a tensor-parallel group read the same."""
     alike = {"tp": layout[1], "tp+ddp": 2, "tp+fsdp": 2}.get(layout[0], 1)
     return list(zip(*(one.micros[:stop] for one in ranks[::alike]), strict=True))
@@ -518,14 +681,22 @@ def test_a_seed_draws_one_case() -> None:
     assert draw(17) == draw(17)
     drawn = [draw(seed) for seed in range(500)]
     assert {case.kind for case in drawn} == set(KINDS), "every kind is drawn"
-    assert {case.owned for case in drawn} == {"all", "half", "odd"}, "every part of the parameters is drawn"
-    assert {case.layout for case in drawn} == {case.new_layout for case in drawn} == set(LAYOUTS), (
-        "every layout is drawn"
+    assert {case.owned for case in drawn} == {"all", "half", "odd"}, (
+        "every part of the parameters is drawn"
     )
+    assert (
+        {case.layout for case in drawn}
+        == {case.new_layout for case in drawn}
+        == set(LAYOUTS)
+    ), "every layout is drawn"
 
 
-@pytest.mark.parametrize("seed", [10_122, pytest.param(10_220, marks=pytest.mark.exhaustive)])
-def test_a_weighted_window_goes_on_with_other_ranks_reading_the_same(rank_pool: Pool, seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [10_122, pytest.param(10_220, marks=pytest.mark.exhaustive)]
+)
+def test_a_weighted_window_goes_on_with_other_ranks_reading_the_same(
+    rank_pool: Pool, seed: int
+) -> None:
     """Four ranks with samples of their own save, and two tensor-parallel pairs resume in the middle of the window."""
     assert check(draw(seed), rank_pool) == "as in torch on another layout"
 
@@ -541,7 +712,11 @@ if __name__ == "__main__":
     parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--cases", type=int, default=1000)
     given = parser.parse_args()
-    seeds = range(given.start, given.start + given.cases) if given.seed is None else [given.seed]
+    seeds = (
+        range(given.start, given.start + given.cases)
+        if given.seed is None
+        else [given.seed]
+    )
     with Pool() as workers:
         found = law(workers).search(seeds, tell=sys.stderr.write)
     sys.stdout.write(f"{found}\n")

@@ -56,7 +56,11 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
         before = place.text()
         place.mutate()
         change = f"{before} -> {place.text()}"
-        mutants.append(Mutant(module, place.line, change, ast.unparse(ast.fix_missing_locations(tree))))
+        mutants.append(
+            Mutant(
+                module, place.line, change, ast.unparse(ast.fix_missing_locations(tree))
+            )
+        )
     return mutants
 
 
@@ -86,9 +90,15 @@ class _Place:
             case ast.BinOp() | ast.AugAssign() as arithmetic:
                 arithmetic.op = ARITHMETIC[type(arithmetic.op)]()
             case ast.BoolOp() as condition:
-                condition.op = ast.Or() if isinstance(condition.op, ast.And) else ast.And()
+                condition.op = (
+                    ast.Or() if isinstance(condition.op, ast.And) else ast.And()
+                )
             case ast.Constant() as constant:
-                constant.value = not constant.value if isinstance(constant.value, bool) else _next_number(constant)
+                constant.value = (
+                    not constant.value
+                    if isinstance(constant.value, bool)
+                    else _next_number(constant)
+                )
             case ast.If() | ast.While() | ast.IfExp() as branch:
                 branch.test = ast.UnaryOp(ast.Not(), branch.test)
             case ast.Return() as returned:
@@ -151,7 +161,10 @@ class _Places(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        is_text = any(isinstance(side, TEXT) or _is_string(side) for side in (node.left, node.right))
+        is_text = any(
+            isinstance(side, TEXT) or _is_string(side)
+            for side in (node.left, node.right)
+        )
         if type(node.op) in ARITHMETIC and not is_text:
             self.places.append(_Place(node))
         self.generic_visit(node)

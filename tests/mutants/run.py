@@ -46,14 +46,28 @@ PRELOADED: Final = (
 )
 TESTS: Final = MappingProxyType(
     {
-        "data/batch_plan.py": ("unit/data/test_plan_laws.py", "unit/data/test_shuffle.py", "unit/data"),
+        "data/batch_plan.py": (
+            "unit/data/test_plan_laws.py",
+            "unit/data/test_shuffle.py",
+            "unit/data",
+        ),
         "data/order.py": ("unit/data/test_shuffle.py", "unit/data"),
         "data/sampler.py": ("unit/data/test_plan_laws.py", "unit/data"),
         "data/position.py": ("unit/data/test_loader_resume.py", "unit/data"),
-        "checkpoint/ownership.py": ("unit/checkpoint/test_ckpt_owners.py", "unit/checkpoint"),
-        "checkpoint/reshard.py": ("unit/checkpoint/test_ckpt_reshard.py", "unit/checkpoint"),
+        "checkpoint/ownership.py": (
+            "unit/checkpoint/test_ckpt_owners.py",
+            "unit/checkpoint",
+        ),
+        "checkpoint/reshard.py": (
+            "unit/checkpoint/test_ckpt_reshard.py",
+            "unit/checkpoint",
+        ),
         "launch/shape.py": ("unit/launch/test_launch_shape.py", "unit/launch"),
-        "runtime/mesh_plan.py": ("unit/runtime/test_mesh_plan.py", "unit/runtime", "unit/strategies"),
+        "runtime/mesh_plan.py": (
+            "unit/runtime/test_mesh_plan.py",
+            "unit/runtime",
+            "unit/strategies",
+        ),
         "optim/window.py": ("unit/optim",),
         "optim/loss_weights.py": ("unit/optim",),
         "extensions/survive/ledger_plan.py": ("extensions/survive",),
@@ -98,7 +112,9 @@ class MutatedModule(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return False
 
 
-def run_tests(tests: Sequence[str], mutant: Mutant | None, timeout_s: float) -> tuple[bool, float]:
+def run_tests(
+    tests: Sequence[str], mutant: Mutant | None, timeout_s: float
+) -> tuple[bool, float]:
     """Run tests in a forked child, with a mutated module if one is given; return whether all passed, and the seconds."""
     started = time.monotonic()
     pid = os.fork()
@@ -116,7 +132,9 @@ def _run_in_child(tests: Sequence[str], mutant: Mutant | None) -> int:
     try:
         if mutant is not None:
             name = "hasten." + mutant.module.removesuffix(".py").replace("/", ".")
-            sys.meta_path.insert(0, MutatedModule(name, mutant.source, SOURCE / mutant.module))
+            sys.meta_path.insert(
+                0, MutatedModule(name, mutant.source, SOURCE / mutant.module)
+            )
         marks = "not slow and not exhaustive and not timed"
         plugins = [
             "-p",
@@ -127,8 +145,11 @@ def _run_in_child(tests: Sequence[str], mutant: Mutant | None) -> int:
         ]  # rewriting would import the module itself
         options = ["-x", "-q", *plugins, "-m", marks]
         pytest = importlib.import_module("pytest")
-        return int(pytest.main([*options, *(str(ROOT / "tests" / test) for test in tests)]))
-    except BaseException:  # whatever a mutant does, it ends here: the parent counts it as killed
+        return int(
+            pytest.main([*options, *(str(ROOT / "tests" / test) for test in tests)])
+        )
+    # whatever a mutant does, it ends here: the parent counts it as killed
+    except BaseException:
         return 3
 
 
@@ -147,7 +168,11 @@ def _wait(pid: int, deadline: float) -> int:
 
 def sample_mutants(modules: Sequence[str], count: int, seed: int) -> list[Mutant]:
     """Return a seeded sample, in which a module has its share of all mutants."""
-    mutants = [mutant for module in modules for mutant in mutants_of(module, (SOURCE / module).read_text("utf-8"))]
+    mutants = [
+        mutant
+        for module in modules
+        for mutant in mutants_of(module, (SOURCE / module).read_text("utf-8"))
+    ]
     chosen = random.Random(seed).sample(mutants, min(count, len(mutants)))
     return sorted(chosen, key=lambda mutant: (mutant.module, mutant.line))
 
@@ -162,10 +187,14 @@ def report(verdicts: Sequence[Verdict], seed: int) -> str:
     ]
     lines += ["| module | mutants | killed |", "| --- | --- | --- |"]
     for module in sorted({verdict.mutant.module for verdict in verdicts}):
-        outcomes = [verdict.is_killed for verdict in verdicts if verdict.mutant.module == module]
+        outcomes = [
+            verdict.is_killed for verdict in verdicts if verdict.mutant.module == module
+        ]
         lines.append(f"| {module} | {len(outcomes)} | {sum(outcomes)} |")
     num_killed = sum(verdict.is_killed for verdict in verdicts)
-    lines.append(f"| all | {len(verdicts)} | {num_killed} ({num_killed / max(len(verdicts), 1):.1%}) |")
+    lines.append(
+        f"| all | {len(verdicts)} | {num_killed} ({num_killed / max(len(verdicts), 1):.1%}) |"
+    )
     survivors = [verdict.mutant.name for verdict in verdicts if not verdict.is_killed]
     lines += ["", "## Survivors", ""] + [f"- `{name}`" for name in survivors]
     return "\n".join(lines) + "\n"
@@ -179,13 +208,29 @@ def say(line: str) -> None:
 
 def main() -> int:
     """Run a sample of mutants and print the score."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=300, help="mutants to run")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
-    parser.add_argument("--module", action="append", choices=sorted(TESTS), help="only this module; may be repeated")
-    parser.add_argument("--share", type=float, default=0.0, help="the share that must be killed, such as 0.95")
-    parser.add_argument("--write", action="store_true", help="keep the score in score.md")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time"
+    )
+    parser.add_argument(
+        "--module",
+        action="append",
+        choices=sorted(TESTS),
+        help="only this module; may be repeated",
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.0,
+        help="the share that must be killed, such as 0.95",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="keep the score in score.md"
+    )
     args = parser.parse_args()
     modules = [module for module in args.module or TESTS if (SOURCE / module).exists()]
     for name in PRELOADED:
@@ -196,7 +241,9 @@ def main() -> int:
         mutants = [mutant for mutant in mutants if timeouts[mutant.module] > 0]
 
         def judge(mutant: Mutant) -> Verdict:
-            all_passed, seconds = run_tests(TESTS[mutant.module], mutant, timeouts[mutant.module])
+            all_passed, seconds = run_tests(
+                TESTS[mutant.module], mutant, timeouts[mutant.module]
+            )
             outcome = "survived" if all_passed else "killed"
             say(f"{outcome:8} {seconds:5.1f} s {mutant.name}")
             return Verdict(mutant, not all_passed, seconds)
@@ -214,7 +261,9 @@ def _timeout_of(module: str) -> float:
     """Return ten times what the tests of a module take unchanged; 0 if they fail, which leaves the module out."""
     all_passed, seconds = run_tests(TESTS[module], None, 900.0)
     if not all_passed:
-        say(f"left out: the tests of {module} fail without a mutant: {', '.join(TESTS[module])}")
+        say(
+            f"left out: the tests of {module} fail without a mutant: {', '.join(TESTS[module])}"
+        )
         return 0.0
     return max(MIN_TIMEOUT_S, 10 * seconds)
 

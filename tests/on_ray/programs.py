@@ -41,7 +41,13 @@ def train_loop(config: Mapping[str, Any]) -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     began = hasten.ray.resume(accelerator)
     rank, size = accelerator.process_index, accelerator.num_processes
-    note(folder / "starts.jsonl", rank=rank, size=size, resumed=began, step=optimizer.num_updates)
+    note(
+        folder / "starts.jsonl",
+        rank=rank,
+        size=size,
+        resumed=began,
+        step=optimizer.num_updates,
+    )
     for epoch in accelerator.epochs(EPOCHS):
         for inputs, labels, indices in loader:
             optimizer.zero_grad()
@@ -49,11 +55,20 @@ def train_loop(config: Mapping[str, Any]) -> None:
             accelerator.backward(loss)
             optimizer.step()
             step = optimizer.num_updates
-            note(folder / f"steps-{rank}.jsonl", step=step, epoch=epoch, rank=rank, size=size, samples=indices.tolist())
+            note(
+                folder / f"steps-{rank}.jsonl",
+                step=step,
+                epoch=epoch,
+                rank=rank,
+                size=size,
+                samples=indices.tolist(),
+            )
             if step % SAVE_EVERY == 0:
                 hasten.ray.report(accelerator, {"loss": loss, "step": step}, save=True)
             die_once(config, folder, rank, step)
-    hasten.ray.report(accelerator, {"loss": loss, "step": optimizer.num_updates}, save=True)
+    hasten.ray.report(
+        accelerator, {"loss": loss, "step": optimizer.num_updates}, save=True
+    )
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         torch.save(weights, folder / "weights.pt")
@@ -77,7 +92,12 @@ def note(file: Path, **facts: object) -> None:
         stream.write(json.dumps(facts) + "\n")
 
 
-def run(folder: Path, workers: int | tuple[int, int] = 2, max_failures: int = 0, **config: object) -> dict[str, Any]:
+def run(
+    folder: Path,
+    workers: int | tuple[int, int] = 2,
+    max_failures: int = 0,
+    **config: object,
+) -> dict[str, Any]:
     """Fit a trainer and return its metrics and number of checkpoints."""
     trainer = TorchTrainer(
         train_loop,
@@ -91,7 +111,11 @@ def run(folder: Path, workers: int | tuple[int, int] = 2, max_failures: int = 0,
         ),
     )
     result = hasten.ray.fit(trainer)
-    return {"metrics": result.metrics, "checkpoint": str(result.checkpoint.path), "kept": len(result.best_checkpoints)}
+    return {
+        "metrics": result.metrics,
+        "checkpoint": str(result.checkpoint.path),
+        "kept": len(result.best_checkpoints),
+    }
 
 
 def plain(folder: Path) -> dict[str, Any]:
@@ -120,7 +144,9 @@ def elastic(folder: Path) -> dict[str, Any]:
     """One of two machines goes away; one worker continues with sharded weights of two."""
     # Ray may count the machine that has just gone, and waits this long for two workers before it starts one
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "60"
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address)
 
@@ -132,14 +158,26 @@ def elastic(folder: Path) -> dict[str, Any]:
     thread = threading.Thread(target=take_away, daemon=True)
     thread.start()
     try:
-        return run(folder, workers=(1, 2), max_failures=2, strategy="fsdp", die_at=5, machine_goes=True)
+        return run(
+            folder,
+            workers=(1, 2),
+            max_failures=2,
+            strategy="fsdp",
+            die_at=5,
+            machine_goes=True,
+        )
     finally:
         thread.join(30)
         ray.shutdown()
         cluster.shutdown()
 
 
-PROGRAMS: Final[tuple[Callable[[Path], dict[str, Any]], ...]] = (plain, killed, lost, elastic)
+PROGRAMS: Final[tuple[Callable[[Path], dict[str, Any]], ...]] = (
+    plain,
+    killed,
+    lost,
+    elastic,
+)
 
 
 if __name__ == "__main__":

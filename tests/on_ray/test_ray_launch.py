@@ -18,15 +18,28 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
-def start(folder: Path, *flags: str, script: str = "examples/resume.py") -> tuple[subprocess.Popen[str], Path]:
+def start(
+    folder: Path, *flags: str, script: str = "examples/resume.py"
+) -> tuple[subprocess.Popen[str], Path]:
     """Start a launch of an example with two processes; the process, and the file of its output."""
     out = folder / "output.txt"
     words = ["-m", "hasten", "launch", "--cpu", "--num_processes", "2", *flags, script]
-    words += ["--epochs", "2", "--out", str(folder / "run")] if script == "examples/resume.py" else []
+    words += (
+        ["--epochs", "2", "--out", str(folder / "run")]
+        if script == "examples/resume.py"
+        else []
+    )
     with out.open("w") as stream:
         env = {**os.environ, **QUICK, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
         program = [sys.executable, *words]
-        return subprocess.Popen(program, cwd=ROOT, env=env, stdout=stream, stderr=subprocess.STDOUT, text=True), out
+        return subprocess.Popen(
+            program,
+            cwd=ROOT,
+            env=env,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ), out
 
 
 def weights(out: Path) -> str:
@@ -43,7 +56,9 @@ def workers_below(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             number = int(entry.name)
-            parents[number] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[number] = int(
+                (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            )
             names[number] = (entry / "cmdline").read_text()
         except (ValueError, OSError):  # not a process, or it has just ended
             continue
@@ -53,10 +68,16 @@ def workers_below(pid: int) -> list[int]:
             one = parents[one]
         return one == pid
 
-    return sorted(one for one, name in names.items() if name.startswith("ray::RayTrainWorker") and descends(one))
+    return sorted(
+        one
+        for one, name in names.items()
+        if name.startswith("ray::RayTrainWorker") and descends(one)
+    )
 
 
-def test_an_example_trains_on_ray_as_without_it_although_a_worker_is_killed(tmp_path: Path) -> None:
+def test_an_example_trains_on_ray_as_without_it_although_a_worker_is_killed(
+    tmp_path: Path,
+) -> None:
     plain, lost = tmp_path / "plain", tmp_path / "lost"
     for folder in (plain, lost):
         folder.mkdir()
@@ -64,7 +85,14 @@ def test_an_example_trains_on_ray_as_without_it_although_a_worker_is_killed(tmp_
     assert process.wait(600) == 0, expected.read_text()[-3000:]
 
     process, out = start(
-        lost, "--ray", "--ray_address", "local", "--max_restarts", "1", "--ray_storage", str(lost / "storage")
+        lost,
+        "--ray",
+        "--ray_address",
+        "local",
+        "--max_restarts",
+        "1",
+        "--ray_storage",
+        str(lost / "storage"),
     )
     first = lost / "run" / "checkpoints" / "checkpoint_0" / "manifest.json"
     while not first.exists() and process.poll() is None:
@@ -75,7 +103,9 @@ def test_an_example_trains_on_ray_as_without_it_although_a_worker_is_killed(tmp_
     assert process.wait(600) == 0, out.read_text()[-5000:]
     assert weights(out) == weights(expected)
     said = out.read_text()
-    assert re.search(rf"rank [01] \(Ray actor with pid {found[1]} on [^)]+\) was lost", said), said[-3000:]
+    assert re.search(
+        rf"rank [01] \(Ray actor with pid {found[1]} on [^)]+\) was lost", said
+    ), said[-3000:]
     assert "going on after step" in said
 
 
@@ -86,7 +116,13 @@ def test_an_error_of_the_script_names_its_rank(tmp_path: Path) -> None:
         "a.wait_for_everyone()\n"
     )
     process, out = start(
-        tmp_path, "--ray", "--ray_address", "local", "--ray_storage", str(tmp_path / "storage"), script=str(script)
+        tmp_path,
+        "--ray",
+        "--ray_address",
+        "local",
+        "--ray_storage",
+        str(tmp_path / "storage"),
+        script=str(script),
     )
     assert process.wait(600) == 1
     assert "[hasten] rank 1 failed: ValueError: bad label 7" in out.read_text()

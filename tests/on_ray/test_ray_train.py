@@ -42,17 +42,24 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def steps(folder: Path) -> list[list[list[int]]]:
     """Return the samples of each update, by rank; an update made again after a restart replaces the first one and what followed."""
-    starts, made = lines(folder / "starts.jsonl"), [lines(file) for file in sorted(folder.glob("steps-*.jsonl"))]
+    starts, made = (
+        lines(folder / "starts.jsonl"),
+        [lines(file) for file in sorted(folder.glob("steps-*.jsonl"))],
+    )
     resumed = min((one["step"] for one in starts if one["resumed"]), default=None)
     found: dict[int, dict[int, list[int]]] = {}
     sizes: dict[int, int] = {}
     for rank in made:
         for one in rank:  # later lines of a rank are of later starts
             found.setdefault(one["step"], {})[one["rank"]] = one["samples"]
-            sizes[one["step"]] = one["size"] if one["rank"] == 0 else sizes.get(one["step"], one["size"])
+            sizes[one["step"]] = (
+                one["size"] if one["rank"] == 0 else sizes.get(one["step"], one["size"])
+            )
     assert sorted(found) == list(range(1, len(found) + 1)), "no update is missing"
     assert resumed is None or 0 < resumed < len(found)
-    return [[found[step][rank] for rank in range(sizes[step])] for step in sorted(found)]
+    return [
+        [found[step][rank] for rank in range(sizes[step])] for step in sorted(found)
+    ]
 
 
 def reference(batches: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
@@ -63,9 +70,13 @@ def reference(batches: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
         gradients = []
         for samples in ranks:
             model.zero_grad()
-            loss: Any = nn.functional.mse_loss(model(data.inputs[samples]), data.labels[samples])
+            loss: Any = nn.functional.mse_loss(
+                model(data.inputs[samples]), data.labels[samples]
+            )
             loss.backward()
-            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            gradients.append(
+                [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            )
         for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
             parameter.grad = torch.stack([part / len(ranks) for part in parts]).sum(0)
         optimizer.step()
@@ -75,25 +86,35 @@ def reference(batches: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
 def equal(folder: Path, expected: dict[str, Tensor]) -> bool:
     """Return whether the weights of a run are bitwise those expected."""
     found = torch.load(folder / "weights.pt")
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
-def each_sample_once(batches: list[list[list[int]]], epochs: int = 2, samples: int = 96) -> None:
+def each_sample_once(
+    batches: list[list[list[int]]], epochs: int = 2, samples: int = 96
+) -> None:
     """Assert that every epoch holds every sample exactly once."""
     seen = [sample for ranks in batches for rank in ranks for sample in rank]
     for epoch in range(epochs):
-        assert sorted(seen[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+        assert sorted(seen[epoch * samples : (epoch + 1) * samples]) == list(
+            range(samples)
+        )
     assert len(seen) == epochs * samples
 
 
-def test_two_workers_train_as_plain_torch_also_after_one_was_killed(tmp_path: Path) -> None:
+def test_two_workers_train_as_plain_torch_also_after_one_was_killed(
+    tmp_path: Path,
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
     found = run("plain", whole)
     assert found["metrics"]["step"] == 24
     assert found["kept"] == 2, "Ray deletes old checkpoints by its CheckpointConfig"
-    assert Path(found["checkpoint"], "manifest.json").exists() or any(Path(found["checkpoint"]).iterdir())
+    assert Path(found["checkpoint"], "manifest.json").exists() or any(
+        Path(found["checkpoint"]).iterdir()
+    )
     batches = steps(whole)
     each_sample_once(batches)
     assert equal(whole, reference(batches))
@@ -101,7 +122,9 @@ def test_two_workers_train_as_plain_torch_also_after_one_was_killed(tmp_path: Pa
     run("killed", killed)
     starts = lines(killed / "starts.jsonl")
     assert [one["resumed"] for one in starts] == [False, False, True, True]
-    assert starts[2]["step"] in (2, 4), "it resumes in the middle of the first epoch, which has 12 updates"
+    assert starts[2]["step"] in (2, 4), (
+        "it resumes in the middle of the first epoch, which has 12 updates"
+    )
     assert steps(killed) == batches
     assert equal(killed, dict(torch.load(whole / "weights.pt")))
 
@@ -114,16 +137,23 @@ def test_a_dead_actor_is_named_as_a_lost_rank(tmp_path: Path) -> None:
     assert found["cause"] == "WorkerGroupError"
 
 
-def test_one_worker_continues_the_sharded_run_of_two_when_a_machine_goes_away(tmp_path: Path) -> None:
+def test_one_worker_continues_the_sharded_run_of_two_when_a_machine_goes_away(
+    tmp_path: Path,
+) -> None:
     found = run("elastic", tmp_path)
     starts = lines(tmp_path / "starts.jsonl")
-    assert [(one["size"], one["resumed"]) for one in starts] == [(2, False), (2, False), (1, True)]
+    assert [(one["size"], one["resumed"]) for one in starts] == [
+        (2, False),
+        (2, False),
+        (1, True),
+    ]
     at = starts[2]["step"]
     batches = steps(tmp_path)
     assert [len(ranks) for ranks in batches] == [2] * at + [1] * (len(batches) - at)
     assert found["metrics"]["step"] == len(batches) == at + (2 * 96 - at * 8) // 4
     each_sample_once(batches)
     weights = torch.load(tmp_path / "weights.pt")
-    expected = reference(batches)  # FSDP adds the ranks' gradients in another order than DDP: rounding only
+    # FSDP adds the ranks' gradients in another order than DDP: rounding only
+    expected = reference(batches)
     for name in expected:
         torch.testing.assert_close(weights[name], expected[name], rtol=1e-5, atol=1e-6)

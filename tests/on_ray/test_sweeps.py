@@ -18,7 +18,15 @@ from tests.on_ray.toy import QUICK
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
-LAUNCH = ("-m", "hasten", "launch", "--cpu", "--num_processes", "2", "examples/sweep_optuna.py")
+LAUNCH = (
+    "-m",
+    "hasten",
+    "launch",
+    "--cpu",
+    "--num_processes",
+    "2",
+    "examples/sweep_optuna.py",
+)
 
 
 def start(*words: str) -> subprocess.Popen[str]:
@@ -47,17 +55,25 @@ def trials(folder: Path) -> list[Any]:
     import optuna  # only in the environment of these tests
 
     journal = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
-    return list(optuna.load_study(study_name="digits", storage=optuna.storages.JournalStorage(journal)).trials)
+    return list(
+        optuna.load_study(
+            study_name="digits", storage=optuna.storages.JournalStorage(journal)
+        ).trials
+    )
 
 
-def test_a_killed_optuna_search_on_two_ranks_continues_its_trial(tmp_path: Path) -> None:
+def test_a_killed_optuna_search_on_two_ranks_continues_its_trial(
+    tmp_path: Path,
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     size = ("--trials", "3", "--epochs", "3", "--out")
     text = output(start(*LAUNCH, *size, str(whole)))
     assert "best of 3" in text
 
     process = start(*LAUNCH, *size, str(killed))
-    while not (killed / "trial_1" / "manifest.json").exists() and process.poll() is None:
+    while (
+        not (killed / "trial_1" / "manifest.json").exists() and process.poll() is None
+    ):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -70,11 +86,15 @@ def test_a_killed_optuna_search_on_two_ranks_continues_its_trial(tmp_path: Path)
     assert [found[0].value, found[2].value] == [expected[0].value, expected[1].value]
     assert found[2].params == expected[1].params
     assert found[2].intermediate_values == expected[1].intermediate_values
-    assert not list(killed.glob("trial_*")), "checkpoints of finished trials are deleted"
+    assert not list(killed.glob("trial_*")), (
+        "checkpoints of finished trials are deleted"
+    )
 
 
 def test_ranks_prune_a_bad_trial_together(tmp_path: Path) -> None:
-    text = output(start(*LAUNCH, "--trials", "5", "--epochs", "3", "--out", str(tmp_path)))
+    text = output(
+        start(*LAUNCH, "--trials", "5", "--epochs", "3", "--out", str(tmp_path))
+    )
     states = [trial.state.name for trial in trials(tmp_path)]
     assert states.count("PRUNED") == text.count("pruned") > 0
     assert set(states) == {"COMPLETE", "PRUNED"}
@@ -86,7 +106,10 @@ def test_ray_tune_stops_a_bad_trial_and_finds_the_best(tmp_path: Path) -> None:
     text = output(start("examples/sweep_ray.py", *size))
     found = re.findall(r"best of 3: ([\d.]+)% with lr", text)
     assert found, text[-4000:]
-    results = [file.read_text().splitlines() for file in sorted(tmp_path.glob("search/run_trial_*/result.json"))]
+    results = [
+        file.read_text().splitlines()
+        for file in sorted(tmp_path.glob("search/run_trial_*/result.json"))
+    ]
     scores = [[json.loads(line)["accuracy"] for line in lines] for lines in results]
     assert [len(one) for one in scores] == [2, 1, 1], "epochs of each trial"
     assert scores[1][0] < scores[0][0]

@@ -12,7 +12,8 @@ SAMPLES: Final = 96
 QUICK: Final = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
-    "RAY_raylet_start_wait_time_s": "300",  # on a busy machine, Ray and its workers start later than Ray expects
+    # on a busy machine, Ray and its workers start later than Ray expects
+    "RAY_raylet_start_wait_time_s": "300",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
 }
 """Variables of Ray with which lost workers are noticed soon, and slow ones have time."""

@@ -52,9 +52,21 @@ def quickstart() -> str:
 
 def run(words: Sequence[str], folder: Path) -> str:
     """Run a command in `folder` without this checkout on its path, print what it prints, and return it."""
-    print("$", " ".join(Path(words[0]).name if i == 0 else word for i, word in enumerate(words)), flush=True)
-    clean = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "VIRTUAL_ENV"}}
-    done = subprocess.run(words, cwd=folder, env=clean, capture_output=True, text=True, check=False)
+    print(
+        "$",
+        " ".join(
+            Path(words[0]).name if i == 0 else word for i, word in enumerate(words)
+        ),
+        flush=True,
+    )
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in {"PYTHONPATH", "VIRTUAL_ENV"}
+    }
+    done = subprocess.run(
+        words, cwd=folder, env=clean, capture_output=True, text=True, check=False
+    )
     print(done.stdout + done.stderr, flush=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(words)} exited with {done.returncode}")
@@ -65,17 +77,39 @@ def main(wheels: Path, constraints: Path) -> None:
     """Try every wheel in `wheels`."""
     files = [str(path.resolve()) for path in sorted(wheels.glob("*.whl"))]
     if len(files) != 2:
-        sys.exit(f"{wheels} holds {len(files)} wheels instead of two: {files}. Run `make dist`.")
+        sys.exit(
+            f"{wheels} holds {len(files)} wheels instead of two: {files}. Run `make dist`."
+        )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         venv.create(folder / "env", with_pip=True)
         binary = folder / "env" / "bin"
         limits = ["--constraint", str(constraints.resolve())]
-        run([str(binary / "python"), "-m", "pip", "install", "--quiet", *limits, *files], folder)
+        run(
+            [
+                str(binary / "python"),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                *limits,
+                *files,
+            ],
+            folder,
+        )
         (folder / "train.py").write_text(quickstart(), encoding="utf-8")
         (folder / "established.py").write_text(ESTABLISHED, encoding="utf-8")
-        where = run([str(binary / "python"), "-c", "import hasten, accelerate; print(hasten.__file__)"], folder)
-        assert where.startswith(str(folder)), f"the checkout was imported instead of the wheel: {where}"
+        where = run(
+            [
+                str(binary / "python"),
+                "-c",
+                "import hasten, accelerate; print(hasten.__file__)",
+            ],
+            folder,
+        )
+        assert where.startswith(str(folder)), (
+            f"the checkout was imported instead of the wheel: {where}"
+        )
         two = ["launch", "--cpu", "--num_processes", "2"]
         run([str(binary / "python"), "train.py"], folder)
         run([str(binary / "hasten"), *two, "train.py"], folder)

@@ -25,10 +25,20 @@ BERT_PLAN: Final = MappingProxyType(
     }
 )
 GPT2_PLAN: Final = MappingProxyType(
-    {"*.c_attn": "colwise_thirds", "*.attn.c_proj": "rowwise", "*.c_fc": "colwise", "*.mlp.c_proj": "rowwise"}
+    {
+        "*.c_attn": "colwise_thirds",
+        "*.attn.c_proj": "rowwise",
+        "*.c_fc": "colwise",
+        "*.mlp.c_proj": "rowwise",
+    }
 )
 GPT_NEO_PLAN: Final = MappingProxyType(
-    {"*.[qkv]_proj": "colwise", "*.out_proj": "rowwise", "*.c_fc": "colwise", "*.c_proj": "rowwise"}
+    {
+        "*.[qkv]_proj": "colwise",
+        "*.out_proj": "rowwise",
+        "*.c_fc": "colwise",
+        "*.c_proj": "rowwise",
+    }
 )
 T5_PLAN: Final = MappingProxyType(
     {
@@ -60,7 +70,14 @@ def _made(model: str, config: str, **options: Any) -> nn.Module:
 
 def t5(**options: Any) -> nn.Module:
     """Return an encoder-decoder whose first blocks have relative positions for each head."""
-    sizes = {"d_model": 8, "d_kv": 2, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 16}
+    sizes = {
+        "d_model": 8,
+        "d_kv": 2,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 16,
+    }
     more = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
     return _made("T5ForConditionalGeneration", "T5Config", **sizes, **more, **options)
 
@@ -80,31 +97,67 @@ def gpt2() -> nn.Module:
 def mixtral() -> nn.Module:
     """Return a mixture of four experts."""
     return _made(
-        "MixtralForCausalLM", "MixtralConfig", **dict(_SIZES), num_key_value_heads=4, num_local_experts=4, **dict(_ENDS)
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        **dict(_SIZES),
+        num_key_value_heads=4,
+        num_local_experts=4,
+        **dict(_ENDS),
     )
 
 
 def llama(key_heads: int = 2) -> nn.Module:
     """Return a model with four query heads and `key_heads` key heads."""
     options = {"num_key_value_heads": key_heads, "attention_bias": True}
-    return _made("LlamaForCausalLM", "LlamaConfig", **dict(_SIZES), **options, **dict(_ENDS))
+    return _made(
+        "LlamaForCausalLM", "LlamaConfig", **dict(_SIZES), **options, **dict(_ENDS)
+    )
 
 
 def gemma() -> nn.Module:
     """Return a model whose embedding is a special class that scales its rows."""
     options = {"num_key_value_heads": 4, "head_dim": 4}
-    return _made("Gemma3ForCausalLM", "Gemma3TextConfig", **dict(_SIZES), **options, **dict(_ENDS))
+    return _made(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        **dict(_SIZES),
+        **options,
+        **dict(_ENDS),
+    )
 
 
 def gpt_neo() -> nn.Module:
     """Return a model whose attention uses its number of heads in shapes."""
-    sizes = {"hidden_size": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 16, "intermediate_size": 16}
-    drops = {"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 8}
+    sizes = {
+        "hidden_size": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 16,
+        "intermediate_size": 16,
+    }
+    drops = {
+        "resid_dropout": 0.0,
+        "embed_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": 8,
+    }
     kinds = [[["global", "local"], 1]]
-    return _made("GPTNeoForCausalLM", "GPTNeoConfig", **sizes, **drops, attention_types=kinds, **dict(_ENDS))
+    return _made(
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        **sizes,
+        **drops,
+        attention_types=kinds,
+        **dict(_ENDS),
+    )
 
 
-def step(net: nn.Module, optimizer: Any, generator: torch.Generator, accelerator: Accelerator | None = None) -> float:
+def step(
+    net: nn.Module,
+    optimizer: Any,
+    generator: torch.Generator,
+    accelerator: Accelerator | None = None,
+) -> float:
     """Train on one random batch and return its loss."""
     batch = torch.randint(1, 16, (4, 6), generator=generator)
     loss = net(input_ids=batch, labels=batch).loss
@@ -114,10 +167,14 @@ def step(net: nn.Module, optimizer: Any, generator: torch.Generator, accelerator
     return float(loss.detach())
 
 
-def train(net: nn.Module, accelerator: Accelerator | None = None, steps: int = 4) -> tuple[nn.Module, list[float]]:
+def train(
+    net: nn.Module, accelerator: Accelerator | None = None, steps: int = 4
+) -> tuple[nn.Module, list[float]]:
     """Train the trainable parameters; returns the model and its losses. Ranks: every rank of the Accelerator."""
     net.train()
-    optimizer: Any = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    optimizer: Any = torch.optim.AdamW(
+        [p for p in net.parameters() if p.requires_grad], lr=1e-2
+    )
     if accelerator is not None:
         net, optimizer = accelerator.prepare(net, optimizer)
     g = torch.Generator().manual_seed(3)
@@ -126,24 +183,56 @@ def train(net: nn.Module, accelerator: Accelerator | None = None, steps: int = 4
 
 def share_of(net: nn.Module) -> float:
     """Return the share of the model's elements that this rank holds."""
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in net.parameters())
+    held = sum(
+        (p.to_local() if isinstance(p, DTensor) else p).numel()
+        for p in net.parameters()
+    )
     return held / sum(p.numel() for p in net.parameters())
 
 
 def largest_difference(
-    got: Mapping[str, Any], net: nn.Module, but: Callable[[str], bool] = lambda name: False
+    got: Mapping[str, Any],
+    net: nn.Module,
+    but: Callable[[str], bool] = lambda name: False,
 ) -> float:
     """Return the largest difference between a state dict and a model's, which must have the same names in the same order."""
     want = net.state_dict()
     assert list(got) == list(want), f"names differ: {sorted(set(got) ^ set(want))}"
-    floats = {name: value for name, value in want.items() if value.is_floating_point() and not but(name)}
+    floats = {
+        name: value
+        for name, value in want.items()
+        if value.is_floating_point() and not but(name)
+    }
     return max(float((got[name] - value).abs().max()) for name, value in floats.items())
 
 
 def whisper() -> nn.Module:
     """Return an encoder-decoder that reads spectrograms of 16 frames."""
-    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    sizes = {"vocab_size": 16, "num_mel_bins": 8, "d_model": 8, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    layers = {
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    sizes = {
+        "vocab_size": 16,
+        "num_mel_bins": 8,
+        "d_model": 8,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
     lengths = {"max_source_positions": 8, "max_target_positions": 16}
-    tokens = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 2}
-    return _made("WhisperForConditionalGeneration", "WhisperConfig", **layers, **sizes, **lengths, **tokens)
+    tokens = {
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 2,
+    }
+    return _made(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        **layers,
+        **sizes,
+        **lengths,
+        **tokens,
+    )

@@ -62,7 +62,12 @@ class Repository:
         """Return the newest commit of a branch, or the commit of this hash."""
         if revision in self.branches:
             return self.branches[revision][-1]
-        found = [commit for branch in self.branches.values() for commit in branch if commit.oid == revision]
+        found = [
+            commit
+            for branch in self.branches.values()
+            for commit in branch
+            if commit.oid == revision
+        ]
         if not found:
             raise Refused(404, f"revision {revision} not found", "RevisionNotFound")
         return found[0]
@@ -105,7 +110,9 @@ class Hub:
 
     def messages(self, name: str, revision: str = "main") -> list[str]:
         """Return the messages of a branch's commits after the first, which the Hub makes."""
-        return [commit.message for commit in self.repositories[name].branches[revision][1:]]
+        return [
+            commit.message for commit in self.repositories[name].branches[revision][1:]
+        ]
 
     # -- routes ---------------------------------------------------------------------------------------------------
     def answer(self, method: str, path: str, body: bytes, headers: Any) -> Answer:
@@ -131,7 +138,10 @@ class Hub:
         )
         for pattern, handler in routes:
             if found := re.fullmatch(pattern, f"{method} {path}"):
-                given = [value if value is None else unquote(value) for value in found.groups()]
+                given = [
+                    value if value is None else unquote(value)
+                    for value in found.groups()
+                ]
                 return handler(headers, body, *given)  # type: ignore[arg-type]
         self.unknown.append(f"{method} {path}")
         return Answer(404, b'{"error": "not part of this server"}')
@@ -147,7 +157,9 @@ class Hub:
     def find(self, headers: Any, name: str) -> Repository:
         """Return a repository; private ones exist only for their owner."""
         repository = self.repositories.get(name)
-        if repository is None or (repository.private and headers.get("authorization") != f"Bearer {TOKEN}"):
+        if repository is None or (
+            repository.private and headers.get("authorization") != f"Bearer {TOKEN}"
+        ):
             raise Refused(404, f"repository {name} not found", "RepoNotFound")
         self.tokens.add(headers.get("authorization", ""))
         return repository
@@ -169,8 +181,13 @@ class Hub:
         made = {"url": f"{self.address}/{name}", "name": name, "id": "1"}
         if name in self.repositories:
             return _json(made, 409)
-        private = bool(given.get("private") or given.get("visibility") == "private")  # older and newer clients
-        first = Commit(hashlib.sha1(name.encode()).hexdigest(), "initial commit", {".gitattributes": b""})
+        # older and newer clients
+        private = bool(given.get("private") or given.get("visibility") == "private")
+        first = Commit(
+            hashlib.sha1(name.encode()).hexdigest(),
+            "initial commit",
+            {".gitattributes": b""},
+        )
         self.repositories[name] = Repository(private, {"main": [first]})
         return _json(made)
 
@@ -198,7 +215,9 @@ class Hub:
                         "path": path,
                         "uploadMode": mode,
                         "shouldIgnore": False,
-                        "oid": _sha256(there[path]) if mode == "lfs" and path in there else None,
+                        "oid": _sha256(there[path])
+                        if mode == "lfs" and path in there
+                        else None,
                     }
                     for path, mode in modes.items()
                 ]
@@ -217,20 +236,37 @@ class Hub:
             return dict(item)
         verify = {"href": f"{self.address}/lfs/{oid}/verify"}
         if self.part_size is None or size <= self.part_size:
-            return {**item, "actions": {"upload": {"href": f"{self.address}/lfs/{oid}"}, "verify": verify}}
+            return {
+                **item,
+                "actions": {
+                    "upload": {"href": f"{self.address}/lfs/{oid}"},
+                    "verify": verify,
+                },
+            }
         header = {"chunk_size": str(self.part_size)}
-        header |= {str(at + 1): f"{self.address}/lfs/{oid}/{at + 1}" for at in range(-(-size // self.part_size))}
+        header |= {
+            str(at + 1): f"{self.address}/lfs/{oid}/{at + 1}"
+            for at in range(-(-size // self.part_size))
+        }
         upload = {"href": f"{self.address}/lfs/{oid}/complete", "header": header}
         return {**item, "actions": {"upload": upload, "verify": verify}}
 
     def put(self, headers: Any, body: bytes, oid: str, part: str | None) -> Answer:
-        assert "authorization" not in headers, "upload addresses are signed; a token must not reach the object store"
+        assert "authorization" not in headers, (
+            "upload addresses are signed; a token must not reach the object store"
+        )
         with self.lock:
             self.begun += 1
             begun = self.begun
-        if self.before_gate is not None and begun > self.before_gate and not self.gate.wait(60):
+        if (
+            self.before_gate is not None
+            and begun > self.before_gate
+            and not self.gate.wait(60)
+        ):
             raise Refused(503, "the gate was not opened")
-        if begun in self.refused or (self.refuse_after is not None and begun > self.refuse_after):
+        if begun in self.refused or (
+            self.refuse_after is not None and begun > self.refuse_after
+        ):
             raise Refused(403, "the signature has expired")
         with self.lock:
             self.received[oid if part is None else f"{oid}/{part}"] += 1
@@ -257,7 +293,10 @@ class Hub:
 
     def verify(self, headers: Any, body: bytes, oid: str) -> Answer:
         self.check(headers)
-        if oid not in self.objects or len(self.objects[oid]) != json.loads(body)["size"]:
+        if (
+            oid not in self.objects
+            or len(self.objects[oid]) != json.loads(body)["size"]
+        ):
             raise Refused(404, "the object has not arrived")
         return _json({})
 
@@ -278,53 +317,106 @@ class Hub:
                     repository.large.add(value["path"])
                 case "deletedFile":
                     del files[value["path"]]
-        oid = hashlib.sha1(body + str(len(repository.branches[revision])).encode()).hexdigest()
+        oid = hashlib.sha1(
+            body + str(len(repository.branches[revision])).encode()
+        ).hexdigest()
         repository.branches[revision].append(Commit(oid, message, files))
-        return _json({"commitUrl": f"{self.address}/{name}/commit/{oid}", "commitOid": oid, "pullRequestUrl": None})
+        return _json(
+            {
+                "commitUrl": f"{self.address}/{name}/commit/{oid}",
+                "commitOid": oid,
+                "pullRequestUrl": None,
+            }
+        )
 
     # -- downloads ------------------------------------------------------------------------------------------------
-    def info(self, headers: Any, body: bytes, name: str, revision: str | None) -> Answer:
+    def info(
+        self, headers: Any, body: bytes, name: str, revision: str | None
+    ) -> Answer:
         repository = self.find(headers, name)
         head = repository.head(revision or "main")
         siblings = [{"rfilename": path} for path in head.files]
-        return _json({"_id": "1", "id": name, "sha": head.oid, "private": repository.private, "siblings": siblings})
+        return _json(
+            {
+                "_id": "1",
+                "id": name,
+                "sha": head.oid,
+                "private": repository.private,
+                "siblings": siblings,
+            }
+        )
 
     def refs(self, headers: Any, body: bytes, name: str) -> Answer:
         found = self.find(headers, name).branches
-        heads = [{"name": b, "ref": f"refs/heads/{b}", "targetCommit": c[-1].oid} for b, c in found.items()]
+        heads = [
+            {"name": b, "ref": f"refs/heads/{b}", "targetCommit": c[-1].oid}
+            for b, c in found.items()
+        ]
         return _json({"branches": heads, "tags": [], "converts": []})
 
     def tree(self, headers: Any, body: bytes, name: str, revision: str) -> Answer:
         repository = self.find(headers, name)
         files = repository.head(revision).files
-        return _json([self.entry(repository, path, content) for path, content in files.items()])
+        return _json(
+            [self.entry(repository, path, content) for path, content in files.items()]
+        )
 
     def paths_info(self, headers: Any, body: bytes, name: str, revision: str) -> Answer:
         repository = self.find(headers, name)
         files = repository.head(revision).files
         form = unquote(body.decode())
-        wanted = json.loads(form)["paths"] if form.startswith("{") else re.findall(r"paths=([^&]+)", form)
-        return _json([self.entry(repository, path, files[path]) for path in wanted if path in files])
+        wanted = (
+            json.loads(form)["paths"]
+            if form.startswith("{")
+            else re.findall(r"paths=([^&]+)", form)
+        )
+        return _json(
+            [
+                self.entry(repository, path, files[path])
+                for path in wanted
+                if path in files
+            ]
+        )
 
-    def entry(self, repository: Repository, path: str, content: bytes) -> dict[str, Any]:
+    def entry(
+        self, repository: Repository, path: str, content: bytes
+    ) -> dict[str, Any]:
         """Return the description of a file in a listing."""
-        made: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _git_oid(content)}
+        made: dict[str, Any] = {
+            "type": "file",
+            "path": path,
+            "size": len(content),
+            "oid": _git_oid(content),
+        }
         if path in repository.large:
-            made["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": 130}
+            made["lfs"] = {
+                "oid": _sha256(content),
+                "size": len(content),
+                "pointerSize": 130,
+            }
         return made
 
-    def resolve(self, headers: Any, body: bytes, name: str, revision: str, path: str) -> Answer:
+    def resolve(
+        self, headers: Any, body: bytes, name: str, revision: str, path: str
+    ) -> Answer:
         repository = self.find(headers, name)
         head = repository.head(revision)
         if path not in head.files:
             missing = Refused(404, f"{path} is not in {name}", "EntryNotFound").answer
-            return Answer(404, missing.body, {**missing.headers, "x-repo-commit": head.oid})
+            return Answer(
+                404, missing.body, {**missing.headers, "x-repo-commit": head.oid}
+            )
         content = head.files[path]
         if path not in repository.large:
-            return _ranged(content, headers, {"x-repo-commit": head.oid, "etag": f'"{_git_oid(content)}"'})
+            return _ranged(
+                content,
+                headers,
+                {"x-repo-commit": head.oid, "etag": f'"{_git_oid(content)}"'},
+            )
         oid = _sha256(content)
         self.objects.setdefault(oid, content)
-        elsewhere = self.address.replace("127.0.0.1", "localhost")  # another host, as the Hub's storage is
+        # another host, as the Hub's storage is
+        elsewhere = self.address.replace("127.0.0.1", "localhost")
         moved = {
             "location": f"{elsewhere}/objects/{oid}",
             "x-linked-etag": f'"{oid}"',
@@ -346,7 +438,9 @@ def _git_oid(content: bytes) -> str:
 
 
 def _json(value: Any, status: int = 200) -> Answer:
-    return Answer(status, json.dumps(value).encode(), {"content-type": "application/json"})
+    return Answer(
+        status, json.dumps(value).encode(), {"content-type": "application/json"}
+    )
 
 
 def _ranged(content: bytes, headers: Any, given: dict[str, str]) -> Answer:
@@ -355,7 +449,11 @@ def _ranged(content: bytes, headers: Any, given: dict[str, str]) -> Answer:
     if found is None:
         return Answer(200, content, {**given, "accept-ranges": "bytes"})
     start, end = int(found[1]), int(found[2] or len(content) - 1)
-    return Answer(206, content[start : end + 1], {**given, "content-range": f"bytes {start}-{end}/{len(content)}"})
+    return Answer(
+        206,
+        content[start : end + 1],
+        {**given, "content-range": f"bytes {start}-{end}/{len(content)}"},
+    )
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -374,7 +472,11 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command == "HEAD":
                 return
-            if self.command == "GET" and path.startswith("/objects/") and hub.breaks_after is not None:
+            if (
+                self.command == "GET"
+                and path.startswith("/objects/")
+                and hub.breaks_after is not None
+            ):
                 some, hub.breaks_after = answer.body[: hub.breaks_after], None
                 self.wfile.write(some)
                 self.close_connection = True
@@ -405,7 +507,9 @@ def serving() -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield hub
@@ -427,10 +531,12 @@ def client_at(address: str, cache: str) -> Iterator[None]:
         mock.patch.object(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template),
         mock.patch.object(constants, "HF_HUB_CACHE", cache),
         mock.patch.object(constants, "HF_HUB_DISABLE_XET", True),
-        mock.patch.object(tqdm, "monitor_interval", 0),  # no thread that outlives a test
+        # no thread that outlives a test
+        mock.patch.object(tqdm, "monitor_interval", 0),
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # the client, about its own calls
+        # the client, about its own calls
+        warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)
         yield
 
 

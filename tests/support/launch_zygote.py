@@ -39,7 +39,8 @@ def run(order: dict[str, str], argv: list[str], variables: dict[str, str]) -> in
 
 def serve() -> None:
     """Fork for each order until the input ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks report through files, nobody waits for them
+    # forks report through files, nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         order = json.loads(line)
         if pid := os.fork():

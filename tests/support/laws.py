@@ -27,9 +27,18 @@ class Tally:
 
     def __str__(self) -> str:
         """Return counts, seeds, and every broken case as readable lines."""
-        seen = ", ".join(f"{count} {verdict}" for verdict, count in sorted(self.verdicts.items()))
-        span = f"seeds {self.seeds[0]} to {self.seeds[-1]}" if self.seeds else "no seeds"
-        return "\n".join([f"{len(self.seeds)} cases ({span}): {seen}; {len(self.broken)} broken", *self.broken])
+        seen = ", ".join(
+            f"{count} {verdict}" for verdict, count in sorted(self.verdicts.items())
+        )
+        span = (
+            f"seeds {self.seeds[0]} to {self.seeds[-1]}" if self.seeds else "no seeds"
+        )
+        return "\n".join(
+            [
+                f"{len(self.seeds)} cases ({span}): {seen}; {len(self.broken)} broken",
+                *self.broken,
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,10 @@ class Law(Generic[C]):
     check: Callable[[C], str]
 
     def search(
-        self, seeds: Iterable[int], seconds: float | None = None, tell: Callable[[str], object] | None = None
+        self,
+        seeds: Iterable[int],
+        seconds: float | None = None,
+        tell: Callable[[str], object] | None = None,
     ) -> Tally:
         """Check one case per seed until the seeds or the time are used up.
 
@@ -58,7 +70,8 @@ class Law(Generic[C]):
             tally.seeds.append(seed)
             try:
                 verdict = self.check(case)
-            except Exception as error:  # any error is reported with the seed that reproduces it
+            # any error is reported with the seed that reproduces it
+            except Exception as error:
                 verdict = f"broken: {case}\n{type(error).__name__}: {error}"
                 if tell is None:
                     raise LawBrokenError(f"seed {seed}: {verdict}") from error

@@ -20,11 +20,20 @@ class LiveBytes(TorchDispatchMode):
         self.known: dict[int, weakref.ref[Any]] = {}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {id(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            id(x.untyped_storage())
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in given | self.known.keys():
+            if (
+                isinstance(tensor, Tensor)
+                and id(tensor.untyped_storage()) not in given | self.known.keys()
+            ):
                 self.add(tensor.untyped_storage())
         return made
 

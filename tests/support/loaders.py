@@ -28,10 +28,14 @@ class SeenBatches(NamedTuple):
     last: bool
 
 
-def on_every_rank(ctx: ProcessContext, batches: list[SeenBatches]) -> list[list[SeenBatches]]:
+def on_every_rank(
+    ctx: ProcessContext, batches: list[SeenBatches]
+) -> list[list[SeenBatches]]:
     """Return what every rank has seen. Ranks: every rank."""
     gathered = ctx.world.all_gather_object([tuple(batch) for batch in batches])
-    return [[SeenBatches(*batch) for batch in rank_batches] for rank_batches in gathered]
+    return [
+        [SeenBatches(*batch) for batch in rank_batches] for rank_batches in gathered
+    ]
 
 
 class CountingStream(IterableDataset[int]):
@@ -50,11 +54,21 @@ class CountingStream(IterableDataset[int]):
         self.epochs.append(epoch)
 
 
-def context_of(rank: int = 0, world: int = 1, mesh: MeshSpec | None = None) -> ProcessContext:
+def context_of(
+    rank: int = 0, world: int = 1, mesh: MeshSpec | None = None
+) -> ProcessContext:
     """Return the context of one rank that is alone in its process, without communication."""
-    topology = Topology(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    topology = Topology(
+        rank=rank, world_size=world, local_rank=rank, local_world_size=world
+    )
     comm = LocalComm()
-    return ProcessContext(topology, mesh or MeshSpec.flat(world), torch.device("cpu"), comm, lambda *axes: comm)
+    return ProcessContext(
+        topology,
+        mesh or MeshSpec.flat(world),
+        torch.device("cpu"),
+        comm,
+        lambda *axes: comm,
+    )
 
 
 def prepared(
@@ -74,7 +88,15 @@ def prepared(
     config = DataLoaderConfiguration(**settings)
     device = torch.device("cpu")
     clock = clock or StepClock()
-    return prepare_loader(loader, ctx=context, config=config, clock=clock, device=device, seed=seed, slice_fn=slice_fn)
+    return prepare_loader(
+        loader,
+        ctx=context,
+        config=config,
+        clock=clock,
+        device=device,
+        seed=seed,
+        slice_fn=slice_fn,
+    )
 
 
 def seen(loader: Loader, limit: int | None = None) -> list[SeenBatches]:
@@ -83,7 +105,9 @@ def seen(loader: Loader, limit: int | None = None) -> list[SeenBatches]:
     for batch in loader:
         values = batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
         real = len(values) if loader.cursor.num_real is None else loader.cursor.num_real
-        assert loader.cursor.num_rows in (None, len(values)), "the cursor knows the rows it says are padded"
+        assert loader.cursor.num_rows in (None, len(values)), (
+            "the cursor knows the rows it says are padded"
+        )
         out.append(SeenBatches(values, real, loader.cursor.at_end))
         if limit is not None and len(out) == limit:
             break

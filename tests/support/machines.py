@@ -47,7 +47,10 @@ def why_impossible() -> str:
     except subprocess.CalledProcessError as error:
         return f"network namespaces cannot be made here: {error.stderr.strip()}"
     finally:
-        subprocess.run(["sh", "-c", f"command -v ip >/dev/null && ip netns del {probe}"], capture_output=True)
+        subprocess.run(
+            ["sh", "-c", f"command -v ip >/dev/null && ip netns del {probe}"],
+            capture_output=True,
+        )
     return ""
 
 
@@ -84,7 +87,9 @@ class NamespaceHost:
     @property
     def processes(self) -> list[int]:
         """All processes of this host."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True
+        )
         return [int(pid) for pid in listed.stdout.split()]
 
     def kill(self) -> None:
@@ -134,7 +139,14 @@ def _memory_of(pid: int) -> str:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return ""
-    return next((v.partition(b"=")[2].decode() for v in variables if v.startswith(b"HASTEN_MEMORY_FOLDER=")), "")
+    return next(
+        (
+            v.partition(b"=")[2].decode()
+            for v in variables
+            if v.startswith(b"HASTEN_MEMORY_FOLDER=")
+        ),
+        "",
+    )
 
 
 @contextmanager
@@ -143,7 +155,12 @@ def hosts(count: int) -> Iterator[list[NamespaceHost]]:
     tag = f"hst{os.getpid()}"
     switch = f"{tag}-switch"
     made = [
-        NamespaceHost(f"{tag}-{i}", f"host-{'abcdef'[i]}", f"10.77.0.{i + 1}", (switch, f"port{i}"))
+        NamespaceHost(
+            f"{tag}-{i}",
+            f"host-{'abcdef'[i]}",
+            f"10.77.0.{i + 1}",
+            (switch, f"port{i}"),
+        )
         for i in range(count)
     ]
     try:
@@ -152,7 +169,20 @@ def hosts(count: int) -> Iterator[list[NamespaceHost]]:
         ip("-n", switch, "link", "add", "br0", "type", "bridge")
         ip("-n", switch, "link", "set", "br0", "up")
         for i, host in enumerate(made):
-            ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                f"port{i}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                host.namespace,
+            )
             ip("-n", switch, "link", "set", f"port{i}", "master", "br0", "up")
             ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
             ip("-n", host.namespace, "link", "set", "eth0", "up")
@@ -196,11 +226,18 @@ class NamespaceMachine:
         """Start `hasten launch` on this host."""
         self.output = folder / f"{self.name}-{time.monotonic_ns()}"
         argv = ["launch", "--cpu", *words]
-        names = {"namespace": self.namespace, "host": self.name, "folder": str(folder), "output": str(self.output)}
+        names = {
+            "namespace": self.namespace,
+            "host": self.name,
+            "folder": str(folder),
+            "output": str(self.output),
+        }
         names["hosts_file"] = self.hosts_file
         assert self.zygote.stdin is not None
         assert self.zygote.stdout is not None
-        self.zygote.stdin.write(json.dumps({**names, "argv": argv, "variables": variables}) + "\n")
+        self.zygote.stdin.write(
+            json.dumps({**names, "argv": argv, "variables": variables}) + "\n"
+        )
         self.zygote.stdin.flush()
         self.launcher = int(self.zygote.stdout.readline())
 
@@ -213,7 +250,9 @@ class NamespaceMachine:
         """Block until these words were printed."""
         deadline = time.monotonic() + seconds
         while words not in self.said:
-            assert time.monotonic() < deadline, f"{self.name} never said {words!r}:\n{self.said}"
+            assert time.monotonic() < deadline, (
+                f"{self.name} never said {words!r}:\n{self.said}"
+            )
             time.sleep(0.02)
 
     def end(self, seconds: float = 240.0) -> tuple[int, str]:
@@ -243,9 +282,16 @@ def machines(zygote: Zygote, count: int) -> Iterator[list[NamespaceMachine]]:
 @contextmanager
 def warm_launcher(script: Path, home: Path) -> Iterator[Zygote]:
     """Context manager with the process that forks launchers; `script` is its program, `home` the folder for hasten's files."""
-    env = {**environment.snapshot(), "HASTEN_HOME": str(home), "HF_HOME": str(home), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env = {
+        **environment.snapshot(),
+        "HASTEN_HOME": str(home),
+        "HF_HOME": str(home),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe, text=True, env=env) as process:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=pipe, stdout=pipe, text=True, env=env
+    ) as process:
         yield process
         assert process.stdin is not None
         process.stdin.close()
@@ -253,4 +299,8 @@ def warm_launcher(script: Path, home: Path) -> Iterator[Zygote]:
 
 def meet(count: int) -> list[str]:
     """Return the flags of every machine of a job."""
-    return [f"--num_machines={count}", "--main_process_ip=10.77.0.1", "--main_process_port=29517"]
+    return [
+        f"--num_machines={count}",
+        "--main_process_ip=10.77.0.1",
+        "--main_process_port=29517",
+    ]

@@ -19,7 +19,9 @@ _GROUP: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParam
 _PARAM: Final = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
 _SCALER: Final = "torch.amp:GradScaler"
-_AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
+_AGENT: Final = (
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
+)
 _MODULE: Final = "torch.nn:Module"
 
 _BUCKETS: Final = "src/hasten/strategies/ddp/buckets.py"
@@ -67,9 +69,19 @@ NAMES: Final = (
     # the watchdog: the number of collectives that each group has started
     Name("torch.distributed.distributed_c10d", "_world", (_BEGUN,), _STALL),
     Name("torch.distributed:ProcessGroup", "_get_backend", (_BEGUN,), _STALL),
-    Name("torch._C._distributed_c10d:Backend", "_get_sequence_number_for_group", (_BEGUN,), _STALL),
+    Name(
+        "torch._C._distributed_c10d:Backend",
+        "_get_sequence_number_for_group",
+        (_BEGUN,),
+        _STALL,
+    ),
     # DDP: the time of its exchange, and the order of its buckets
-    Name(_DDP, "_get_ddp_logging_data", ("src/hasten/strategies/ddp/strategy.py",), "degrades: that time is unknown"),
+    Name(
+        _DDP,
+        "_get_ddp_logging_data",
+        ("src/hasten/strategies/ddp/strategy.py",),
+        "degrades: that time is unknown",
+    ),
     Name(
         _DDP,
         "_ddp_params_and_buffers_to_ignore",
@@ -90,8 +102,15 @@ NAMES: Final = (
     ),
     # several XLA hosts: the end of a backward pass
     Name("torch", "_C", (_HOSTS,), _MEAN),
-    Name("torch._C", "_current_graph_task_id", (_HOSTS, _THROUGHPUT), f"{_MEAN}; {_MFU}"),
-    Name("torch.autograd:Variable", "_execution_engine", (_HOSTS, _WEIGHTS), f"{_MEAN}; {_STREAMED}"),
+    Name(
+        "torch._C", "_current_graph_task_id", (_HOSTS, _THROUGHPUT), f"{_MEAN}; {_MFU}"
+    ),
+    Name(
+        "torch.autograd:Variable",
+        "_execution_engine",
+        (_HOSTS, _WEIGHTS),
+        f"{_MEAN}; {_STREAMED}",
+    ),
     # schedules that follow each other: the end of the last one
     Name(
         "torch.optim.lr_scheduler:SequentialLR",
@@ -103,8 +122,17 @@ NAMES: Final = (
     Name("torch.optim:Optimizer", "_optimizer_step_post_hooks", (_UPDATE,), _STREAMED),
     # FSDP2: gradients held between reductions
     Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
-    Name(_STATE, "_fsdp_param_groups", (_HELD,), _HOLDS, ("2.13",), instead_of="_fsdp_param_group"),
-    Name(_STATE, "_fsdp_param_group", (_HELD,), _HOLDS, instead_of="_fsdp_param_groups"),
+    Name(
+        _STATE,
+        "_fsdp_param_groups",
+        (_HELD,),
+        _HOLDS,
+        ("2.13",),
+        instead_of="_fsdp_param_group",
+    ),
+    Name(
+        _STATE, "_fsdp_param_group", (_HELD,), _HOLDS, instead_of="_fsdp_param_groups"
+    ),
     Name(_GROUP, "fsdp_params", (_HELD,), _HOLDS),
     Name(_GROUP, "_partial_reduce_output", (_HELD,), _HOLDS),
     Name(_PARAM, "unsharded_accumulated_grad", (_HELD,), _HOLDS),
@@ -128,7 +156,12 @@ NAMES: Final = (
         ("src/hasten/checkpoint/base.py",),
         "sharded checkpoints fail",
     ),
-    Name("torch.distributed.tensor:DTensor", "_local_tensor", (_SHARDS, _NAMES), "sharded updates fail"),
+    Name(
+        "torch.distributed.tensor:DTensor",
+        "_local_tensor",
+        (_SHARDS, _NAMES),
+        "sharded updates fail",
+    ),
     Name("torch.optim:Adam", "_init_group", (_SHARDS,), _FAST),
     # schedulers
     Name(
@@ -151,11 +184,24 @@ NAMES: Final = (
         ("src/hasten/trust/numbers/late_losses.py",),
         "the numbers watch fails",
     ),
-    Name("torch:Tensor", "_backward_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
-    Name("torch:Tensor", "_post_accumulate_grad_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
+    Name(
+        "torch:Tensor",
+        "_backward_hooks",
+        (_HOOKS,),
+        "hooks on gradients are not seen by FSDP2",
+    ),
+    Name(
+        "torch:Tensor",
+        "_post_accumulate_grad_hooks",
+        (_HOOKS,),
+        "hooks on gradients are not seen by FSDP2",
+    ),
     # many tensors at once
     Name(
-        "torch", "_foreach_copy_", ("src/hasten/state/loop_position.py",), "accumulation over several micro-steps fails"
+        "torch",
+        "_foreach_copy_",
+        ("src/hasten/state/loop_position.py",),
+        "accumulation over several micro-steps fails",
     ),
     Name(
         "torch",
@@ -163,13 +209,26 @@ NAMES: Final = (
         (_CLIP, "src/hasten/optim/gradients.py", "src/hasten/extensions/muon/muon.py"),
         "clipping, weighted windows and Muon fail",
     ),
-    Name("torch", "_foreach_lerp_", ("src/hasten/optim/ema.py",), "moving averages of weights fail"),
+    Name(
+        "torch",
+        "_foreach_lerp_",
+        ("src/hasten/optim/ema.py",),
+        "moving averages of weights fail",
+    ),
     Name("torch", "_foreach_clamp_min_", (_CLIP,), "clipping by value fails"),
     Name("torch", "_foreach_clamp_max_", (_CLIP,), "clipping by value fails"),
     # modules
-    Name(_MODULE, "_apply", ("src/hasten/strategies/weight_sources.py",), "models on the meta device cannot be filled"),
     Name(
-        _MODULE, "_buffers", ("src/hasten/strategies/weight_sources.py",), "models on the meta device cannot be filled"
+        _MODULE,
+        "_apply",
+        ("src/hasten/strategies/weight_sources.py",),
+        "models on the meta device cannot be filled",
+    ),
+    Name(
+        _MODULE,
+        "_buffers",
+        ("src/hasten/strategies/weight_sources.py",),
+        "models on the meta device cannot be filled",
     ),
     Name(
         _MODULE,
@@ -177,19 +236,52 @@ NAMES: Final = (
         ("src/hasten/modules/names.py", "src/hasten/extensions/bigmodel/device_map.py"),
         "wrappers are not seen through, and models cannot be placed",
     ),
-    Name(_MODULE, "_forward_pre_hooks", (_META,), "the note on weights that were never filled stays"),
-    Name(_MODULE, "_forward_pre_hooks_with_kwargs", (_META,), "the note on weights that were never filled stays"),
-    Name("torch.nn:RNNBase", "_flat_weights", (_BLOCKS,), "offloaded recurrent modules fail"),
-    Name("torch.nn:RNNBase", "_flat_weights_names", (_BLOCKS,), "offloaded recurrent modules fail"),
-    Name(_MODULE, "_compiled_call_impl", ("src/hasten/strategies/compiling.py",), "compiled modules stay compiled"),
+    Name(
+        _MODULE,
+        "_forward_pre_hooks",
+        (_META,),
+        "the note on weights that were never filled stays",
+    ),
+    Name(
+        _MODULE,
+        "_forward_pre_hooks_with_kwargs",
+        (_META,),
+        "the note on weights that were never filled stays",
+    ),
+    Name(
+        "torch.nn:RNNBase",
+        "_flat_weights",
+        (_BLOCKS,),
+        "offloaded recurrent modules fail",
+    ),
+    Name(
+        "torch.nn:RNNBase",
+        "_flat_weights_names",
+        (_BLOCKS,),
+        "offloaded recurrent modules fail",
+    ),
+    Name(
+        _MODULE,
+        "_compiled_call_impl",
+        ("src/hasten/strategies/compiling.py",),
+        "compiled modules stay compiled",
+    ),
     Name(
         _MODULE,
         "_non_persistent_buffers_set",
-        ("src/hasten/modules/surgery.py", "dropin/src/accelerate/_impl/models/modeling.py"),
+        (
+            "src/hasten/modules/surgery.py",
+            "dropin/src/accelerate/_impl/models/modeling.py",
+        ),
         "sizes of models cannot be computed",
     ),
     # data
-    Name("torch.utils.data:DataLoader", "_dataset_kind", ("src/hasten/data/skipping.py",), "skip_first_batches fails"),
+    Name(
+        "torch.utils.data:DataLoader",
+        "_dataset_kind",
+        ("src/hasten/data/skipping.py",),
+        "skip_first_batches fails",
+    ),
     Name(
         "torch.utils.data:RandomSampler",
         "_num_samples",
@@ -204,7 +296,12 @@ NAMES: Final = (
     Name(_AGENT, "_shutdown", (_LAUNCH,), _ELASTIC),
     Name(_AGENT, "_start_workers", (_LAUNCH,), _ELASTIC),
     Name(_AGENT, "_worker_group", (_LAUNCH,), _ELASTIC),
-    Name("torch.distributed.elastic.multiprocessing.api", "_terminate_process_handler", (_LAUNCH,), _ELASTIC),
+    Name(
+        "torch.distributed.elastic.multiprocessing.api",
+        "_terminate_process_handler",
+        (_LAUNCH,),
+        _ELASTIC,
+    ),
     Name(
         "torch.distributed.distributed_c10d",
         "_get_default_store",
@@ -243,7 +340,10 @@ NAMES: Final = (
     Name(
         "torch._dynamo.eval_frame:OptimizedModule",
         "_orig_mod",
-        ("dropin/src/accelerate/_impl/models/modeling.py", "dropin/src/accelerate/_impl/models/other.py"),
+        (
+            "dropin/src/accelerate/_impl/models/modeling.py",
+            "dropin/src/accelerate/_impl/models/other.py",
+        ),
         "the drop-in does not see through compiled modules",
     ),
     Name(
@@ -267,7 +367,11 @@ NAMES: Final = (
     Name(
         "torch",
         "_C",
-        ("src/hasten/extensions/chunked_loss/logits.py", "src/hasten/strategies/context/attention.py", _THROUGHPUT),
+        (
+            "src/hasten/extensions/chunked_loss/logits.py",
+            "src/hasten/strategies/context/attention.py",
+            _THROUGHPUT,
+        ),
         "loss_parallel=True, use_chunked_loss() and track_throughput() fail",
     ),
     Name(
@@ -276,7 +380,12 @@ NAMES: Final = (
         (_WATCH, _THROUGHPUT),
         "track_throughput() and hasten plan fail",
     ),
-    Name("torch.utils._python_dispatch", "_get_current_dispatch_mode", (_THROUGHPUT,), _MFU),
+    Name(
+        "torch.utils._python_dispatch",
+        "_get_current_dispatch_mode",
+        (_THROUGHPUT,),
+        _MFU,
+    ),
     Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
 )
 

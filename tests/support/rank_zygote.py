@@ -19,7 +19,9 @@ def stand_in(path: str, argv: list[str]) -> None:
     """Be the process that the launcher sees: ask for a fork, and end like it."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
-    order = json.dumps({"argv": argv, "env": dict(os.environ), "cwd": os.getcwd(), "pid": os.getpid()}).encode()  # noqa: PTH109 - pathlib costs time
+    order = json.dumps(
+        {"argv": argv, "env": dict(os.environ), "cwd": os.getcwd(), "pid": os.getpid()}  # noqa: PTH109 - pathlib costs time
+    ).encode()
     socket.send_fds(link, [len(order).to_bytes(4, "big")], [1, 2])
     link.sendall(order)
     pid = int(link.recv(16))
@@ -106,24 +108,29 @@ def be_rank(order: dict[str, object], fds: list[int]) -> None:
     from hasten.launch import worker
     from hasten.runtime import env
 
-    sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from any folder
+    # run as a script, from any folder
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.support.machines import enter
 
     del sys.path[0]
 
-    leave, system = os._exit, sys  # the script empties this module's names when it takes its place
+    # the script empties this module's names when it takes its place
+    leave, system = os._exit, sys
     code = 1
     try:
         os.setsid()
         network = f"/proc/{order['pid']}/ns/net"
-        if Path(network).readlink() != Path("/proc/self/ns/net").readlink():  # on another host
+        # on another host
+        if Path(network).readlink() != Path("/proc/self/ns/net").readlink():
             enter(network)
         os.dup2(fds[0], 1)
         os.dup2(fds[1], 2)
         env.replace(order["env"])  # type: ignore[arg-type]  # decoded JSON
         os.chdir(str(order["cwd"]))
         argv = [str(word) for word in order["argv"]]  # type: ignore[attr-defined]  # decoded JSON
-        sys.excepthook = worker.recording_hook(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), sys.excepthook)
+        sys.excepthook = worker.recording_hook(
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]), sys.excepthook
+        )
         faulthandler.enable(file=2)
         sys.argv[:] = argv
         try:

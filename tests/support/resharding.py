@@ -38,8 +38,13 @@ def held(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> Stat
     part = stage_part(net)
     for name, parameter in accelerator.unwrap_model(net).named_parameters():
         known = name if part is None else part.whole_name(name)
-        for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
-            found[f"{known}/{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for key, value in {
+            "weight": parameter.detach(),
+            **optimizer.state[parameter],
+        }.items():
+            found[f"{known}/{key}"] = (
+                value.full_tensor() if isinstance(value, DTensor) else value
+            ).clone()
     return found
 
 
@@ -48,7 +53,9 @@ def joined(states: Iterable[State]) -> State:
     whole: State = {}
     for state in states:
         for name, value in state.items():
-            assert torch.equal(whole.setdefault(name, value), value), f"{name} differs between ranks"
+            assert torch.equal(whole.setdefault(name, value), value), (
+                f"{name} differs between ranks"
+            )
     return whole
 
 
@@ -60,7 +67,9 @@ def _save(ctx: ProcessContext, trial: ReshardTrial, layout: str, folder: Path) -
     return held(accelerator, net, optimizer)
 
 
-def _load(ctx: ProcessContext, trial: ReshardTrial, layout: str, folders: list[Path]) -> list[State]:
+def _load(
+    ctx: ProcessContext, trial: ReshardTrial, layout: str, folders: list[Path]
+) -> list[State]:
     found = []
     accelerator, net, optimizer = trial.begin(layout, 2)
     for folder in folders:
@@ -70,18 +79,29 @@ def _load(ctx: ProcessContext, trial: ReshardTrial, layout: str, folders: list[P
     return found
 
 
-def check_pairs(pool: Pool, folder: Path, trial: ReshardTrial, layouts: Layouts, among: str = "") -> None:
+def check_pairs(
+    pool: Pool, folder: Path, trial: ReshardTrial, layouts: Layouts, among: str = ""
+) -> None:
     """Save on every layout and load on every other; pairs without `among` in a name are skipped.
 
     Raises: AssertionError that names the tensor and both layouts.
     """
     folders = {layout: folder / layout.replace(" ", "-") for layout, _ in layouts}
-    saved = {layout: joined(pool.run(_save, world, trial, layout, folders[layout])) for layout, world in layouts}
+    saved = {
+        layout: joined(pool.run(_save, world, trial, layout, folders[layout]))
+        for layout, world in layouts
+    }
     for layout, world in layouts:
         sources = [other for other, _ in layouts if among in layout or among in other]
-        loaded = pool.run(_load, world, trial, layout, [folders[source] for source in sources])
+        loaded = pool.run(
+            _load, world, trial, layout, [folders[source] for source in sources]
+        )
         for number, source in enumerate(sources):
             state = joined(rank[number] for rank in loaded)
-            assert state.keys() == saved[source].keys(), f"saved by {source}, loaded by {layout}"
+            assert state.keys() == saved[source].keys(), (
+                f"saved by {source}, loaded by {layout}"
+            )
             for name, value in state.items():
-                assert torch.equal(value, saved[source][name]), f"{name}: saved by {source}, loaded by {layout}"
+                assert torch.equal(value, saved[source][name]), (
+                    f"{name}: saved by {source}, loaded by {layout}"
+                )

@@ -48,20 +48,36 @@ class SentBytes(TorchDispatchMode):
             total[axis] = total.get(axis, 0) + num_bytes
         return total
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace in (_CALLED, _FUNCTIONAL):
-            self._see(func.name().partition("::")[2].partition(".")[0], func.namespace, args)
+            self._see(
+                func.name().partition("::")[2].partition(".")[0], func.namespace, args
+            )
         return func(*args, **(kwargs or {}))
 
     def _see(self, name: str, space: str, args: tuple[Any, ...]) -> None:
         group = _group_of(args) if space == _CALLED else _named_group(args)
         if group is None:
             return
-        num_bytes = _called(name, args, group.size()) if space == _CALLED else _functional(name, args, group.size())
+        num_bytes = (
+            _called(name, args, group.size())
+            if space == _CALLED
+            else _functional(name, args, group.size())
+        )
         if num_bytes is None:
             self.unknown[name] = self.unknown.get(name, 0) + 1
         elif num_bytes:
-            key = axis_of(self._mesh, self._rank, tuple(sorted(dist.get_process_group_ranks(group))), name), name
+            key = (
+                axis_of(
+                    self._mesh,
+                    self._rank,
+                    tuple(sorted(dist.get_process_group_ranks(group))),
+                    name,
+                ),
+                name,
+            )
             self.by_kind[key] = self.by_kind.get(key, 0) + num_bytes
 
 
@@ -105,7 +121,12 @@ def _called(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
             return all_reduced(_bytes(args[0]), ranks)
         case "_allgather_base_" | "allgather_" | "allgather_into_tensor_coalesced_":
             return exchanged(_bytes(args[0]), ranks)
-        case "_reduce_scatter_base_" | "reduce_scatter_" | "reduce_scatter_tensor_coalesced_" | "alltoall_base_":
+        case (
+            "_reduce_scatter_base_"
+            | "reduce_scatter_"
+            | "reduce_scatter_tensor_coalesced_"
+            | "alltoall_base_"
+        ):
             return exchanged(_bytes(args[1]), ranks)
         case "send":
             return _bytes(args[0])
@@ -123,13 +144,20 @@ def _functional(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
             return all_reduced(_bytes(args[0]), ranks)
         case "all_gather_into_tensor" | "all_gather_into_tensor_coalesced":
             return exchanged(_bytes(args[0]) * ranks, ranks)
-        case "reduce_scatter_tensor" | "reduce_scatter_tensor_coalesced" | "all_to_all_single" | "broadcast":
+        case (
+            "reduce_scatter_tensor"
+            | "reduce_scatter_tensor_coalesced"
+            | "all_to_all_single"
+            | "broadcast"
+        ):
             return exchanged(_bytes(args[0]), ranks)
     return None
 
 
 def _bytes(values: Tensor | list[Any]) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(values)))
+    return float(
+        sum(tensor.numel() * tensor.element_size() for tensor in _tensors_in(values))
+    )
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
@@ -142,7 +170,8 @@ def _unboxed(arg: object) -> dist.ProcessGroup | None:
         return None
     try:
         return dist.ProcessGroup.unbox(arg)
-    except (RuntimeError, TypeError):  # another kind of object, such as a reduction operator
+    # another kind of object, such as a reduction operator
+    except (RuntimeError, TypeError):
         return None
 
 
@@ -156,7 +185,14 @@ def _tensors_in(values: Any) -> list[Tensor]:
 
 
 def expert_traffic(
-    mesh: MeshSpec, *, tokens: int, k: int, width: int, num_experts: int, item: int = 4, weight_item: int = 4
+    mesh: MeshSpec,
+    *,
+    tokens: int,
+    k: int,
+    width: int,
+    num_experts: int,
+    item: int = 4,
+    weight_item: int = 4,
 ) -> Traffic:
     """Return the bytes that a module of experts sends in a micro-step of `tokens` per rank, with `k` experts per token.
 
@@ -165,10 +201,20 @@ def expert_traffic(
     rows = tokens * k
     there = exchanged(rows * (width * item + weight_item), mesh.ep)
     back = exchanged(rows * width * item, mesh.ep)
-    return used_axes({EXPERTS: 2 * (there + back) + exchanged(num_experts * 8, mesh.ep)})
+    return used_axes(
+        {EXPERTS: 2 * (there + back) + exchanged(num_experts * 8, mesh.ep)}
+    )
 
 
-def context_traffic(mesh: MeshSpec, *, way: ContextWay, tokens: int, keys: int, queries: int, item: int = 4) -> Traffic:
+def context_traffic(
+    mesh: MeshSpec,
+    *,
+    way: ContextWay,
+    tokens: int,
+    keys: int,
+    queries: int,
+    item: int = 4,
+) -> Traffic:
     """Return the bytes that one attention sends in one micro-step of `tokens` per rank, without masks.
 
     `queries` is the width of all query heads, `keys` that of all key (or value) heads. allgather sends keys and
@@ -183,7 +229,13 @@ def context_traffic(mesh: MeshSpec, *, way: ContextWay, tokens: int, keys: int, 
 
 
 def stage_traffic(
-    mesh: MeshSpec, *, stage: int, tokens: int, width: int, item: int = 4, stages_per_rank: int = 1
+    mesh: MeshSpec,
+    *,
+    stage: int,
+    tokens: int,
+    width: int,
+    item: int = 4,
+    stages_per_rank: int = 1,
 ) -> Traffic:
     """Return the bytes that a pipeline rank sends for one batch of `tokens`: hidden states forward, gradients backward.
 

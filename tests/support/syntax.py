@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import gc
+import io
+import tokenize
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -20,7 +22,10 @@ def trees(folder: Path) -> Mapping[Path, ast.Module]:
     gc.collect()
     gc.disable()
     try:
-        found = {path: ast.parse(path.read_text("utf-8"), str(path)) for path in sorted(folder.rglob("*.py"))}
+        found = {
+            path: ast.parse(path.read_text("utf-8"), str(path))
+            for path in sorted(folder.rglob("*.py"))
+        }
         gc.freeze()
     finally:
         gc.enable()
@@ -31,3 +36,24 @@ def trees(folder: Path) -> Mapping[Path, ast.Module]:
 def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
     """Return all nodes of a tree, in the order of `ast.walk`, which takes longer than most of what is done with them."""
     return tuple(ast.walk(tree))
+
+
+LAYOUT = frozenset(
+    {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENCODING,
+        tokenize.ENDMARKER,
+    }
+)
+"""Tokens that a reader does not read: comments, line ends and indentation."""
+
+
+@cache  # several rules count the same files
+def lines_of_tokens(text: str) -> tuple[int, ...]:
+    """Return for each token of a file, layout left out, the line that it starts on."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return tuple(token.start[0] for token in tokens if token.type not in LAYOUT)

@@ -28,8 +28,12 @@ class Experts(nn.Module):
         out = torch.zeros_like(hidden)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, place = torch.where(chosen == expert)
-            made = F.linear(F.gelu(F.linear(hidden[rows], self.up[expert])), self.down[expert])
-            out = out.index_add(0, rows, (made * weights[rows, place, None]).to(out.dtype))
+            made = F.linear(
+                F.gelu(F.linear(hidden[rows], self.up[expert])), self.down[expert]
+            )
+            out = out.index_add(
+                0, rows, (made * weights[rows, place, None]).to(out.dtype)
+            )
         return out
 
 
@@ -53,10 +57,19 @@ class MixtureBlock(nn.Module):
 class TinyMixture(nn.Module):
     """Language model without attention, of mixture-of-experts blocks."""
 
-    def __init__(self, vocab: int = 16, width: int = 8, experts: int = 4, k: int = 2, depth: int = 2) -> None:
+    def __init__(
+        self,
+        vocab: int = 16,
+        width: int = 8,
+        experts: int = 4,
+        k: int = 2,
+        depth: int = 2,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
-        self.blocks = nn.ModuleList(MixtureBlock(experts, width, k) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            MixtureBlock(experts, width, k) for _ in range(depth)
+        )
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -78,9 +91,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor, causal: bool) -> Tensor:
         """Return the attention output of `x` over `other`."""
-        made = (layer(y) for layer, y in ((self.q, x), (self.k, other), (self.v, other)))
+        made = (
+            layer(y) for layer, y in ((self.q, x), (self.k, other), (self.v, other))
+        )
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in made)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return self.o(mixed)  # type: ignore[no-any-return]
 
 
@@ -113,15 +132,29 @@ class TranslatorBlock(nn.Module):
 class TinyTranslator(nn.Module):
     """Encoder-decoder whose state is one tensor, so that its blocks can be stages of a pipeline."""
 
-    def __init__(self, vocab: int = 16, width: int = 8, heads: int = 4, context: int = 16, experts: int = 0) -> None:
+    def __init__(
+        self,
+        vocab: int = 16,
+        width: int = 8,
+        heads: int = 4,
+        context: int = 16,
+        experts: int = 0,
+    ) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(TranslatorBlock(width, heads, n >= 2, experts) for n in range(4))
+        self.embed, self.position = (
+            nn.Embedding(vocab, width),
+            nn.Embedding(context, width),
+        )
+        self.blocks = nn.ModuleList(
+            TranslatorBlock(width, heads, n >= 2, experts) for n in range(4)
+        )
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, source: Tensor, target: Tensor, at: Tensor, to: Tensor) -> Tensor:
         """Return the logits of the token after each of `target`; `at` and `to` are the positions of both."""
-        x = self.embed(torch.cat([source, target], 1)) + self.position(torch.cat([at, to], 1))
+        x = self.embed(torch.cat([source, target], 1)) + self.position(
+            torch.cat([at, to], 1)
+        )
         for block in self.blocks:
             x = block(x, source.shape[1])
         return self.head(x[:, source.shape[1] :])  # type: ignore[no-any-return]
@@ -130,14 +163,24 @@ class TinyTranslator(nn.Module):
 class Scored(nn.Module):
     """Perceptron with dropout that returns its logits and, with labels, its loss, as a Trainer expects."""
 
-    def __init__(self, features: int = 6, hidden: int = 12, classes: int = 3, dropout: float = 0.2) -> None:
+    def __init__(
+        self,
+        features: int = 6,
+        hidden: int = 12,
+        classes: int = 3,
+        dropout: float = 0.2,
+    ) -> None:
         super().__init__()
         self.body = Classifier(features, hidden, classes, dropout)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Return the logits, and the loss if there are labels."""
         logits = self.body(x)
-        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+        return (
+            {"logits": logits}
+            if labels is None
+            else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+        )
 
 
 class Tagger(nn.Module):
@@ -149,13 +192,20 @@ class Tagger(nn.Module):
         self.mix = nn.Linear(width, width)
         self.head = nn.Linear(width, tags)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return the logits of each token, and the loss if there are labels."""
         hidden = self.embed(input_ids) * attention_mask[..., None]
         logits = self.head(torch.tanh(self.mix(hidden)))
         if labels is None:
             return {"logits": logits}
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), "logits": logits}
+        return {
+            "loss": F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+            ),
+            "logits": logits,
+        }
 
 
 class Rows(Dataset[dict[str, object]]):
@@ -175,10 +225,15 @@ class Rows(Dataset[dict[str, object]]):
 class Tagged(Dataset[dict[str, list[int]]]):
     """Sequences of 1 to 9 tokens with one tag each."""
 
-    def __init__(self, length: int = 30, vocab: int = 20, tags: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self, length: int = 30, vocab: int = 20, tags: int = 4, seed: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         sizes = torch.randint(1, 10, (length,), generator=generator).tolist()
-        self._rows = [torch.randint(1, vocab, (size,), generator=generator).tolist() for size in sizes]
+        self._rows = [
+            torch.randint(1, vocab, (size,), generator=generator).tolist()
+            for size in sizes
+        ]
         self._tags = tags
 
     def __len__(self) -> int:
@@ -244,7 +299,12 @@ class Classifier(nn.Module):
     """Perceptron with one hidden layer and optional batch norm and dropout."""
 
     def __init__(
-        self, features: int = 8, hidden: int = 16, classes: int = 3, dropout: float = 0.0, batch_norm: bool = False
+        self,
+        features: int = 8,
+        hidden: int = 16,
+        classes: int = 3,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.hidden = nn.Linear(features, hidden)
@@ -260,11 +320,15 @@ class Classifier(nn.Module):
 class Blobs(Dataset[tuple[Tensor, Tensor]]):
     """Points around one centre per class, with the class as label."""
 
-    def __init__(self, length: int = 96, features: int = 8, classes: int = 3, seed: int = 0) -> None:
+    def __init__(
+        self, length: int = 96, features: int = 8, classes: int = 3, seed: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         centres = 2.0 * torch.randn(classes, features, generator=generator)
         self.labels = torch.arange(length) % classes
-        self.points = centres[self.labels] + 0.5 * torch.randn(length, features, generator=generator)
+        self.points = centres[self.labels] + 0.5 * torch.randn(
+            length, features, generator=generator
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -282,7 +346,9 @@ TINY_LM_PLAN: Final = MappingProxyType(
 class Sequences(Dataset[dict[str, Tensor]]):
     """Sequences that count modulo `vocab` from a random start: `{"tokens", "labels"}`, the labels one ahead."""
 
-    def __init__(self, length: int = 64, context: int = 16, vocab: int = 32, seed: int = 0) -> None:
+    def __init__(
+        self, length: int = 64, context: int = 16, vocab: int = 32, seed: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(vocab, (length, 1), generator=generator)
         steps = torch.randint(1, 4, (length, 1), generator=generator)

@@ -49,19 +49,27 @@ def plain_losses(task: Task, steps: int) -> list[float]:
 OnePass = Callable[[Accelerator, nn.Module, Batch, Task], Tensor]
 
 
-def forward_then_backward(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
+def forward_then_backward(
+    accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task
+) -> Tensor:
     """Run forward and backward on a batch and return its loss."""
     loss = task.loss_of(net, batch)
     accelerator.backward(loss)
     return loss.detach()
 
 
-def through_stages(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
+def through_stages(
+    accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task
+) -> Tensor:
     """Run a batch through a pipeline and return its loss."""
-    return accelerator.forward_backward(net, batch, lambda net, micro: task.loss_of(net, micro))
+    return accelerator.forward_backward(
+        net, batch, lambda net, micro: task.loss_of(net, micro)
+    )
 
 
-def over_parts(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
+def over_parts(
+    accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task
+) -> Tensor:
     """Run this rank's shard of sequences, whose tokens are the second dimension of each tensor, and return its loss."""
     given = tuple(tensor.clone() for tensor in batch)
     with accelerator.context_parallel(given, [1] * len(given), labels=None):
@@ -69,18 +77,26 @@ def over_parts(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Tas
 
 
 def hasten_losses(
-    accelerator: Accelerator, task: Task, steps: int, one_pass: OnePass = forward_then_backward
+    accelerator: Accelerator,
+    task: Task,
+    steps: int,
+    one_pass: OnePass = forward_then_backward,
 ) -> list[float]:
     """Return the mean over ranks of the losses of the same run on the mesh of `accelerator`. Ranks: every rank."""
     net = task.build()
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
+    )
     mesh, losses = accelerator.ctx.mesh, []
     readers, reader = mesh.size(*BATCH), mesh.index(accelerator.process_index, *BATCH)
     for step, batch in enumerate(task.batches(steps)):
         every, clips = _phase(step, steps)
         accelerator.gradient_accumulation_steps = every
         total = torch.zeros(())
-        for micro in zip(*(tensor.chunk(readers)[reader].chunk(every) for tensor in batch), strict=True):
+        for micro in zip(
+            *(tensor.chunk(readers)[reader].chunk(every) for tensor in batch),
+            strict=True,
+        ):
             with accelerator.accumulate(net):
                 total += one_pass(accelerator, net, micro, task).cpu() / every
                 if clips:
@@ -90,7 +106,9 @@ def hasten_losses(
         losses.append(float(total))
     everyone: list[list[float]] = accelerator.ctx.world.all_gather_object(losses)
     for rank, mine in enumerate(everyone):
-        assert mine == everyone[mesh.peers(rank, Axis.PP)[0]], "ranks of one pipeline return the same loss"
+        assert mine == everyone[mesh.peers(rank, Axis.PP)[0]], (
+            "ranks of one pipeline return the same loss"
+        )
     mean: list[float] = torch.tensor(everyone).mean(0).tolist()
     return mean
 

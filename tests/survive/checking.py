@@ -46,31 +46,45 @@ def check_account(updates: Sequence[Row], size: int, epochs: int) -> None:
     assert [update["step"] for update in updates] == list(range(1, len(updates) + 1))
 
 
-def check_indices(folder: Path, updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> None:
+def check_indices(
+    folder: Path, updates: Sequence[Row], options: Mapping[str, Any], seed: int
+) -> None:
     """Raise unless the loops have seen the samples that the ledger names."""
     lineages = {update["lineage"] for update in updates}
     for row in rows(folder):
         if row["lineage"] in lineages and row["applied"]:
             name, _, rank = row["name"].partition(".")
-            ranges = [part(one[name], int(rank or 0), options["ranks"]) for one in row["rounds"]]
-            assert row["window"] == [_indices(one, row["epoch"], options, seed) for one in ranges]
+            ranges = [
+                part(one[name], int(rank or 0), options["ranks"])
+                for one in row["rounds"]
+            ]
+            assert row["window"] == [
+                _indices(one, row["epoch"], options, seed) for one in ranges
+            ]
 
 
 @lru_cache
 def _order(size: int, epoch: int, seed: int) -> list[int]:
     """Return the indices of an epoch in the order in which hasten shuffles them."""
     loader = DataLoader(Numbered(size), batch_size=1, shuffle=True)
-    source: Any = Accelerator(cpu=True).prepare(loader).parts.source  # Any: the source of map-style data
-    found: list[int] = source.assignment.order.seek(Position(epoch=epoch, seed=seed))(np.arange(size)).tolist()
+    # Any: the source of map-style data
+    source: Any = Accelerator(cpu=True).prepare(loader).parts.source
+    found: list[int] = source.assignment.order.seek(Position(epoch=epoch, seed=seed))(
+        np.arange(size)
+    ).tolist()
     return found
 
 
-def _indices(ranges: Sequence[tuple[int, int]], epoch: int, options: Mapping[str, Any], seed: int) -> list[int]:
+def _indices(
+    ranges: Sequence[tuple[int, int]], epoch: int, options: Mapping[str, Any], seed: int
+) -> list[int]:
     order = _order(options["size"], epoch, seed)
     return [order[place] for place in positions(ranges)]
 
 
-def check_run(folder: Path, options: Mapping[str, Any], tolerance: float = 0.0) -> list[dict[str, Any]]:
+def check_run(
+    folder: Path, options: Mapping[str, Any], tolerance: float = 0.0
+) -> list[dict[str, Any]]:
     """Check the samples and the weights of a finished run; return its updates. The weights of all replicas are equal bit by bit."""
     found = results(folder)
     assert found, "a replica has reached the end"
@@ -82,21 +96,30 @@ def check_run(folder: Path, options: Mapping[str, Any], tolerance: float = 0.0) 
     weights = next(iter(found.values()))["weights"]
     assert tolerance or weights == wanted  # bit by bit
     for one, other in zip(weights, wanted, strict=True):
-        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            torch.tensor(one), torch.tensor(other), rtol=tolerance, atol=tolerance
+        )
     for result in found.values():
         assert result["ledger"] == ledger
         assert result["ledger"]["unused"] == {}
         assert result["weights"] == weights  # bit by bit
-        assert result["updates"] == len(updates) or options.get("preemptible")  # those of the process after a resume
+        # those of the process after a resume
+        assert result["updates"] == len(updates) or options.get("preemptible")
     return updates
 
 
-def _with_evaluations(folder: Path, updates: Sequence[Row], options: Mapping[str, Any], seed: int) -> list[Any]:
+def _with_evaluations(
+    folder: Path, updates: Sequence[Row], options: Mapping[str, Any], seed: int
+) -> list[Any]:
     """Return the weights of the run on one process; raise unless each evaluation of the run was that of its weights at the time.
 
     An evaluation of a replica that was cut off after an update, which the others have made without it, is not one of the run.
     """
-    lines = [line for path in folder.glob("evaluation-*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in folder.glob("evaluation-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     found = [json.loads(line) for line in lines if line.endswith("}")]
     asked = {row["lineage"] for row in found}
     losses: dict[str, float] = {}
@@ -114,7 +137,12 @@ def _with_evaluations(folder: Path, updates: Sequence[Row], options: Mapping[str
 def evaluation_of(model: nn.Module) -> float:
     """Return the loss of the samples that are not trained on."""
     with torch.no_grad():
-        return float(sum((nn.functional.mse_loss(model(x), y) for x, y, _ in evaluated()), torch.zeros(())))
+        return float(
+            sum(
+                (nn.functional.mse_loss(model(x), y) for x, y, _ in evaluated()),
+                torch.zeros(()),
+            )
+        )
 
 
 def reference(
@@ -137,16 +165,33 @@ def reference(
         for name in update["contributors"]:
             of_ranks: list[list[list[int]]] = []
             for rank in range(options["ranks"]):
-                ranges = [part(one[name], rank, options["ranks"]) for one in update["rounds"]]
-                of_ranks.append([_indices(one, update["epoch"], options, seed) for one in ranges])
-            parts.append(_mean_of_ranks([_gradients(model, dataset, batches, options) for batches in of_ranks]))
+                ranges = [
+                    part(one[name], rank, options["ranks"]) for one in update["rounds"]
+                ]
+                of_ranks.append(
+                    [_indices(one, update["epoch"], options, seed) for one in ranges]
+                )
+            parts.append(
+                _mean_of_ranks(
+                    [
+                        _gradients(model, dataset, batches, options)
+                        for batches in of_ranks
+                    ]
+                )
+            )
             batches = [batch for several in of_ranks for batch in several]
             real = sum(map(bool, batches))
             rows_ = float(sum(map(len, batches)))
-            weights.append((rows_, rows_) if options["weighted"] else (float(len(batches)), float(real)))
+            weights.append(
+                (rows_, rows_)
+                if options["weighted"]
+                else (float(len(batches)), float(real))
+            )
         total = sum(share for _, share in weights)
         factors = [weight / total if share else 0.0 for weight, share in weights]
-        for parameter, several in zip(model.parameters(), zip(*parts, strict=True), strict=True):
+        for parameter, several in zip(
+            model.parameters(), zip(*parts, strict=True), strict=True
+        ):
             parameter.grad = weighted_sum(several, factors)
         if options["clip"]:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -160,12 +205,18 @@ def _mean_of_ranks(of_ranks: list[list[Tensor]]) -> list[Tensor]:
     """Return the mean gradients of a replica's ranks, as DDP and FSDP2 compute them: each divided first, then summed."""
     found = [one / len(of_ranks) for one in of_ranks[0]]
     for others in of_ranks[1:]:
-        found = [one + other / len(of_ranks) for one, other in zip(found, others, strict=True)]
+        found = [
+            one + other / len(of_ranks)
+            for one, other in zip(found, others, strict=True)
+        ]
     return found
 
 
 def _gradients(
-    model: nn.Module, dataset: Numbered, batches: list[list[int]], options: Mapping[str, Any]
+    model: nn.Module,
+    dataset: Numbered,
+    batches: list[list[int]],
+    options: Mapping[str, Any],
 ) -> list[Tensor]:
     """Return one replica's mean gradients of a window, as hasten computes them on one process."""
     model.zero_grad()
@@ -174,8 +225,18 @@ def _gradients(
         if not batch:
             continue
         samples = [dataset[index] for index in batch]
-        x, y = torch.stack([one[0] for one in samples]), torch.stack([one[1] for one in samples])
+        x, y = (
+            torch.stack([one[0] for one in samples]),
+            torch.stack([one[1] for one in samples]),
+        )
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward(gradient=torch.tensor(1.0) / every)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return found if len(batches) == every else [one * (every / len(batches)) for one in found]
+    found = [
+        torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for p in model.parameters()
+    ]
+    return (
+        found
+        if len(batches) == every
+        else [one * (every / len(batches)) for one in found]
+    )

@@ -16,4 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of this folder, with the command that runs them."""
     for item in items:
         if not THERE and HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="torchft is not installed; run: make test-survive"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="torchft is not installed; run: make test-survive"
+                )
+            )

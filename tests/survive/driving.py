@@ -52,16 +52,37 @@ def search_path() -> str:
     return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
 
 
-def start(folder: Path, replicas: int, options: Mapping[str, Any], *flags: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, replicas: int, options: Mapping[str, Any], *flags: str
+) -> subprocess.Popen[str]:
     """Start the launcher with this many replicas."""
-    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", str(replicas), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten",
+        "launch",
+        "--cpu",
+        "--replicas",
+        str(replicas),
+        *flags,
+    ]
     if options["ranks"] > 1:
-        command += ["--num_processes", str(replicas * options["ranks"]), "--strategy", options["strategy"]]
+        command += [
+            "--num_processes",
+            str(replicas * options["ranks"]),
+            "--strategy",
+            options["strategy"],
+        ]
     command += [str(HERE / "replica_program.py"), str(folder), json.dumps(options)]
     env = {**os.environ, "PYTHONPATH": search_path()}
     with (folder / "out.txt").open("w") as out:
         return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=env,
         )
 
 
@@ -86,10 +107,15 @@ def finish(run: subprocess.Popen[str], folder: Path, timeout_s: float) -> str:
 def live(folder: Path) -> dict[str, int]:
     """Return the process of each replica that has begun to train, by name, with those of all ranks as REPLICA.RANK."""
     found: dict[str, int] = {}
-    for path in sorted(folder.glob("replica-*.jsonl"), key=lambda one: one.stat().st_ctime):
+    for path in sorted(
+        folder.glob("replica-*.jsonl"), key=lambda one: one.stat().st_ctime
+    ):
         name, pid = path.stem.split("-")[1:]
         with suppress(OSError):
-            if path.stat().st_size and "python" in Path(f"/proc/{pid}/cmdline").read_text():
+            if (
+                path.stat().st_size
+                and "python" in Path(f"/proc/{pid}/cmdline").read_text()
+            ):
                 found[name] = int(pid)
     return found
 
@@ -97,11 +123,19 @@ def live(folder: Path) -> dict[str, int]:
 def recent(folder: Path, seconds: float = 0.5) -> dict[str, int]:
     """Return the live replicas that have written within the last seconds."""
     now = time.time()
-    paths = {(*path.stem.split("-")[1:],): path for path in folder.glob("replica-*.jsonl")}
-    return {name: pid for name, pid in live(folder).items() if now - paths[(name, str(pid))].stat().st_mtime < seconds}
+    paths = {
+        (*path.stem.split("-")[1:],): path for path in folder.glob("replica-*.jsonl")
+    }
+    return {
+        name: pid
+        for name, pid in live(folder).items()
+        if now - paths[(name, str(pid))].stat().st_mtime < seconds
+    }
 
 
-def wait_for(run: subprocess.Popen[str], folder: Path, number: int, timeout_s: float = 120.0) -> dict[str, int]:
+def wait_for(
+    run: subprocess.Popen[str], folder: Path, number: int, timeout_s: float = 120.0
+) -> dict[str, int]:
     """Wait until this many replicas train; return their processes."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until and run.poll() is None:
@@ -114,15 +148,27 @@ def wait_for(run: subprocess.Popen[str], folder: Path, number: int, timeout_s: f
 
 def close(folder: Path) -> int:
     """Let a run with the option `open` end after the epoch that follows the current one; return its number of epochs."""
-    lines = [line for path in folder.glob("replica-*.jsonl") for line in path.read_text().splitlines()]
-    epochs = 2 + int(max(json.loads(line)["epoch"] for line in lines if line.endswith("}")))
+    lines = [
+        line
+        for path in folder.glob("replica-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    epochs = 2 + int(
+        max(json.loads(line)["epoch"] for line in lines if line.endswith("}"))
+    )
     draft = folder / "last.draft"
     draft.write_text(str(epochs))
     draft.rename(folder / "last")
     return epochs
 
 
-def disturb(run: subprocess.Popen[str], folder: Path, number: int, replicas: int, rng: random.Random) -> Disturbance:
+def disturb(
+    run: subprocess.Popen[str],
+    folder: Path,
+    number: int,
+    replicas: int,
+    rng: random.Random,
+) -> Disturbance:
     """Kill or stop this many processes at random instants, one after the other, each while all replicas train."""
     done = Disturbance()
     while len(done.kills) + len(done.stops) < number and run.poll() is None:

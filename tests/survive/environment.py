@@ -13,7 +13,11 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 TORCHFT: Final = "torchft==0.2.0"
-OF_TORCHFT: Final = ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+OF_TORCHFT: Final = (
+    "opentelemetry-api",
+    "opentelemetry-sdk",
+    "opentelemetry-exporter-otlp-proto-http",
+)
 FOR_TESTS: Final = ("pytest", "pytest-timeout")
 PYTHONS: Final = ((3, 11), (3, 12))
 
@@ -22,7 +26,11 @@ def main() -> int:
     """Install everything into the folder; 3 where there is no wheel for this machine."""
     folder = Path(sys.argv[1]).absolute()
     links = ["--find-links", sys.argv[2]] if sys.argv[2:] else []
-    if platform.system() != "Linux" or platform.machine() != "x86_64" or sys.version_info[:2] not in PYTHONS:
+    if (
+        platform.system() != "Linux"
+        or platform.machine() != "x86_64"
+        or sys.version_info[:2] not in PYTHONS
+    ):
         print(  # noqa: T201
             f"torchft 0.2 has wheels for Linux on x86_64 with Python 3.11 and 3.12, and this is {platform.system()} on {platform.machine()} with "
             f"Python {platform.python_version()}: the tests of survive cannot run here."
@@ -30,7 +38,9 @@ def main() -> int:
         return 3
     stamp = folder / ".ready"
     sources = (Path(__file__), ROOT / "pyproject.toml", ROOT / "constraints.txt")
-    if stamp.exists() and stamp.stat().st_mtime > max(path.stat().st_mtime for path in sources):
+    if stamp.exists() and stamp.stat().st_mtime > max(
+        path.stat().st_mtime for path in sources
+    ):
         return 0
     python = folder / "bin" / "python"
     if not python.exists():

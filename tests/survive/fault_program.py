@@ -21,7 +21,15 @@ from hasten.extensions.survive.part import replica_of, survival_report
 from tests.support.machines import enter
 from tests.survive.replica_program import Numbered, evaluated, model_of
 
-PHASES: Final = ("forward", "backward", "exchange", "step", "save", "evaluation", "between epochs")
+PHASES: Final = (
+    "forward",
+    "backward",
+    "exchange",
+    "step",
+    "save",
+    "evaluation",
+    "between epochs",
+)
 JOINING: Final = "joining"
 """Phase of a replica that has not joined the run: it starts, or is healed."""
 ENDED: Final = "ended"
@@ -56,14 +64,23 @@ class Program:
         self.name = os.environ["HASTEN_SURVIVE_REPLICA"]
         tag = f"{self.name}-{os.getpid()}"
         self.phase = PhaseFile(folder / f"phase-{tag}")
-        self.accelerator = Accelerator(cpu=True, project_dir=str(folder / "project"), project_config={"total_limit": 2})
-        model = model_of(5 + int(self.name))  # replicas start with different weights: the first one's are taken
+        self.accelerator = Accelerator(
+            cpu=True,
+            project_dir=str(folder / "project"),
+            project_config={"total_limit": 2},
+        )
+        # replicas start with different weights: the first one's are taken
+        model = model_of(5 + int(self.name))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         optimizer.register_step_pre_hook(lambda *_: self.work())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
-        loader = DataLoader(Numbered(options["size"]), batch_size=options["batch"], shuffle=True)
+        loader = DataLoader(
+            Numbered(options["size"]), batch_size=options["batch"], shuffle=True
+        )
         # Any: prepare() returns what it was given, wrapped
-        prepared: Any = self.accelerator.prepare(model, optimizer, loader, scheduler, evaluated())
+        prepared: Any = self.accelerator.prepare(
+            model, optimizer, loader, scheduler, evaluated()
+        )
         self.model, self.optimizer, self.loader, self.scheduler, self.checked = prepared
         self.log = (folder / f"replica-{tag}.jsonl").open("a", buffering=1)
         self.evaluations = (folder / f"evaluation-{tag}.jsonl").open("a", buffering=1)
@@ -110,9 +127,18 @@ class Program:
         self.enter("step")
         self.optimizer.step()
         after = self.replica.ledger
-        row = {"step": after.step, "epoch": before.epoch, "window": window, "time": time.time()}
+        row = {
+            "step": after.step,
+            "epoch": before.epoch,
+            "window": window,
+            "time": time.time(),
+        }
         row["applied"] = self.optimizer.last is not None and self.optimizer.last.applied
-        row |= {"lineage": after.lineage, "contributors": self.replica.contributors, "first": self.first}
+        row |= {
+            "lineage": after.lineage,
+            "contributors": self.replica.contributors,
+            "first": self.first,
+        }
         row |= {"parent": before.lineage, "rounds": before.rounds}
         self.log.write(json.dumps(row) + "\n")
         self.scheduler.step()
@@ -131,7 +157,10 @@ class Program:
                 self.work()
                 total += nn.functional.mse_loss(self.model(x), y)
         self.model.train()
-        self.evaluations.write(json.dumps({"lineage": self.replica.ledger.lineage, "loss": float(total)}) + "\n")
+        self.evaluations.write(
+            json.dumps({"lineage": self.replica.ledger.lineage, "loss": float(total)})
+            + "\n"
+        )
 
     def finish(self) -> None:
         """Write the result of this replica."""

@@ -60,7 +60,9 @@ class Fault:
     pid: int = 0
 
 
-def plan_faults(replicas: int, deck: list[tuple[str, str]], rng: random.Random) -> list[Fault]:
+def plan_faults(
+    replicas: int, deck: list[tuple[str, str]], rng: random.Random
+) -> list[Fault]:
     """Return faults of these kinds and phases, some of which follow before the replica of the previous one is back."""
     made: list[Fault] = []
     for kind, phase in deck:
@@ -129,8 +131,16 @@ def faulty_network(
 @contextmanager
 def warm_ranks(path: Path, modules: Sequence[str]) -> Iterator[None]:
     """Context manager with the process that forks ranks in which torch is loaded."""
-    command = [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", str(path), *modules]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search_path()}) as server:
+    command = [
+        sys.executable,
+        str(SUPPORT / "rank_zygote.py"),
+        "serve",
+        str(path),
+        *modules,
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search_path()}
+    ) as server:
         assert server.stdout is not None
         server.stdout.readline()
         try:
@@ -141,16 +151,39 @@ def warm_ranks(path: Path, modules: Sequence[str]) -> Iterator[None]:
 
 def rank_command(path: Path) -> list[str]:
     """Return the launcher's arguments that start a rank as a fork of the warm process."""
-    return ["--no_python", "--", sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", str(path)]
+    return [
+        "--no_python",
+        "--",
+        sys.executable,
+        "-S",
+        str(SUPPORT / "rank_zygote.py"),
+        "rank",
+        str(path),
+    ]
 
 
 @contextmanager
-def lighthouse(network: FaultyNetwork | None, *, join_s: float = 10.0, heartbeat_s: float = 2.0) -> Iterator[str]:
+def lighthouse(
+    network: FaultyNetwork | None, *, join_s: float = 10.0, heartbeat_s: float = 2.0
+) -> Iterator[str]:
     """Context manager with torchft's lighthouse, on a host that all replicas reach, or without a network on this machine; yields its address."""
     host = LIGHTHOUSE if network else "127.0.0.1"
     command = ["ip", "netns", "exec", network.made[0].cable[0]] if network else []
-    command += [sys.executable, "-m", "hasten.extensions.survive.lighthouse", host, "1", str(join_s), str(heartbeat_s)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+    command += [
+        sys.executable,
+        "-m",
+        "hasten.extensions.survive.lighthouse",
+        host,
+        "1",
+        str(join_s),
+        str(heartbeat_s),
+    ]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         port = child.stdout.readline().decode().strip()
@@ -165,8 +198,15 @@ def lighthouse(network: FaultyNetwork | None, *, join_s: float = 10.0, heartbeat
 class FaultyRun:
     """A run of replicas, seen from outside: its processes, their phases, and the faults injected so far."""
 
-    def __init__(self, folder: Path, replicas: int, network: FaultyNetwork, rng: random.Random) -> None:
-        self.folder, self.replicas, self._network, self._rng = folder, replicas, network, rng
+    def __init__(
+        self, folder: Path, replicas: int, network: FaultyNetwork, rng: random.Random
+    ) -> None:
+        self.folder, self.replicas, self._network, self._rng = (
+            folder,
+            replicas,
+            network,
+            rng,
+        )
         self.faults: list[Fault] = []
         self._undone: list[Fault] = []
         self._changed = 0.0
@@ -174,10 +214,28 @@ class FaultyRun:
 
     def start(self, options: Mapping[str, Any], address: str, *flags: str) -> None:
         """Start the launcher."""
-        command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", str(self.replicas)]
-        command += ["--survive_lighthouse", address, "--survive_heal_timeout_s", "60", *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "hasten",
+            "launch",
+            "--cpu",
+            "--replicas",
+            str(self.replicas),
+        ]
+        command += [
+            "--survive_lighthouse",
+            address,
+            "--survive_heal_timeout_s",
+            "60",
+            *flags,
+        ]
         command += rank_command(self._network.socket)
-        command += [str(HERE / "fault_program.py"), str(self.folder), json.dumps(options)]
+        command += [
+            str(HERE / "fault_program.py"),
+            str(self.folder),
+            json.dumps(options),
+        ]
         variables = {
             **os.environ,
             "GLOO_SOCKET_IFNAME": "eth0",
@@ -185,7 +243,12 @@ class FaultyRun:
         }
         with (self.folder / "out.txt").open("w") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=variables
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env=variables,
             )
 
     def training(self) -> dict[str, int]:
@@ -196,7 +259,11 @@ class FaultyRun:
             name, pid = path.stem.split("-")[1:]
             with suppress(OSError):
                 written = path.stat().st_mtime if path.stat().st_size else 0.0
-                if name not in away and written > max(self._changed, time.time() - 1.0) and alive(int(pid)):
+                if (
+                    name not in away
+                    and written > max(self._changed, time.time() - 1.0)
+                    and alive(int(pid))
+                ):
                     found[name] = int(pid)
         return found
 
@@ -206,9 +273,13 @@ class FaultyRun:
         while len(found := self.training()) < number:
             self.undo()
             if self.process.poll() is not None:
-                raise StalledRunError(f"the run has ended with {self.process.returncode}")
+                raise StalledRunError(
+                    f"the run has ended with {self.process.returncode}"
+                )
             if time.monotonic() > until:
-                raise StalledRunError(f"after {STALL_S:.0f} s {sorted(found)} train, and {number} are wanted")
+                raise StalledRunError(
+                    f"after {STALL_S:.0f} s {sorted(found)} train, and {number} are wanted"
+                )
             time.sleep(0.01)
         return found
 
@@ -228,7 +299,11 @@ class FaultyRun:
         fault.pid = found[fault.name]
         path = self.folder / f"phase-{fault.name}-{fault.pid}"
         until = time.monotonic() + 20.0
-        while read_phase(path)[0] != fault.phase and time.monotonic() < until and alive(fault.pid):
+        while (
+            read_phase(path)[0] != fault.phase
+            and time.monotonic() < until
+            and alive(fault.pid)
+        ):
             time.sleep(0.0002)
         time.sleep(self._rng.random() * 0.004)
         self._disturb(fault, path)
@@ -248,12 +323,19 @@ class FaultyRun:
             self._network.cut(fault)
         else:
             with suppress(ProcessLookupError):
-                os.kill(fault.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+                os.kill(
+                    fault.pid,
+                    signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP,
+                )
             _settled(fault.pid)
             fault.hit = read_phase(path)[0]
         self._changed = time.time()
         if fault.kind != "kill":
-            fault.until = time.monotonic() + fault.seconds if fault.seconds != NEVER else float("inf")
+            fault.until = (
+                time.monotonic() + fault.seconds
+                if fault.seconds != NEVER
+                else float("inf")
+            )
             self._undone.append(fault)
 
     def undo(self, everything: bool = False) -> None:
@@ -290,7 +372,10 @@ class FaultyRun:
         draft.rename(self.folder / "last")
         try:
             until = time.monotonic() + timeout_s
-            while self.process.poll() is None and len(list(self.folder.glob("result-*"))) < self.replicas - missing:
+            while (
+                self.process.poll() is None
+                and len(list(self.folder.glob("result-*"))) < self.replicas - missing
+            ):
                 if time.monotonic() > until:
                     break
                 time.sleep(0.02)
@@ -354,7 +439,11 @@ def run_with_faults(
 
     Raises: StalledRunError, AssertionError when the run ended or did not continue.
     """
-    options: dict[str, Any] = {**FAULT_OPTIONS, "size": 4 * replicas * 25 + 2, "network": network.prefix}
+    options: dict[str, Any] = {
+        **FAULT_OPTIONS,
+        "size": 4 * replicas * 25 + 2,
+        "network": network.prefix,
+    }
     with lighthouse(network) as address:
         run = FaultyRun(folder, replicas, network, rng)
         run.start(options, address)

@@ -27,7 +27,14 @@ Fault = tuple[str, int, str, str]
 class Faults:
     """The faults of a run, one after the other, each while all replicas train."""
 
-    def __init__(self, folder: Path, faults: Sequence[Fault], replica: Replica, rank: int, replicas: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        faults: Sequence[Fault],
+        replica: Replica,
+        rank: int,
+        replicas: int,
+    ) -> None:
         self._folder, self._faults = folder, faults
         self._replica, self._rank, self._replicas = replica, rank, replicas
         self._number = self._since = 0
@@ -35,7 +42,11 @@ class Faults:
     def reached(self, phase: str) -> None:
         """Send the signal to this process if it is the next fault."""
         number = len(list(self._folder.glob("fault-*")))
-        complete = len(self._replica.contributors) == self._replicas == len(self._replica.ledger.members)
+        complete = (
+            len(self._replica.contributors)
+            == self._replicas
+            == len(self._replica.ledger.members)
+        )
         self._since = self._since + 1 if complete and number == self._number else 0
         self._number = number
         if number == len(self._faults) or self._since < 40:
@@ -67,7 +78,9 @@ class Faults:
         setattr(owner, name, called)
 
 
-def end(run: subprocess.Popen[str], folder: Path, faults: int, replicas: int, limit_s: float) -> int:
+def end(
+    run: subprocess.Popen[str], folder: Path, faults: int, replicas: int, limit_s: float
+) -> int:
     """Let a run without a number of epochs end after its faults, when all replicas train again; return the number of its epochs."""
     until = time.monotonic() + limit_s
     while time.monotonic() < until and run.poll() is None:
@@ -75,7 +88,11 @@ def end(run: subprocess.Popen[str], folder: Path, faults: int, replicas: int, li
         if len(happened(folder)) < faults:
             continue
         since = max(path.stat().st_mtime for path in folder.glob("fault-*"))
-        complete = [one for one in rows(folder) if len(one["contributors"]) == replicas and one["time"] > since + 5.0]
+        complete = [
+            one
+            for one in rows(folder)
+            if len(one["contributors"]) == replicas and one["time"] > since + 5.0
+        ]
         if len(complete) > 20:
             break
     number: int = max((one["epoch"] for one in rows(folder)), default=0) + 3
@@ -86,5 +103,8 @@ def end(run: subprocess.Popen[str], folder: Path, faults: int, replicas: int, li
 
 def happened(folder: Path) -> dict[int, int]:
     """Return the process of each fault that has happened, by its number."""
-    found = {int(path.name.removeprefix("fault-")): path.read_text() for path in folder.glob("fault-*")}
+    found = {
+        int(path.name.removeprefix("fault-")): path.read_text()
+        for path in folder.glob("fault-*")
+    }
     return {number: int(pid) for number, pid in found.items() if pid}

@@ -12,7 +12,10 @@ Row = Mapping[str, Any]
 
 def results(folder: Path) -> dict[str, Row]:
     """Return what the replicas that reached the end have written, by name."""
-    return {path.stem.removeprefix("result-"): json.loads(path.read_text()) for path in folder.glob("result-*.json")}
+    return {
+        path.stem.removeprefix("result-"): json.loads(path.read_text())
+        for path in folder.glob("result-*.json")
+    }
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -48,7 +48,9 @@ def model_of(seed: int = 5) -> nn.Module:
 
 def whole(parameter: Any) -> Tensor:  # Any: a sharded tensor has more methods
     """Return a parameter whose shards lie on the ranks of a replica."""
-    found: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    found: Tensor = (
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    )
     return found
 
 
@@ -80,15 +82,23 @@ def main() -> None:
     folder = Path(sys.argv[1])
     name = os.environ["HASTEN_SURVIVE_REPLICA"]
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=options["every"], project_dir=str(folder / "project")
+        cpu=True,
+        gradient_accumulation_steps=options["every"],
+        project_dir=str(folder / "project"),
     )
-    model = model_of(5 + int(name))  # replicas start with different weights: the first one's are taken
+    # replicas start with different weights: the first one's are taken
+    model = model_of(5 + int(name))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
     loader = DataLoader(
-        Numbered(options["size"]), batch_size=options["batch"], shuffle=True, num_workers=options["workers"]
+        Numbered(options["size"]),
+        batch_size=options["batch"],
+        shuffle=True,
+        num_workers=options["workers"],
     )
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, scheduler
+    )
     if options["preemptible"]:
         accelerator.load_state(must_exist=False)
     rank = accelerator.process_index
@@ -103,23 +113,38 @@ def main() -> None:
     while loader.epoch < last_epoch(folder, options):
         for x, y, index in loader:
             with accelerator.accumulate(model):
-                if replica.ledger.rounds and not part(replica.ledger.rounds[-1][name], rank, options["ranks"]):
+                if replica.ledger.rounds and not part(
+                    replica.ledger.rounds[-1][name], rank, options["ranks"]
+                ):
                     window.append([])
                 else:
                     window.append(index.tolist())
                 loss = faults.in_backward(nn.functional.mse_loss(model(x), y))
                 time.sleep(options["sleep"])
                 hang(folder / f"hang-{name}")
-                accelerator.backward(loss, weight=len(x) if options["weighted"] else None)
+                accelerator.backward(
+                    loss, weight=len(x) if options["weighted"] else None
+                )
                 before = replica.ledger.copied()
                 first = first or before.members[0]
                 if accelerator.sync_gradients and options["clip"]:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 if accelerator.sync_gradients:
-                    row = {"step": replica.ledger.step, "epoch": before.epoch, "window": window, "time": time.time()}
-                    row["applied"] = optimizer.last is not None and optimizer.last.applied
-                    row |= {"lineage": replica.ledger.lineage, "contributors": replica.contributors, "first": first}
+                    row = {
+                        "step": replica.ledger.step,
+                        "epoch": before.epoch,
+                        "window": window,
+                        "time": time.time(),
+                    }
+                    row["applied"] = (
+                        optimizer.last is not None and optimizer.last.applied
+                    )
+                    row |= {
+                        "lineage": replica.ledger.lineage,
+                        "contributors": replica.contributors,
+                        "first": first,
+                    }
                     row |= {"parent": before.lineage, "rounds": before.rounds}
                     log.write(json.dumps(row) + "\n")
                     window = []
@@ -127,7 +152,9 @@ def main() -> None:
                 optimizer.zero_grad()
             if options["preemptible"] and accelerator.preempted:
                 place = accelerator.save_state()
-                (folder / f"left-{name}-{os.getpid()}.json").write_text(json.dumps([replica.ledger.step, place]))
+                (folder / f"left-{name}-{os.getpid()}.json").write_text(
+                    json.dumps([replica.ledger.step, place])
+                )
                 sys.exit(PREEMPTED_EXIT_CODE)
     accelerator.end_training()
     report = survival_report(accelerator)

@@ -25,7 +25,10 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if not stop:
         accelerator.load_state(folder / "saved")
-    step, name = 0, f"{os.environ['HASTEN_SURVIVE_REPLICA']}.{accelerator.process_index}"
+    step, name = (
+        0,
+        f"{os.environ['HASTEN_SURVIVE_REPLICA']}.{accelerator.process_index}",
+    )
     seen: list[int] = []
     for _ in range(2):
         for x, y, index in loader:
@@ -41,7 +44,9 @@ def main() -> None:
             break
     accelerator.end_training()
     weights = [whole(parameter).tolist() for parameter in model.parameters()]
-    (folder / f"{'first' if stop else 'second'}-{name}.json").write_text(json.dumps({"seen": seen, "weights": weights}))
+    (folder / f"{'first' if stop else 'second'}-{name}.json").write_text(
+        json.dumps({"seen": seen, "weights": weights})
+    )
 
 
 if __name__ == "__main__":

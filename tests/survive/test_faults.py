@@ -25,14 +25,24 @@ from tests.survive.reading import rows
 
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(os.name != "posix" or bool(why_impossible()), reason="needs root and network namespaces"),
+    pytest.mark.skipif(
+        os.name != "posix" or bool(why_impossible()),
+        reason="needs root and network namespaces",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("replicas", "faults"),
     [
-        (2, [Fault("cut", "exchange", 5.0), Fault("kill", "save", 0.0), Fault("stop", "evaluation", 5.0)]),
+        (
+            2,
+            [
+                Fault("cut", "exchange", 5.0),
+                Fault("kill", "save", 0.0),
+                Fault("stop", "evaluation", 5.0),
+            ],
+        ),
         (
             3,
             [
@@ -43,9 +53,13 @@ pytestmark = [
         ),
     ],
 )
-def test_faults_cost_neither_an_update_nor_a_sample(tmp_path: Path, replicas: int, faults: list[Fault]) -> None:
+def test_faults_cost_neither_an_update_nor_a_sample(
+    tmp_path: Path, replicas: int, faults: list[Fault]
+) -> None:
     with faulty_network(tmp_path, replicas) as network:
-        options, done = run_with_faults(tmp_path, replicas, network, faults, random.Random(5))
+        options, done = run_with_faults(
+            tmp_path, replicas, network, faults, random.Random(5)
+        )
     updates = check_run(tmp_path, options)
     assert len(done) == len(faults)
     assert _lost(tmp_path, {update["lineage"] for update in updates}) <= len(faults)
@@ -72,7 +86,10 @@ def _cut_while_another_starts(run: FaultyRun, network: FaultyNetwork) -> None:
     os.kill(found["1"], signal.SIGKILL)
     network.made[0].unplug()
     until = time.monotonic() + 60.0
-    while "hold the run" not in (run.folder / "out.txt").read_text() and time.monotonic() < until:
+    while (
+        "hold the run" not in (run.folder / "out.txt").read_text()
+        and time.monotonic() < until
+    ):
         time.sleep(0.05)
     network.made[0].plug()
 

@@ -23,7 +23,10 @@ from tests.survive.test_preemption import PREEMPTED, left
 
 pytestmark = [
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(os.name != "posix" or bool(why_impossible()), reason="needs root and network namespaces"),
+    pytest.mark.skipif(
+        os.name != "posix" or bool(why_impossible()),
+        reason="needs root and network namespaces",
+    ),
 ]
 LIMIT_S = 300.0
 Launcher = subprocess.Popen[bytes]
@@ -32,19 +35,54 @@ Launcher = subprocess.Popen[bytes]
 class Job:
     """A run of four replicas on two hosts, each with its launcher."""
 
-    def __init__(self, folder: Path, made: list[NamespaceHost], options: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, made: list[NamespaceHost], options: dict[str, Any]
+    ) -> None:
         self.folder, self.hosts, self.options = folder, made, options
 
     def start(self, rank: int, *flags: str) -> Launcher:
         """Start the launcher of a host."""
-        command = ["ip", "netns", "exec", self.hosts[rank].namespace, sys.executable, "-m", "hasten", "launch", "--cpu"]
-        command += ["--replicas", "4", "--num_machines", "2", "--machine_rank", str(rank)]
-        command += ["--main_process_ip", self.hosts[0].address, "--main_process_port", "29517", *flags]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            self.hosts[rank].namespace,
+            sys.executable,
+            "-m",
+            "hasten",
+            "launch",
+            "--cpu",
+        ]
+        command += [
+            "--replicas",
+            "4",
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            str(rank),
+        ]
+        command += [
+            "--main_process_ip",
+            self.hosts[0].address,
+            "--main_process_port",
+            "29517",
+            *flags,
+        ]
         command += rank_command(self.folder / "socket")
-        command += [str(HERE / "replica_program.py"), str(self.folder), json.dumps(self.options)]
-        variables = {**os.environ, "PYTHONPATH": search_path(), "HASTEN_TOKEN": "0123456789abcdef" * 2}
+        command += [
+            str(HERE / "replica_program.py"),
+            str(self.folder),
+            json.dumps(self.options),
+        ]
+        variables = {
+            **os.environ,
+            "PYTHONPATH": search_path(),
+            "HASTEN_TOKEN": "0123456789abcdef" * 2,
+        }
         with (self.folder / f"out-{rank}.txt").open("a") as out:
-            return subprocess.Popen(command, stdout=out, stderr=out, env=variables, start_new_session=True)
+            return subprocess.Popen(
+                command, stdout=out, stderr=out, env=variables, start_new_session=True
+            )
 
     def said(self, rank: int) -> str:
         """Return the output of a host."""
@@ -61,7 +99,9 @@ class Job:
         """Wait until the launchers have ended with this code."""
         for launcher in launchers:
             found = launcher.wait(LIMIT_S)
-            assert found == code, f"{found}\n{self.said(0)[-4000:]}\n--\n{self.said(1)[-4000:]}"
+            assert found == code, (
+                f"{found}\n{self.said(0)[-4000:]}\n--\n{self.said(1)[-4000:]}"
+            )
 
 
 @contextmanager
@@ -87,7 +127,8 @@ def test_a_killed_machine_is_lost_and_returns(tmp_path: Path) -> None:
     assert ("0", "1", "2", "3") in members
     assert ("0", "1") in members
     assert members[-1] == ("0", "1", "2", "3")
-    assert len(list(tmp_path.glob("replica-0-*.jsonl"))) == 1  # it has never left its process
+    # it has never left its process
+    assert len(list(tmp_path.glob("replica-0-*.jsonl"))) == 1
     assert "machine 1" in run.said(0)
     assert "is back" in run.said(0)
 
@@ -109,12 +150,16 @@ def test_a_machine_whose_link_was_cut_is_healed(tmp_path: Path, seconds: float) 
     members = [tuple(update["contributors"]) for update in updates]
     assert ("0", "1") in members
     assert members[-1] == ("0", "1", "2", "3")
-    assert len(list(tmp_path.glob("replica-0-*.jsonl"))) == 1  # it has never left its process
+    # it has never left its process
+    assert len(list(tmp_path.glob("replica-0-*.jsonl"))) == 1
 
 
 def test_a_signal_to_machine_0_saves_the_run_on_all_machines(tmp_path: Path) -> None:
     with job(tmp_path, size=202, open=True, sleep=0.03, preemptible=True) as run:
-        launchers = [run.start(0, "--min_replicas", "4"), run.start(1, "--min_replicas", "4")]
+        launchers = [
+            run.start(0, "--min_replicas", "4"),
+            run.start(1, "--min_replicas", "4"),
+        ]
         run.wait_for("0123")
         launchers[0].send_signal(signal.SIGTERM)
         run.end(launchers, PREEMPTED)
@@ -136,7 +181,9 @@ def test_a_signal_to_another_machine_lets_its_replicas_leave(tmp_path: Path) -> 
         run.wait_for("01", time.time())
         run.options["epochs"] = close(tmp_path)
         run.end([first])
-    members = [tuple(update["contributors"]) for update in check_run(tmp_path, run.options)]
+    members = [
+        tuple(update["contributors"]) for update in check_run(tmp_path, run.options)
+    ]
     assert members[-1] == ("0", "1")
 
 

@@ -31,9 +31,16 @@ def code_of(run: subprocess.Popen[str]) -> int:
     return run.wait(LIMIT_S)
 
 
-@pytest.mark.parametrize(("number", "flags"), [(signal.SIGTERM, ["--min_replicas", "3"]), (signal.SIGUSR1, [])])
-def test_a_signal_to_the_launcher_saves_once_and_the_run_resumes(tmp_path: Path, number: int, flags: list[str]) -> None:
-    options = options_of({"size": 202, "open": True, "sleep": 0.03, "preemptible": True})
+@pytest.mark.parametrize(
+    ("number", "flags"),
+    [(signal.SIGTERM, ["--min_replicas", "3"]), (signal.SIGUSR1, [])],
+)
+def test_a_signal_to_the_launcher_saves_once_and_the_run_resumes(
+    tmp_path: Path, number: int, flags: list[str]
+) -> None:
+    options = options_of(
+        {"size": 202, "open": True, "sleep": 0.03, "preemptible": True}
+    )
     run = start(tmp_path, 3, options, *flags)
     assert wait_for(run, tmp_path, 3)
     for _ in range(2):  # schedulers repeat the signal
@@ -49,14 +56,21 @@ def test_a_signal_to_the_launcher_saves_once_and_the_run_resumes(tmp_path: Path,
     check_run(tmp_path, options)
 
 
-def test_a_replica_that_is_being_started_does_not_change_the_exit_code(tmp_path: Path) -> None:
+def test_a_replica_that_is_being_started_does_not_change_the_exit_code(
+    tmp_path: Path,
+) -> None:
     """It has no handler yet, so the signal ends it; the others save."""
-    options = options_of({"size": 202, "open": True, "sleep": 0.04, "preemptible": True})
+    options = options_of(
+        {"size": 202, "open": True, "sleep": 0.04, "preemptible": True}
+    )
     run = start(tmp_path, 2, options)
     found = wait_for(run, tmp_path, 2)
     os.kill(found["1"], signal.SIGKILL)
     until = time.monotonic() + 60.0
-    while "it is started again" not in (tmp_path / "out.txt").read_text() and time.monotonic() < until:
+    while (
+        "it is started again" not in (tmp_path / "out.txt").read_text()
+        and time.monotonic() < until
+    ):
         time.sleep(0.01)
     time.sleep(0.2)
     run.send_signal(signal.SIGTERM)
@@ -67,12 +81,18 @@ def test_a_replica_that_is_being_started_does_not_change_the_exit_code(tmp_path:
     check_run(tmp_path, options)
 
 
-def test_a_signal_to_one_replica_lets_it_leave_while_the_others_continue(tmp_path: Path) -> None:
-    options = options_of({"size": 202, "open": True, "sleep": 0.04, "preemptible": True})
+def test_a_signal_to_one_replica_lets_it_leave_while_the_others_continue(
+    tmp_path: Path,
+) -> None:
+    options = options_of(
+        {"size": 202, "open": True, "sleep": 0.04, "preemptible": True}
+    )
     run = start(tmp_path, 3, options)
     found = wait_for(run, tmp_path, 3)
     os.kill(found["1"], signal.SIGTERM)
-    while "it is started again" not in (tmp_path / "out.txt").read_text() or "1" not in recent(tmp_path):
+    while "it is started again" not in (
+        tmp_path / "out.txt"
+    ).read_text() or "1" not in recent(tmp_path):
         assert run.poll() is None
         time.sleep(0.05)
     options["epochs"] = close(tmp_path)
@@ -81,7 +101,11 @@ def test_a_signal_to_one_replica_lets_it_leave_while_the_others_continue(tmp_pat
     assert "replica 1 ended with exit code 85; it is started again, 2 continue" in text
     ((step, place),) = left(tmp_path)
     assert place == ""  # it did not lead
-    assert any(row["step"] == step and row["applied"] for row in rows(tmp_path) if row["name"] == "1")
+    assert any(
+        row["step"] == step and row["applied"]
+        for row in rows(tmp_path)
+        if row["name"] == "1"
+    )
     without = [update for update in updates if "1" not in update["contributors"]]
     assert without
     assert min(update["step"] for update in without) == step + 1

@@ -31,8 +31,21 @@ slurm = test_launch_slurm.slurm
 def submit(env: Mapping[str, str], folder: Path, options: Mapping[str, Any]) -> Job:
     """Submit a job of two machines, with one replica on each."""
     variables = {**env, "PYTHONPATH": search_path()}
-    command = [sys.executable, "-m", "hasten.cli.main", "launch", "--cpu", "--num_machines=2", "--replicas=2"]
-    command += ["--submit=slurm", "--submit_options=output=log-%j", str(HERE / "replica_program.py"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten.cli.main",
+        "launch",
+        "--cpu",
+        "--num_machines=2",
+        "--replicas=2",
+    ]
+    command += [
+        "--submit=slurm",
+        "--submit_options=output=log-%j",
+        str(HERE / "replica_program.py"),
+        str(folder),
+    ]
     number = run(variables, *command, json.dumps(options), cwd=folder).split()[-1]
     return Job(variables, number, folder)
 
@@ -52,11 +65,20 @@ def launchers(job: Job) -> dict[str, int]:
     found: dict[str, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            words, variables = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+            words, variables = (
+                (path / name).read_bytes().split(b"\0")
+                for name in ("cmdline", "environ")
+            )
         except OSError:  # it has ended
             continue
-        known = dict(one.decode(errors="replace").partition("=")[::2] for one in variables)
-        if known.get("SLURM_JOB_ID") == job.number and b"hasten.cli.main" in words[:3] and "SLURM_NODEID" in known:
+        known = dict(
+            one.decode(errors="replace").partition("=")[::2] for one in variables
+        )
+        if (
+            known.get("SLURM_JOB_ID") == job.number
+            and b"hasten.cli.main" in words[:3]
+            and "SLURM_NODEID" in known
+        ):
             found[known["SLURM_NODEID"]] = int(path.name)
     return found
 
@@ -70,20 +92,34 @@ def test_a_lost_launcher_ends_neither_the_job_nor_the_other_node(
     job.wait(lambda: sorted(recent(tmp_path, 1.0)) == ["0", "1"], LIMIT_S)
     os.kill(launchers(job)["1"], signal.SIGKILL)
     killed = time.time()
-    job.wait(lambda: time.time() > killed + 8.0 and sorted(recent(tmp_path, 1.0)) == ["0"], LIMIT_S)
+    job.wait(
+        lambda: time.time() > killed + 8.0 and sorted(recent(tmp_path, 1.0)) == ["0"],
+        LIMIT_S,
+    )
     options["epochs"] = close(tmp_path)
-    job.wait(lambda: not {"RUNNING", "COMPLETING"} & set(re.findall(r"JobState=(\w+)", job.show())), LIMIT_S)
-    assert "JobState=COMPLETED" in job.show(), job.show() + job.log()  # the exit code is that of machine 0
+    job.wait(
+        lambda: (
+            not {"RUNNING", "COMPLETING"}
+            & set(re.findall(r"JobState=(\w+)", job.show()))
+        ),
+        LIMIT_S,
+    )
+    # the exit code is that of machine 0
+    assert "JobState=COMPLETED" in job.show(), job.show() + job.log()
     updates = check_run(tmp_path, options)
     assert updates[-1]["contributors"] == ["0"]
 
 
-@pytest.mark.parametrize("words", ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch"])
+@pytest.mark.parametrize(
+    "words", ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch"]
+)
 def test_a_signal_saves_the_run_once_and_requeues_the_job(
     slurm: dict[str, str], tmp_path: Path, cancelled: list[Job], words: str
 ) -> None:
     """SLURM signals launchers and replicas at once, or the batch shell alone."""
-    options = options_of({"size": 202, "open": True, "sleep": 0.03, "preemptible": True})
+    options = options_of(
+        {"size": 202, "open": True, "sleep": 0.03, "preemptible": True}
+    )
     job = submit(slurm, tmp_path, options)
     cancelled.append(job)
     job.wait(lambda: sorted(recent(tmp_path, 1.0)) == ["0", "1"], LIMIT_S)

@@ -17,10 +17,20 @@ from typing import Any
 import pytest
 
 from tests.survive.checking import check_run
-from tests.survive.driving import HERE, close, disturb, finish, options_of, recent, start, wait_for
+from tests.survive.driving import (
+    HERE,
+    close,
+    disturb,
+    finish,
+    options_of,
+    recent,
+    start,
+    wait_for,
+)
 from tests.survive.reading import results
 
-pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again and again
+# processes that load torch, some of them again and again
+pytestmark = pytest.mark.timeout(3000)
 LIMIT_S = 400.0
 
 
@@ -32,7 +42,9 @@ LIMIT_S = 400.0
         (2, {"size": 90, "workers": 2}),  # batches that are read ahead
     ],
 )
-def test_without_a_loss_the_run_equals_one_process(tmp_path: Path, replicas: int, given: dict[str, Any]) -> None:
+def test_without_a_loss_the_run_equals_one_process(
+    tmp_path: Path, replicas: int, given: dict[str, Any]
+) -> None:
     options = options_of(given)
     finish(start(tmp_path, replicas, options), tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
@@ -49,7 +61,10 @@ def test_a_killed_replica_costs_neither_an_update_nor_a_sample(tmp_path: Path) -
     text = finish(run, tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
     assert "without 1; 4 samples are given out again" in text
-    assert "replica 1 ended with killed by SIGKILL; it is started again, 2 continue" in text
+    assert (
+        "replica 1 ended with killed by SIGKILL; it is started again, 2 continue"
+        in text
+    )
     numbers = [len(update["contributors"]) for update in updates]
     assert numbers[0] == 3
     assert 2 in numbers
@@ -72,7 +87,9 @@ def test_a_returning_replica_is_healed_and_takes_part_again(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("seconds", [0.3, 6.0])
-def test_a_stopped_replica_is_left_behind_and_healed_when_it_wakes(tmp_path: Path, seconds: float) -> None:
+def test_a_stopped_replica_is_left_behind_and_healed_when_it_wakes(
+    tmp_path: Path, seconds: float
+) -> None:
     options = options_of({"size": 2400, "epochs": 1, "sleep": 0.04})
     run = start(tmp_path, 3, options, "--survive_timeout_s", "2")
     found = wait_for(run, tmp_path, 3)
@@ -82,13 +99,18 @@ def test_a_stopped_replica_is_left_behind_and_healed_when_it_wakes(tmp_path: Pat
     os.kill(found["2"], signal.SIGCONT)
     finish(run, tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
-    numbers = [len(update["contributors"]) for update in updates if update["time"] > began]
+    numbers = [
+        len(update["contributors"]) for update in updates if update["time"] > began
+    ]
     assert numbers[-1] == 3
     assert (2 in numbers) == (seconds > 4)
-    assert bool(results(tmp_path)["2"]["healed"][1:]) == (seconds > 4)  # the first was at the start
+    # the first was at the start
+    assert bool(results(tmp_path)["2"]["healed"][1:]) == (seconds > 4)
 
 
-def test_a_replica_whose_loop_hangs_is_left_out_though_it_sends_heartbeats(tmp_path: Path) -> None:
+def test_a_replica_whose_loop_hangs_is_left_out_though_it_sends_heartbeats(
+    tmp_path: Path,
+) -> None:
     options = options_of({"size": 202, "open": True, "sleep": 0.04})
     run = start(tmp_path, 3, options, "--survive_timeout_s", "2")
     wait_for(run, tmp_path, 3)
@@ -100,12 +122,15 @@ def test_a_replica_whose_loop_hangs_is_left_out_though_it_sends_heartbeats(tmp_p
             time.sleep(0.02)
     options["epochs"] = close(tmp_path)
     finish(run, tmp_path, LIMIT_S)
-    updates = [update for update in check_run(tmp_path, options) if update["time"] > began]
+    updates = [
+        update for update in check_run(tmp_path, options) if update["time"] > began
+    ]
     without = [update for update in updates if update["contributors"] == ["0", "1"]]
     assert len(without) > 20  # made while it hung
     assert len(updates[-1]["contributors"]) == 3
     assert results(tmp_path)["2"]["healed"][1:]  # the first was at the start
-    assert len(list(tmp_path.glob("replica-*.jsonl"))) == 3  # no process was started again
+    # no process was started again
+    assert len(list(tmp_path.glob("replica-*.jsonl"))) == 3
 
 
 def test_a_wait_below_the_minimum_is_told(tmp_path: Path) -> None:
@@ -117,7 +142,10 @@ def test_a_wait_below_the_minimum_is_told(tmp_path: Path) -> None:
     assert "0" not in recent(tmp_path, 3.0)  # it makes no update alone
     os.kill(found["1"], signal.SIGCONT)
     text = finish(run, tmp_path, LIMIT_S)
-    assert re.search(r"replica 0 waits for the others since \d+ s: fewer than min_replicas=2 are there", text)
+    assert re.search(
+        r"replica 0 waits for the others since \d+ s: fewer than min_replicas=2 are there",
+        text,
+    )
     updates = check_run(tmp_path, options)
     assert len(updates[-1]["contributors"]) == 2
 
@@ -130,7 +158,8 @@ def test_below_the_minimum_the_run_waits(tmp_path: Path) -> None:
     finish(run, tmp_path, LIMIT_S)
     updates = check_run(tmp_path, options)
     numbers = [len(update["contributors"]) for update in updates]
-    assert numbers.count(1) == 1  # the interrupted update; its members are counted with the returned replica
+    # the interrupted update; its members are counted with the returned replica
+    assert numbers.count(1) == 1
     assert numbers[-1] == 2
 
 
@@ -145,17 +174,37 @@ def test_replicas_lost_at_random_instants(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
-def test_a_checkpoint_in_the_middle_of_an_epoch_keeps_the_account(tmp_path: Path, ranks: int, strategy: str) -> None:
+def test_a_checkpoint_in_the_middle_of_an_epoch_keeps_the_account(
+    tmp_path: Path, ranks: int, strategy: str
+) -> None:
     program = [str(HERE / "resuming_program.py"), str(tmp_path)]
-    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "2", "--strategy", strategy]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten",
+        "launch",
+        "--cpu",
+        "--replicas",
+        "2",
+        "--strategy",
+        strategy,
+    ]
     command += ["--num_processes", str(2 * ranks), *program]
     for stop in ("6", "0"):  # six updates of two replicas, then the rest
-        subprocess.run([*command, stop], check=True, timeout=LIMIT_S, env={**os.environ, "PYTHONPATH": _path()})
+        subprocess.run(
+            [*command, stop],
+            check=True,
+            timeout=LIMIT_S,
+            env={**os.environ, "PYTHONPATH": _path()},
+        )
     written = [json.loads(path.read_text()) for path in tmp_path.glob("*-*.json")]
     assert len(written) == 4 * ranks
     seen = Counter(index for one in written for index in one["seen"])
     assert seen == dict.fromkeys(range(120), 2)  # two epochs
-    ends = [json.loads(path.read_text())["weights"] for path in tmp_path.glob("second-*.json")]
+    ends = [
+        json.loads(path.read_text())["weights"]
+        for path in tmp_path.glob("second-*.json")
+    ]
     assert len(ends) == 2 * ranks
     assert all(weights == ends[0] for weights in ends)
 
@@ -165,9 +214,19 @@ def _path() -> str:
     return os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
 
 
-def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(tmp_path: Path) -> None:
+def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(
+    tmp_path: Path,
+) -> None:
     options = options_of({"size": 300, "epochs": 1, "sleep": 0.03})
-    run = start(tmp_path, 3, options, "--survive_timeout_s", "2", "--survive_heal_timeout_s", "40")
+    run = start(
+        tmp_path,
+        3,
+        options,
+        "--survive_timeout_s",
+        "2",
+        "--survive_heal_timeout_s",
+        "40",
+    )
     found = wait_for(run, tmp_path, 3)
     os.kill(found["1"], signal.SIGSTOP)
     until = time.monotonic() + LIMIT_S
@@ -182,9 +241,21 @@ def test_a_replica_that_wakes_after_the_end_does_not_continue_the_run(tmp_path: 
 
 def test_calls_that_are_refused_say_what_to_do(tmp_path: Path) -> None:
     program, out = str(HERE / "refused_program.py"), tmp_path / "found.json"
-    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "1", program, str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten",
+        "launch",
+        "--cpu",
+        "--replicas",
+        "1",
+        program,
+        str(out),
+    ]
     subprocess.run(command, check=True, timeout=LIMIT_S)
     found = json.loads(out.read_text())
-    assert "Iterate over the loader that prepare() returned" in found["skip_first_batches"]
+    assert (
+        "Iterate over the loader that prepare() returned" in found["skip_first_batches"]
+    )
     assert "2 optimizers were prepared" in found["optimizers"]
     assert "groups of one optimizer" in found["optimizers"]

@@ -14,7 +14,14 @@ import pytest
 
 from hasten.checkpoint.store.locate import newest, open_store
 from tests.survive.checking import check_run
-from tests.survive.driving import HERE, finish, options_of, recent, search_path, wait_for
+from tests.survive.driving import (
+    HERE,
+    finish,
+    options_of,
+    recent,
+    search_path,
+    wait_for,
+)
 from tests.survive.reading import results
 
 pytestmark = pytest.mark.timeout(3000)  # processes that load torch, some of them again
@@ -42,7 +49,10 @@ def test_a_trainer_survives_the_loss_of_a_replica(tmp_path: Path, name: str) -> 
         time.sleep(0.02)  # then it is the second epoch
     (tmp_path / "slow").touch()
     os.kill(found[name], signal.SIGKILL)
-    while recent(tmp_path, 2.0).get(name, found[name]) == found[name] and run.poll() is None:
+    while (
+        recent(tmp_path, 2.0).get(name, found[name]) == found[name]
+        and run.poll() is None
+    ):
         time.sleep(0.05)
     (tmp_path / "slow").unlink()
     finish(run, tmp_path, LIMIT_S)
@@ -52,11 +62,18 @@ def test_a_trainer_survives_the_loss_of_a_replica(tmp_path: Path, name: str) -> 
     assert both[name]["healed"]
     for result in both.values():
         assert result["global_step"] == len(updates)
-        assert (result["epochs_done"], result["epoch"], result["counted"]) == (3, 3.0, 3)
+        assert (result["epochs_done"], result["epoch"], result["counted"]) == (
+            3,
+            3.0,
+            3,
+        )
         assert len(result["evaluations"]) == 3
         assert result["evaluations"] == both["1"]["evaluations"]
         assert result["best_step"] == both["0"]["best_step"]
-    ends = [max(update["step"] for update in updates if update["epoch"] == epoch) for epoch in range(3)]
+    ends = [
+        max(update["step"] for update in updates if update["epoch"] == epoch)
+        for epoch in range(3)
+    ]
     assert [store.manifest(one).step for one in sorted(store.names())] == ends
     values = both["0"]["evaluations"]
     assert both["0"]["best_step"] == ends[values.index(max(values))]

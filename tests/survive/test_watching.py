@@ -36,7 +36,9 @@ def said(*words: str) -> str:
     """Return what a command of hasten prints."""
     command = [sys.executable, "-m", "hasten", *words]
     wide = {**os.environ, "COLUMNS": "220"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=wide).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=wide
+    ).stdout
 
 
 def shown(look: Callable[[], str], words: str, run: subprocess.Popen[str]) -> str:
@@ -54,7 +56,14 @@ def test_lost_and_returned_replicas_are_shown(tmp_path: Path) -> None:
     found = wait_for(run, tmp_path, 2)
 
     def cluster() -> str:
-        return said("top", "--once", "--interval", "0.2", "--from", f"127.0.0.1:{PORT}-{PORT + 1}")
+        return said(
+            "top",
+            "--once",
+            "--interval",
+            "0.2",
+            "--from",
+            f"127.0.0.1:{PORT}-{PORT + 1}",
+        )
 
     def local() -> str:
         return said("top", "--once", "--interval", "0.2")
@@ -62,8 +71,12 @@ def test_lost_and_returned_replicas_are_shown(tmp_path: Path) -> None:
     assert "2 of 2 ranks" in shown(cluster, "2 replicas, 0 lost", run)
     (tmp_path / "slow").touch()
     os.kill(found["1"], signal.SIGKILL)
-    assert "1 targets without metrics" in shown(cluster, "1 replicas, 1 lost, 0 joined, 4 samples given out again", run)
-    text = shown(cluster, "2 replicas, 1 lost, 1 joined, 4 samples given out again", run)
+    assert "1 targets without metrics" in shown(
+        cluster, "1 replicas, 1 lost, 0 joined, 4 samples given out again", run
+    )
+    text = shown(
+        cluster, "2 replicas, 1 lost, 1 joined, 4 samples given out again", run
+    )
     assert "2 of 2 ranks" in text
     text = shown(local, "2 replicas, 1 lost, 1 joined, 4 samples given out again", run)
     assert re.search(r"replica\s+rank\s+pid", text), text
@@ -74,9 +87,16 @@ def test_lost_and_returned_replicas_are_shown(tmp_path: Path) -> None:
     (tmp_path / "slow").unlink()
     finish(run, tmp_path, LIMIT_S)
     events = {one["event"]: one for one in read_run(str(tmp_path / "project")).events}
-    assert re.fullmatch(r"1 in update \d+; 1 left, 4 samples given out again", events["replicas lost"]["words"])
-    assert re.fullmatch(r"1 after update \d+; 2 present", events["replicas joined"]["words"])
+    assert re.fullmatch(
+        r"1 in update \d+; 1 left, 4 samples given out again",
+        events["replicas lost"]["words"],
+    )
+    assert re.fullmatch(
+        r"1 after update \d+; 2 present", events["replicas joined"]["words"]
+    )
     page = tmp_path / "report.html"
     said("report", str(tmp_path / "project"), "-o", str(page))
     for event in ("replicas lost", "replicas joined"):
-        assert re.search(rf"<td>{event}</td>\s*<td>{events[event]['words']}</td>", page.read_text())
+        assert re.search(
+            rf"<td>{event}</td>\s*<td>{events[event]['words']}</td>", page.read_text()
+        )

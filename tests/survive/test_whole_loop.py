@@ -25,7 +25,16 @@ LIMIT_S = 600.0
 
 def start(folder: Path, epochs: int, *flags: str) -> subprocess.Popen[str]:
     """Start two replicas of the program."""
-    command = [sys.executable, "-m", "hasten", "launch", "--cpu", "--replicas", "2", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten",
+        "launch",
+        "--cpu",
+        "--replicas",
+        "2",
+        *flags,
+    ]
     command += [str(HERE / "whole_program.py"), str(folder), str(epochs)]
     path = os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
     with (folder / "out.txt").open("w") as out:
@@ -39,23 +48,37 @@ def start(folder: Path, epochs: int, *flags: str) -> subprocess.Popen[str]:
         )
 
 
-def test_evaluations_trackers_and_checkpoints_continue_when_a_replica_is_lost(tmp_path: Path) -> None:
+def test_evaluations_trackers_and_checkpoints_continue_when_a_replica_is_lost(
+    tmp_path: Path,
+) -> None:
     run = start(tmp_path, 3)
     found = wait_for(run, tmp_path, 2)
     os.kill(found["1"], signal.SIGKILL)
     finish(run, tmp_path, LIMIT_S)
     first = results(tmp_path)["0"]
-    assert [number for number, _ in first["evaluations"]] == [22, 22, 22]  # the whole of it, on each replica
+    # the whole of it, on each replica
+    assert [number for number, _ in first["evaluations"]] == [22, 22, 22]
     assert all(one["weights"] == first["weights"] for one in results(tmp_path).values())
-    assert all(one["evaluations"][-1] == first["evaluations"][-1] for one in results(tmp_path).values())
+    assert all(
+        one["evaluations"][-1] == first["evaluations"][-1]
+        for one in results(tmp_path).values()
+    )
     (metrics,) = tmp_path.glob("project/**/metrics.jsonl")
-    logged = [json.loads(line) for line in metrics.read_text().splitlines() if "evaluation" in line]
-    assert [row["values"]["evaluation"] for row in logged] == [value for _, value in first["evaluations"]]
+    logged = [
+        json.loads(line)
+        for line in metrics.read_text().splitlines()
+        if "evaluation" in line
+    ]
+    assert [row["values"]["evaluation"] for row in logged] == [
+        value for _, value in first["evaluations"]
+    ]
     assert all((tmp_path / f"epoch-{number}").is_dir() for number in (1, 2, 3))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_same_holds_for_replicas_of_two_processes(tmp_path: Path, strategy: str) -> None:
+def test_the_same_holds_for_replicas_of_two_processes(
+    tmp_path: Path, strategy: str
+) -> None:
     """`gather_for_metrics` sees the whole evaluation over the ranks of a replica, and all ranks of one replica save together."""
     run = start(tmp_path, 3, "--num_processes", "4", "--strategy", strategy)
     found = wait_for(run, tmp_path, 4)
@@ -66,14 +89,22 @@ def test_the_same_holds_for_replicas_of_two_processes(tmp_path: Path, strategy: 
     assert {"0.0", "0.1"} <= set(every)
     assert [number for number, _ in first["evaluations"]] == [22, 22, 22]
     assert all(one["weights"] == first["weights"] for one in every.values())
-    assert all(one["evaluations"][-1] == first["evaluations"][-1] for one in every.values())
+    assert all(
+        one["evaluations"][-1] == first["evaluations"][-1] for one in every.values()
+    )
     assert [name for name, one in every.items() if one["leads"]] == ["0.0"]
     store = open_store(str(tmp_path))
     steps = [store.manifest(f"epoch-{number}").step or 0 for number in (1, 2, 3)]
     assert steps == sorted(set(steps))
     (metrics,) = tmp_path.glob("project/**/metrics.jsonl")
-    logged = [json.loads(line) for line in metrics.read_text().splitlines() if "evaluation" in line]
-    assert [row["values"]["evaluation"] for row in logged] == [value for _, value in first["evaluations"]]
+    logged = [
+        json.loads(line)
+        for line in metrics.read_text().splitlines()
+        if "evaluation" in line
+    ]
+    assert [row["values"]["evaluation"] for row in logged] == [
+        value for _, value in first["evaluations"]
+    ]
 
 
 def manifest_of(store: CheckpointStore, name: str) -> Manifest | None:
@@ -84,7 +115,9 @@ def manifest_of(store: CheckpointStore, name: str) -> Manifest | None:
         return None
 
 
-def test_a_returning_leader_replaces_no_checkpoint_of_a_completed_epoch(tmp_path: Path) -> None:
+def test_a_returning_leader_replaces_no_checkpoint_of_a_completed_epoch(
+    tmp_path: Path,
+) -> None:
     """It runs the script from its beginning, with calls of save_state and log for epochs that the run has completed."""
     run = start(tmp_path, 4)
     found = wait_for(run, tmp_path, 2)
@@ -93,7 +126,9 @@ def test_a_returning_leader_replaces_no_checkpoint_of_a_completed_epoch(tmp_path
         time.sleep(0.02)
     (tmp_path / "slow").touch()
     os.kill(found["0"], signal.SIGKILL)
-    while recent(tmp_path, 2.0).get("0", found["0"]) == found["0"] and run.poll() is None:
+    while (
+        recent(tmp_path, 2.0).get("0", found["0"]) == found["0"] and run.poll() is None
+    ):
         time.sleep(0.05)
     (tmp_path / "slow").unlink()
     finish(run, tmp_path, LIMIT_S)
@@ -105,5 +140,8 @@ def test_a_returning_leader_replaces_no_checkpoint_of_a_completed_epoch(tmp_path
     assert both["0"]["leads"]  # again, after its first update
     values = [value for _, value in both["1"]["evaluations"]]
     for path in tmp_path.glob("project/**/metrics.jsonl"):
-        for row in map(json.loads, filter(lambda line: "evaluation" in line, path.read_text().splitlines())):
+        for row in map(
+            json.loads,
+            filter(lambda line: "evaluation" in line, path.read_text().splitlines()),
+        ):
             assert row["values"]["evaluation"] == values[row["step"] - 1]

@@ -58,11 +58,15 @@ class Watched(Trainer):
     def training_step(self, model: nn.Module, inputs: Any) -> Any:
         """Run forward and backward, slowly."""
         found = super().training_step(model, inputs)
-        time.sleep(0.5 if Path(sys.argv[1], "slow").exists() else 0.01)  # until a lost replica is back
+        # until a lost replica is back
+        time.sleep(0.5 if Path(sys.argv[1], "slow").exists() else 0.01)
         ledger = replica_of(self.accelerator._clock.parts).ledger
         name = os.environ["HASTEN_SURVIVE_REPLICA"]
         seen: list[int] = self.model.seen  # type: ignore[assignment]  # nn.Module declares all attributes as modules
-        self.before, self.window = ledger.copied(), [seen if ledger.rounds[-1][name] else []]
+        self.before, self.window = (
+            ledger.copied(),
+            [seen if ledger.rounds[-1][name] else []],
+        )
         return found
 
 
@@ -70,9 +74,10 @@ class Writer(TrainerCallback):
     """Callback that writes each update, and counts evaluations as a state of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.log = (folder / f"replica-{os.environ['HASTEN_SURVIVE_REPLICA']}-{os.getpid()}.jsonl").open(
-            "a", buffering=1
-        )
+        self.log = (
+            folder
+            / f"replica-{os.environ['HASTEN_SURVIVE_REPLICA']}-{os.getpid()}.jsonl"
+        ).open("a", buffering=1)
         self.trainer: Any = None
         self.first = ""
         self.evaluations = 0
@@ -88,18 +93,37 @@ class Writer(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Write the update that was made."""
-        before, replica = self.trainer.before, replica_of(self.trainer.accelerator._clock.parts)
+        before, replica = (
+            self.trainer.before,
+            replica_of(self.trainer.accelerator._clock.parts),
+        )
         after, state = replica.ledger, self.trainer.state
         self.first = self.first or before.members[0]
-        row = {"step": after.step, "epoch": before.epoch, "window": self.trainer.window, "time": time.time()}
-        row |= {"applied": True, "lineage": after.lineage, "contributors": replica.contributors, "first": self.first}
-        row |= {"parent": before.lineage, "rounds": before.rounds, "global_step": state.global_step}
+        row = {
+            "step": after.step,
+            "epoch": before.epoch,
+            "window": self.trainer.window,
+            "time": time.time(),
+        }
+        row |= {
+            "applied": True,
+            "lineage": after.lineage,
+            "contributors": replica.contributors,
+            "first": self.first,
+        }
+        row |= {
+            "parent": before.lineage,
+            "rounds": before.rounds,
+            "global_step": state.global_step,
+        }
         self.log.write(json.dumps(row) + "\n")
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Count the evaluation, and note the weights at the time."""
         self.evaluations += 1
-        self.weights = [parameter.tolist() for parameter in self.trainer.model.parameters()]
+        self.weights = [
+            parameter.tolist() for parameter in self.trainer.model.parameters()
+        ]
 
 
 def main() -> None:
@@ -136,7 +160,9 @@ def main() -> None:
         "global_step": state.global_step,
         "epochs_done": state.epochs_done,
         "epoch": state.epoch,
-        "evaluations": [row["eval_loss"] for row in state.log_history if "eval_loss" in row],
+        "evaluations": [
+            row["eval_loss"] for row in state.log_history if "eval_loss" in row
+        ],
         "counted": writer.evaluations,
         "best_step": state.best_global_step,
         "healed": replica.report.healed,

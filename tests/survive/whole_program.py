@@ -19,7 +19,9 @@ from tests.survive.replica_program import Numbered, model_of, whole
 def main() -> None:
     """Train with an evaluation and a checkpoint after each epoch."""
     folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
-    accelerator = Accelerator(cpu=True, project_dir=str(folder / "project"), log_with="jsonl")
+    accelerator = Accelerator(
+        cpu=True, project_dir=str(folder / "project"), log_with="jsonl"
+    )
     accelerator.init_trackers("run")
     model = model_of(5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -37,7 +39,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             log.write("{}\n")
-            time.sleep(0.8 if (folder / "slow").exists() else 0.03)  # until a lost replica is back
+            # until a lost replica is back
+            time.sleep(0.8 if (folder / "slow").exists() else 0.03)
         rows: list[int] = []
         losses: list[float] = []
         for x, y, index in test:
@@ -52,7 +55,11 @@ def main() -> None:
         accelerator.save_state(folder / f"epoch-{len(evaluations)}")
     accelerator.end_training()
     weights = [whole(parameter).tolist() for parameter in model.parameters()]
-    result = {"weights": weights, "evaluations": evaluations, "leads": accelerator.is_main_process}
+    result = {
+        "weights": weights,
+        "evaluations": evaluations,
+        "leads": accelerator.is_main_process,
+    }
     (folder / f"result-{name}.json").write_text(json.dumps(result))
 
 

@@ -29,7 +29,9 @@ not_an_extension = 3
 
 
 @pytest.fixture
-def entry_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[EntryPoint]]:
+def entry_points(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[list[EntryPoint]]:
     """Entry points of installed packages, as a list that a test fills; `cluster_package` can be imported."""
     (tmp_path / "cluster_package.py").write_text(CLUSTER_PACKAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -51,30 +53,43 @@ def test_an_installed_package_provides_names(entry_points: list[EntryPoint]) -> 
     assert extension.load("launch_targets", "cluster") == "the target"
 
 
-def test_an_unknown_name_is_refused_with_what_exists(entry_points: list[EntryPoint]) -> None:
+def test_an_unknown_name_is_refused_with_what_exists(
+    entry_points: list[EntryPoint],
+) -> None:
     entry_points.append(point("extension"))
     with pytest.raises(
-        ExtensionError, match="no installed extension provides the launch target 'clutser'; did you mean"
+        ExtensionError,
+        match="no installed extension provides the launch target 'clutser'; did you mean",
     ):
         extension.load("launch_targets", "clutser")
 
 
-def test_two_extensions_may_not_provide_the_same_name(entry_points: list[EntryPoint]) -> None:
+def test_two_extensions_may_not_provide_the_same_name(
+    entry_points: list[EntryPoint],
+) -> None:
     entry_points += [point("extension"), point("extension", "other")]
-    with pytest.raises(ExtensionError, match="both provide the launch target 'cluster'"):
+    with pytest.raises(
+        ExtensionError, match="both provide the launch target 'cluster'"
+    ):
         extension.offers("launch_targets")
 
 
 @pytest.mark.parametrize("attribute", ["not_an_extension", "absent"])
-def test_a_broken_package_is_ignored_with_a_warning(entry_points: list[EntryPoint], attribute: str) -> None:
+def test_a_broken_package_is_ignored_with_a_warning(
+    entry_points: list[EntryPoint], attribute: str
+) -> None:
     entry_points += [point(attribute, "broken"), point("extension")]
     with pytest.warns(HastenWarning, match="the extension 'broken'"):
         assert "cluster" in extension.offers("launch_targets")
 
 
-def test_an_object_that_cannot_be_imported_names_its_extension(entry_points: list[EntryPoint]) -> None:
+def test_an_object_that_cannot_be_imported_names_its_extension(
+    entry_points: list[EntryPoint],
+) -> None:
     entry_points.append(point("extension"))
-    with pytest.raises(ExtensionError, match="'missing' of the extension 'cluster' cannot be imported"):
+    with pytest.raises(
+        ExtensionError, match="'missing' of the extension 'cluster' cannot be imported"
+    ):
         extension.load("launch_targets", "missing")
 
 
@@ -83,7 +98,9 @@ def test_every_declared_object_of_the_bundled_extensions_exists() -> None:
         assert isinstance(declared, Extension)
         for kind in get_args(Kind):
             for name, place in declared.offers(kind).items():
-                assert extension.Offer(kind, name, place, declared.name).load() is not None
+                assert (
+                    extension.Offer(kind, name, place, declared.name).load() is not None
+                )
 
 
 def test_an_installed_package_provides_a_command(
@@ -95,7 +112,9 @@ def test_an_installed_package_provides_a_command(
         '    command_help={"queue": "show the queue of our cluster"})\n'
         "def show(argv):\n    print('jobs:', *argv)\n    return 3\n"
     )
-    entry_points.append(EntryPoint("queue", "queue_package:extension", ENTRY_POINT_GROUP))
+    entry_points.append(
+        EntryPoint("queue", "queue_package:extension", ENTRY_POINT_GROUP)
+    )
     assert main(["--help"]) == 0
     assert "show the queue of our cluster" in capsys.readouterr().out
     assert main(["queue", "mine"]) == 3
@@ -109,6 +128,11 @@ def test_a_command_of_the_core_is_not_replaced(
         "from hasten.extension import Extension\n"
         'extension = Extension(name="launching", summary="ours", commands={"launch": "launch_package:main"})\n'
     )
-    entry_points.append(EntryPoint("launching", "launch_package:extension", ENTRY_POINT_GROUP))
+    entry_points.append(
+        EntryPoint("launching", "launch_package:extension", ENTRY_POINT_GROUP)
+    )
     assert main(["launch", "train.py"]) == 1
-    assert "the extension 'launching' provides a command 'launch', which hasten itself has" in capsys.readouterr().err
+    assert (
+        "the extension 'launching' provides a command 'launch', which hasten itself has"
+        in capsys.readouterr().err
+    )

@@ -19,7 +19,8 @@ def tree(kind: type[HastenError]) -> Iterator[type[HastenError]]:
 
 
 OURS = sorted(
-    (kind for kind in tree(HastenError) if kind.__module__ == errors.__name__), key=lambda kind: kind.__name__
+    (kind for kind in tree(HastenError) if kind.__module__ == errors.__name__),
+    key=lambda kind: kind.__name__,
 )
 
 
@@ -35,7 +36,9 @@ OURS = sorted(
         ("text\n", "cannot read x: text. Nothing was loaded."),
     ],
 )
-def test_every_error_of_the_tree_ends_its_sentences_once(kind: type[HastenError], inner: str, expected: str) -> None:
+def test_every_error_of_the_tree_ends_its_sentences_once(
+    kind: type[HastenError], inner: str, expected: str
+) -> None:
     error = kind(f"cannot read x: {inner}. Nothing was loaded.")
     assert str(error) == expected
     assert str(pickle.loads(pickle.dumps(error))) == expected
@@ -60,8 +63,13 @@ def test_what_only_looks_doubled_stays(text: str) -> None:
 def test_an_error_inside_an_error_inside_a_warning() -> None:
     inner = errors.CheckpointError("it is gone. Load another.")
     outer = errors.LaunchError(f"rank 1: {inner}; the job was ended. {inner}.")
-    assert str(outer) == "rank 1: it is gone. Load another; the job was ended. it is gone. Load another."
+    assert (
+        str(outer)
+        == "rank 1: it is gone. Load another; the job was ended. it is gone. Load another."
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warnings.warn(f"resumed without it: {inner}. Look there.", HastenWarning, stacklevel=1)
+        warnings.warn(
+            f"resumed without it: {inner}. Look there.", HastenWarning, stacklevel=1
+        )
     assert str(caught[0].message).endswith("Load another. Look there.")

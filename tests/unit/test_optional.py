@@ -34,7 +34,9 @@ def test_absent_submodule_of_absent_package() -> None:
     assert not available("no_such_package.inner")
 
 
-def test_a_stand_in_without_a_spec_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stand_in_without_a_spec_is_no_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "stand_in", ModuleType("stand_in"))
     assert not available("stand_in")
 
@@ -47,7 +49,11 @@ def test_a_stand_in_without_a_spec_is_no_package(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_missing_or_other_engine_is_one_sentence_with_the_command(
-    monkeypatch: pytest.MonkeyPatch, module: str, room: str, distribution: str, versions: str
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    room: str,
+    distribution: str,
+    versions: str,
 ) -> None:
     """What the engines ask for, where the package is absent, too old and too new."""
     engine = importlib.import_module(f"hasten.extensions.{room}")
@@ -56,8 +62,14 @@ def test_a_missing_or_other_engine_is_one_sentence_with_the_command(
         engine.package, "cache_clear", lambda: None
     )()  # where the package is installed, another test may have asked
     for version in (None, "0.1", "7.0"):
-        monkeypatch.setattr(optional, "installed_version", lambda _, version=version: version)
-        monkeypatch.setattr(optional, "available", lambda _, spec="", version=version: version is not None and not spec)
+        monkeypatch.setattr(
+            optional, "installed_version", lambda _, version=version: version
+        )
+        monkeypatch.setattr(
+            optional,
+            "available",
+            lambda _, spec="", version=version: version is not None and not spec,
+        )
         with pytest.raises(MissingPackageError) as caught:
             engine.package()
         words = str(caught.value)
@@ -66,5 +78,8 @@ def test_a_missing_or_other_engine_is_one_sentence_with_the_command(
         if version is None:
             assert words.endswith(f"Run: pip install 'hasten[{module}]'")
         else:
-            assert f"{distribution} {version} is installed, but {distribution}{versions} is needed" in words
+            assert (
+                f"{distribution} {version} is installed, but {distribution}{versions} is needed"
+                in words
+            )
             assert words.endswith(f"Run: pip install '{distribution}{versions}'")

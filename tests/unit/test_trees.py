@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hasten import trees
 
-Pair = namedtuple("Pair", ["a", "b"])  # the untyped kind is what users' collate functions return
+# the untyped kind is what users' collate functions return
+Pair = namedtuple("Pair", ["a", "b"])
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Encoding(UserDict[str, Any]):
     """A mapping that is not a dict, with a `.to` of its own."""
 
     def to(self, device: str) -> Encoding:
-        return Encoding({k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.items()})
+        return Encoding(
+            {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.items()}
+        )
 
 
 def samples() -> list[Any]:
@@ -64,7 +67,9 @@ def test_mapping_keeps_kind_and_values(tree: Any) -> None:
 
 
 def test_default_factory_and_order_survive() -> None:
-    tree: defaultdict[str, list[Tensor]] = defaultdict(list, z=[torch.ones(1)], a=[torch.ones(2)])
+    tree: defaultdict[str, list[Tensor]] = defaultdict(
+        list, z=[torch.ones(1)], a=[torch.ones(2)]
+    )
     mapped = trees.map_tensors(lambda x: x + 1, tree)
     assert mapped.default_factory is list
     assert list(mapped) == ["z", "a"]
@@ -72,11 +77,19 @@ def test_default_factory_and_order_survive() -> None:
 
 def test_paths_name_every_leaf() -> None:
     tree = {"a": [torch.ones(1), Pair(1, None)]}
-    assert [path for path, _ in trees.paths(tree)] == [("a", 0), ("a", 1, "a"), ("a", 1, "b")]
+    assert [path for path, _ in trees.paths(tree)] == [
+        ("a", 0),
+        ("a", 1, "a"),
+        ("a", 1, "b"),
+    ]
 
 
 def test_to_device_skips_keys_and_moves_objects() -> None:
-    batch = {"x": torch.ones(2), "meta": torch.ones(2), "enc": Encoding(ids=torch.ones(2))}
+    batch = {
+        "x": torch.ones(2),
+        "meta": torch.ones(2),
+        "enc": Encoding(ids=torch.ones(2)),
+    }
     moved = trees.to_device(batch, "meta", skip_keys=("meta",))
     assert moved["x"].is_meta
     assert not moved["meta"].is_meta
@@ -84,7 +97,11 @@ def test_to_device_skips_keys_and_moves_objects() -> None:
 
 
 def test_rows() -> None:
-    tree = {"x": torch.arange(6).reshape(3, 2), "y": torch.tensor(1.0), "z": torch.arange(5)}
+    tree = {
+        "x": torch.arange(6).reshape(3, 2),
+        "y": torch.tensor(1.0),
+        "z": torch.arange(5),
+    }
     assert trees.batch_size(tree) == 3
     cut = trees.slice_rows(tree, slice(0, 2), size=3)
     assert cut["x"].shape == (2, 2)
@@ -95,6 +112,10 @@ def test_rows() -> None:
 
 
 def test_half_outputs_become_float() -> None:
-    out = trees.to_fp32(Output(a=torch.ones(1, dtype=torch.bfloat16), b=torch.ones(1, dtype=torch.int32)))
+    out = trees.to_fp32(
+        Output(
+            a=torch.ones(1, dtype=torch.bfloat16), b=torch.ones(1, dtype=torch.int32)
+        )
+    )
     assert out["a"].dtype == torch.float32
     assert out["b"].dtype == torch.int32

@@ -15,7 +15,10 @@ THERE = available("torch_xla")
 if THERE:  # switched on for good before the first test, as these variables stay
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     # Every program here runs a few times: compiling takes a third of the time without LLVM's optimisations.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    )
     import_module("hasten").Accelerator(strategy="xla")
 
 
@@ -23,4 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of this folder, with the command that runs them."""
     for item in items:
         if not THERE and HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="torch_xla is not installed; run: make test-xla"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="torch_xla is not installed; run: make test-xla"
+                )
+            )

@@ -20,7 +20,16 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 PINNED: Final = ("torch==2.9.0", "torch_xla==2.9.0")
 PYTHONS: Final = ((3, 11), (3, 12), (3, 13))
-OF_TORCH: Final = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "absl-py", "requests")
+OF_TORCH: Final = (
+    "filelock",
+    "typing-extensions",
+    "sympy",
+    "networkx",
+    "jinja2",
+    "fsspec",
+    "absl-py",
+    "requests",
+)
 FOR_TESTS: Final = ("pytest", "transformers", "setuptools")
 _CUDA: Final = re.compile(r"lib(cu|nccl|nv|cupti)")
 _SYMBOL: Final = re.compile(r"(cu|nccl|nv)[A-Za-z_0-9]+")
@@ -30,14 +39,20 @@ def main() -> int:
     """Install everything into the folder; 3 where there is no wheel for this machine."""
     folder = Path(sys.argv[1]).absolute()
     wheels = sys.argv[2:]
-    if platform.system() != "Linux" or platform.machine() != "x86_64" or sys.version_info[:2] not in PYTHONS:
+    if (
+        platform.system() != "Linux"
+        or platform.machine() != "x86_64"
+        or sys.version_info[:2] not in PYTHONS
+    ):
         print(  # noqa: T201
             f"torch_xla 2.9 has wheels for Linux on x86_64 with Python 3.11 to 3.13, and this is {platform.system()} on "
             f"{platform.machine()} with Python {platform.python_version()}: the tests of strategy='xla' cannot run here."
         )
         return 3
     stamp = folder / ".ready"
-    if stamp.exists() and stamp.stat().st_mtime > max(_changed(Path(__file__)), _changed(ROOT / "pyproject.toml")):
+    if stamp.exists() and stamp.stat().st_mtime > max(
+        _changed(Path(__file__)), _changed(ROOT / "pyproject.toml")
+    ):
         return 0
     python = folder / "bin" / "python"
     if not python.exists():
@@ -46,12 +61,25 @@ def main() -> int:
     links = ["--find-links", wheels[0]] if wheels else []
     pinned = folder / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned.write_text("\n".join(line for line in lines if not line.startswith(("torch==", "setuptools=="))) + "\n")
+    pinned.write_text(
+        "\n".join(
+            line for line in lines if not line.startswith(("torch==", "setuptools=="))
+        )
+        + "\n"
+    )
     without_torch = [*_dependencies(), *OF_TORCH, *FOR_TESTS]
     subprocess.check_call([*pip, "--constraint", str(pinned), *without_torch])
     subprocess.check_call([*pip, "--no-deps", *links, *PINNED])
     subprocess.check_call([*pip, "--no-deps", "--editable", str(ROOT)])
-    _fill_in(Path(_output(str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()))
+    _fill_in(
+        Path(
+            _output(
+                str(python),
+                "-c",
+                "import sysconfig; print(sysconfig.get_paths()['purelib'])",
+            ).strip()
+        )
+    )
     subprocess.check_call([str(python), "-c", "import torch, torch_xla"])
     stamp.touch()
     return 0
@@ -66,10 +94,19 @@ def _dependencies() -> list[str]:
 def _fill_in(packages: Path) -> None:
     """Put an empty library beside torch's for each CUDA library that they name and that is not there."""
     folder = packages / "torch" / "lib"
-    libraries = [*folder.glob("libtorch*.so"), *folder.glob("libc10*.so"), *folder.glob("libshm*.so")]
+    libraries = [
+        *folder.glob("libtorch*.so"),
+        *folder.glob("libc10*.so"),
+        *folder.glob("libshm*.so"),
+    ]
     libraries += packages.glob("_XLAC*.so")
     there = {path.name for path in folder.iterdir()}
-    wanted = {name for path in libraries for name in _needed(path) if _CUDA.match(name) and name not in there}
+    wanted = {
+        name
+        for path in libraries
+        for name in _needed(path)
+        if _CUDA.match(name) and name not in there
+    }
     symbols = _undefined(libraries)
     loose = symbols.pop("", set())
     for name in sorted(wanted):
@@ -96,7 +133,9 @@ def _undefined(libraries: Iterable[Path]) -> dict[str, set[str]]:
             name, _, version = fields[7].partition("@")
             if fields[6] != "UND":
                 own.add(name)
-            elif fields[4] != "WEAK" and (version.strip("@") or _SYMBOL.fullmatch(name)):
+            elif fields[4] != "WEAK" and (
+                version.strip("@") or _SYMBOL.fullmatch(name)
+            ):
                 found[version.strip("@")].add(name)
     found[""] -= own
     return found
@@ -106,10 +145,27 @@ def _compile(target: Path, marked: set[str], version: str, loose: set[str]) -> N
     """One library whose functions return an error number."""
     with tempfile.TemporaryDirectory() as place:
         code, versions = Path(place, "empty.c"), Path(place, "versions.map")
-        code.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in sorted(marked | loose)) or "\n")
-        command = ["gcc", "-w", "-shared", "-fPIC", "-o", str(target), f"-Wl,-soname,{target.name}", str(code)]
+        code.write_text(
+            "".join(
+                f"int {name}(void) {{ return 100; }}\n"
+                for name in sorted(marked | loose)
+            )
+            or "\n"
+        )
+        command = [
+            "gcc",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(target),
+            f"-Wl,-soname,{target.name}",
+            str(code),
+        ]
         if marked:
-            versions.write_text(f"{version} {{ global: {' '.join(f'{name};' for name in sorted(marked))} }};\n")
+            versions.write_text(
+                f"{version} {{ global: {' '.join(f'{name};' for name in sorted(marked))} }};\n"
+            )
             command.append(f"-Wl,--version-script={versions}")
         subprocess.check_call(command)
 

@@ -38,19 +38,35 @@ def samples(count: int) -> TensorDataset:
     return TensorDataset(number, x, (x * 3 + number % 3) % 10)
 
 
-def made(count: int, every: int, clip: float | None, shards: bool, dropout: float = 0.0) -> Run:
+def made(
+    count: int, every: int, clip: float | None, shards: bool, dropout: float = 0.0
+) -> Run:
     """A training of this host, with weights that differ between hosts before they are prepared."""
     model = net(NORM, dropout, seed=5 + int(os.environ["RANK"]))
-    return Run.made(model, samples(count), ROWS, every, clip, shards=shards, trust={"divergence_every": 4})
+    return Run.made(
+        model,
+        samples(count),
+        ROWS,
+        every,
+        clip,
+        shards=shards,
+        trust={"divergence_every": 4},
+    )
 
 
 def result(run: Run) -> dict[str, Any]:
     """Losses, rows and numbers of this host."""
     run.accelerator.end_training()
-    return {"losses": [float(loss) for loss in run.losses], "rows": run.rows, "numbers": run.numbers()}
+    return {
+        "losses": [float(loss) for loss in run.losses],
+        "rows": run.rows,
+        "numbers": run.numbers(),
+    }
 
 
-def train(folder: Path, count: int, every: int, clip: float | None, shards: bool) -> dict[str, Any]:
+def train(
+    folder: Path, count: int, every: int, clip: float | None, shards: bool
+) -> dict[str, Any]:
     """A whole epoch."""
     return result(made(count, every, clip, shards).train())
 
@@ -66,7 +82,9 @@ def resume(folder: Path, every: int, stop: int, shards: bool) -> dict[str, Any]:
     again = made(count, every, 0.5, shards, dropout=0.2)
     again.accelerator.load_state(saved)
     again.train()
-    files = sorted(str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file())
+    files = sorted(
+        str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()
+    )
     return {"whole": result(whole), "again": result(again), "files": files}
 
 
@@ -79,7 +97,9 @@ def meet(folder: Path) -> dict[str, Any]:
     names: list[str] = []
     for number, _, _ in loader:
         numbers += accelerator.gather_for_metrics(number).tolist()
-        names += accelerator.gather_for_metrics([str(one) for one in number.tolist()], use_gather_object=True)
+        names += accelerator.gather_for_metrics(
+            [str(one) for one in number.tolist()], use_gather_object=True
+        )
     mine = torch.tensor([float(rank), 2.0], device=device)
     accelerator.wait_for_everyone()
     set_seed(1, device_specific=True)
@@ -100,7 +120,11 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.common, self.rare, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.common, self.rare, self.never = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+        )
         self.norm = nn.BatchNorm1d(4)
 
     def forward(self, x: Tensor, rare: bool) -> Tensor:
@@ -116,12 +140,17 @@ def branches(folder: Path) -> dict[str, Any]:
     torch.manual_seed(5 + rank)
     model = Branches()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0)
+    )
     x = torch.randn(8, 4)
     first = model(x.to(accelerator.device), rank == 0).square().mean()
     first.backward()
     model(x.to(accelerator.device) + 1, False).square().mean().backward()
-    grads = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
+    grads = {
+        name: None if p.grad is None else p.grad.cpu()
+        for name, p in model.named_parameters()
+    }
     optimizer.step()
     accelerator.end_training()
     after = {name: value.cpu() for name, value in model.state_dict().items()}
@@ -144,7 +173,9 @@ def wrong(folder: Path) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(net(NORM), torch.optim.SGD)
     try:
         for _ in range(30):
-            accelerator.backward(model(torch.arange(4, device=accelerator.device)).square().mean())
+            accelerator.backward(
+                model(torch.arange(4, device=accelerator.device)).square().mean()
+            )
             optimizer.step()
             with torch.no_grad():
                 model.norm.bias.add_(float(rank))

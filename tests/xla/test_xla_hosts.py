@@ -23,8 +23,12 @@ from tests.xla.training import assert_equal, net, plain
 # Any in this file: results of scenarios and their arguments, and what is in the program beside this file.
 
 pytestmark = [
-    pytest.mark.timeout(600),  # processes that load torch and torch_xla and compile each scenario
-    pytest.mark.skipif(os.environ.get("CPU_NUM_DEVICES", "1") != "1", reason="hosts have two devices in either run"),
+    # processes that load torch and torch_xla and compile each scenario
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        os.environ.get("CPU_NUM_DEVICES", "1") != "1",
+        reason="hosts have two devices in either run",
+    ),
 ]
 PROGRAM: Final = Path(__file__).with_name("host_program.py")
 ROOT: Final = PROGRAM.parents[2]
@@ -40,7 +44,12 @@ def trainings(hosts: int) -> list[Training]:
     even, uneven = 12 * ROWS * hosts, 12 * ROWS * hosts - 5
     if hosts == 3:
         return [(even, 3, None, False), (uneven, 1, 0.5, False)]
-    return [(even, 1, None, False), (uneven, 3, 0.5, False), (even, 3, 0.5, True), (uneven, 1, None, True)]
+    return [
+        (even, 1, None, False),
+        (uneven, 3, 0.5, False),
+        (even, 3, 0.5, True),
+        (uneven, 1, None, True),
+    ]
 
 
 RESUMES: Final = [(1, 7, False), (3, 7, False), (3, 6, True)]
@@ -84,11 +93,18 @@ def run_hosts(hosts: int, folder: Path, words: Sequence[str]) -> list[list[Any]]
         started = []
         for rank, log in enumerate(logs):
             out = stack.enter_context(log.open("w"))
-            started.append(subprocess.Popen(command, env=environment(hosts, rank, port), stdout=out, stderr=out))
+            started.append(
+                subprocess.Popen(
+                    command, env=environment(hosts, rank, port), stdout=out, stderr=out
+                )
+            )
             stack.callback(end, started[-1])
         codes = [one.wait(timeout=550) for one in started]
     assert codes == [0] * hosts, [log.read_text()[-3000:] for log in logs]
-    return [[torch.load(folder / f"{turn}.{rank}.pt") for rank in range(hosts)] for turn in range(len(words))]
+    return [
+        [torch.load(folder / f"{turn}.{rank}.pt") for rank in range(hosts)]
+        for turn in range(len(words))
+    ]
 
 
 class Found:
@@ -107,7 +123,9 @@ class Found:
             keys += [(name,) for name in OTHERS[hosts]]
             place = self._folder / str(hosts)
             place.mkdir()
-            results = run_hosts(hosts, place, [f"{name} {json.dumps(args)}" for name, *args in keys])
+            results = run_hosts(
+                hosts, place, [f"{name} {json.dumps(args)}" for name, *args in keys]
+            )
             self._worlds[hosts] = dict(zip(keys, results, strict=True))
         return self._worlds[hosts][key]
 
@@ -117,18 +135,30 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return Found(tmp_path_factory.mktemp("hosts"))
 
 
-@pytest.mark.parametrize(("hosts", "training"), [(hosts, one) for hosts in (2, 3) for one in trainings(hosts)])
-def test_hosts_equal_plain_torch_on_the_big_batch(hosts: int, training: Training, found: Found) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "training"),
+    [(hosts, one) for hosts in (2, 3) for one in trainings(hosts)],
+)
+def test_hosts_equal_plain_torch_on_the_big_batch(
+    hosts: int, training: Training, found: Found
+) -> None:
     count, every, clip, _ = training
     results = found.of(hosts, "train", *training)
-    steps = [list(groups) for groups in zip(*(one["rows"] for one in results), strict=True)]
+    steps = [
+        list(groups) for groups in zip(*(one["rows"] for one in results), strict=True)
+    ]
     seen = [row for groups in steps for rows in groups for row in rows]
     assert len(steps) == 12
     assert set(seen) == set(range(count))
-    assert seen[:count] == list(range(count)), "each once and in order, before those that fill the last batches"
+    assert seen[:count] == list(range(count)), (
+        "each once and in order, before those that fill the last batches"
+    )
     if count == 12 * ROWS * hosts:
         assert len(seen) == count
-        steps = [[list(range(start, start + ROWS * hosts))] for start in range(0, count, ROWS * hosts)]
+        steps = [
+            [list(range(start, start + ROWS * hosts))]
+            for start in range(0, count, ROWS * hosts)
+        ]
     reference = net(NORM)
     _, x, y = samples(count).tensors
     wanted = plain(reference, (x, y), steps, every, clip)
@@ -136,13 +166,17 @@ def test_hosts_equal_plain_torch_on_the_big_batch(hosts: int, training: Training
     assert losses == pytest.approx(wanted, abs=EXACT)
     assert wanted[-1] < wanted[0] - 0.5, "nothing was learned"
     for name, value in reference.state_dict().items():
-        torch.testing.assert_close(results[0]["numbers"][name], value, atol=EXACT, rtol=0, msg=name)
+        torch.testing.assert_close(
+            results[0]["numbers"][name], value, atol=EXACT, rtol=0, msg=name
+        )
     for other in results[1:]:
         assert_equal(other["numbers"], results[0]["numbers"])
 
 
 @pytest.mark.parametrize(("every", "stop", "shards"), RESUMES)
-def test_hosts_resume_bit_for_bit(every: int, stop: int, shards: bool, found: Found) -> None:
+def test_hosts_resume_bit_for_bit(
+    every: int, stop: int, shards: bool, found: Found
+) -> None:
     """Also inside an accumulation window; dropout draws other numbers on each host."""
     results = found.of(2, "resume", every, stop, shards)
     for one in results:
@@ -150,7 +184,11 @@ def test_hosts_resume_bit_for_bit(every: int, stop: int, shards: bool, found: Fo
         assert one["again"]["rows"] == one["whole"]["rows"][stop:]
         assert_equal(one["again"]["numbers"], one["whole"]["numbers"])
     assert results[0]["files"] == results[1]["files"]
-    weights = [name for name in results[0]["files"] if name.startswith("model") and name.endswith(".safetensors")]
+    weights = [
+        name
+        for name in results[0]["files"]
+        if name.startswith("model") and name.endswith(".safetensors")
+    ]
     assert len(weights) == 1, results[0]["files"]
 
 
@@ -161,10 +199,14 @@ def test_metrics_and_collectives(hosts: int, found: Found) -> None:
         assert one["world"] == (rank, hosts)
         assert one["numbers"] == list(range(21))
         assert one["names"] == [str(number) for number in range(21)]
-        assert one["gathered"].tolist() == [part for host in range(hosts) for part in (float(host), 2.0)]
+        assert one["gathered"].tolist() == [
+            part for host in range(hosts) for part in (float(host), 2.0)
+        ]
         assert one["summed"].tolist() == [sum(range(hosts)), 2.0 * hosts]
         assert one["mean"].tolist() == [(hosts - 1) / 2, 2.0]
-    assert not torch.equal(results[0]["drawn"], results[1]["drawn"]), "set_seed(device_specific=True)"
+    assert not torch.equal(results[0]["drawn"], results[1]["drawn"]), (
+        "set_seed(device_specific=True)"
+    )
 
 
 def test_gradients_that_some_hosts_have(found: Found) -> None:
@@ -180,11 +222,20 @@ def test_gradients_that_some_hosts_have(found: Found) -> None:
             if parameter.grad is not None:
                 wanted[name] = wanted.get(name, torch.zeros(())) + parameter.grad / 2
     for one in results:
-        assert [name for name, grad in one["grads"].items() if grad is None] == ["never.weight", "never.bias"]
+        assert [name for name, grad in one["grads"].items() if grad is None] == [
+            "never.weight",
+            "never.bias",
+        ]
         for name, grad in wanted.items():
-            torch.testing.assert_close(one["grads"][name], grad, atol=EXACT, rtol=0, msg=name)
-    assert_equal(results[0]["after"], results[1]["after"])  # the statistics of batch norm too, from the first host
-    assert not torch.equal(results[0]["before"]["norm.running_mean"], results[0]["after"]["norm.running_mean"])
+            torch.testing.assert_close(
+                one["grads"][name], grad, atol=EXACT, rtol=0, msg=name
+            )
+    # the statistics of batch norm too, from the first host
+    assert_equal(results[0]["after"], results[1]["after"])
+    assert not torch.equal(
+        results[0]["before"]["norm.running_mean"],
+        results[0]["after"]["norm.running_mean"],
+    )
 
 
 def test_hosts_that_differ_are_told(found: Found) -> None:
@@ -203,7 +254,9 @@ def test_hosts_end_at_different_times(last: int, tmp_path: Path) -> None:
     """No barrier at the end of the script; the first host serves the store by which the others end."""
     start = time.monotonic()
     assert run_hosts(2, tmp_path, [f"late [{last}]"]) == [[last, last]]
-    assert time.monotonic() - start < 250, "torch looks for a store that is gone for five minutes"
+    assert time.monotonic() - start < 250, (
+        "torch looks for a store that is gone for five minutes"
+    )
 
 
 FAILING: Final = """
@@ -228,7 +281,14 @@ def launched(folder: Path, fails: int) -> list[tuple[int, str]]:
     script = folder / "train.py"
     script.write_text(FAILING.replace("FAILS", str(fails)))
     port = free_port()
-    meeting = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+    meeting = [
+        "--num_machines",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(port),
+    ]
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     command = [sys.executable, "-m", "hasten", "launch", "--tpu", *meeting]
     with ExitStack() as stack:
@@ -239,7 +299,9 @@ def launched(folder: Path, fails: int) -> list[tuple[int, str]]:
             started.append(subprocess.Popen(words, env=env, stdout=log, stderr=log))
             stack.callback(end, started[-1])
         codes = [one.wait(timeout=300) for one in started]
-    return [(code, (folder / f"{rank}.log").read_text()) for rank, code in enumerate(codes)]
+    return [
+        (code, (folder / f"{rank}.log").read_text()) for rank, code in enumerate(codes)
+    ]
 
 
 def test_launch_on_two_machines(tmp_path: Path) -> None:

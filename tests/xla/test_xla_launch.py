@@ -13,7 +13,8 @@ import pytest
 from hasten import notebook_launcher
 from hasten.extensions.xla.placing import Devices
 
-pytestmark = pytest.mark.timeout(400)  # each starts processes that load torch and torch_xla and compile
+# each starts processes that load torch and torch_xla and compile
+pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -56,7 +57,9 @@ print("trained", accelerator.device, accelerator.distributed_type.value, is_torc
 def hasten(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command."""
     command = [sys.executable, "-m", "hasten.cli.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, cwd=cwd)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=380, check=False, cwd=cwd
+    )
 
 
 @pytest.mark.parametrize("flag", ["--tpu", "--strategy=xla"])
@@ -78,7 +81,13 @@ def test_scripts_for_accelerate(tmp_path: Path) -> None:
         if flag == "--cpu":
             variables |= {"USE_TORCH_XLA": "0"}
         done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=380, check=False, cwd=tmp_path
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=380,
+            check=False,
+            cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
         said[flag] = done.stdout.split()
@@ -103,13 +112,21 @@ def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
         from hasten import Accelerator
 
         accelerator = Accelerator()
-        return [accelerator.strategy, torch.ones(rows, device=accelerator.device).sum().item()]
+        return [
+            accelerator.strategy,
+            torch.ones(rows, device=accelerator.device).sum().item(),
+        ]
 
-    assert notebook_launcher(train, (6,), config_file=str(tmp_path / "tpu.yaml")) == ["xla", 6.0]
+    assert notebook_launcher(train, (6,), config_file=str(tmp_path / "tpu.yaml")) == [
+        "xla",
+        6.0,
+    ]
 
 
 def test_env() -> None:
-    assert json.loads(hasten("env", "--json").stdout)["packages"]["torch_xla"].startswith("2.9")
+    assert json.loads(hasten("env", "--json").stdout)["packages"][
+        "torch_xla"
+    ].startswith("2.9")
 
 
 def test_a_backward_before_the_accelerator_is_told() -> None:
@@ -124,10 +141,16 @@ except Exception as error:
 else:
     print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=380, check=False)
-    assert done.stdout.startswith("DeviceError backward() ran on the CPU before XLA was started"), (
-        done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
     )
+    assert done.stdout.startswith(
+        "DeviceError backward() ran on the CPU before XLA was started"
+    ), done.stdout + done.stderr
 
 
 def test_the_number_of_devices_is_the_one_asked_for() -> None:

@@ -19,7 +19,8 @@ from hasten.extensions.xla.placing import Devices
 from hasten.optional import need
 from tests.xla.training import Run, assert_equal, net, parts_of, plain
 
-pytestmark = pytest.mark.timeout(400)  # compiling takes most of the time: 90 s for a test that gets a seventh of a core
+# compiling takes most of the time: 90 s for a test that gets a seventh of a core
+pytestmark = pytest.mark.timeout(400)
 
 STEPS: Final = 20
 ROWS: Final = 8
@@ -35,15 +36,21 @@ def samples(count: int = STEPS * ROWS) -> TensorDataset:
     return TensorDataset(x, (x * 3 + 1) % 10)
 
 
-def plain_losses(every: int, clip: float | None, data: TensorDataset) -> tuple[list[float], nn.Module]:
+def plain_losses(
+    every: int, clip: float | None, data: TensorDataset
+) -> tuple[list[float], nn.Module]:
     """Losses and weights of plain torch, batch by batch."""
     model = net()
     x, y = data.tensors
-    steps = [[list(range(start, min(start + ROWS, len(data))))] for start in range(0, len(data), ROWS)]
+    steps = [
+        [list(range(start, min(start + ROWS, len(data))))]
+        for start in range(0, len(data), ROWS)
+    ]
     return plain(model, (x, y), steps, every, clip), model
 
 
-def made(data: Dataset[Any], *args: Any, dropout: float = 0.0, **options: Any) -> Run:  # Any: arguments of Run.made
+# Any: arguments of Run.made
+def made(data: Dataset[Any], *args: Any, dropout: float = 0.0, **options: Any) -> Run:
     """A training on batches of `ROWS`, prepared."""
     return Run.made(net(dropout=dropout), data, ROWS, *args, **options)
 
@@ -72,7 +79,9 @@ def test_equals_plain_torch(every: int, clip: float | None, shards: bool) -> Non
     for name, value in reference.state_dict().items():
         if name == "norm.running_var":
             continue  # see test_batch_norm_keeps_the_biased_variance
-        torch.testing.assert_close(run.model.state_dict()[name].cpu(), value, atol=2e-5, rtol=0, msg=name)
+        torch.testing.assert_close(
+            run.model.state_dict()[name].cpu(), value, atol=2e-5, rtol=0, msg=name
+        )
     assert run.accelerator.num_processes == 1
 
 
@@ -83,17 +92,27 @@ def test_bf16_follows_plain_torch(every: int) -> None:
     run = made(data, every, 0.5, "bf16").train()
     assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=BF16)
     assert run.model.embed.weight.dtype == torch.float32
-    assert any(abs(float(loss) - one) > FP32 for loss, one in zip(run.losses, wanted, strict=True)), "nothing in bf16"
+    assert any(
+        abs(float(loss) - one) > FP32
+        for loss, one in zip(run.losses, wanted, strict=True)
+    ), "nothing in bf16"
 
 
 def test_batch_norm_keeps_the_biased_variance() -> None:
     """torch_xla's own way, told in docs/tpu.md: torch multiplies by n / (n - 1) what it remembers for evaluation."""
     accelerator = Accelerator(strategy="xla")
-    norm, reference = accelerator.prepare_model(nn.BatchNorm1d(3, momentum=1.0)), nn.BatchNorm1d(3, momentum=1.0)
+    norm, reference = (
+        accelerator.prepare_model(nn.BatchNorm1d(3, momentum=1.0)),
+        nn.BatchNorm1d(3, momentum=1.0),
+    )
     x = torch.randn(ROWS, 3)
-    torch.testing.assert_close(norm(x.to(accelerator.device)).cpu(), reference(x), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        norm(x.to(accelerator.device)).cpu(), reference(x), atol=1e-5, rtol=0
+    )
     assert reference.running_var is not None
-    torch.testing.assert_close(norm.running_var.cpu(), reference.running_var * (ROWS - 1) / ROWS)
+    torch.testing.assert_close(
+        norm.running_var.cpu(), reference.running_var * (ROWS - 1) / ROWS
+    )
 
 
 def test_a_last_batch_that_devices_cannot_share() -> None:
@@ -106,19 +125,31 @@ def test_a_last_batch_that_devices_cannot_share() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("every", "stop", "shards"),
-    [(every, stop, shards) for every, stop in ((1, 9), (3, 9), (3, 10)) for shards in (False, True)],
+    [
+        (every, stop, shards)
+        for every, stop in ((1, 9), (3, 9), (3, 10))
+        for shards in (False, True)
+    ],
 )
-def test_resumes_bit_for_bit(every: int, stop: int, shards: bool, dropout: float, tmp_path: Path) -> None:
+def test_resumes_bit_for_bit(
+    every: int, stop: int, shards: bool, dropout: float, tmp_path: Path
+) -> None:
     """Also in the middle of an epoch and of an accumulation window, with dropout."""
     whole, again = resumed(every, stop, shards, dropout, tmp_path)
-    assert [float(loss) for loss in again.losses] == [float(loss) for loss in whole.losses[stop:]]
+    assert [float(loss) for loss in again.losses] == [
+        float(loss) for loss in whole.losses[stop:]
+    ]
     assert_equal(again.numbers(), whole.numbers())
 
 
-def resumed(every: int, stop: int, shards: bool, dropout: float, folder: Path) -> tuple[Run, Run]:
+def resumed(
+    every: int, stop: int, shards: bool, dropout: float, folder: Path
+) -> tuple[Run, Run]:
     """A training that saved on its way, and another that went on from there."""
     set_seed(3)
-    whole = made(samples(), every, 0.5, shards=shards, dropout=dropout).train(stop, folder / "saved")
+    whole = made(samples(), every, 0.5, shards=shards, dropout=dropout).train(
+        stop, folder / "saved"
+    )
     set_seed(99)
     again = made(samples(), every, 0.5, shards=shards, dropout=dropout)
     again.accelerator.load_state(folder / "saved")
@@ -130,7 +161,9 @@ def test_saving_changes_no_later_draw(tmp_path: Path) -> None:
     saved = made(samples(), dropout=0.2).train(9, tmp_path / "saved")
     set_seed(3)
     unsaved = made(samples(), dropout=0.2).train()
-    assert [float(loss) for loss in saved.losses] == [float(loss) for loss in unsaved.losses]
+    assert [float(loss) for loss in saved.losses] == [
+        float(loss) for loss in unsaved.losses
+    ]
 
 
 def test_parameters_and_moments_are_sharded_and_stay_so(tmp_path: Path) -> None:
@@ -146,7 +179,9 @@ def test_parameters_and_moments_are_sharded_and_stay_so(tmp_path: Path) -> None:
                 shared = f"{count}]" in spec(tensor) or f"[{count}," in spec(tensor)
                 assert shared == (count > 1), (name, spec(tensor))
     whole = made(samples()).train()
-    assert all("devices" not in spec(parameter) for parameter in whole.model.parameters())
+    assert all(
+        "devices" not in spec(parameter) for parameter in whole.model.parameters()
+    )
 
 
 def test_batches_are_divided_over_the_devices() -> None:
@@ -162,7 +197,10 @@ def test_ties_attributes_and_groups_survive_the_move() -> None:
     accelerator = Accelerator(strategy="xla")
     model = net()
     model.embed.weight.mark = "kept"  # type: ignore[attr-defined]
-    groups: list[dict[str, Any]] = [{"params": [model.embed.weight], "lr": 0.5}, {"params": model.blocks.parameters()}]
+    groups: list[dict[str, Any]] = [
+        {"params": [model.embed.weight], "lr": 0.5},
+        {"params": model.blocks.parameters()},
+    ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     moved, prepared = accelerator.prepare(model, optimizer)
     assert moved.head.weight is moved.embed.weight
@@ -198,7 +236,9 @@ def test_dropout_follows_the_seed(early: bool) -> None:
         accelerator = Accelerator(strategy="xla")
         if not early:
             set_seed(seed)
-        drawn.append(nn.functional.dropout(torch.ones(64, device=accelerator.device)).cpu())
+        drawn.append(
+            nn.functional.dropout(torch.ones(64, device=accelerator.device)).cpu()
+        )
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
 
@@ -210,18 +250,29 @@ class Rows(Dataset[dict[str, Any]]):
         return 21
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.tensor(index % 10), "name": str(index), "index": torch.tensor(index)}
+        return {
+            "x": torch.tensor(index % 10),
+            "name": str(index),
+            "index": torch.tensor(index),
+        }
 
 
 def test_metrics_see_every_sample_once() -> None:
-    accelerator = Accelerator(strategy="xla", dataloader_config=DataLoaderConfiguration(prefetch_skip_keys=("index",)))
-    model, loader = accelerator.prepare(net().eval(), DataLoader(Rows(), batch_size=ROWS))
+    accelerator = Accelerator(
+        strategy="xla",
+        dataloader_config=DataLoaderConfiguration(prefetch_skip_keys=("index",)),
+    )
+    model, loader = accelerator.prepare(
+        net().eval(), DataLoader(Rows(), batch_size=ROWS)
+    )
     scores, names, indices = [], [], []
     with torch.no_grad():
         for batch in loader:
             assert batch["index"].device.type == "cpu"
             scores.append(accelerator.gather_for_metrics(model(batch["x"])).cpu())
-            names += accelerator.gather_for_metrics(batch["name"], use_gather_object=True)
+            names += accelerator.gather_for_metrics(
+                batch["name"], use_gather_object=True
+            )
             indices += batch["index"].tolist()
     assert names == [str(number) for number in range(21)]
     assert indices == list(range(21))
@@ -238,7 +289,9 @@ def test_whole_weights_come_out_and_go_in(shards: bool, tmp_path: Path) -> None:
     assert_equal(saved, {name: value.cpu() for name, value in state.items()})
     other = made(samples(40), shards=shards)
     other.accelerator.load_model(other.model, tmp_path)
-    assert_equal(saved, {name: value.cpu() for name, value in other.model.state_dict().items()})
+    assert_equal(
+        saved, {name: value.cpu() for name, value in other.model.state_dict().items()}
+    )
     twin: Any = copy.deepcopy(run.accelerator.unwrap_model(run.model))
     assert twin.head.weight is twin.embed.weight
 
@@ -248,8 +301,12 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
     run = made(samples()).train(20, tmp_path / "saved")
     accelerator = Accelerator(cpu=True)
     model = net()
-    parts = accelerator.prepare(*parts_of(model), DataLoader(samples(), batch_size=ROWS))
-    with pytest.raises(DeviceError, match="captured on 'xla' and this process works on 'cpu'"):
+    parts = accelerator.prepare(
+        *parts_of(model), DataLoader(samples(), batch_size=ROWS)
+    )
+    with pytest.raises(
+        DeviceError, match="captured on 'xla' and this process works on 'cpu'"
+    ):
         accelerator.load_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved", strict=False)
     assert_equal(Run(accelerator, *parts).numbers(), run.numbers())

@@ -21,10 +21,14 @@ Precision = Literal["no", "bf16"]
 class Net(nn.Module):
     """Layers with a tie, a repeated block and a normalisation of the given kind; 10 classes."""
 
-    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d, dropout: float = 0.0) -> None:
+    def __init__(
+        self, norm: type[nn.Module] = nn.BatchNorm1d, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)
+        )
         self.norm = norm(16)
         self.drop = nn.Dropout(dropout)
         self.head = nn.Linear(16, 10, bias=False)
@@ -39,29 +43,40 @@ class Net(nn.Module):
         return scores
 
 
-def net(norm: type[nn.Module] = nn.BatchNorm1d, dropout: float = 0.0, seed: int = 5) -> Net:
+def net(
+    norm: type[nn.Module] = nn.BatchNorm1d, dropout: float = 0.0, seed: int = 5
+) -> Net:
     """The same weights every time."""
     torch.manual_seed(seed)
     return Net(norm, dropout)
 
 
-def parts_of(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def parts_of(
+    model: nn.Module,
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """A model with the optimizer and the schedule of every training here."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
 
 
 def plain(
-    model: nn.Module, data: tuple[Tensor, Tensor], steps: Sequence[list[list[int]]], every: int, clip: float | None
+    model: nn.Module,
+    data: tuple[Tensor, Tensor],
+    steps: Sequence[list[list[int]]],
+    every: int,
+    clip: float | None,
 ) -> list[float]:
     """Train a model in plain torch; each step has groups of rows, and its loss is the mean of theirs. Returns the losses."""
     _, optimizer, schedule = parts_of(model)
     x, y = data
     losses = []
     for index, groups in enumerate(steps, 1):
-        loss = torch.stack([nn.functional.cross_entropy(model(x[rows]), y[rows]) for rows in groups]).mean()
+        loss = torch.stack(
+            [nn.functional.cross_entropy(model(x[rows]), y[rows]) for rows in groups]
+        ).mean()
         losses.append(loss.item())
-        short = len(steps) - len(steps) % every  # a window of what is left begins after this step
+        # a window of what is left begins after this step
+        short = len(steps) - len(steps) % every
         (loss / (every if index <= short else len(steps) - short)).backward()  # type: ignore[no-untyped-call]
         if index % every == 0 or index == len(steps):
             if clip is not None:
@@ -106,7 +121,9 @@ class Run:
             mixed_precision=precision,
             **options,
         )
-        parts: tuple[Any, Any, Any, Any] = accelerator.prepare(*parts_of(model), DataLoader(data, batch_size=num_rows))
+        parts: tuple[Any, Any, Any, Any] = accelerator.prepare(
+            *parts_of(model), DataLoader(data, batch_size=num_rows)
+        )
         return cls(accelerator, *parts, clip)
 
     def train(self, stop: int | None = None, folder: Path | None = None) -> Run:

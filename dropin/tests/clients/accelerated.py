@@ -16,14 +16,22 @@ def data(seed, length):
 
 def trainer():
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1)
+    )
     return Trainer(
-        model, loss_func=nn.MSELoss(), optimizer=torch.optim.AdamW(model.parameters(), lr=0.01), callbacks=()
+        model,
+        loss_func=nn.MSELoss(),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        callbacks=(),
     )
 
 
 def losses(run):
-    return [run.run_history.get_metric_values(name) for name in ("train_loss_epoch", "eval_loss_epoch")]
+    return [
+        run.run_history.get_metric_values(name)
+        for name in ("train_loss_epoch", "eval_loss_epoch")
+    ]
 
 
 def main(folder):
@@ -37,7 +45,12 @@ def main(folder):
     run.save_checkpoint(path)
     again = trainer()
     again.load_checkpoint(path)
-    again.train(train_dataset=data(0, 50), eval_dataset=data(1, 13), num_epochs=1, per_device_batch_size=4)
+    again.train(
+        train_dataset=data(0, 50),
+        eval_dataset=data(1, 13),
+        num_epochs=1,
+        per_device_batch_size=4,
+    )
     return {
         "losses": losses(run),
         "after": losses(again),

@@ -21,7 +21,9 @@ except RuntimeError:
     DECLARED = torch.library.Library("torchvision", "DEF")
     for signature in OPERATORS:
         DECLARED.define(signature)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "torchvision"
+    ]:
         del sys.modules[name]
 
 from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet  # noqa: E402
@@ -33,7 +35,9 @@ from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 
 # The original's device on several CPU processes is `cpu:0`, which torch.load does not know: `Trainer.load` fails there.
 torch.serialization.register_package(
-    100, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
+    100,
+    lambda storage: None,
+    lambda storage, location: storage if location == "cpu:0" else None,
 )
 SIZE = 8
 
@@ -41,7 +45,13 @@ SIZE = 8
 def pictures(folder):
     """A folder of one hundred small pictures: the Trainer takes no fewer."""
     folder.mkdir(parents=True)
-    drawn = torch.randint(0, 256, (100, SIZE, SIZE, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    drawn = torch.randint(
+        0,
+        256,
+        (100, SIZE, SIZE, 3),
+        generator=torch.Generator().manual_seed(1),
+        dtype=torch.uint8,
+    )
     for number, one in enumerate(drawn):
         Image.fromarray(one.numpy()).save(folder / f"{number:03}.png")
     return folder
@@ -54,10 +64,19 @@ class Run:
         AcceleratorState._reset_state()
         random.seed(6)
         torch.manual_seed(6)
-        net = Unet(dim=8, dim_mults=(1, 2), full_attn=(False, True), attn_heads=2, attn_dim_head=4, flash_attn=False)
+        net = Unet(
+            dim=8,
+            dim_mults=(1, 2),
+            full_attn=(False, True),
+            attn_heads=2,
+            attn_dim_head=4,
+            flash_attn=False,
+        )
         model = GaussianDiffusion(net, image_size=SIZE, timesteps=12)
         self.losses = []
-        model.register_forward_hook(lambda module, given, loss: self.losses.append(loss.item()))
+        model.register_forward_hook(
+            lambda module, given, loss: self.losses.append(loss.item())
+        )
         self.trainer = Trainer(
             model, str(shown), train_batch_size=8, gradient_accumulate_every=2, train_lr=1e-3, train_num_steps=steps,
             ema_update_every=1, ema_decay=0.9, save_and_sample_every=4, num_samples=4, results_folder=str(results),
@@ -65,7 +84,8 @@ class Run:
         )  # fmt: skip
         self.trainer.ds.paths.sort()
         if self.trainer.accelerator.is_main_process:
-            self.trainer.ema.update_after_step = 0  # it averages from the first step on, not after one hundred
+            # it averages from the first step on, not after one hundred
+            self.trainer.ema.update_after_step = 0
 
     def outcome(self):
         """The losses of every rank, the weights, and what the main process sampled from the average."""
@@ -102,7 +122,8 @@ def train(shown, results, **options):
 def told(split_batches, mixed_precision):
     """The Trainer's Accelerator, with its settings in the form that both packages follow."""
     return Accelerator(
-        dataloader_config=DataLoaderConfiguration(split_batches=split_batches), mixed_precision=mixed_precision
+        dataloader_config=DataLoaderConfiguration(split_batches=split_batches),
+        mixed_precision=mixed_precision,
     )
 
 
@@ -111,10 +132,13 @@ def main(folder):
     shown = pictures(place / f"pictures-{os.environ.get('RANK', '0')}")
     found = {
         "each": train(shown, place / "each", split_batches=False),
-        "split": train(shown, place / "split"),  # its default; the original takes the argument and does nothing with it
+        # its default; the original takes the argument and does nothing with it
+        "split": train(shown, place / "split"),
     }
     client.Accelerator = told
-    return found | {"told": train(shown, place / "told", amp=True, mixed_precision_type="bf16")}
+    return found | {
+        "told": train(shown, place / "told", amp=True, mixed_precision_type="bf16")
+    }
 
 
 if __name__ == "__main__":

@@ -28,7 +28,15 @@ PARTITIONED = {
 MADE = {
     **OWN,
     "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {
+            "lr": "auto",
+            "betas": "auto",
+            "eps": "auto",
+            "weight_decay": "auto",
+        },
+    },
     "scheduler": {
         "type": "WarmupDecayLR",
         "params": {

@@ -16,23 +16,35 @@ def data(seed):
     rows = []
     for label in (0, 1) * 8:
         words = WORDS[2:50] if label else WORDS[50:]
-        rows.append({"text": " ".join(chance.choice(words) for _ in range(6)), "label": label})
+        rows.append(
+            {"text": " ".join(chance.choice(words) for _ in range(6)), "label": label}
+        )
     return Dataset.from_list(rows)
 
 
 def main(folder):
     body = model(str(Path(folder) / "model"))
     set_seed(5)
-    found = SetFitModel(model_body=body, model_head=LogisticRegression(), labels=["no", "yes"])
+    found = SetFitModel(
+        model_body=body, model_head=LogisticRegression(), labels=["no", "yes"]
+    )
     args = TrainingArguments(
         str(folder), batch_size=4, num_epochs=1, max_steps=6, body_learning_rate=1e-3, logging_steps=1, report_to="none",
         save_strategy="no", seed=7,
     )  # fmt: skip
-    trainer = Trainer(model=found, args=args, train_dataset=data(0), eval_dataset=data(1), metric="accuracy")
+    trainer = Trainer(
+        model=found,
+        args=args,
+        train_dataset=data(0),
+        eval_dataset=data(1),
+        metric="accuracy",
+    )
     trainer.train()
     texts = data(2)["text"]
     return {
-        "log": history(trainer.st_trainer, "embedding_loss", "grad_norm", "learning_rate", "step"),
+        "log": history(
+            trainer.st_trainer, "embedding_loss", "grad_norm", "learning_rate", "step"
+        ),
         "probabilities": found.predict_proba(list(texts)).tolist(),
         "predicted": list(map(str, found.predict(list(texts)))),
         "weights": weights(body.parameters()),

@@ -17,23 +17,51 @@ def asked(kind, *arguments):
 
 def main(folder):
     Path(folder).mkdir(parents=True, exist_ok=True)
-    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unknown>"))
+    raw = Tokenizer(
+        models.WordLevel(
+            {word: number for number, word in enumerate(WORDS)}, unk_token="<unknown>"
+        )
+    )
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    words = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unknown>", eos_token="<end>", pad_token="<end>")
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        unk_token="<unknown>",
+        eos_token="<end>",
+        pad_token="<end>",
+    )
     set_seed(2)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+        GPT2Config(
+            vocab_size=100,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            n_positions=64,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     )
     place = str(Path(folder) / "model")
     model.save_pretrained(place)
     words.save_pretrained(place)
-    judge = HFLM(pretrained=place, device="cpu", dtype="float32", batch_size=2, max_length=32)
-    texts = [(f"w{n} w{n + 1} w{n + 2}", f" w{n + 3} w{n * 2 % 90}") for n in range(1, 9)]
+    judge = HFLM(
+        pretrained=place, device="cpu", dtype="float32", batch_size=2, max_length=32
+    )
+    texts = [
+        (f"w{n} w{n + 1} w{n + 2}", f" w{n + 3} w{n * 2 % 90}") for n in range(1, 9)
+    ]
     rolling = [(" ".join(f"w{(n * k) % 97}" for k in range(1, 40)),) for n in (3, 5)]
-    drawn = [(f"w{n} w{n + 4}", {"until": ["w9"], "max_gen_toks": 5, "do_sample": False}) for n in (1, 2, 3)]
+    drawn = [
+        (f"w{n} w{n + 4}", {"until": ["w9"], "max_gen_toks": 5, "do_sample": False})
+        for n in (1, 2, 3)
+    ]
     return {
-        "likelihoods": [list(one) for one in judge.loglikelihood(asked("loglikelihood", *texts))],
-        "rolling": list(judge.loglikelihood_rolling(asked("loglikelihood_rolling", *rolling))),
+        "likelihoods": [
+            list(one) for one in judge.loglikelihood(asked("loglikelihood", *texts))
+        ],
+        "rolling": list(
+            judge.loglikelihood_rolling(asked("loglikelihood_rolling", *rolling))
+        ),
         "drawn": list(judge.generate_until(asked("generate_until", *drawn))),
     }
 

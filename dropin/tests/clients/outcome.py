@@ -28,7 +28,10 @@ SHORT = {
 
 def history(trainer, *kept):
     """The trainer's log, only with what does not depend on the clock."""
-    return [{key: value for key, value in row.items() if key in kept} for row in trainer.state.log_history]
+    return [
+        {key: value for key, value in row.items() if key in kept}
+        for row in trainer.state.log_history
+    ]
 
 
 def weights(parameters):

@@ -29,13 +29,17 @@ def train(folder, first, last, resume=None):  # noqa: C901 — one script, as us
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
     set_seed(4)
     model = UNet2DModel(**SHAPE)
-    average = EMAModel(model.parameters(), decay=0.9, model_cls=UNet2DModel, model_config=model.config)
+    average = EMAModel(
+        model.parameters(), decay=0.9, model_cls=UNet2DModel, model_config=model.config
+    )
 
     def save(models, weights, output_dir):
         if accelerator.is_main_process:
             average.save_pretrained(str(Path(output_dir) / "unet_ema"))
             for one in models:
-                accelerator.unwrap_model(one).save_pretrained(str(Path(output_dir) / "unet"))
+                accelerator.unwrap_model(one).save_pretrained(
+                    str(Path(output_dir) / "unet")
+                )
                 weights.pop()
 
     def load(models, input_dir):
@@ -43,7 +47,9 @@ def train(folder, first, last, resume=None):  # noqa: C901 — one script, as us
         average.load_state_dict(kept.state_dict())
         for _ in range(len(models)):
             one = models.pop()
-            one.load_state_dict(UNet2DModel.from_pretrained(input_dir, subfolder="unet").state_dict())
+            one.load_state_dict(
+                UNet2DModel.from_pretrained(input_dir, subfolder="unet").state_dict()
+            )
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -57,7 +63,9 @@ def train(folder, first, last, resume=None):  # noqa: C901 — one script, as us
         num_training_steps=12 * accelerator.num_processes,
     )
     noise_of = DDPMScheduler(num_train_timesteps=50)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    model, optimizer, loader, schedule = accelerator.prepare(
+        model, optimizer, loader, schedule
+    )
     if resume:
         accelerator.load_state(resume)
     losses, done = [], first
@@ -67,7 +75,9 @@ def train(folder, first, last, resume=None):  # noqa: C901 — one script, as us
             with accelerator.accumulate(model):
                 noise = torch.randn(clean.shape, generator=drawn)
                 steps = torch.randint(0, 50, (len(clean),), generator=drawn)
-                loss = torch.nn.functional.mse_loss(model(noise_of.add_noise(clean, noise, steps), steps).sample, noise)
+                loss = torch.nn.functional.mse_loss(
+                    model(noise_of.add_noise(clean, noise, steps), steps).sample, noise
+                )
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -10,7 +10,12 @@ from pathlib import Path
 from datasets import Dataset
 from outcome import SHORT, history, record, weights
 from sft import tokenizer
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    set_seed,
+)
 
 SIZES = {
     "vocab_size": 64,
@@ -34,12 +39,17 @@ COMMON = {
 
 def lines(count, longest=8, seed=0):
     chance = random.Random(seed)
-    return [" ".join(f"w{chance.randrange(60)}" for _ in range(chance.randint(3, longest))) for _ in range(count)]
+    return [
+        " ".join(f"w{chance.randrange(60)}" for _ in range(chance.randint(3, longest)))
+        for _ in range(count)
+    ]
 
 
 def pairs():
     rows = zip(lines(16), lines(16, seed=1), lines(16, seed=2), strict=True)
-    return Dataset.from_list([{"prompt": one, "chosen": f" {a}", "rejected": f" {b}"} for one, a, b in rows])
+    return Dataset.from_list(
+        [{"prompt": one, "chosen": f" {a}", "rejected": f" {b}"} for one, a, b in rows]
+    )
 
 
 def writer(folder):
@@ -47,7 +57,8 @@ def writer(folder):
     set_seed(3)
     place, done = f"{folder}-model", Path(f"{folder}-saved")
     model = GPT2LMHeadModel(GPT2Config(**SIZES))
-    if os.environ.get("RANK", "0") == "0":  # transformers writes weights on the first rank only
+    # transformers writes weights on the first rank only
+    if os.environ.get("RANK", "0") == "0":
         model.save_pretrained(place)
         done.touch()
     while not done.exists():
@@ -57,14 +68,24 @@ def writer(folder):
 
 def trained(trainer):
     trainer.train()
-    return {"log": history(trainer, *KEPT), "weights": weights(trainer.model.parameters())}
+    return {
+        "log": history(trainer, *KEPT),
+        "weights": weights(trainer.model.parameters()),
+    }
 
 
 def dpo(folder):
     from trl import DPOConfig, DPOTrainer
 
     args = DPOConfig(folder, max_length=32, **COMMON)
-    return trained(DPOTrainer(model=writer(folder), args=args, train_dataset=pairs(), processing_class=tokenizer()))
+    return trained(
+        DPOTrainer(
+            model=writer(folder),
+            args=args,
+            train_dataset=pairs(),
+            processing_class=tokenizer(),
+        )
+    )
 
 
 def kto(folder):
@@ -72,10 +93,20 @@ def kto(folder):
 
     rows = zip(lines(16), lines(16, seed=1), strict=True)
     data = Dataset.from_list(
-        [{"prompt": one, "completion": f" {other}", "label": index % 2 == 0} for index, (one, other) in enumerate(rows)]
+        [
+            {"prompt": one, "completion": f" {other}", "label": index % 2 == 0}
+            for index, (one, other) in enumerate(rows)
+        ]
     )
     args = KTOConfig(folder, max_length=32, **COMMON)
-    return trained(KTOTrainer(model=writer(folder), args=args, train_dataset=data, processing_class=tokenizer()))
+    return trained(
+        KTOTrainer(
+            model=writer(folder),
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer(),
+        )
+    )
 
 
 def reward(folder):
@@ -83,9 +114,15 @@ def reward(folder):
 
     set_seed(3)
     words = tokenizer()
-    model = GPT2ForSequenceClassification(GPT2Config(num_labels=1, pad_token_id=words.pad_token_id, **SIZES))
+    model = GPT2ForSequenceClassification(
+        GPT2Config(num_labels=1, pad_token_id=words.pad_token_id, **SIZES)
+    )
     args = RewardConfig(folder, max_length=32, **COMMON)
-    return trained(RewardTrainer(model=model, args=args, train_dataset=pairs(), processing_class=words))
+    return trained(
+        RewardTrainer(
+            model=model, args=args, train_dataset=pairs(), processing_class=words
+        )
+    )
 
 
 def length(completions, **kwargs):
@@ -96,10 +133,20 @@ def online(kind, settings):
     def run(folder):
         import trl
 
-        args = getattr(trl, settings)(folder, num_generations=2, max_completion_length=6, temperature=1.0, **COMMON)
+        args = getattr(trl, settings)(
+            folder,
+            num_generations=2,
+            max_completion_length=6,
+            temperature=1.0,
+            **COMMON,
+        )
         data = Dataset.from_list([{"prompt": one} for one in lines(16)])
         made = getattr(trl, kind)(
-            model=writer(folder), reward_funcs=length, args=args, train_dataset=data, processing_class=tokenizer()
+            model=writer(folder),
+            reward_funcs=length,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer(),
         )
         return trained(made)
 

@@ -33,7 +33,9 @@ def rows(size, seed=0, labels=True, lengths=False):
     generator = torch.Generator().manual_seed(seed)
     made = []
     for index in range(size):
-        ids = torch.randint(2, 60, (4 + index % 6 if lengths else 8,), generator=generator)
+        ids = torch.randint(
+            2, 60, (4 + index % 6 if lengths else 8,), generator=generator
+        )
         made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         made[-1]["labels"] = ids.sum() % 2 if labels else ids.clone()
     return made
@@ -49,26 +51,52 @@ class Stream(torch.utils.data.IterableDataset):
 def classifier():
     set_seed(3)
     return BertForSequenceClassification(
-        BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, **TINY)
+        BertConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            **TINY,
+        )
     )
 
 
 def writer():
     set_seed(3)
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=60, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
+        GPT2Config(
+            vocab_size=60,
+            n_positions=16,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
     )
 
 
 def translator():
     set_seed(3)
     return T5ForConditionalGeneration(
-        T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        T5Config(
+            vocab_size=60,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        )
     )
 
 
 def accuracy(found):
-    logits = found.predictions[0] if isinstance(found.predictions, tuple) else found.predictions
+    logits = (
+        found.predictions[0]
+        if isinstance(found.predictions, tuple)
+        else found.predictions
+    )
     return {"accuracy": float((logits.argmax(-1) == found.label_ids).mean())}
 
 
@@ -93,7 +121,12 @@ class Pad:
     def __call__(self, batch):
         longest = max(len(one["input_ids"]) for one in batch)
         made = {
-            name: torch.stack([torch.nn.functional.pad(one[name], (0, longest - len(one[name]))) for one in batch])
+            name: torch.stack(
+                [
+                    torch.nn.functional.pad(one[name], (0, longest - len(one[name])))
+                    for one in batch
+                ]
+            )
             for name in ("input_ids", "attention_mask")
         }
         made["labels"] = torch.stack([one["labels"] for one in batch])
@@ -123,10 +156,14 @@ class Stop(TrainerCallback):
 class Weighted(Trainer):
     """A loss of one's own."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
         labels = inputs.pop("labels")
         out = model(**inputs)
-        loss = torch.nn.functional.cross_entropy(out.logits, labels, weight=torch.tensor([1.0, 3.0]))
+        loss = torch.nn.functional.cross_entropy(
+            out.logits, labels, weight=torch.tensor([1.0, 3.0])
+        )
         return (loss, out) if return_outputs else loss
 
 
@@ -138,10 +175,23 @@ class InOrder(Trainer):
 
 
 def trained(
-    folder, model=None, kind=Trainer, data=None, resume=None, extra=None, arguments=TrainingArguments, **options
+    folder,
+    model=None,
+    kind=Trainer,
+    data=None,
+    resume=None,
+    extra=None,
+    arguments=TrainingArguments,
+    **options,
 ):
     """A short training: its log and the sum of its weights."""
-    given = {**SHORT, "num_train_epochs": 1, "learning_rate": 1e-2, "save_strategy": "no", **options}
+    given = {
+        **SHORT,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        **options,
+    }
     extra = dict(extra or {})
     extra.setdefault("eval_dataset", rows(13, 1))
     made = kind(
@@ -155,7 +205,11 @@ def trained(
 
 
 def told(made):
-    return {"log": history(made, *KEPT), "weights": weights(made.model.parameters()), "steps": made.state.global_step}
+    return {
+        "log": history(made, *KEPT),
+        "weights": weights(made.model.parameters()),
+        "steps": made.state.global_step,
+    }
 
 
 def simple(**options):
@@ -175,11 +229,18 @@ def lm(**options):
 
 
 def saved(folder):
-    return sorted(one.name for one in Path(folder).iterdir() if one.name.startswith("checkpoint"))
+    return sorted(
+        one.name for one in Path(folder).iterdir() if one.name.startswith("checkpoint")
+    )
 
 
 def resumed(folder, at, **options):
-    common = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, **options}
+    common = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "num_train_epochs": 2,
+        **options,
+    }
     first = trained(folder, **common)
     again = trained(folder, resume=str(Path(folder) / f"checkpoint-{at}"), **common)
     return [told(first), told(again), saved(folder)]
@@ -190,7 +251,11 @@ def best(folder):
         folder, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
         metric_for_best_model="accuracy", extra={"compute_metrics": accuracy},
     )  # fmt: skip
-    return [told(made), made.state.best_metric, Path(made.state.best_model_checkpoint or "none").name]
+    return [
+        told(made),
+        made.state.best_metric,
+        Path(made.state.best_model_checkpoint or "none").name,
+    ]
 
 
 def early(folder):
@@ -203,7 +268,12 @@ def early(folder):
 
 def events(folder):
     callback = Events()
-    trained(folder, extra={"callbacks": [callback]}, eval_strategy="epoch", gradient_accumulation_steps=2)
+    trained(
+        folder,
+        extra={"callbacks": [callback]},
+        eval_strategy="epoch",
+        gradient_accumulation_steps=2,
+    )
     return dict(sorted(callback.seen.items()))
 
 
@@ -211,11 +281,15 @@ def own_optimizer(folder):
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    return told(trained(folder, model=model, extra={"optimizers": (optimizer, schedule)}))
+    return told(
+        trained(folder, model=model, extra={"optimizers": (optimizer, schedule)})
+    )
 
 
 def predicted(folder):
-    made = trained(folder, per_device_eval_batch_size=4, extra={"compute_metrics": accuracy})
+    made = trained(
+        folder, per_device_eval_batch_size=4, extra={"compute_metrics": accuracy}
+    )
     found = made.predict(rows(13, 1))
     return [
         found.predictions.tolist(),
@@ -235,7 +309,13 @@ def evaluated(**options):
 
 
 def several_sets(folder):
-    return told(trained(folder, eval_strategy="epoch", extra={"eval_dataset": {"a": rows(5, 1), "b": rows(8, 2)}}))
+    return told(
+        trained(
+            folder,
+            eval_strategy="epoch",
+            extra={"eval_dataset": {"a": rows(5, 1), "b": rows(8, 2)}},
+        )
+    )
 
 
 def twice(folder):
@@ -245,7 +325,10 @@ def twice(folder):
 
 
 def translated(folder):
-    data = [{"input_ids": one["input_ids"], "labels": one["input_ids"].flip(0)} for one in rows(12, labels=False)]
+    data = [
+        {"input_ids": one["input_ids"], "labels": one["input_ids"].flip(0)}
+        for one in rows(12, labels=False)
+    ]
     made = trained(
         folder, model=translator(), kind=Seq2SeqTrainer, data=data, arguments=Seq2SeqTrainingArguments,
         predict_with_generate=True, generation_max_length=6, extra={"eval_dataset": data[:5]},
@@ -261,7 +344,10 @@ def searched(folder):
 def lora(folder):
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(classifier(), LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.0))
+    model = get_peft_model(
+        classifier(),
+        LoraConfig(r=2, target_modules=["query", "value"], lora_dropout=0.0),
+    )
     made = trained(folder, model=model, save_strategy="epoch")
     return [told(made), saved(folder)]
 
@@ -269,7 +355,10 @@ def lora(folder):
 def from_columns(folder):
     from datasets import Dataset
 
-    made = [{**{name: value.tolist() for name, value in row.items()}, "unused": "x"} for row in rows(22)]
+    made = [
+        {**{name: value.tolist() for name, value in row.items()}, "unused": "x"}
+        for row in rows(22)
+    ]
     return told(trained(folder, data=Dataset.from_list(made)))
 
 
@@ -290,7 +379,9 @@ def stopped(folder):
 def inherited_state(folder):
     trained(folder, save_strategy="steps", save_steps=3)
     return sorted(
-        one.name for one in (Path(folder) / saved(folder)[0]).iterdir() if one.suffix not in (".json", ".pth", ".pkl")
+        one.name
+        for one in (Path(folder) / saved(folder)[0]).iterdir()
+        if one.suffix not in (".json", ".pth", ".pkl")
     )
 
 
@@ -303,11 +394,19 @@ SCENARIOS = {
     "warmup": simple(warmup_steps=3),
     "cosine": simple(lr_scheduler_type="cosine"),
     "constant": simple(lr_scheduler_type="constant"),
-    "constant_with_warmup": simple(lr_scheduler_type="constant_with_warmup", warmup_steps=2),
-    "polynomial": simple(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": 2.0}),
+    "constant_with_warmup": simple(
+        lr_scheduler_type="constant_with_warmup", warmup_steps=2
+    ),
+    "polynomial": simple(
+        lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": 2.0}
+    ),
     "inverse_sqrt": simple(lr_scheduler_type="inverse_sqrt", warmup_steps=2),
-    "cosine_restarts": simple(lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}),
-    "cosine_min": simple(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-3}),
+    "cosine_restarts": simple(
+        lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 2}
+    ),
+    "cosine_min": simple(
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-3}
+    ),
     "plateau": simple(
         lr_scheduler_type="reduce_lr_on_plateau",
         eval_strategy="epoch",
@@ -320,7 +419,9 @@ SCENARIOS = {
     "clipped_in_windows": simple(max_grad_norm=0.1, gradient_accumulation_steps=2),
     "label_smoothing": simple(label_smoothing_factor=0.1),
     "by_length": simple(
-        train_sampling_strategy="group_by_length", data=rows(22, lengths=True), extra={"data_collator": Pad()}
+        train_sampling_strategy="group_by_length",
+        data=rows(22, lengths=True),
+        extra={"data_collator": Pad()},
     ),
     "sequential": simple(train_sampling_strategy="sequential"),
     "in_order": simple(kind=InOrder),
@@ -330,15 +431,23 @@ SCENARIOS = {
     "drop_last": simple(dataloader_drop_last=True),
     "dispatched": accelerator_config(dispatch_batches=True),
     "split": accelerator_config(split_batches=True),
-    "split_and_dispatched": accelerator_config(split_batches=True, dispatch_batches=True),
+    "split_and_dispatched": accelerator_config(
+        split_batches=True, dispatch_batches=True
+    ),
     "uneven": accelerator_config(even_batches=False),
     "torch_sampler": accelerator_config(use_seedable_sampler=False),
     "synced_each": simple(
-        gradient_accumulation_steps=2, accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        gradient_accumulation_steps=2,
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}},
     ),
     "stream": lambda folder: told(trained(folder, data=Stream(), max_steps=5)),
     "stream_read_by_each": lambda folder: told(
-        trained(folder, data=Stream(), max_steps=5, accelerator_config={"dispatch_batches": False})
+        trained(
+            folder,
+            data=Stream(),
+            max_steps=5,
+            accelerator_config={"dispatch_batches": False},
+        )
     ),
     "stream_accumulated": lambda folder: told(
         trained(folder, data=Stream(), max_steps=3, gradient_accumulation_steps=2)
@@ -348,14 +457,19 @@ SCENARIOS = {
     "evaluated_by_batch": lambda folder: {
         name: value
         for name, value in trained(
-            folder, per_device_eval_batch_size=4, batch_eval_metrics=True, extra={"compute_metrics": BatchAccuracy()}
+            folder,
+            per_device_eval_batch_size=4,
+            batch_eval_metrics=True,
+            extra={"compute_metrics": BatchAccuracy()},
         )
         .evaluate()
         .items()
         if name in KEPT
     },
     "loss_only": evaluated(prediction_loss_only=True),
-    "logits_preprocessed": evaluated(extra={"preprocess_logits_for_metrics": lambda logits, labels: logits * -1}),
+    "logits_preprocessed": evaluated(
+        extra={"preprocess_logits_for_metrics": lambda logits, labels: logits * -1}
+    ),
     "evaluated_each_step": simple(eval_strategy="steps", eval_steps=2),
     "evaluated_first": simple(eval_strategy="epoch", eval_on_start=True),
     "evaluated_late": simple(eval_strategy="epoch", eval_delay=2, num_train_epochs=3),
@@ -368,17 +482,22 @@ SCENARIOS = {
     "limited": limited,
     "files": inherited_state,
     "resumed": lambda folder: resumed(folder, 4),
-    "resumed_inside_epoch": lambda folder: resumed(folder, 2, gradient_accumulation_steps=2),
+    "resumed_inside_epoch": lambda folder: resumed(
+        folder, 2, gradient_accumulation_steps=2
+    ),
     "resumed_without_skip": lambda folder: resumed(folder, 2, ignore_data_skip=True),
     "resumed_bf16": lambda folder: resumed(folder, 4, bf16=True),
-    "only_model": lambda folder: [told(trained(folder, save_strategy="epoch", save_only_model=True)), saved(folder)],
+    "only_model": lambda folder: [
+        told(trained(folder, save_strategy="epoch", save_only_model=True)),
+        saved(folder),
+    ],
     "own_optimizer": own_optimizer,
     "own_loss": simple(kind=Weighted),
     "own_loss_accumulated": simple(kind=Weighted, gradient_accumulation_steps=2),
     "loss_function": simple(
         extra={
-            "compute_loss_func": lambda out, labels, num_items_in_batch=None: torch.nn.functional.cross_entropy(
-                out.logits, labels
+            "compute_loss_func": lambda out, labels, num_items_in_batch=None: (
+                torch.nn.functional.cross_entropy(out.logits, labels)
             )
         }
     ),

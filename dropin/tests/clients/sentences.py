@@ -22,27 +22,45 @@ WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(98))]
 
 def model(folder):
     set_seed(3)
-    tokens = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokens = Tokenizer(
+        WordLevel(
+            {word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"
+        )
+    )
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()
     BertModel(BertConfig(**TINY)).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(folder)
     words = models.Transformer(folder, max_seq_length=12)
-    return SentenceTransformer(modules=[words, models.Pooling(words.get_word_embedding_dimension())], device="cpu")
+    return SentenceTransformer(
+        modules=[words, models.Pooling(words.get_word_embedding_dimension())],
+        device="cpu",
+    )
 
 
 def data():
     chance = random.Random(0)
     line = lambda: " ".join(chance.choice(WORDS[2:]) for _ in range(6))  # noqa: E731
-    return Dataset.from_list([{"anchor": line(), "positive": line(), "label": chance.random()} for _ in range(24)])
+    return Dataset.from_list(
+        [
+            {"anchor": line(), "positive": line(), "label": chance.random()}
+            for _ in range(24)
+        ]
+    )
 
 
 def main(folder):
-    made = model(str(Path(folder) / f"model_{os.environ.get('RANK', '0')}"))  # each process writes and reads its own
+    # each process writes and reads its own
+    made = model(str(Path(folder) / f"model_{os.environ.get('RANK', '0')}"))
     args = SentenceTransformerTrainingArguments(
         folder, num_train_epochs=1, learning_rate=1e-3, save_strategy="no", **SHORT
     )
     trainer = SentenceTransformerTrainer(
-        model=made, args=args, train_dataset=data(), loss=losses.CosineSimilarityLoss(made)
+        model=made,
+        args=args,
+        train_dataset=data(),
+        loss=losses.CosineSimilarityLoss(made),
     )
     trainer.train()
     return {

@@ -11,21 +11,37 @@ from trl import SFTConfig, SFTTrainer
 
 def tokenizer():
     words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(60))]
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    made = Tokenizer(
+        models.WordLevel(
+            {word: number for number, word in enumerate(words)}, unk_token="<unk>"
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def data():
     chance = random.Random(0)
-    line = lambda: " ".join(f"w{chance.randrange(60)}" for _ in range(chance.randint(4, 14)))  # noqa: E731
+    line = lambda: " ".join(  # noqa: E731
+        f"w{chance.randrange(60)}" for _ in range(chance.randint(4, 14))
+    )
     return Dataset.from_list([{"text": line()} for _ in range(20)])
 
 
 def main(folder):
     set_seed(3)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1)
+        GPT2Config(
+            vocab_size=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            n_positions=64,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
     )
     args = SFTConfig(
         folder,
@@ -37,10 +53,22 @@ def main(folder):
         save_strategy="no",
         **SHORT,
     )
-    trainer = SFTTrainer(model=model, args=args, train_dataset=data(), processing_class=tokenizer())
+    trainer = SFTTrainer(
+        model=model, args=args, train_dataset=data(), processing_class=tokenizer()
+    )
     trainer.train()
-    kept = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "num_tokens", "entropy")
-    return {"log": history(trainer, *kept), "weights": weights(trainer.model.parameters())}
+    kept = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "mean_token_accuracy",
+        "num_tokens",
+        "entropy",
+    )
+    return {
+        "log": history(trainer, *kept),
+        "weights": weights(trainer.model.parameters()),
+    }
 
 
 if __name__ == "__main__":

@@ -4,9 +4,23 @@ from pathlib import Path
 
 import torch
 from outcome import SHORT, TINY, history, record, weights
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
-KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_count", "step")
+KEPT = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "eval_loss",
+    "eval_accuracy",
+    "eval_count",
+    "step",
+)
 
 
 def data(size, seed):
@@ -14,7 +28,9 @@ def data(size, seed):
     x = torch.randint(0, 100, (size, 12), generator=generator)
     y = x.sum(1) % 2
     mask = torch.ones(12, dtype=torch.long)
-    return [{"input_ids": x[i], "attention_mask": mask, "labels": y[i]} for i in range(size)]
+    return [
+        {"input_ids": x[i], "attention_mask": mask, "labels": y[i]} for i in range(size)
+    ]
 
 
 def model():
@@ -42,7 +58,11 @@ def trainer(folder):
         **SHORT,
     )
     return Trainer(
-        model=model(), args=args, train_dataset=data(37, 0), eval_dataset=data(21, 1), compute_metrics=metrics
+        model=model(),
+        args=args,
+        train_dataset=data(37, 0),
+        eval_dataset=data(21, 1),
+        compute_metrics=metrics,
     )
 
 
@@ -55,7 +75,11 @@ def main(folder):
     return {
         "log": history(first, *KEPT),
         "predictions": predicted.predictions.tolist(),
-        "test": {key: value for key, value in predicted.metrics.items() if key in ("test_loss", "test_accuracy")},
+        "test": {
+            key: value
+            for key, value in predicted.metrics.items()
+            if key in ("test_loss", "test_accuracy")
+        },
         "resumed": history(again, *KEPT),
         "weights": weights(again.model.parameters()),
     }

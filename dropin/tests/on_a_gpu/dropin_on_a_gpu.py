@@ -37,7 +37,12 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from either_package import PACKAGES, ROOT, _holds_either, environment
 
-PARTS = ("observed_accelerator", "observed_training", "observed_big_models", "observed_commands")
+PARTS = (
+    "observed_accelerator",
+    "observed_training",
+    "observed_big_models",
+    "observed_commands",
+)
 START_S = 120.0
 """How long a process may take to import everything."""
 ALONE = ("memory",)
@@ -47,14 +52,34 @@ TORCHRUN = ("launched", "sharded")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--original", type=Path, help="folder with the original package, where it is not installed")
-    parser.add_argument("--all", action="store_true", help="without a GPU, too, what is meant for one")
+    parser.add_argument(
+        "--original",
+        type=Path,
+        help="folder with the original package, where it is not installed",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="without a GPU, too, what is meant for one"
+    )
     parser.add_argument("--only", nargs="+", help="groups, or names of functions")
-    parser.add_argument("--minutes", type=float, default=6, help="when to stop and compare what is there")
-    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes side by side")
-    parser.add_argument("--keep", type=Path, help="folder for the notes of both packages")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=6,
+        help="when to stop and compare what is there",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) - 2),
+        help="processes side by side",
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="folder for the notes of both packages"
+    )
     parser.add_argument("--again", type=Path, help="compare the notes in this folder")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--groups", nargs="*", help=argparse.SUPPRESS)
@@ -67,7 +92,10 @@ def main() -> None:
     if gone := absent():
         sys.exit(f"DIFFERENCES.md has no line with these words any more: {gone}")
     if args.again:
-        texts = {package: (args.again / f"{package}.json").read_text() for package in PACKAGES}
+        texts = {
+            package: (args.again / f"{package}.json").read_text()
+            for package in PACKAGES
+        }
         notes = {package: json.loads(text) for package, text in texts.items()}
     else:
         notes = everything(args)
@@ -99,7 +127,10 @@ class Lane:
         known = planned(self.groups, self.args)
         self.notes.touch()
         for _ in range(25):
-            if time.time() > self.deadline or not known.keys() - done(self.notes).keys():
+            if (
+                time.time() > self.deadline
+                or not known.keys() - done(self.notes).keys()
+            ):
                 break
             before = self.notes.stat().st_size
             ended = self._until_it_ends(known)
@@ -112,23 +143,40 @@ class Lane:
                 for name in known.keys() - done(self.notes).keys():
                     self._note(name, f"its process did not begin: {ended}")
         found = done(self.notes)
-        return {name: {"group": group, "seen": found.get(name)} for name, (group, _) in known.items()}
+        return {
+            name: {"group": group, "seen": found.get(name)}
+            for name, (group, _) in known.items()
+        }
 
     def _note(self, name: str, ended: str) -> None:
         with self.notes.open("a") as file:
-            file.write(json.dumps({"of": name, "key": "process", "value": ended}) + "\n")
+            file.write(
+                json.dumps({"of": name, "key": "process", "value": ended}) + "\n"
+            )
             file.write(json.dumps({"name": name}) + "\n")
 
     def _until_it_ends(self, known: dict[str, tuple[str, float]]) -> str:
         words = [str(self.python)]
         if self.groups[0] in TORCHRUN:
-            words += ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(_port())]
+            words += [
+                "-m",
+                "torch.distributed.run",
+                "--nproc_per_node",
+                "1",
+                "--master_port",
+                str(_port()),
+            ]
         words += [__file__, "--inside", str(self.notes), "--groups", *self.groups]
         words += ["--only", *self.args.only] if self.args.only else []
         words += ["--all"] if self.args.all else []
         with self.notes.with_suffix(".log").open("a") as log:
             child = subprocess.Popen(
-                words, env=self._variables(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                words,
+                env=self._variables(),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
             since, size = time.time(), self.notes.stat().st_size
             while child.poll() is None:
@@ -139,7 +187,11 @@ class Lane:
                 limit = START_S if begun is None else known.get(begun, ("", START_S))[1]
                 if time.time() - since > limit or time.time() > self.deadline:
                     self._stop(child)
-                    return f"hung: not back after {limit:.0f} s" if time.time() < self.deadline else "the time was over"
+                    return (
+                        f"hung: not back after {limit:.0f} s"
+                        if time.time() < self.deadline
+                        else "the time was over"
+                    )
         return f"ended its process with exit code {child.returncode}"
 
     def _stop(self, child: subprocess.Popen[bytes]) -> None:
@@ -157,14 +209,33 @@ class Lane:
     def _variables(self) -> dict[str, str]:
         room = self.folder / "temporary"
         room.mkdir(exist_ok=True)
-        given = [Path(one).resolve() for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-        path = [str(one) for one in given if one != ROOT / "src" and not _holds_either(one)]
+        given = [
+            Path(one).resolve()
+            for one in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            if one
+        ]
+        path = [
+            str(one) for one in given if one != ROOT / "src" and not _holds_either(one)
+        ]
         path += [str(ROOT / "src")] if self.package == "drop-in" else []
-        drop = ("ACCELERATE_", "FSDP_", "PYTHON", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+        drop = (
+            "ACCELERATE_",
+            "FSDP_",
+            "PYTHON",
+            "VIRTUAL_ENV",
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_",
+        )
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(drop)
+        }
         return kept | {
             "PYTHONPATH": os.pathsep.join(path),
-            "PATH": os.pathsep.join([str(self.python.parent), os.environ.get("PATH", "")]),
+            "PATH": os.pathsep.join(
+                [str(self.python.parent), os.environ.get("PATH", "")]
+            ),
             "OBSERVED_DEVICE": self.args.device,
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "HF_HOME": str(self.folder / "home"),
@@ -185,16 +256,27 @@ def everything(args: argparse.Namespace) -> dict[str, Any]:
     alone = [(group,) for group in groups if group in ALONE]
     notes: dict[str, Any] = {package: {} for package in PACKAGES}
     with tempfile.TemporaryDirectory() as folder:
-        pythons = {package: python_with(package, Path(folder) / package, args.original) for package in PACKAGES}
+        pythons = {
+            package: python_with(package, Path(folder) / package, args.original)
+            for package in PACKAGES
+        }
 
         def lane(package: str, names: tuple[str, ...]) -> None:
-            one = Lane(package, names, pythons[package], Path(folder) / package, args, deadline)
+            one = Lane(
+                package, names, pythons[package], Path(folder) / package, args, deadline
+            )
             begun = time.time()
             notes[package].update(one.run())
-            print(f"{package}: {', '.join(names)} in {time.time() - begun:.0f} s", flush=True)
+            print(
+                f"{package}: {', '.join(names)} in {time.time() - begun:.0f} s",
+                flush=True,
+            )
             if args.keep:
                 args.keep.mkdir(parents=True, exist_ok=True)
-                shutil.copy(one.notes.with_suffix(".log"), args.keep / f"{package}-{names[0]}.log")
+                shutil.copy(
+                    one.notes.with_suffix(".log"),
+                    args.keep / f"{package}-{names[0]}.log",
+                )
 
         pairs = [(package, names) for names in side_by_side for package in PACKAGES]
         with ThreadPoolExecutor(args.at_once) as pool:
@@ -212,27 +294,45 @@ def python_with(package: str, folder: Path, original: Path | None) -> Path:
     (library / "site-packages").rmdir()
     for one in environment(package, library, original).glob("*.pth"):
         one.unlink()
-    commands = {"accelerate": "accelerate_cli", "accelerate-launch": "launch", "accelerate-config": "config"}
-    modules = {name: f"accelerate.commands.{module}" for name, module in commands.items()}
+    commands = {
+        "accelerate": "accelerate_cli",
+        "accelerate-launch": "launch",
+        "accelerate-config": "config",
+    }
+    modules = {
+        name: f"accelerate.commands.{module}" for name, module in commands.items()
+    }
     for name, module in {**modules, "torchrun": "torch.distributed.run"}.items():
         script = folder / "bin" / name
-        script.write_text(f"#!{folder}/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
+        script.write_text(
+            f"#!{folder}/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n"
+        )
         script.chmod(0o755)
     return folder / "bin" / "python"
 
 
-def planned(groups: Iterable[str], args: argparse.Namespace) -> dict[str, tuple[str, float]]:
+def planned(
+    groups: Iterable[str], args: argparse.Namespace
+) -> dict[str, tuple[str, float]]:
     """The functions of these groups, or of all, with group and time limit."""
     os.environ.setdefault("OBSERVED_DEVICE", args.device)
     known = observations(tuple(groups), set(args.only or ()))
-    return {one.name: (one.group, one.limit) for one in known if args.device == "cuda" or args.all or not one.cuda}
+    return {
+        one.name: (one.group, one.limit)
+        for one in known
+        if args.device == "cuda" or args.all or not one.cuda
+    }
 
 
 def observations(groups: tuple[str, ...], only: set[str]) -> list[Any]:
     """The functions of these groups, or of all."""
     for part in PARTS:
         import_module(part)
-    found = [one for one in import_module("observing").KNOWN if not groups or one.group in groups]
+    found = [
+        one
+        for one in import_module("observing").KNOWN
+        if not groups or one.group in groups
+    ]
     return [one for one in found if not only or one.name in only or one.group in only]
 
 
@@ -243,7 +343,8 @@ def inside(args: argparse.Namespace) -> None:
     notes, groups = args.inside, tuple(args.groups)
     if {"fp8", "precision"} & set(groups):
         with contextlib.suppress(ImportError):
-            import_module("torchao")  # what it says when it is imported is no observation
+            # what it says when it is imported is no observation
+            import_module("torchao")
     behind = done(notes)
     with notes.open("a", buffering=1) as file:
         for one in observations(groups, set(args.only or ())):
@@ -252,10 +353,15 @@ def inside(args: argparse.Namespace) -> None:
                 begun = time.time()
 
                 def tell(key: str, value: Any, name: str = one.name) -> None:
-                    file.write(json.dumps({"of": name, "key": key, "value": value}) + "\n")
+                    file.write(
+                        json.dumps({"of": name, "key": key, "value": value}) + "\n"
+                    )
 
                 observed(one, tell)
-                file.write(json.dumps({"name": one.name, "s": round(time.time() - begun, 2)}) + "\n")
+                file.write(
+                    json.dumps({"name": one.name, "s": round(time.time() - begun, 2)})
+                    + "\n"
+                )
     file.close()
     os._exit(0)  # threads that a function left behind do not matter any more
 
@@ -342,7 +448,9 @@ def compared(notes: dict[str, Any]) -> tuple[dict[str, Counter[str]], list[Diffe
             kind = apart(first, second)
             count[kind] += 1
             places = list(where_apart(first, second))
-            found = [_difference(group, f"{name}, {key}", place, kind) for place in places]
+            found = [
+                _difference(group, f"{name}, {key}", place, kind) for place in places
+            ]
             if kind == "different":
                 count["listed"] += all(difference.listed for difference in found)
             differences += found
@@ -354,14 +462,27 @@ def _ended(seen: dict[str, Any]) -> bool:
     return "ended" in seen or "process" in seen
 
 
-def _difference(group: str, name: str, place: tuple[str, Any, Any], kind: str) -> Difference:
+def _difference(
+    group: str, name: str, place: tuple[str, Any, Any], kind: str
+) -> Difference:
     from observed_differences import listed
 
     path, original, here = place
     where = f"{name}, {path}" if path else name
-    words = "words" if _raised(original) and _raised(here) and original["raised"] == here["raised"] else "different"
+    words = (
+        "words"
+        if _raised(original) and _raised(here) and original["raised"] == here["raised"]
+        else "different"
+    )
     line = listed(group, where, original, here)
-    return Difference(group, where, words if kind == "words" else "different", _short(original), _short(here), line)
+    return Difference(
+        group,
+        where,
+        words if kind == "words" else "different",
+        _short(original),
+        _short(here),
+        line,
+    )
 
 
 def _raised(value: object) -> bool:
@@ -387,7 +508,9 @@ def written(args: argparse.Namespace, notes: dict[str, Any]) -> None:
 
     counts, differences = compared(notes)
     known = versions(args.device)
-    number = notes["original"].get("versions", {}).get("seen", {}).get("accelerate", "?")
+    number = (
+        notes["original"].get("versions", {}).get("seen", {}).get("accelerate", "?")
+    )
     known["accelerate"] = f"{number} in both packages"
     for name in ("transformers", "torchao"):
         try:
@@ -397,19 +520,28 @@ def written(args: argparse.Namespace, notes: dict[str, Any]) -> None:
     lines = page(known, counts, differences)
     print("\n".join(lines))
     total = sum(counts.values(), Counter())
-    found = {"counts": {group: dict(count) for group, count in counts.items()}, "total": dict(total)}
+    found = {
+        "counts": {group: dict(count) for group, count in counts.items()},
+        "total": dict(total),
+    }
     if not args.only:
         record("dropin_on_a_gpu", args.device, found, "\n".join(lines), known)
     if any(one.kind == "different" and not one.listed for one in differences):
         sys.exit("there are differences that DIFFERENCES.md does not list")
 
 
-def page(known: dict[str, str], counts: dict[str, Counter[str]], differences: list[Difference]) -> list[str]:
+def page(
+    known: dict[str, str],
+    counts: dict[str, Counter[str]],
+    differences: list[Difference],
+) -> list[str]:
     """The tables."""
     kinds = ("equal", "words", "different", "listed", "not noted", "not reached")
     lines = ["# The drop-in beside the original on one GPU", ""]
     lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
-    lines += ["`words`: the same exception, told in other words. `listed`: of the different ones, in DIFFERENCES.md."]
+    lines += [
+        "`words`: the same exception, told in other words. `listed`: of the different ones, in DIFFERENCES.md."
+    ]
     lines += [
         "`not noted`: what follows where a function of one package ended early. `not reached`: whole functions.",
         "",
@@ -417,11 +549,22 @@ def page(known: dict[str, str], counts: dict[str, Counter[str]], differences: li
     lines += ["| group | " + " | ".join(kinds) + " |", "|" + "---|" * (len(kinds) + 1)]
     total = sum(counts.values(), Counter())
     for group, count in [*counts.items(), ("all", total)]:
-        lines.append(f"| {group} | " + " | ".join(str(count[kind]) for kind in kinds) + " |")
+        lines.append(
+            f"| {group} | " + " | ".join(str(count[kind]) for kind in kinds) + " |"
+        )
     for title, chosen in (
-        ("Not listed", [one for one in differences if one.kind == "different" and not one.listed]),
-        ("Listed", [one for one in differences if one.kind == "different" and one.listed]),
-        ("The same exception in other words", [one for one in differences if one.kind == "words"]),
+        (
+            "Not listed",
+            [one for one in differences if one.kind == "different" and not one.listed],
+        ),
+        (
+            "Listed",
+            [one for one in differences if one.kind == "different" and one.listed],
+        ),
+        (
+            "The same exception in other words",
+            [one for one in differences if one.kind == "words"],
+        ),
     ):
         lines += [
             "",
@@ -438,7 +581,10 @@ def gathered(differences: list[Difference]) -> list[list[str]]:
     """One row for the differences of a function that show the same."""
     rows: dict[tuple[str, ...], list[Difference]] = {}
     for one in differences:
-        rows.setdefault((one.group, one.name.partition(",")[0], one.original, one.here, one.listed), []).append(one)
+        rows.setdefault(
+            (one.group, one.name.partition(",")[0], one.original, one.here, one.listed),
+            [],
+        ).append(one)
     table = []
     for same in rows.values():
         cells = same[0].cells()

@@ -8,7 +8,20 @@ from collections import OrderedDict, namedtuple
 from typing import Any
 
 import torch
-from observing import CUDA, DEVICE, Net, Seen, batch, checksum, dataset, loader, loss_of, noted, observe, parts
+from observing import (
+    CUDA,
+    DEVICE,
+    Net,
+    Seen,
+    batch,
+    checksum,
+    dataset,
+    loader,
+    loss_of,
+    noted,
+    observe,
+    parts,
+)
 from torch import Tensor, nn
 
 ATTRIBUTES = (
@@ -32,7 +45,9 @@ STATE = (
 def attributes(see: Seen, name: str, owner: object, names: tuple[str, ...]) -> None:
     """Note attributes of an object one by one."""
     for attribute in names:
-        see(f"{name}.{attribute}", lambda attribute=attribute: getattr(owner, attribute))
+        see(
+            f"{name}.{attribute}", lambda attribute=attribute: getattr(owner, attribute)
+        )
 
 
 @observe("state")
@@ -54,7 +69,10 @@ def attributes_of_an_accelerator(see: Seen) -> None:
     accelerator = Accelerator()
     attributes(see, "it", accelerator, ATTRIBUTES)
     see("repr of the state", repr(accelerator.state).splitlines())
-    see("state", sorted(key for key in accelerator.state.__dict__ if not key.startswith("_")))
+    see(
+        "state",
+        sorted(key for key in accelerator.state.__dict__ if not key.startswith("_")),
+    )
     see("matmul.allow_tf32", torch.backends.cuda.matmul.allow_tf32)
     see("cudnn.benchmark", torch.backends.cudnn.benchmark)
     see("current device", lambda: torch.cuda.current_device())
@@ -64,7 +82,15 @@ def _attributes_in(precision: str, see: Seen) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision=precision)
-    names = ("mixed_precision", "native_amp", "scaler", "device", "autocast_handler", "scaler_handler", "fp8_enabled")
+    names = (
+        "mixed_precision",
+        "native_amp",
+        "scaler",
+        "device",
+        "autocast_handler",
+        "scaler_handler",
+        "fp8_enabled",
+    )
     attributes(see, "it", accelerator, names)
     see("state", accelerator.state.mixed_precision)
     see("again", lambda: Accelerator(mixed_precision="no"))
@@ -106,7 +132,9 @@ def a_state_on_the_cpu(see: Seen) -> None:
     attributes(see, "partial", PartialState(cpu=True), STATE)
     PartialState._reset_state()
     accelerator = Accelerator(cpu=True)
-    attributes(see, "it", accelerator, ("device", "distributed_type", "mixed_precision"))
+    attributes(
+        see, "it", accelerator, ("device", "distributed_type", "mixed_precision")
+    )
     model, _optimizer, batches, _scheduler = accelerator.prepare(*parts())
     see("model", next(model.parameters()).device)
     see("batches", [one["x"].device for one in batches])
@@ -168,7 +196,12 @@ def placement_is_left_to_the_script(see: Seen) -> None:
     moved = other.prepare(made[0], made[1], device_placement=[False, True])
     see("chosen", next(moved[0].parameters()).device)
     see("wrong number", lambda: other.prepare(*parts()[:2], device_placement=[True]))
-    see("by hand", lambda: next(other.prepare_model(Net(), device_placement=False).parameters()).device)
+    see(
+        "by hand",
+        lambda: (
+            next(other.prepare_model(Net(), device_placement=False).parameters()).device
+        ),
+    )
     see("moved", lambda: next(other.prepare_model(Net()).parameters()).device)
     see("evaluation", lambda: type(other.prepare_model(Net(), evaluation_mode=True)))
     see("again", lambda: other.prepare_model(made[0]) is made[0])
@@ -186,13 +219,27 @@ def prepared_objects(see: Seen) -> None:
     see("inner optimizer", optimizer.optimizer is made[1])
     see("parameters", [one.device for one in model.parameters()])
     see("group", [one.device for one in optimizer.param_groups[0]["params"]])
-    see("known", [len(accelerator._models), len(accelerator._optimizers), len(accelerator._dataloaders)])
+    see(
+        "known",
+        [
+            len(accelerator._models),
+            len(accelerator._optimizers),
+            len(accelerator._dataloaders),
+        ],
+    )
     see("strangers", lambda: accelerator.prepare(3, "text", None))
     see("tensor", lambda: accelerator.prepare(torch.ones(2)))
     see("buffers", [one.device for one in model.buffers()])
     see("device map", lambda: accelerator.verify_device_map(model))
     see("free", accelerator.free_memory(model, optimizer))
-    see("known after", [len(accelerator._models), len(accelerator._optimizers), len(accelerator._dataloaders)])
+    see(
+        "known after",
+        [
+            len(accelerator._models),
+            len(accelerator._optimizers),
+            len(accelerator._dataloaders),
+        ],
+    )
 
 
 @observe("state")
@@ -222,15 +269,29 @@ def decorators_and_blocks(see: Seen) -> None:
     for name in ("on_main_process", "on_local_main_process", "on_last_process"):
         see(name, lambda name=name: getattr(accelerator, name)(lambda: 3)())
     see("on_process", lambda: accelerator.on_process(lambda: 4, process_index=0)())
-    see("on_local_process", lambda: accelerator.on_local_process(lambda: 4, local_process_index=0)())
+    see(
+        "on_local_process",
+        lambda: accelerator.on_local_process(lambda: 4, local_process_index=0)(),
+    )
     see("waits", lambda: accelerator.wait_for_everyone())
-    see("trigger", lambda: (accelerator.set_trigger(), accelerator.check_trigger(), accelerator.check_trigger()))
+    see(
+        "trigger",
+        lambda: (
+            accelerator.set_trigger(),
+            accelerator.check_trigger(),
+            accelerator.check_trigger(),
+        ),
+    )
     see("print", lambda: accelerator.print("a line"))
     with accelerator.split_between_processes([1, 2, 3]) as part:
         see("list", part)
-    with accelerator.split_between_processes(torch.arange(3, device=DEVICE), apply_padding=True) as part:
+    with accelerator.split_between_processes(
+        torch.arange(3, device=DEVICE), apply_padding=True
+    ) as part:
         see("tensor", part)
-    with accelerator.split_between_processes({"a": [1, 2], "b": torch.ones(2, device=DEVICE)}) as part:
+    with accelerator.split_between_processes(
+        {"a": [1, 2], "b": torch.ones(2, device=DEVICE)}
+    ) as part:
         see("dict", part)
     with accelerator.main_process_first():
         see("first", True)
@@ -280,16 +341,32 @@ def sending_to_the_device(see: Seen) -> None:
         ("module", nn.Linear(1, 1)),
     ):
         see(name, lambda value=value: send_to_device(value, DEVICE))
-        see(f"{name}, ahead", lambda value=value: send_to_device(value, torch.device(DEVICE), non_blocking=True))
+        see(
+            f"{name}, ahead",
+            lambda value=value: send_to_device(
+                value, torch.device(DEVICE), non_blocking=True
+            ),
+        )
     see("skipped", lambda: send_to_device({"a": x, "b": x}, DEVICE, skip_keys=["a"]))
-    see("skipped one", lambda: send_to_device({"a": x, "b": {"a": x}}, DEVICE, skip_keys="a"))
+    see(
+        "skipped one",
+        lambda: send_to_device({"a": x, "b": {"a": x}}, DEVICE, skip_keys="a"),
+    )
     see("index", lambda: send_to_device(x, 0))
     see("same", lambda: send_to_device(batch(), DEVICE).device)
     movable, only = Movable(), OnlyDevice()
     see("movable", lambda: send_to_device([movable, only], DEVICE, non_blocking=True))
     see("asked", [movable.asked, only.asked])
-    see("pinned", lambda: send_to_device(x.pin_memory() if CUDA else x, DEVICE, non_blocking=True))
-    see("shared", lambda: (lambda pair: pair[0] is pair[1])(send_to_device([x, x], DEVICE)))
+    see(
+        "pinned",
+        lambda: send_to_device(
+            x.pin_memory() if CUDA else x, DEVICE, non_blocking=True
+        ),
+    )
+    see(
+        "shared",
+        lambda: (lambda pair: pair[0] is pair[1])(send_to_device([x, x], DEVICE)),
+    )
 
 
 @observe("operations")
@@ -297,15 +374,28 @@ def looking_at_tensors(see: Seen) -> None:
     import accelerate.utils as tools
 
     x = {"a": batch(), "b": [torch.arange(4, device=DEVICE)]}
-    for name in ("find_batch_size", "find_device", "get_data_structure", "listify", "convert_to_fp32"):
+    for name in (
+        "find_batch_size",
+        "find_device",
+        "get_data_structure",
+        "listify",
+        "convert_to_fp32",
+    ):
         see(name, lambda name=name: getattr(tools, name)(x))
     see(
         "half",
         lambda: tools.convert_to_fp32(
-            {"a": batch().half(), "b": batch().bfloat16(), "c": torch.arange(3, device=DEVICE)}
+            {
+                "a": batch().half(),
+                "b": batch().bfloat16(),
+                "c": torch.arange(3, device=DEVICE),
+            }
         ),
     )
-    see("outputs", lambda: tools.convert_outputs_to_fp32(lambda value: value.half())(batch()))
+    see(
+        "outputs",
+        lambda: tools.convert_outputs_to_fp32(lambda value: value.half())(batch()),
+    )
     see("sliced", lambda: tools.slice_tensors(x, slice(0, 2)))
     see("joined", lambda: tools.concatenate([x, x]))
     see("made", lambda: tools.initialize_tensors(tools.get_data_structure(x)).keys())
@@ -313,7 +403,12 @@ def looking_at_tensors(see: Seen) -> None:
     see("no device", lambda: tools.find_device([1, "a"]))
     see("no batch", lambda: tools.find_batch_size([1]))
     see("applied", lambda: tools.recursively_apply(lambda one: one * 2, x))
-    see("strict", lambda: tools.recursively_apply(lambda one: one, {"a": 3}, error_on_other_type=True))
+    see(
+        "strict",
+        lambda: tools.recursively_apply(
+            lambda one: one, {"a": 3}, error_on_other_type=True
+        ),
+    )
     see("ignorant", lambda: tools.ignorant_find_batch_size([1]))
 
 
@@ -331,15 +426,31 @@ def collectives_of_one_process(see: Seen) -> None:
         ("flags", x > 0),
     ):
         see(f"gather {name}", lambda value=value: accelerator.gather(value))
-        see(f"metrics {name}", lambda value=value: accelerator.gather_for_metrics(value))
+        see(
+            f"metrics {name}", lambda value=value: accelerator.gather_for_metrics(value)
+        )
         for how in ("sum", "mean", "none"):
-            see(f"reduce {name}, {how}", lambda value=value, how=how: accelerator.reduce(value, reduction=how))
-        see(f"pad {name}", lambda value=value: accelerator.pad_across_processes(value, dim=1, pad_index=7))
-        see(f"pad first {name}", lambda value=value: accelerator.pad_across_processes(value, pad_first=True))
+            see(
+                f"reduce {name}, {how}",
+                lambda value=value, how=how: accelerator.reduce(value, reduction=how),
+            )
+        see(
+            f"pad {name}",
+            lambda value=value: accelerator.pad_across_processes(
+                value, dim=1, pad_index=7
+            ),
+        )
+        see(
+            f"pad first {name}",
+            lambda value=value: accelerator.pad_across_processes(value, pad_first=True),
+        )
     see("same", accelerator.gather(x) is x)
     see("reduce half", lambda: accelerator.reduce(x.half(), "mean", scale=2.0))
     see("gather object", lambda: accelerator.gather_for_metrics(["a", "b"]))
-    see("use object", lambda: accelerator.gather_for_metrics([{"a": 1}], use_gather_object=True))
+    see(
+        "use object",
+        lambda: accelerator.gather_for_metrics([{"a": 1}], use_gather_object=True),
+    )
     see("number", lambda: accelerator.gather(3))
     see("number reduced", lambda: accelerator.reduce(3))
 
@@ -408,7 +519,13 @@ def _walk(see: Seen, name: str, batches: Any) -> None:
         state = GradientState()
         first = one["x"] if isinstance(one, dict) else one
         rows.append(
-            [first.device, list(first.shape), float(first.double().sum()), state.end_of_dataloader, state.remainder]
+            [
+                first.device,
+                list(first.shape),
+                float(first.double().sum()),
+                state.end_of_dataloader,
+                state.remainder,
+            ]
         )
     see(name, rows)
 
@@ -427,7 +544,10 @@ def loaders_on_the_device(see: Seen) -> None:
         ("seeded", loader(shuffle=True, generator=torch.Generator().manual_seed(3))),
         ("workers", loader(num_workers=2)),
         ("pinned", loader(pin_memory=CUDA)),
-        ("workers, pinned", loader(num_workers=1, pin_memory=CUDA, persistent_workers=True)),
+        (
+            "workers, pinned",
+            loader(num_workers=1, pin_memory=CUDA, persistent_workers=True),
+        ),
         ("rows", torch.utils.data.DataLoader(dataset(4), batch_size=None)),
         ("tensors", torch.utils.data.DataLoader(torch.arange(12.0), batch_size=5)),
     ):
@@ -448,24 +568,42 @@ def loaders_on_the_device(see: Seen) -> None:
             see,
             name,
             prepared,
-            (*names, "sampler", "batch_sampler", "synchronized_generator", "rng_types", "iteration"),
+            (
+                *names,
+                "sampler",
+                "batch_sampler",
+                "synchronized_generator",
+                "rng_types",
+                "iteration",
+            ),
         )
         kinds = (DataLoaderAdapter, DataLoaderStateMixin, torch.utils.data.DataLoader)
-        see(f"{name}, class", [type(prepared).__name__, len(prepared), [isinstance(prepared, kind) for kind in kinds]])
+        see(
+            f"{name}, class",
+            [
+                type(prepared).__name__,
+                len(prepared),
+                [isinstance(prepared, kind) for kind in kinds],
+            ],
+        )
 
 
 @observe("data")
 def generators_on_the_device(see: Seen) -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(rng_types=["torch", *(["cuda"] if CUDA else []), "generator"])
+    accelerator = Accelerator(
+        rng_types=["torch", *(["cuda"] if CUDA else []), "generator"]
+    )
     torch.manual_seed(4)
     prepared = accelerator.prepare(loader(shuffle=True))
     _walk(see, "types", prepared)
     see("rng types", accelerator.rng_types)
     see("device after", torch.rand(2, device=DEVICE))
     see("host after", torch.rand(2))
-    with_generator = lambda: accelerator.prepare(loader(shuffle=True, generator=torch.Generator(DEVICE)))  # noqa: E731
+    with_generator = lambda: accelerator.prepare(  # noqa: E731
+        loader(shuffle=True, generator=torch.Generator(DEVICE))
+    )
     see("generator there", lambda: [one["x"].sum() for one in with_generator()])
 
 
@@ -479,7 +617,10 @@ def _configured(see: Seen, name: str, rows: int = 14, **options: Any) -> None:
     def walked() -> None:
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
         prepared = accelerator.prepare(loader(rows, shuffle=True, pin_memory=CUDA))
-        see(f"{name}, class", [type(prepared).__name__, len(prepared), type(prepared.sampler).__name__])
+        see(
+            f"{name}, class",
+            [type(prepared).__name__, len(prepared), type(prepared.sampler).__name__],
+        )
         _walk(see, name, prepared)
         _walk(see, f"{name}, again", prepared)
 
@@ -516,9 +657,13 @@ def streams(see: Seen) -> None:
 
     for dispatch in (None, True, False):
         AcceleratorState._reset_state(True)
-        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        accelerator = Accelerator(
+            dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch)
+        )
         stream = Stream(dataset(10))
-        prepared = accelerator.prepare(torch.utils.data.DataLoader(stream, batch_size=4))
+        prepared = accelerator.prepare(
+            torch.utils.data.DataLoader(stream, batch_size=4)
+        )
         see(f"{dispatch}, class", type(prepared))
         see(f"{dispatch}, length", lambda prepared=prepared: len(prepared))
         read = []
@@ -546,11 +691,19 @@ def large_batches(see: Seen) -> None:
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import AcceleratorState
 
-    for name, pinned, ahead in (("plain", False, False), ("pinned", CUDA, False), ("pinned, non blocking", CUDA, True)):
+    for name, pinned, ahead in (
+        ("plain", False, False),
+        ("pinned", CUDA, False),
+        ("pinned, non blocking", CUDA, True),
+    ):
         AcceleratorState._reset_state(True)
-        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=ahead))
+        accelerator = Accelerator(
+            dataloader_config=DataLoaderConfiguration(non_blocking=ahead)
+        )
         data = Large()
-        prepared = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, pin_memory=pinned))
+        prepared = accelerator.prepare(
+            torch.utils.data.DataLoader(data, batch_size=4, pin_memory=pinned)
+        )
         rows, kept = [], []
         for one in prepared:
             rows.append([max(data.read), one.device, one[:, 0].tolist()])
@@ -569,16 +722,24 @@ def batches_of_many_forms(see: Seen) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator()
-    data = [(torch.ones(3) * index, {"name": f"row {index}"}, index) for index in range(4)]
+    data = [
+        (torch.ones(3) * index, {"name": f"row {index}"}, index) for index in range(4)
+    ]
     prepared = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))
     see("default", list(prepared))
-    strings = accelerator.prepare(torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2))
+    strings = accelerator.prepare(
+        torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
+    )
     see("strings", lambda: list(strings))
     kept = accelerator.prepare(
-        torch.utils.data.DataLoader(data, batch_size=2, collate_fn=lambda rows: Pair(rows[0][0], rows[1][0]))
+        torch.utils.data.DataLoader(
+            data, batch_size=2, collate_fn=lambda rows: Pair(rows[0][0], rows[1][0])
+        )
     )
     see("named", list(kept))
-    movable = accelerator.prepare(torch.utils.data.DataLoader([1, 2], collate_fn=lambda _: Movable()))
+    movable = accelerator.prepare(
+        torch.utils.data.DataLoader([1, 2], collate_fn=lambda _: Movable())
+    )
     see("movable", lambda: [one.asked for one in movable])
     host = accelerator.prepare_data_loader(loader(), device_placement=False)
     see("on the host", [one["x"].device for one in host])
@@ -596,10 +757,22 @@ def loaders_made_by_hand(see: Seen) -> None:
         ("not put", {"device": torch.device(DEVICE), "put_on_device": False}),
         (
             "two processes",
-            {"device": torch.device(DEVICE), "put_on_device": True, "num_processes": 2, "process_index": 1},
+            {
+                "device": torch.device(DEVICE),
+                "put_on_device": True,
+                "num_processes": 2,
+                "process_index": 1,
+            },
         ),
         ("uneven", {"num_processes": 2, "process_index": 1, "even_batches": False}),
-        ("non blocking", {"device": torch.device(DEVICE), "put_on_device": True, "non_blocking": True}),
+        (
+            "non blocking",
+            {
+                "device": torch.device(DEVICE),
+                "put_on_device": True,
+                "non_blocking": True,
+            },
+        ),
         (
             "generator",
             {
@@ -616,10 +789,18 @@ def loaders_made_by_hand(see: Seen) -> None:
     _walk(see, "skipped plain", skip_first_batches(loader(), 1))
     pairs = [
         (a["x"].sum(), b["x"].sum())
-        for a, b in itertools.islice(zip(prepared, accelerator.prepare(loader(8)), strict=False), 2)
+        for a, b in itertools.islice(
+            zip(prepared, accelerator.prepare(loader(8)), strict=False), 2
+        )
     ]
     see("side by side", pairs)
-    see("metrics", [accelerator.gather_for_metrics(one["y"]) for one in accelerator.prepare(loader(14))])
+    see(
+        "metrics",
+        [
+            accelerator.gather_for_metrics(one["y"])
+            for one in accelerator.prepare(loader(14))
+        ],
+    )
     see("epoch", lambda: (prepared.set_epoch(3), prepared.iteration))
 
 
@@ -633,7 +814,10 @@ def attributes_under_torchrun(see: Seen) -> None:
     attributes(see, "state", PartialState(), STATE)
     see(
         "group",
-        [torch.distributed.is_initialized(), torch.distributed.is_initialized() and torch.distributed.get_backend()],
+        [
+            torch.distributed.is_initialized(),
+            torch.distributed.is_initialized() and torch.distributed.get_backend(),
+        ],
     )
     see("repr", repr(accelerator.state).splitlines())
 
@@ -641,7 +825,9 @@ def attributes_under_torchrun(see: Seen) -> None:
 def _launched(see: Seen, handlers: list[Any], steps: int = 1, **options: Any) -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(kwargs_handlers=handlers, gradient_accumulation_steps=steps, **options)
+    accelerator = Accelerator(
+        kwargs_handlers=handlers, gradient_accumulation_steps=steps, **options
+    )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
     see("types", [type(one) for one in (model, optimizer, batches, scheduler)])
     losses, norms, synced = [], [], []
@@ -661,7 +847,13 @@ def _launched(see: Seen, handlers: list[Any], steps: int = 1, **options: Any) ->
     see("synced", synced)
     see("weights", checksum(model))
     see("rate", scheduler.get_last_lr())
-    see("unwrapped", [type(accelerator.unwrap_model(model)), sorted(accelerator.unwrap_model(model).state_dict())])
+    see(
+        "unwrapped",
+        [
+            type(accelerator.unwrap_model(model)),
+            sorted(accelerator.unwrap_model(model).state_dict()),
+        ],
+    )
     see("state dict", sorted(accelerator.get_state_dict(model)))
     see("own keys", sorted(model.state_dict()))
     see("saved", lambda: accelerator.save_state("state") and None)
@@ -692,7 +884,9 @@ def options_of_ddp_under_torchrun(see: Seen) -> None:
     from accelerate import DistributedDataParallelKwargs
 
     options = DistributedDataParallelKwargs(
-        find_unused_parameters=True, broadcast_buffers=False, gradient_as_bucket_view=True
+        find_unused_parameters=True,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
     )
     _launched(see, [options], mixed_precision="bf16")
 
@@ -707,11 +901,18 @@ def communication_hooks_under_torchrun(see: Seen) -> None:
         AcceleratorState._reset_state(True)
         hook = DDPCommunicationHookType[name]
         inner = Seen()
-        see(name, lambda hook=hook, inner=inner: _launched(inner, [DistributedDataParallelKwargs(comm_hook=hook)]))
+        see(
+            name,
+            lambda hook=hook, inner=inner: _launched(
+                inner, [DistributedDataParallelKwargs(comm_hook=hook)]
+            ),
+        )
         for key in ("losses", "weights", "types", "ended"):
             see.values[f"{name}, {key}"] = inner.values.get(key)
     wrapper = DDPCommunicationHookType.FP16
-    options = DistributedDataParallelKwargs(comm_hook=wrapper, comm_wrapper=DDPCommunicationHookType.NO)
+    options = DistributedDataParallelKwargs(
+        comm_hook=wrapper, comm_wrapper=DDPCommunicationHookType.NO
+    )
     see("wrapper", lambda: _launched(Seen(), [options]))
 
 
@@ -751,7 +952,9 @@ def the_group_under_torchrun(see: Seen) -> None:
 
     from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))])
+    accelerator = Accelerator(
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=90))]
+    )
     see("device", accelerator.device)
     see("handler", lambda: accelerator.init_handler.backend)
     see("ends", lambda: accelerator.end_training())
@@ -768,10 +971,27 @@ def _sharded(see: Seen, plugin_options: dict[str, Any], **options: Any) -> None:
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin_options)
     accelerator = Accelerator(fsdp_plugin=plugin, **options)
-    see("kind", [accelerator.distributed_type, accelerator.is_fsdp2, accelerator.mixed_precision, accelerator.device])
+    see(
+        "kind",
+        [
+            accelerator.distributed_type,
+            accelerator.is_fsdp2,
+            accelerator.mixed_precision,
+            accelerator.device,
+        ],
+    )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
-    see("class", [type(model).__name__, [one.__name__ for one in type(model).__mro__][1:3]])
-    see("parameters", [[name, type(one).__name__, one.dtype, one.device] for name, one in model.named_parameters()])
+    see(
+        "class",
+        [type(model).__name__, [one.__name__ for one in type(model).__mro__][1:3]],
+    )
+    see(
+        "parameters",
+        [
+            [name, type(one).__name__, one.dtype, one.device]
+            for name, one in model.named_parameters()
+        ],
+    )
     losses, norms = [], []
     for one in batches:
         loss = loss_of(model, one)
@@ -785,7 +1005,13 @@ def _sharded(see: Seen, plugin_options: dict[str, Any], **options: Any) -> None:
     see("norms", [float(one) for one in norms])
     see("dtypes", sorted(set(accelerator.unwrap_model(model).seen)))
     whole = accelerator.get_state_dict(model)
-    see("whole", {key: [type(one).__name__, one.dtype, one.device, list(one.shape)] for key, one in whole.items()})
+    see(
+        "whole",
+        {
+            key: [type(one).__name__, one.dtype, one.device, list(one.shape)]
+            for key, one in whole.items()
+        },
+    )
     see("weights", float(sum(one.double().abs().sum() for one in whole.values())))
     see("saved", lambda: accelerator.save_state("state") and None)
     see("loaded", lambda: accelerator.load_state("state"))
@@ -823,7 +1049,13 @@ def shards_by_a_policy(see: Seen) -> None:
 
 @observe("sharded", limit=60, cuda=True)
 def shards_by_classes(see: Seen) -> None:
-    _sharded(see, {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Linear"]})
+    _sharded(
+        see,
+        {
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_cls_names_to_wrap": ["Linear"],
+        },
+    )
 
 
 @observe("sharded", limit=60, cuda=True)
@@ -835,4 +1067,11 @@ def shards_on_the_host(see: Seen) -> None:
 def shards_by_sizes(see: Seen) -> None:
     from accelerate import Accelerator, ParallelismConfig
 
-    see("one", lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=1)).distributed_type)
+    see(
+        "one",
+        lambda: (
+            Accelerator(
+                parallelism_config=ParallelismConfig(dp_shard_size=1)
+            ).distributed_type
+        ),
+    )

@@ -76,14 +76,28 @@ def _hooks(model: nn.Module) -> dict[str, Any]:
             execution = str(getattr(hook, "execution_device", "(nothing)"))
             rest = [
                 getattr(hook, key, "(nothing)")
-                for key in ("offload", "io_same_device", "offload_buffers", "place_submodules")
+                for key in (
+                    "offload",
+                    "io_same_device",
+                    "offload_buffers",
+                    "place_submodules",
+                )
             ]
-            found[name] = [type(hook).__name__, inner, execution, rest, hasattr(one, "_old_forward")]
+            found[name] = [
+                type(hook).__name__,
+                inner,
+                execution,
+                rest,
+                hasattr(one, "_old_forward"),
+            ]
     return found
 
 
 def _places(model: nn.Module) -> dict[str, str]:
-    return {name: str(one.device) for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    return {
+        name: str(one.device)
+        for name, one in [*model.named_parameters(), *model.named_buffers()]
+    }
 
 
 def _looked_at(see: Seen, model: nn.Module, tied: bool = False) -> None:
@@ -93,15 +107,29 @@ def _looked_at(see: Seen, model: nn.Module, tied: bool = False) -> None:
     for name, hook in _hooks(model).items():
         see(f"hook of {name or 'the model'}", hook)
     see("modules with hooks", sorted(_hooks(model)))
-    see("map", lambda: {str(key): str(value) for key, value in model.hf_device_map.items()})
+    see(
+        "map",
+        lambda: {str(key): str(value) for key, value in model.hf_device_map.items()},
+    )
     with torch.no_grad():
         for name, given in (("host", tokens()), ("device", tokens().to(DEVICE))):
             see(f"answer to the {name}", lambda given=given: model(given).device)
-            see(f"equal, {name}", lambda given=given: bool(torch.equal(model(given).cpu(), wanted(tied).cpu())))
+            see(
+                f"equal, {name}",
+                lambda given=given: bool(
+                    torch.equal(model(given).cpu(), wanted(tied).cpu())
+                ),
+            )
     see("by name", lambda: model(tokens=tokens(), scale=torch.ones(1)).device)
     see("places after", lambda: _places(model))
     see("answer", lambda: model(tokens()))
-    see("grad", lambda: [model(tokens()).requires_grad, all(one.requires_grad for one in model.parameters())])
+    see(
+        "grad",
+        lambda: [
+            model(tokens()).requires_grad,
+            all(one.requires_grad for one in model.parameters()),
+        ],
+    )
     state = model.state_dict()
     see("keys", sorted(state))
     see("rest on", {key: str(one.device) for key, one in state.items()})
@@ -113,7 +141,10 @@ def _looked_at(see: Seen, model: nn.Module, tied: bool = False) -> None:
         ("half", lambda: type(model.half())),
         ("float", lambda: type(model.float())),
     ):
-        see(name, move if name in ("half", "float") else (lambda move=move: type(move())))
+        see(
+            name,
+            move if name in ("half", "float") else (lambda move=move: type(move())),
+        )
     see("places after the moves", lambda: _places(model))
 
 
@@ -124,10 +155,15 @@ def _removed(see: Seen, model: nn.Module) -> None:
     see("hooks left", lambda: _hooks(model))
     see("places without hooks", lambda: _places(model))
     see("map left", hasattr(model, "hf_device_map"))
-    see("again on the device", lambda: bool(torch.equal(model.to(DEVICE)(tokens().to(DEVICE)), wanted())))
+    see(
+        "again on the device",
+        lambda: bool(torch.equal(model.to(DEVICE)(tokens().to(DEVICE)), wanted())),
+    )
 
 
-def _dispatched(see: Seen, device_map: dict[str, Any], tied: bool = False, **options: Any) -> nn.Module | None:
+def _dispatched(
+    see: Seen, device_map: dict[str, Any], tied: bool = False, **options: Any
+) -> nn.Module | None:
     from accelerate import dispatch_model
 
     model = model_of(tied)
@@ -140,8 +176,22 @@ def _dispatched(see: Seen, device_map: dict[str, Any], tied: bool = False, **opt
     return model
 
 
-MIXED = {"embed": GPU, "blocks.0": GPU, "blocks.1": "cpu", "blocks.2": "cpu", "norm": GPU, "head": GPU}
-ON_DISK = {"embed": GPU, "blocks.0": "cpu", "blocks.1": "disk", "blocks.2": "disk", "norm": "cpu", "head": GPU}
+MIXED = {
+    "embed": GPU,
+    "blocks.0": GPU,
+    "blocks.1": "cpu",
+    "blocks.2": "cpu",
+    "norm": GPU,
+    "head": GPU,
+}
+ON_DISK = {
+    "embed": GPU,
+    "blocks.0": "cpu",
+    "blocks.1": "disk",
+    "blocks.2": "disk",
+    "norm": "cpu",
+    "head": GPU,
+}
 
 
 @observe("dispatch")
@@ -178,7 +228,10 @@ def dispatched_to_a_disk(see: Seen) -> None:
 @observe("dispatch")
 def dispatched_to_a_disk_with_a_main_device(see: Seen) -> None:
     _dispatched(
-        see, {"embed": "cpu", "blocks": "disk", "norm": "cpu", "head": "cpu"}, offload_dir="disk", main_device=GPU
+        see,
+        {"embed": "cpu", "blocks": "disk", "norm": "cpu", "head": "cpu"},
+        offload_dir="disk",
+        main_device=GPU,
     )
 
 
@@ -187,7 +240,10 @@ def dispatched_with_tied_weights(see: Seen) -> None:
     model = _dispatched(see, {**MIXED, "head": "cpu"}, tied=True)
     if model is not None:
         see("tied", lambda: model.head.weight is model.embed.weight)
-        see("pointers", lambda: model.head.weight.data_ptr() == model.embed.weight.data_ptr())
+        see(
+            "pointers",
+            lambda: model.head.weight.data_ptr() == model.embed.weight.data_ptr(),
+        )
 
 
 @observe("dispatch")
@@ -215,15 +271,38 @@ def wrong_maps(see: Seen) -> None:
     from accelerate import dispatch_model
     from accelerate.utils import check_device_map
 
-    see("incomplete", lambda: dispatch_model(model_of(), {"embed": GPU, "blocks": "cpu"}))
+    see(
+        "incomplete",
+        lambda: dispatch_model(model_of(), {"embed": GPU, "blocks": "cpu"}),
+    )
     see("no folder", lambda: dispatch_model(model_of(), ON_DISK))
     see("checked", lambda: check_device_map(model_of(), {"embed": 0}))
     see("unknown device", lambda: dispatch_model(model_of(), {"": "moon"}))
     see("too many devices", lambda: dispatch_model(model_of(), {**MIXED, "head": 5}))
-    see("all on the disk", lambda: dispatch_model(model_of(), {"": "disk"}, offload_dir="disk")(tokens()).device)
-    see("all on the host", lambda: dispatch_model(model_of(), {"": "cpu"})(tokens()).device)
-    see("text", lambda: next(dispatch_model(model_of(), {"": DEVICE}).parameters()).device)
-    see("device", lambda: next(dispatch_model(model_of(), {"": torch.device(DEVICE)}).parameters()).device)
+    see(
+        "all on the disk",
+        lambda: (
+            dispatch_model(model_of(), {"": "disk"}, offload_dir="disk")(
+                tokens()
+            ).device
+        ),
+    )
+    see(
+        "all on the host",
+        lambda: dispatch_model(model_of(), {"": "cpu"})(tokens()).device,
+    )
+    see(
+        "text",
+        lambda: next(dispatch_model(model_of(), {"": DEVICE}).parameters()).device,
+    )
+    see(
+        "device",
+        lambda: (
+            next(
+                dispatch_model(model_of(), {"": torch.device(DEVICE)}).parameters()
+            ).device
+        ),
+    )
 
 
 @observe("dispatch")
@@ -231,12 +310,25 @@ def copies_of_dispatched_models(see: Seen) -> None:
     from accelerate import dispatch_model
 
     model = dispatch_model(model_of(), MIXED)
-    see("deep copy", lambda: bool(torch.equal(copy.deepcopy(model)(tokens()), model(tokens()))))
+    see(
+        "deep copy",
+        lambda: bool(torch.equal(copy.deepcopy(model)(tokens()), model(tokens()))),
+    )
     see("pickled", lambda: type(pickle.loads(pickle.dumps(model))))
-    see("state", lambda: sorted(key for key in model.__dict__ if not key.startswith("_")))
+    see(
+        "state",
+        lambda: sorted(key for key in model.__dict__ if not key.startswith("_")),
+    )
     see("saved", lambda: torch.save(model.state_dict(), "model.bin"))
     see("repr", str(model).splitlines()[:3])
-    see("methods", [type(model.to).__name__, type(model.forward).__name__, model.forward.__class__.__name__])
+    see(
+        "methods",
+        [
+            type(model.to).__name__,
+            type(model.forward).__name__,
+            model.forward.__class__.__name__,
+        ],
+    )
     see("again", lambda: dispatch_model(model, {"": GPU})(tokens()).device)
     see("places again", lambda: _places(model))
 
@@ -256,7 +348,12 @@ def offloaded_to_the_host_with_buffers(see: Seen) -> None:
     from accelerate import cpu_offload
 
     model = model_of(tied=True)
-    cpu_offload(model, torch.device(DEVICE), offload_buffers=True, state_dict=model_of(tied=True).state_dict())
+    cpu_offload(
+        model,
+        torch.device(DEVICE),
+        offload_buffers=True,
+        state_dict=model_of(tied=True).state_dict(),
+    )
     _looked_at(see, model, tied=True)
 
 
@@ -321,14 +418,24 @@ def a_chain_of_hooks(see: Seen) -> None:
     see("twice", lambda: (layers[2](x), places()))
     hooks[2].offload()
     see("offloaded", places())
-    see("types", [type(hooks[0]), type(layers[0]._hf_hook), noted(getattr(hooks[1].hook, "prev_module_hook", None))])
+    see(
+        "types",
+        [
+            type(hooks[0]),
+            type(layers[0]._hf_hook),
+            noted(getattr(hooks[1].hook, "prev_module_hook", None)),
+        ],
+    )
     see("attributes", sorted(hooks[0].__dict__))
     see("execution", getattr(layers[0]._hf_hook, "execution_device", None))
     hooks[0].remove()
     see("removed", [hasattr(layers[0], "_hf_hook"), places()])
     see("without", lambda: layers[0](torch.ones(2, 4)).device)
     see("on the device", lambda: layers[0](torch.ones(2, 4).to(DEVICE)).device)
-    see("no device", lambda: cpu_offload_with_hook(nn.Linear(4, 4))[0](torch.ones(1, 4)).device)
+    see(
+        "no device",
+        lambda: cpu_offload_with_hook(nn.Linear(4, 4))[0](torch.ones(1, 4)).device,
+    )
     see("moved", lambda: layers[1].to(DEVICE).weight.device)
 
 
@@ -344,21 +451,30 @@ def training_on_offloaded_models(see: Seen) -> None:
             self.high = nn.Linear(2, WIDTH, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.base(x) + self.high(self.low(x.to(self.low.weight.device))).to(x.device)
+            out: Tensor = self.base(x) + self.high(
+                self.low(x.to(self.low.weight.device))
+            ).to(x.device)
             return out
 
     for name in ("offloaded", "dispatched"):
         model = model_of()
         for one in model.parameters():
             one.requires_grad_(False)
-        model = cpu_offload(model, DEVICE) if name == "offloaded" else dispatch_model(model, MIXED)
+        model = (
+            cpu_offload(model, DEVICE)
+            if name == "offloaded"
+            else dispatch_model(model, MIXED)
+        )
         torch.manual_seed(9)
         adapter = Adapter(nn.Identity()).to(DEVICE)
         optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
         losses = []
 
         def run(
-            model: nn.Module = model, adapter: nn.Module = adapter, optimizer: Any = optimizer, losses: Any = losses
+            model: nn.Module = model,
+            adapter: nn.Module = adapter,
+            optimizer: Any = optimizer,
+            losses: Any = losses,
         ) -> None:
             for _ in range(3):
                 hidden = adapter(model.embed(tokens().to(DEVICE)))
@@ -384,10 +500,20 @@ def aligned_modules(see: Seen) -> None:
 
     model = cpu_offload(model_of(), DEVICE)
     layer = model.blocks[0].up
-    see("offloaded", [has_offloaded_params(layer), has_offloaded_params(model), has_offloaded_params(nn.Linear(1, 1))])
+    see(
+        "offloaded",
+        [
+            has_offloaded_params(layer),
+            has_offloaded_params(model),
+            has_offloaded_params(nn.Linear(1, 1)),
+        ],
+    )
     for name, place in (("own", None), ("device", DEVICE), ("host", "cpu")):
         with align_module_device(layer, execution_device=place):
-            see(f"inside, {name}", [layer.weight.device, layer.bias.device, float(layer.weight.sum())])
+            see(
+                f"inside, {name}",
+                [layer.weight.device, layer.bias.device, float(layer.weight.sum())],
+            )
         see(f"after, {name}", layer.weight.device)
 
     def change() -> list[float]:
@@ -413,26 +539,35 @@ def offloaded_state_dicts(see: Seen) -> None:
     for name, make in (
         ("host", lambda: cpu_offload(model_of(), DEVICE)),
         ("two devices", lambda: dispatch_model(model_of(), MIXED)),
-        ("disk", lambda: dispatch_model(model_of(), ON_DISK, offload_dir=f"disk {len(see.values)}")),
+        (
+            "disk",
+            lambda: dispatch_model(
+                model_of(), ON_DISK, offload_dir=f"disk {len(see.values)}"
+            ),
+        ),
         ("tied", lambda: dispatch_model(model_of(True), MIXED)),
     ):
         model = make()
         see(
             f"{name}, whole",
             lambda model=model: {
-                key: [one.device, one.double().sum()] for key, one in get_state_dict_offloaded_model(model).items()
+                key: [one.device, one.double().sum()]
+                for key, one in get_state_dict_offloaded_model(model).items()
             },
         )
         accelerator = Accelerator()
         see(
             f"{name}, saved",
-            lambda model=model, name=name, accelerator=accelerator: accelerator.save_model(model, f"saved {name}"),
+            lambda model=model, name=name, accelerator=accelerator: (
+                accelerator.save_model(model, f"saved {name}")
+            ),
         )
         see(f"{name}, files", lambda name=name: files_in(f"saved {name}"))
         see(
             f"{name}, tensors",
             lambda name=name: {
-                key: one.double().sum() for key, one in load_file(f"saved {name}/model.safetensors").items()
+                key: one.double().sum()
+                for key, one in load_file(f"saved {name}/model.safetensors").items()
             },
         )
         see(
@@ -445,16 +580,26 @@ def offloaded_state_dicts(see: Seen) -> None:
         see(
             f"{name}, state dict",
             lambda model=model, accelerator=accelerator: {
-                key: str(one.device) for key, one in accelerator.get_state_dict(model).items()
+                key: str(one.device)
+                for key, one in accelerator.get_state_dict(model).items()
             },
         )
-        see(f"{name}, prepared", lambda model=model, accelerator=accelerator: type(accelerator.prepare(model)))
+        see(
+            f"{name}, prepared",
+            lambda model=model, accelerator=accelerator: type(
+                accelerator.prepare(model)
+            ),
+        )
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------------
 @observe("hooks")
 def aligning_hooks(see: Seen) -> None:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+    from accelerate.hooks import (
+        AlignDevicesHook,
+        add_hook_to_module,
+        remove_hook_from_module,
+    )
 
     x = torch.ones(2, 4)
     for name, options in (
@@ -462,8 +607,19 @@ def aligning_hooks(see: Seen) -> None:
         ("index", {"execution_device": GPU}),
         ("same device", {"execution_device": DEVICE, "io_same_device": True}),
         ("offload", {"execution_device": DEVICE, "offload": True}),
-        ("offload, same", {"execution_device": GPU, "offload": True, "io_same_device": True, "offload_buffers": True}),
-        ("submodules", {"execution_device": DEVICE, "offload": True, "place_submodules": True}),
+        (
+            "offload, same",
+            {
+                "execution_device": GPU,
+                "offload": True,
+                "io_same_device": True,
+                "offload_buffers": True,
+            },
+        ),
+        (
+            "submodules",
+            {"execution_device": DEVICE, "offload": True, "place_submodules": True},
+        ),
         (
             "given weights",
             {
@@ -478,14 +634,32 @@ def aligning_hooks(see: Seen) -> None:
         layer = nn.Linear(4, 4)
         hook = AlignDevicesHook(**options)
         see(f"{name}, repr", lambda hook=hook: repr(hook))
-        see(f"{name}, added", lambda layer=layer, hook=hook: add_hook_to_module(layer, hook) is layer)
+        see(
+            f"{name}, added",
+            lambda layer=layer, hook=hook: add_hook_to_module(layer, hook) is layer,
+        )
         see(f"{name}, before", [layer.weight.device, layer.bias.device])
         see(f"{name}, answer", lambda layer=layer: layer(x))
-        see(f"{name}, after", [layer.weight.device, hasattr(layer, "_old_forward"), hasattr(layer, "_hf_hook")])
-        see(f"{name}, removed", lambda layer=layer: remove_hook_from_module(layer) is layer)
+        see(
+            f"{name}, after",
+            [
+                layer.weight.device,
+                hasattr(layer, "_old_forward"),
+                hasattr(layer, "_hf_hook"),
+            ],
+        )
+        see(
+            f"{name}, removed",
+            lambda layer=layer: remove_hook_from_module(layer) is layer,
+        )
         see(
             f"{name}, left",
-            [layer.weight.device, float(layer.weight.sum()) if layer.weight.device.type != "meta" else None],
+            [
+                layer.weight.device,
+                float(layer.weight.sum())
+                if layer.weight.device.type != "meta"
+                else None,
+            ],
         )
         see(f"{name}, signature", lambda layer=layer: layer.forward.__name__)
 
@@ -504,10 +678,15 @@ def hooks_of_blocks(see: Seen) -> None:
     see("execution, answer", lambda: model(tokens()))
     for buffers in (False, True):
         model = model_of()
-        attach_align_device_hook(model, execution_device=DEVICE, offload=True, offload_buffers=buffers)
+        attach_align_device_hook(
+            model, execution_device=DEVICE, offload=True, offload_buffers=buffers
+        )
         see(f"aligned, {buffers}", _hooks(model))
         see(f"aligned, {buffers}, places", _places(model))
-        see(f"aligned, {buffers}, answer", lambda model=model: model(tokens().to(DEVICE)))
+        see(
+            f"aligned, {buffers}, answer",
+            lambda model=model: model(tokens().to(DEVICE)),
+        )
         see(f"aligned, {buffers}, after", _places(model))
     model = model_of()
     devices = {
@@ -518,13 +697,30 @@ def hooks_of_blocks(see: Seen) -> None:
         "norm": DEVICE,
         "head": DEVICE,
     }
-    offload = {"embed": False, "blocks.0": True, "blocks.1": False, "blocks.2": False, "norm": False, "head": False}
-    see("blocks", lambda: attach_align_device_hook_on_blocks(model, execution_device=devices, offload=offload))
+    offload = {
+        "embed": False,
+        "blocks.0": True,
+        "blocks.1": False,
+        "blocks.2": False,
+        "norm": False,
+        "head": False,
+    }
+    see(
+        "blocks",
+        lambda: attach_align_device_hook_on_blocks(
+            model, execution_device=devices, offload=offload
+        ),
+    )
     see("blocks, hooks", _hooks(model))
     see("blocks, places", _places(model))
     see("blocks, answer", lambda: model(tokens()))
     whole = model_of()
-    see("whole", lambda: attach_align_device_hook_on_blocks(whole, execution_device=GPU, offload=True))
+    see(
+        "whole",
+        lambda: attach_align_device_hook_on_blocks(
+            whole, execution_device=GPU, offload=True
+        ),
+    )
     see("whole, hooks", _hooks(whole))
     see("whole, answer", lambda: whole(tokens()))
 
@@ -564,13 +760,18 @@ def hooks_of_ones_own(see: Seen) -> None:
     see("replaced", [add_hook_to_module(layer, Plus()) is layer, layer(x)])
     other = nn.Linear(4, 4)
     add_hook_to_module(other, CpuOffload(DEVICE))
-    see("offload", [other.weight.device, other(torch.ones(1, 4)).device, other.weight.device])
+    see(
+        "offload",
+        [other.weight.device, other(torch.ones(1, 4)).device, other.weight.device],
+    )
     see("grad", lambda: [layer(x.requires_grad_()).requires_grad])
     no_grad = Plus()
     no_grad.no_grad = True
     add_hook_to_module(layer, no_grad)
     see("no grad", layer(x).requires_grad)
-    see("recursive", lambda: remove_hook_from_module(nn.Sequential(layer), recurse=True))
+    see(
+        "recursive", lambda: remove_hook_from_module(nn.Sequential(layer), recurse=True)
+    )
     see("gone", hasattr(layer, "_hf_hook"))
 
 
@@ -579,15 +780,22 @@ def casting_layers(see: Seen) -> None:
     from accelerate.big_modeling import attach_layerwise_casting_hooks
     from accelerate.hooks import LayerwiseCastingHook
 
-    for storage in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16):
+    for storage in (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.bfloat16,
+    ):
         for compute in (torch.float32, torch.bfloat16):
             torch.manual_seed(2)
-            model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(DEVICE)
+            model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(
+                DEVICE
+            )
             name = f"{storage}, {compute}".replace("torch.", "")
             see(
                 name,
-                lambda model=model, storage=storage, compute=compute: attach_layerwise_casting_hooks(
-                    model, storage, compute
+                lambda model=model, storage=storage, compute=compute: (
+                    attach_layerwise_casting_hooks(model, storage, compute)
                 ),
             )
             see(f"{name}, dtypes", [one.dtype for one in model.parameters()])
@@ -596,11 +804,18 @@ def casting_layers(see: Seen) -> None:
             see(f"{name}, after", [one.dtype for one in model.parameters()])
             see(f"{name}, ahead", lambda model=model, x=x: model(x.float()).dtype)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(DEVICE)
-    options = {"skip_modules_pattern": ["0"], "skip_modules_classes": (nn.LayerNorm,), "non_blocking": True}
+    options = {
+        "skip_modules_pattern": ["0"],
+        "skip_modules_classes": (nn.LayerNorm,),
+        "non_blocking": True,
+    }
     attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, **options)
     see("skipped", [one.dtype for one in model.parameters()])
     see("hooks", _hooks(model))
-    see("hook", lambda: LayerwiseCastingHook(torch.float8_e4m3fn, torch.float32, True).__dict__)
+    see(
+        "hook",
+        lambda: LayerwiseCastingHook(torch.float8_e4m3fn, torch.float32, True).__dict__,
+    )
 
 
 # -- maps ------------------------------------------------------------------------------------------------------------------
@@ -629,8 +844,8 @@ def maps_by_limits(see: Seen) -> None:
                 label = f"{name}, {'tied' if tied else 'not tied'}, {sorted(options)}"
                 see(
                     label,
-                    lambda limits=limits, tied=tied, options=options: infer_auto_device_map(
-                        model_of(tied), dict(limits), **options
+                    lambda limits=limits, tied=tied, options=options: (
+                        infer_auto_device_map(model_of(tied), dict(limits), **options)
                     ),
                 )
     for options in (
@@ -639,23 +854,44 @@ def maps_by_limits(see: Seen) -> None:
         {"offload_buffers": True},
         {"fallback_allocation": True},
     ):
-        see(f"{options}", lambda options=options: infer_auto_device_map(model_of(), {0: 5000, "cpu": 4000}, **options))
+        see(
+            f"{options}",
+            lambda options=options: infer_auto_device_map(
+                model_of(), {0: 5000, "cpu": 4000}, **options
+            ),
+        )
     see(
         "dtypes",
-        lambda: infer_auto_device_map(model_of(), {0: 5000, "cpu": 10**6}, special_dtypes={"embed.weight": torch.int8}),
+        lambda: infer_auto_device_map(
+            model_of(),
+            {0: 5000, "cpu": 10**6},
+            special_dtypes={"embed.weight": torch.int8},
+        ),
     )
 
 
 @observe("maps")
 def balanced_memory(see: Seen) -> None:
-    from accelerate.utils import compute_module_sizes, get_balanced_memory, get_max_layer_size, get_max_memory
+    from accelerate.utils import (
+        compute_module_sizes,
+        get_balanced_memory,
+        get_max_layer_size,
+        get_max_memory,
+    )
 
     model = model_of()
-    for limits in ({0: 10**6, "cpu": 10**6}, {0: "1MB"}, {0: 10**6, 1: 10**6, "cpu": 10**7}, {"cpu": 10**6}):
+    for limits in (
+        {0: 10**6, "cpu": 10**6},
+        {0: "1MB"},
+        {0: 10**6, 1: 10**6, "cpu": 10**7},
+        {"cpu": 10**6},
+    ):
         for low in (False, True):
             see(
                 f"{limits}, {low}",
-                lambda limits=limits, low=low: get_balanced_memory(model, dict(limits), low_zero=low),
+                lambda limits=limits, low=low: get_balanced_memory(
+                    model, dict(limits), low_zero=low
+                ),
             )
             see(
                 f"{limits}, {low}, blocks",
@@ -667,7 +903,9 @@ def balanced_memory(see: Seen) -> None:
     see("sizes", compute_module_sizes(model))
     see("half", compute_module_sizes(model, dtype=torch.float16, buffers_only=True))
     sizes = compute_module_sizes(model)
-    see("layer", lambda: get_max_layer_size([*model.named_children()], sizes, ["Block"]))
+    see(
+        "layer", lambda: get_max_layer_size([*model.named_children()], sizes, ["Block"])
+    )
 
 
 @observe("maps")
@@ -676,30 +914,49 @@ def tensors_set_by_name(see: Seen) -> None:
 
     def made(place: str = "cpu") -> nn.Module:
         torch.manual_seed(1)
-        return nn.BatchNorm1d(3).to(place) if place != "meta" else nn.BatchNorm1d(3, device="meta")
+        return (
+            nn.BatchNorm1d(3).to(place)
+            if place != "meta"
+            else nn.BatchNorm1d(3, device="meta")
+        )
 
     for place in ("cpu", "meta", DEVICE):
         for target in (GPU, DEVICE, torch.device(DEVICE), "cpu", "meta"):
             for value in (None, torch.arange(3.0), torch.arange(3)):
-                label = f"{place} to {target!r}, {'none' if value is None else value.dtype}"
+                label = (
+                    f"{place} to {target!r}, {'none' if value is None else value.dtype}"
+                )
 
-                def run(place: str = place, target: Any = target, value: Any = value) -> Any:
+                def run(
+                    place: str = place, target: Any = target, value: Any = value
+                ) -> Any:
                     module = made(place)
                     set_module_tensor_to_device(module, "weight", target, value=value)
                     return [module.weight, type(module.weight).__name__]
 
                 see(label, run)
     module = made()
-    see("buffer", lambda: (set_module_tensor_to_device(module, "running_mean", GPU), module.running_mean))
+    see(
+        "buffer",
+        lambda: (
+            set_module_tensor_to_device(module, "running_mean", GPU),
+            module.running_mean,
+        ),
+    )
     for dtype in (torch.float16, torch.bfloat16, torch.int8):
         see(
             f"{dtype}",
             lambda dtype=dtype: (
-                set_module_tensor_to_device(module, "weight", GPU, torch.ones(3), dtype=dtype),
+                set_module_tensor_to_device(
+                    module, "weight", GPU, torch.ones(3), dtype=dtype
+                ),
                 module.weight,
             ),
         )
-    see("shape", lambda: set_module_tensor_to_device(module, "weight", GPU, torch.ones(4)))
+    see(
+        "shape",
+        lambda: set_module_tensor_to_device(module, "weight", GPU, torch.ones(4)),
+    )
     see("name", lambda: set_module_tensor_to_device(module, "weights", GPU))
     see(
         "nested",
@@ -718,16 +975,28 @@ def tensors_set_by_name(see: Seen) -> None:
     )
     see(
         "non blocking",
-        lambda: (set_module_tensor_to_device(module, "bias", GPU, torch.ones(3), non_blocking=True), module.bias),
+        lambda: (
+            set_module_tensor_to_device(
+                module, "bias", GPU, torch.ones(3), non_blocking=True
+            ),
+            module.bias,
+        ),
     )
     see(
         "statistics",
         lambda: set_module_tensor_to_device(
-            made("meta"), "weight", GPU, torch.ones(3, dtype=torch.int8), fp16_statistics=torch.ones(3)
+            made("meta"),
+            "weight",
+            GPU,
+            torch.ones(3, dtype=torch.int8),
+            fp16_statistics=torch.ones(3),
         ),
     )
     see("disk", lambda: set_module_tensor_to_device(made(), "weight", "disk"))
-    see("cleared", lambda: set_module_tensor_to_device(made(), "weight", GPU, clear_cache=False))
+    see(
+        "cleared",
+        lambda: set_module_tensor_to_device(made(), "weight", GPU, clear_cache=False),
+    )
 
 
 @observe("maps")
@@ -781,7 +1050,13 @@ def tied_parameters(see: Seen) -> None:
             [["embed.weight", "head.weight"]], {"embed": 0, "head": "cpu"}
         ),
     )
-    for dtype in (torch.float32, torch.float16, torch.bool, torch.int8, torch.float8_e4m3fn):
+    for dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bool,
+        torch.int8,
+        torch.float8_e4m3fn,
+    ):
         see(f"{dtype}", lambda dtype=dtype: utils.dtype_byte_size(dtype))
     see("int4", lambda: utils.dtype_byte_size(utils.CustomDtype.INT4))
 
@@ -791,7 +1066,9 @@ def _written(form: str) -> str:
     from accelerate import Accelerator
 
     size = "3KB" if "shards" in form else "10GB"
-    Accelerator().save_model(model_of(), form, max_shard_size=size, safe_serialization="safe" in form)
+    Accelerator().save_model(
+        model_of(), form, max_shard_size=size, safe_serialization="safe" in form
+    )
     return form
 
 
@@ -803,13 +1080,24 @@ def _loaded(see: Seen, name: str, form: str, **options: Any) -> None:
 
     def run() -> None:
         ready = load_checkpoint_and_dispatch(model, form, **options)
-        see(f"{name}, map", lambda: {str(key): str(value) for key, value in ready.hf_device_map.items()})
+        see(
+            f"{name}, map",
+            lambda: {
+                str(key): str(value) for key, value in ready.hf_device_map.items()
+            },
+        )
         see(f"{name}, places", _places(ready))
         see(f"{name}, dtypes", sorted({str(one.dtype) for one in ready.parameters()}))
         see(f"{name}, hooks", _hooks(ready))
         see(f"{name}, answer", lambda: ready(tokens()))
-        see(f"{name}, equal", lambda: bool(torch.equal(ready(tokens()).cpu(), wanted().cpu())))
-        see(f"{name}, files", lambda: files_in("offload") if Path("offload").exists() else None)
+        see(
+            f"{name}, equal",
+            lambda: bool(torch.equal(ready(tokens()).cpu(), wanted().cpu())),
+        )
+        see(
+            f"{name}, files",
+            lambda: files_in("offload") if Path("offload").exists() else None,
+        )
 
     see(f"{name}, ended", run)
 
@@ -831,7 +1119,14 @@ def loaded_in_each_way(see: Seen) -> None:
     form = _written("safe shards")
     limits: dict[Any, Any] = {0: 5000, "cpu": 10**7} if CUDA else {"cpu": 10**7}
     for way in ("auto", "balanced", "balanced_low_0", "sequential"):
-        _loaded(see, way, form, device_map=way, max_memory=limits, no_split_module_classes=["Block"])
+        _loaded(
+            see,
+            way,
+            form,
+            device_map=way,
+            max_memory=limits,
+            no_split_module_classes=["Block"],
+        )
     for dtype in (torch.float16, torch.bfloat16, "float16"):
         _loaded(see, f"{dtype}", form, device_map=dict(MIXED), dtype=dtype)
     _loaded(see, "no map", form)
@@ -879,15 +1174,28 @@ def loaded_in_place(see: Seen) -> None:
         ("full", {"full_state_dict": False}),
     ):
         model = model_of(seed=8)
-        see(name, lambda model=model, options=options: load_checkpoint_in_model(model, form, **options))
+        see(
+            name,
+            lambda model=model, options=options: load_checkpoint_in_model(
+                model, form, **options
+            ),
+        )
         see(f"{name}, places", _places(model))
         see(f"{name}, weight", model.head.weight)
     see("missing", lambda: load_checkpoint_in_model(model_of(), "none"))
     file = "safe/model.safetensors"
-    for name, given in (("nothing", None), ("one", {"": GPU}), ("mixed", dict(MIXED)), ("disk", dict(ON_DISK))):
+    for name, given in (
+        ("nothing", None),
+        ("one", {"": GPU}),
+        ("mixed", dict(MIXED)),
+        ("disk", dict(ON_DISK)),
+    ):
         see(
             f"file, {name}",
-            lambda given=given: {key: str(one.device) for key, one in load_state_dict(file, device_map=given).items()},
+            lambda given=given: {
+                key: str(one.device)
+                for key, one in load_state_dict(file, device_map=given).items()
+            },
         )
 
 
@@ -897,7 +1205,13 @@ def _gpt2(folder: str) -> str:
 
     transformers.set_seed(5)
     config = transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=4, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0
+        vocab_size=64,
+        n_embd=32,
+        n_layer=4,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config)
     model.generation_config.pad_token_id = 0
@@ -918,7 +1232,12 @@ def _client(see: Seen, name: str, folder: str, **options: Any) -> None:
 
     def run() -> None:
         model = transformers.GPT2LMHeadModel.from_pretrained(folder, **options).eval()
-        see(f"{name}, map", lambda: {str(key): str(value) for key, value in model.hf_device_map.items()})
+        see(
+            f"{name}, map",
+            lambda: {
+                str(key): str(value) for key, value in model.hf_device_map.items()
+            },
+        )
         see(f"{name}, places", _places(model))
         see(f"{name}, device", lambda: model.device)
         see(f"{name}, hooks", sorted(_hooks(model)))
@@ -927,9 +1246,20 @@ def _client(see: Seen, name: str, folder: str, **options: Any) -> None:
         with torch.no_grad():
             see(f"{name}, logits", lambda: model(given.to(DEVICE)).logits)
             see(f"{name}, logits of the host", lambda: model(given).logits.device)
-        see(f"{name}, tokens", lambda: model.generate(given.to(DEVICE), max_new_tokens=6, do_sample=False))
-        see(f"{name}, saved", lambda: (model.save_pretrained(f"saved {name}"), files_in(f"saved {name}"))[1])
-        see(f"{name}, state", lambda: {key: str(one.device) for key, one in model.state_dict().items()})
+        see(
+            f"{name}, tokens",
+            lambda: model.generate(given.to(DEVICE), max_new_tokens=6, do_sample=False),
+        )
+        see(
+            f"{name}, saved",
+            lambda: (model.save_pretrained(f"saved {name}"), files_in(f"saved {name}"))[
+                1
+            ],
+        )
+        see(
+            f"{name}, state",
+            lambda: {key: str(one.device) for key, one in model.state_dict().items()},
+        )
         see(f"{name}, moved", lambda: type(model.to(DEVICE)).__name__)
         see(f"{name}, half", lambda: type(model.half()).__name__)
 
@@ -940,14 +1270,38 @@ def _client(see: Seen, name: str, folder: str, **options: Any) -> None:
 def transformers_with_a_map(see: Seen) -> None:
     folder = _gpt2("model")
     limits: dict[Any, Any] = {0: 60000, "cpu": 10**8} if CUDA else {"cpu": 10**8}
-    spread = {"transformer.wte": GPU, "transformer.wpe": GPU, "transformer.h.0": GPU, "transformer.h.1": "cpu"}
-    spread |= {"transformer.h.2": "disk", "transformer.h.3": "cpu", "transformer.ln_f": GPU, "lm_head": GPU}
+    spread = {
+        "transformer.wte": GPU,
+        "transformer.wpe": GPU,
+        "transformer.h.0": GPU,
+        "transformer.h.1": "cpu",
+    }
+    spread |= {
+        "transformer.h.2": "disk",
+        "transformer.h.3": "cpu",
+        "transformer.ln_f": GPU,
+        "lm_head": GPU,
+    }
     _client(see, "auto", folder, device_map="auto")
     _client(see, "device", folder, device_map=DEVICE)
     _client(see, "limits", folder, device_map="auto", max_memory=limits)
-    _client(see, "sequential", folder, device_map="sequential", max_memory=limits, dtype=torch.bfloat16)
+    _client(
+        see,
+        "sequential",
+        folder,
+        device_map="sequential",
+        max_memory=limits,
+        dtype=torch.bfloat16,
+    )
     _client(see, "given", folder, device_map=spread, offload_folder="offload")
-    _client(see, "buffers", folder, device_map=spread, offload_folder="offload", offload_buffers=True)
+    _client(
+        see,
+        "buffers",
+        folder,
+        device_map=spread,
+        offload_folder="offload",
+        offload_buffers=True,
+    )
 
 
 @observe("clients", limit=90)
@@ -961,7 +1315,10 @@ def pipelines_with_a_map(see: Seen) -> None:
         text = pipe("w1 w2 w3", max_new_tokens=4, do_sample=False)
         return [
             pipe.device,
-            {str(key): str(value) for key, value in getattr(pipe.model, "hf_device_map", {}).items()},
+            {
+                str(key): str(value)
+                for key, value in getattr(pipe.model, "hf_device_map", {}).items()
+            },
             text,
         ]
 
@@ -969,7 +1326,10 @@ def pipelines_with_a_map(see: Seen) -> None:
     see("device", lambda: run(device=DEVICE))
     see(
         "limits",
-        lambda: run(device_map="auto", model_kwargs={"max_memory": {GPU: 60000 if CUDA else 10**8, "cpu": 10**8}}),
+        lambda: run(
+            device_map="auto",
+            model_kwargs={"max_memory": {GPU: 60000 if CUDA else 10**8, "cpu": 10**8}},
+        ),
     )
 
 
@@ -987,10 +1347,23 @@ def generation_with_offloaded_models(see: Seen) -> None:
     ):
         model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
         offload(model)
-        see(f"{name}, tokens", lambda model=model: model.generate(given, max_new_tokens=6, do_sample=False))
+        see(
+            f"{name}, tokens",
+            lambda model=model: model.generate(
+                given, max_new_tokens=6, do_sample=False
+            ),
+        )
         see(f"{name}, device", lambda model=model: model.device)
-        see(f"{name}, beams", lambda model=model: model.generate(given, max_new_tokens=4, num_beams=2, do_sample=False))
-        see(f"{name}, tied", lambda model=model: model.lm_head.weight is model.transformer.wte.weight)
+        see(
+            f"{name}, beams",
+            lambda model=model: model.generate(
+                given, max_new_tokens=4, num_beams=2, do_sample=False
+            ),
+        )
+        see(
+            f"{name}, tied",
+            lambda model=model: model.lm_head.weight is model.transformer.wte.weight,
+        )
 
 
 @observe("clients", limit=90)
@@ -998,7 +1371,10 @@ def trainer_on_the_device(see: Seen) -> None:
     import transformers
 
     folder = _gpt2("model")
-    rows = [{"input_ids": torch.arange(1, 9) + index, "labels": torch.arange(1, 9) + index} for index in range(16)]
+    rows = [
+        {"input_ids": torch.arange(1, 9) + index, "labels": torch.arange(1, 9) + index}
+        for index in range(16)
+    ]
     for precision in ({}, {"bf16": True}, *([{"fp16": True}] if CUDA else [])):
         model = transformers.GPT2LMHeadModel.from_pretrained(folder)
         options = transformers.TrainingArguments(
@@ -1007,11 +1383,23 @@ def trainer_on_the_device(see: Seen) -> None:
         )  # fmt: skip
         trainer = transformers.Trainer(model=model, args=options, train_dataset=rows)
         trainer.remove_callback(transformers.PrinterCallback)
-        see(f"{precision}, trained", lambda trainer=trainer: round(trainer.train().training_loss, 5))
+        see(
+            f"{precision}, trained",
+            lambda trainer=trainer: round(trainer.train().training_loss, 5),
+        )
         see(
             f"{precision}, losses",
-            [[row["loss"], row.get("grad_norm")] for row in trainer.state.log_history if "loss" in row],
+            [
+                [row["loss"], row.get("grad_norm")]
+                for row in trainer.state.log_history
+                if "loss" in row
+            ],
         )
         see(f"{precision}, files", files_in("out"))
-        see(f"{precision}, evaluated", lambda trainer=trainer: trainer.evaluate(rows)["eval_loss"])
-        see(f"{precision}, wrapped", lambda trainer=trainer: type(trainer.model_wrapped))
+        see(
+            f"{precision}, evaluated",
+            lambda trainer=trainer: trainer.evaluate(rows)["eval_loss"],
+        )
+        see(
+            f"{precision}, wrapped", lambda trainer=trainer: type(trainer.model_wrapped)
+        )

@@ -158,7 +158,9 @@ def _command(*words: str, limit: float = 70) -> tuple[int, str, str]:
     """Exit code, output and errors of an accelerate command."""
     asked = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words]
     pipe, none = subprocess.PIPE, subprocess.DEVNULL
-    child = subprocess.Popen(asked, stdout=pipe, stderr=pipe, stdin=none, text=True, start_new_session=True)
+    child = subprocess.Popen(
+        asked, stdout=pipe, stderr=pipe, stdin=none, text=True, start_new_session=True
+    )
     try:
         out, errors = child.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -177,12 +179,16 @@ def _launched(see: Seen, *options: str) -> None:
     code, out, errors = _command("launch", *options, "worker.py", "--given", "3")
     see("exit code", code)
     lines = out.splitlines()
-    found: dict[str, Any] = json.loads(next((line[6:] for line in lines if line.startswith("FOUND ")), "{}"))
+    found: dict[str, Any] = json.loads(
+        next((line[6:] for line in lines if line.startswith("FOUND ")), "{}")
+    )
     for key, value in found.items():
         see(key, value)
     see("other lines", [plain(line) for line in lines if not line.startswith("FOUND ")])
     kept = [
-        plain(line) for line in errors.splitlines() if line.strip() and not re.match(r"\[?[WI]\d{4}|.*Warning", line)
+        plain(line)
+        for line in errors.splitlines()
+        if line.strip() and not re.match(r"\[?[WI]\d{4}|.*Warning", line)
     ]
     see("errors", kept[-6:] if code else kept[:20])
 
@@ -194,7 +200,9 @@ def launched(see: Seen) -> None:
 
 @observe("launch", limit=120)
 def launched_in_fp16(see: Seen) -> None:
-    _launched(see, "--mixed_precision", "fp16" if CUDA else "bf16", "--num_processes", "1")
+    _launched(
+        see, "--mixed_precision", "fp16" if CUDA else "bf16", "--num_processes", "1"
+    )
 
 
 @observe("launch 2", limit=120)
@@ -209,7 +217,15 @@ def launched_as_several(see: Seen) -> None:
 
 @observe("launch 3", limit=120, cuda=True)
 def launched_by_number(see: Seen) -> None:
-    _launched(see, "--gpu_ids", "0", "--gradient_accumulation_steps", "4", "--dynamo_backend", "eager")
+    _launched(
+        see,
+        "--gpu_ids",
+        "0",
+        "--gradient_accumulation_steps",
+        "4",
+        "--dynamo_backend",
+        "eager",
+    )
 
 
 @observe("launch 3", limit=120, cuda=True)
@@ -224,7 +240,9 @@ def launched_with_shards(see: Seen) -> None:
 
 @observe("launch 4", limit=120)
 def launched_by_a_file(see: Seen) -> None:
-    code, out, errors = _command("config", "default", "--config_file", "config.yaml", "--mixed_precision", "bf16")
+    code, out, errors = _command(
+        "config", "default", "--config_file", "config.yaml", "--mixed_precision", "bf16"
+    )
     see("configured", [code, plain(out), plain(errors)])
     see("file", lambda: Path("config.yaml").read_text().splitlines())
     _launched(see, "--config_file", "config.yaml")
@@ -239,7 +257,9 @@ def the_environment(see: Seen) -> None:
             name, _, value = line.partition(":")
             see(
                 plain(name.strip()),
-                plain(value.strip()) if "memory" not in name.lower() and "RAM" not in name else "some",
+                plain(value.strip())
+                if "memory" not in name.lower() and "RAM" not in name
+                else "some",
             )
 
 
@@ -248,8 +268,18 @@ def default_settings(see: Seen) -> None:
     from accelerate.utils import write_basic_config
 
     for precision in ("no", "fp16", "bf16"):
-        see(precision, lambda precision=precision: str(write_basic_config(precision, f"{precision}.json")))
-        see(f"{precision}, file", lambda precision=precision: json.loads(Path(f"{precision}.json").read_text()))
+        see(
+            precision,
+            lambda precision=precision: str(
+                write_basic_config(precision, f"{precision}.json")
+            ),
+        )
+        see(
+            f"{precision}, file",
+            lambda precision=precision: json.loads(
+                Path(f"{precision}.json").read_text()
+            ),
+        )
     see("again", lambda: write_basic_config("no", "no.json"))
     see("wrong", lambda: write_basic_config("fp5", "wrong.json"))
     from accelerate.commands.config.default import default_command_parser  # noqa: F401
@@ -273,12 +303,19 @@ def the_test_command(see: Seen) -> None:
 def what_is_available(see: Seen) -> None:
     import accelerate.utils as tools
 
-    for name in ("get_gpu_info", "check_cuda_p2p_ib_support", "check_cuda_fp8_capability"):
+    for name in (
+        "get_gpu_info",
+        "check_cuda_p2p_ib_support",
+        "check_cuda_fp8_capability",
+    ):
         see(name, lambda name=name: getattr(tools, name)())
     see("cuda", lambda: tools.is_cuda_available())
     see("check device", lambda: tools.is_cuda_available(check_device=True))
     for value in (True, False):
-        see(f"bf16, {value}", lambda value=value: tools.is_bf16_available(ignore_tpu=value))
+        see(
+            f"bf16, {value}",
+            lambda value=value: tools.is_bf16_available(ignore_tpu=value),
+        )
 
 
 @observe("probes")
@@ -306,7 +343,10 @@ def names_for_tests(see: Seen) -> None:
 
     see("device", testing.torch_device)
     for name in NEEDS:
-        see(f"require_{name}", lambda name=name: _skipped(getattr(testing, f"require_{name}")))
+        see(
+            f"require_{name}",
+            lambda name=name: _skipped(getattr(testing, f"require_{name}")),
+        )
     for name in (
         "device_count",
         "get_launch_command",
@@ -319,7 +359,11 @@ def names_for_tests(see: Seen) -> None:
 
 def _called(one: Any) -> Any:
     found = one() if callable(one) else one
-    return [str(part).replace(sys.executable, "python") for part in found] if isinstance(found, list) else found
+    return (
+        [str(part).replace(sys.executable, "python") for part in found]
+        if isinstance(found, list)
+        else found
+    )
 
 
 def _skipped(decorate: Any) -> Any:
@@ -327,7 +371,10 @@ def _skipped(decorate: Any) -> Any:
         """Do nothing."""
 
     made = decorate(case)
-    return [getattr(made, "__unittest_skip__", False), getattr(made, "__unittest_skip_why__", "")]
+    return [
+        getattr(made, "__unittest_skip__", False),
+        getattr(made, "__unittest_skip_why__", ""),
+    ]
 
 
 @observe("probes", limit=100)
@@ -338,12 +385,23 @@ def a_notebook(see: Seen) -> None:
         from accelerate import Accelerator
 
         accelerator = Accelerator()
-        return [str(accelerator.device), accelerator.num_processes, accelerator.mixed_precision, number]
+        return [
+            str(accelerator.device),
+            accelerator.num_processes,
+            accelerator.mixed_precision,
+            number,
+        ]
 
     see("one", lambda: notebook_launcher(task, (3,), num_processes=1))
-    see("in fp16", lambda: notebook_launcher(task, (3,), num_processes=1, mixed_precision="bf16"))
+    see(
+        "in fp16",
+        lambda: notebook_launcher(task, (3,), num_processes=1, mixed_precision="bf16"),
+    )
     see("without a number", lambda: notebook_launcher(task, (3,)))
-    see("wrong precision", lambda: notebook_launcher(task, (3,), num_processes=1, mixed_precision="fp5"))
+    see(
+        "wrong precision",
+        lambda: notebook_launcher(task, (3,), num_processes=1, mixed_precision="fp5"),
+    )
     see("variables", sorted(key for key in os.environ if key.startswith("ACCELERATE_")))
 
 
@@ -354,14 +412,26 @@ def small_tools(see: Seen) -> None:
     from accelerate.utils import other, versions
 
     see("environment", lambda: tools.get_int_from_env(["NOTHING"], 3))
-    see("versions", lambda: [versions.is_torch_version(">=", "2.0"), versions.compare_versions("torch", ">=", "1.0")])
+    see(
+        "versions",
+        lambda: [
+            versions.is_torch_version(">=", "2.0"),
+            versions.compare_versions("torch", ">=", "1.0"),
+        ],
+    )
     see("port", lambda: other.is_port_in_use(1))
     see("size", lambda: other.convert_bytes(2**31))
     see("kernel", lambda: other.check_os_kernel())
     see("pretty", lambda: tools.get_pretty_name(torch.nn.Linear(1, 1)))
     see("cleared environment", lambda: tools.clear_environment().__enter__())
     Accelerator()
-    see("context", lambda: type(tools.get_mixed_precision_context_manager(True)).__name__)
-    see("context, off", lambda: type(tools.get_mixed_precision_context_manager(False)).__name__)
+    see(
+        "context",
+        lambda: type(tools.get_mixed_precision_context_manager(True)).__name__,
+    )
+    see(
+        "context, off",
+        lambda: type(tools.get_mixed_precision_context_manager(False)).__name__,
+    )
     see("workspace", lambda: tools.set_seed(3, deterministic=True))
     torch.use_deterministic_algorithms(False)

@@ -24,7 +24,10 @@ class Listed:
     test: Callable[[Any, Any], bool] | None = None
 
     def covers(self, where: str, original: Any, here: Any) -> bool:
-        found = [value if isinstance(value, str) else json.dumps(value) for value in (original, here)]
+        found = [
+            value if isinstance(value, str) else json.dumps(value)
+            for value in (original, here)
+        ]
         patterns = re.search(self.original, found[0]) and re.search(self.here, found[1])
         tested = self.test is None or self.test(original, here)
         return bool(re.search(self.where, where) and patterns and tested)
@@ -33,7 +36,9 @@ class Listed:
 def _with_a_manifest(original: Any, here: Any) -> bool:
     """The same files, and a manifest.json."""
     lists = isinstance(original, list) and isinstance(here, list)
-    return lists and original == [one for one in here if Path(str(one)).name != "manifest.json"]
+    return lists and original == [
+        one for one in here if Path(str(one)).name != "manifest.json"
+    ]
 
 
 def _no_dat(original: Any, here: Any) -> bool:
@@ -43,7 +48,11 @@ def _no_dat(original: Any, here: Any) -> bool:
 
 def _fewer(original: Any, here: Any) -> bool:
     """A part of the original's names."""
-    return isinstance(original, list) and isinstance(here, list) and set(map(str, here)) < set(map(str, original))
+    return (
+        isinstance(original, list)
+        and isinstance(here, list)
+        and set(map(str, here)) < set(map(str, original))
+    )
 
 
 def _greater(original: Any, here: Any) -> bool:
@@ -59,7 +68,9 @@ AGAIN = "can be prepared, and dispatched again to another map"
 STREAMED = "They are streamed block by block (hasten's own forward), and `_hf_hook` only shows that"
 SCALES = "`accelerator.scaler` is hasten's subclass of torch's `GradScaler`"
 BY_NAME = "is kept by the names of parameters, in `param_groups`, too, instead of their numbers"
-SHARDS_OF_HASTEN = "hold hasten's safetensors and a `manifest.json` instead of torch's `.distcp` files"
+SHARDS_OF_HASTEN = (
+    "hold hasten's safetensors and a `manifest.json` instead of torch's `.distcp` files"
+)
 AS_TOLD = "**What `launch` was told** counts on one device as well"
 NO_GROUP = "the one process that `torchrun` started is `NO`, without DDP"
 BIG = r"^(dispatch|offload|loading|loading 2|clients|hooks): "
@@ -142,7 +153,9 @@ LISTED: tuple[Listed, ...] = (
 
 def listed(group: str, where: str, original: Any, here: Any) -> str:
     """The words of the line that lists a difference, or nothing."""
-    found = (one.line for one in LISTED if one.covers(f"{group}: {where}", original, here))
+    found = (
+        one.line for one in LISTED if one.covers(f"{group}: {where}", original, here)
+    )
     return next(found, "")
 
 

@@ -9,7 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from observing import CUDA, DEVICE, Net, Seen, batch, checksum, files_in, loader, loss_of, noted, observe, parts
+from observing import (
+    CUDA,
+    DEVICE,
+    Net,
+    Seen,
+    batch,
+    checksum,
+    files_in,
+    loader,
+    loss_of,
+    noted,
+    observe,
+    parts,
+)
 from torch import Tensor, nn
 
 
@@ -19,14 +32,23 @@ def scaler_of(accelerator: Any) -> Any:
     return (
         None
         if scaler is None
-        else [type(scaler).__name__, scaler.is_enabled(), scaler.get_scale(), scaler.state_dict()]
+        else [
+            type(scaler).__name__,
+            scaler.is_enabled(),
+            scaler.get_scale(),
+            scaler.state_dict(),
+        ]
     )
 
 
-def _trained(see: Seen, precision: str | None, handlers: list[Any] | None = None, **options: Any) -> Any:
+def _trained(
+    see: Seen, precision: str | None, handlers: list[Any] | None = None, **options: Any
+) -> Any:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers or [], **options)
+    accelerator = Accelerator(
+        mixed_precision=precision, kwargs_handlers=handlers or [], **options
+    )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
     losses, norms, outputs, skipped = [], [], [], []
     for one in batches:
@@ -36,7 +58,9 @@ def _trained(see: Seen, precision: str | None, handlers: list[Any] | None = None
         accelerator.backward(loss)
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
-        skipped.append([accelerator.optimizer_step_was_skipped, optimizer.step_was_skipped])
+        skipped.append(
+            [accelerator.optimizer_step_was_skipped, optimizer.step_was_skipped]
+        )
         scheduler.step()
         optimizer.zero_grad()
         losses.append(loss)
@@ -47,7 +71,14 @@ def _trained(see: Seen, precision: str | None, handlers: list[Any] | None = None
     see("computed", sorted(set(accelerator.unwrap_model(model).seen)))
     see("weights", [checksum(model), *(one.dtype for one in model.parameters())])
     see("scaler", scaler_of(accelerator))
-    see("scheduler", [scheduler.get_last_lr(), scheduler.scheduler.last_epoch, scheduler.scheduler._step_count])
+    see(
+        "scheduler",
+        [
+            scheduler.get_last_lr(),
+            scheduler.scheduler.last_epoch,
+            scheduler.scheduler._step_count,
+        ],
+    )
     see("rates", [group["lr"] for group in optimizer.param_groups])
     return accelerator, model, optimizer, scheduler
 
@@ -71,7 +102,11 @@ def training_in_fp16(see: Seen) -> None:
 def training_in_fp16_with_a_scale(see: Seen) -> None:
     from accelerate import GradScalerKwargs
 
-    _trained(see, "fp16", [GradScalerKwargs(init_scale=64.0, growth_interval=2, growth_factor=4.0)])
+    _trained(
+        see,
+        "fp16",
+        [GradScalerKwargs(init_scale=64.0, growth_interval=2, growth_factor=4.0)],
+    )
 
 
 @observe("precision", cuda=True)
@@ -100,20 +135,31 @@ def handlers_of_precision(see: Seen) -> None:
     from accelerate import Accelerator, GradScalerKwargs
     from accelerate.utils import AutocastKwargs
 
-    see("twice", lambda: Accelerator(kwargs_handlers=[GradScalerKwargs(), GradScalerKwargs()]))
-    see("autocast twice", lambda: Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]))
+    see(
+        "twice",
+        lambda: Accelerator(kwargs_handlers=[GradScalerKwargs(), GradScalerKwargs()]),
+    )
+    see(
+        "autocast twice",
+        lambda: Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]),
+    )
     see("stranger", lambda: Accelerator(kwargs_handlers=[3]))
     see("unknown", lambda: Accelerator(mixed_precision="fp4"))
     see("scaler", GradScalerKwargs(init_scale=3.0).to_kwargs())
     see("autocast", AutocastKwargs(enabled=False).to_kwargs())
-    see("fp8 without a recipe", lambda: Accelerator(mixed_precision="fp8").state.mixed_precision)
+    see(
+        "fp8 without a recipe",
+        lambda: Accelerator(mixed_precision="fp8").state.mixed_precision,
+    )
 
 
 def _overflow(see: Seen, steps: int = 1, with_scheduler: bool = True) -> None:
     from accelerate import Accelerator, GradScalerKwargs
 
     accelerator = Accelerator(
-        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)], gradient_accumulation_steps=steps
+        mixed_precision="fp16",
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+        gradient_accumulation_steps=steps,
     )
     model, optimizer, batches, scheduler = accelerator.prepare(*parts())
     rows = []
@@ -164,14 +210,19 @@ def an_overflow_of_one_of_two_optimizers(see: Seen) -> None:
 
     accelerator = Accelerator(mixed_precision="fp16")
     first, second = Net(), Net()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)
+    ]
     first, second, *ready = accelerator.prepare(first, second, *optimizers)
     x = batch()
     accelerator.backward(first(x).sum() * float("inf"))
     accelerator.backward(second(x).sum())
     for one in ready:
         one.step()
-        see(f"skipped {len(see.values)}", [one.step_was_skipped, accelerator.optimizer_step_was_skipped])
+        see(
+            f"skipped {len(see.values)}",
+            [one.step_was_skipped, accelerator.optimizer_step_was_skipped],
+        )
     see("scale", accelerator.scaler.get_scale())
 
 
@@ -197,11 +248,24 @@ def outputs_in_float32(see: Seen) -> None:
     model = accelerator.prepare(Forms())
     for form in names:
         see(form, lambda form=form: model(batch(), form))
-    see("forward", [type(model.forward).__name__, hasattr(model.forward, "__wrapped__"), "forward" in model.__dict__])
-    see("kept original", [hasattr(model, "_original_forward"), "_original_forward" in model.__dict__])
+    see(
+        "forward",
+        [
+            type(model.forward).__name__,
+            hasattr(model.forward, "__wrapped__"),
+            "forward" in model.__dict__,
+        ],
+    )
+    see(
+        "kept original",
+        [hasattr(model, "_original_forward"), "_original_forward" in model.__dict__],
+    )
     see("pickled", lambda: type(pickle.loads(pickle.dumps(accelerator.prepare(Net())))))
     kept = accelerator.unwrap_model(model)
-    see("kept", [kept is model, kept(batch(), "tensor").dtype, "forward" in kept.__dict__])
+    see(
+        "kept",
+        [kept is model, kept(batch(), "tensor").dtype, "forward" in kept.__dict__],
+    )
     bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     see(
         "bare",
@@ -212,10 +276,19 @@ def outputs_in_float32(see: Seen) -> None:
             "_original_forward" in bare.__dict__,
         ],
     )
-    see("bare again", lambda: accelerator.unwrap_model(model, keep_fp32_wrapper=False) is bare)
+    see(
+        "bare again",
+        lambda: accelerator.unwrap_model(model, keep_fp32_wrapper=False) is bare,
+    )
     see(
         "bare pickled",
-        lambda: type(pickle.loads(pickle.dumps(accelerator.unwrap_model(accelerator.prepare(Net()), False)))),
+        lambda: type(
+            pickle.loads(
+                pickle.dumps(
+                    accelerator.unwrap_model(accelerator.prepare(Net()), False)
+                )
+            )
+        ),
     )
     see("prepared again", lambda: accelerator.prepare(bare)(batch(), "tensor").dtype)
 
@@ -233,12 +306,24 @@ def autocast_blocks(see: Seen) -> None:
         with accelerator.autocast():
             see(
                 f"{precision}",
-                [layer(batch()).dtype, torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE)],
+                [
+                    layer(batch()).dtype,
+                    torch.is_autocast_enabled(DEVICE),
+                    torch.get_autocast_dtype(DEVICE),
+                ],
             )
         with accelerator.autocast(AutocastKwargs(enabled=False)):
-            see(f"{precision}, off", [layer(batch()).dtype, torch.is_autocast_enabled(DEVICE)])
-        with accelerator.autocast(autocast_handler=AutocastKwargs(enabled=True, cache_enabled=False)):
-            see(f"{precision}, on", [layer(batch()).dtype, torch.is_autocast_cache_enabled()])
+            see(
+                f"{precision}, off",
+                [layer(batch()).dtype, torch.is_autocast_enabled(DEVICE)],
+            )
+        with accelerator.autocast(
+            autocast_handler=AutocastKwargs(enabled=True, cache_enabled=False)
+        ):
+            see(
+                f"{precision}, on",
+                [layer(batch()).dtype, torch.is_autocast_cache_enabled()],
+            )
         see(f"{precision}, after", torch.is_autocast_enabled(DEVICE))
 
 
@@ -246,7 +331,9 @@ def autocast_blocks(see: Seen) -> None:
 def scaled_gradients(see: Seen) -> None:
     from accelerate import Accelerator, GradScalerKwargs
 
-    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=128.0)])
+    accelerator = Accelerator(
+        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=128.0)]
+    )
     model, optimizer, batches, _ = accelerator.prepare(*parts())
     one = next(iter(batches))
     accelerator.backward(loss_of(model, one))
@@ -256,7 +343,10 @@ def scaled_gradients(see: Seen) -> None:
     see("unscaled", lambda: (accelerator.unscale_gradients(), gradient.clone()))
     see("twice", lambda: (accelerator.unscale_gradients(), gradient.clone()))
     see("norm", lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
-    see("norm again", lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type=1))
+    see(
+        "norm again",
+        lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1, norm_type=1),
+    )
     see("step", lambda: (optimizer.step(), accelerator.scaler.get_scale()))
     accelerator.backward(loss_of(model, one))
     see("value", lambda: accelerator.clip_grad_value_(model.parameters(), 1e-3))
@@ -271,7 +361,9 @@ def weights_in_half(see: Seen) -> None:
 
     accelerator = Accelerator(mixed_precision="fp16")
     made = Net().half()
-    model, optimizer = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        made, torch.optim.SGD(made.parameters(), lr=0.1)
+    )
     accelerator.backward(model(batch().half()).sum())
     see("norm", lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
     see("step", lambda: optimizer.step())
@@ -286,7 +378,12 @@ def batches_in_half(see: Seen) -> None:
     for kind in (torch.float16, torch.bfloat16):
         model = accelerator.prepare(Net().to(kind))
         see(f"{kind}", lambda model=model, kind=kind: model(batch().to(kind)))
-        see(f"{kind}, backward", lambda model=model, kind=kind: accelerator.backward(model(batch().to(kind)).sum()))
+        see(
+            f"{kind}, backward",
+            lambda model=model, kind=kind: accelerator.backward(
+                model(batch().to(kind)).sum()
+            ),
+        )
 
 
 @observe("precision")
@@ -297,23 +394,46 @@ def models_without_their_wrappers(see: Seen) -> None:
     accelerator = Accelerator(mixed_precision="bf16")
     made = Net()
     model = accelerator.prepare(made)
-    see("same", [extract_model_from_parallel(model) is made, accelerator.unwrap_model(model) is made])
+    see(
+        "same",
+        [
+            extract_model_from_parallel(model) is made,
+            accelerator.unwrap_model(model) is made,
+        ],
+    )
     see("compiled", is_compiled_module(model))
     see(
-        "forward name", [model.forward.__name__ if hasattr(model.forward, "__name__") else type(model.forward).__name__]
+        "forward name",
+        [
+            model.forward.__name__
+            if hasattr(model.forward, "__name__")
+            else type(model.forward).__name__
+        ],
     )
     see("bound", lambda: model.forward.__self__ is made)
     parallel = nn.DataParallel(Net().to(DEVICE)) if CUDA else nn.DataParallel(Net())
     see("parallel", type(extract_model_from_parallel(parallel)))
-    see("recursive", type(extract_model_from_parallel(nn.Sequential(parallel), recursive=True)))
+    see(
+        "recursive",
+        type(extract_model_from_parallel(nn.Sequential(parallel), recursive=True)),
+    )
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------
-def _windows(see: Seen, steps: Any, rows: int = 20, precision: str = "no", epochs: int = 2, **options: Any) -> None:
+def _windows(
+    see: Seen,
+    steps: Any,
+    rows: int = 20,
+    precision: str = "no",
+    epochs: int = 2,
+    **options: Any,
+) -> None:
     from accelerate import Accelerator
 
     given = (
-        {"gradient_accumulation_steps": steps} if isinstance(steps, int) else {"gradient_accumulation_plugin": steps}
+        {"gradient_accumulation_steps": steps}
+        if isinstance(steps, int)
+        else {"gradient_accumulation_plugin": steps}
     )
     accelerator = Accelerator(mixed_precision=precision, **given, **options)
     model, optimizer, batches, scheduler = accelerator.prepare(*parts(rows=rows))
@@ -323,14 +443,30 @@ def _windows(see: Seen, steps: Any, rows: int = 20, precision: str = "no", epoch
             with accelerator.accumulate(model):
                 loss = loss_of(model, one)
                 accelerator.backward(loss)
-                norm = accelerator.clip_grad_norm_(model.parameters(), 0.3) if accelerator.sync_gradients else None
+                norm = (
+                    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                    if accelerator.sync_gradients
+                    else None
+                )
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
             table.append(
-                [float(loss), noted(norm), accelerator.sync_gradients, checksum(model), scheduler.get_last_lr()[0]]
+                [
+                    float(loss),
+                    noted(norm),
+                    accelerator.sync_gradients,
+                    checksum(model),
+                    scheduler.get_last_lr()[0],
+                ]
             )
-            table[-1].append([scheduler.scheduler.last_epoch, scheduler.scheduler._step_count, accelerator.step])
+            table[-1].append(
+                [
+                    scheduler.scheduler.last_epoch,
+                    scheduler.scheduler._step_count,
+                    accelerator.step,
+                ]
+            )
     see("loop", table)
     see("weights", checksum(model))
     see("gradients", [one.grad is None for one in model.parameters()])
@@ -375,7 +511,12 @@ def windows_over_epochs(see: Seen) -> None:
 def windows_without_the_scheduler(see: Seen) -> None:
     from accelerate.utils import GradientAccumulationPlugin
 
-    _windows(see, GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False, sync_each_batch=True))
+    _windows(
+        see,
+        GradientAccumulationPlugin(
+            num_steps=2, adjust_scheduler=False, sync_each_batch=True
+        ),
+    )
 
 
 @observe("windows")
@@ -395,15 +536,24 @@ def windows_by_hand(see: Seen) -> None:
             accelerator.backward(loss_of(model, one))
         with accelerator.trigger_sync_in_backward(model):
             rows.append([accelerator.sync_gradients, index])
-        see(f"norm {index}", lambda: accelerator.clip_grad_norm_(model.parameters(), 1e9))
+        see(
+            f"norm {index}",
+            lambda: accelerator.clip_grad_norm_(model.parameters(), 1e9),
+        )
         optimizer.step()
         optimizer.zero_grad()
         rows.append(checksum(model))
     see("rows", rows)
     see("norm of nothing", lambda: accelerator.clip_grad_norm_([], 1.0))
     see("norm by value", lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))
-    see("two losses", lambda: accelerator.backward(model(batch()).sum(), retain_graph=True))
-    see("a parameter that is frozen", lambda: accelerator.backward(torch.ones(1, device=DEVICE)))
+    see(
+        "two losses",
+        lambda: accelerator.backward(model(batch()).sum(), retain_graph=True),
+    )
+    see(
+        "a parameter that is frozen",
+        lambda: accelerator.backward(torch.ones(1, device=DEVICE)),
+    )
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -431,12 +581,19 @@ def _resumed(see: Seen, precision: str, **how: Any) -> None:
         made = Dropping()
         optimizer = torch.optim.AdamW(made.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-        ready = accelerator.prepare(made, optimizer, loader(32, shuffle=True), scheduler)
+        ready = accelerator.prepare(
+            made, optimizer, loader(32, shuffle=True), scheduler
+        )
         accelerator.register_for_checkpointing(counter := Counter())
         return accelerator, *ready, counter
 
     def epoch(
-        accelerator: Any, model: Any, optimizer: Any, batches: Any, scheduler: Any, counter: Counter
+        accelerator: Any,
+        model: Any,
+        optimizer: Any,
+        batches: Any,
+        scheduler: Any,
+        counter: Counter,
     ) -> list[float]:
         losses = []
         for one in batches:
@@ -464,11 +621,28 @@ def _resumed(see: Seen, precision: str, **how: Any) -> None:
     see("scaler", scaler_of(run[0]))
     see("rate", run[4].get_last_lr())
     see("step", [run[0].save_iteration, run[0].step])
-    for name in ("optimizer.bin", "scheduler.bin", "scaler.pt", "sampler.bin", "custom_checkpoint_0.pkl"):
-        see(name, lambda name=name: _shape(torch.load(Path("state") / name, weights_only=False)))
+    for name in (
+        "optimizer.bin",
+        "scheduler.bin",
+        "scaler.pt",
+        "sampler.bin",
+        "custom_checkpoint_0.pkl",
+    ):
+        see(
+            name,
+            lambda name=name: _shape(
+                torch.load(Path("state") / name, weights_only=False)
+            ),
+        )
     states = torch.load("state/random_states_0.pkl", weights_only=False)
     see("random states", {key: type(value).__name__ for key, value in states.items()})
-    see("of the device", lambda: [[one.dtype, one.device, list(one.shape)] for one in states["torch_cuda_manual_seed"]])
+    see(
+        "of the device",
+        lambda: [
+            [one.dtype, one.device, list(one.shape)]
+            for one in states["torch_cuda_manual_seed"]
+        ],
+    )
 
 
 def _shape(value: Any) -> Any:
@@ -476,7 +650,11 @@ def _shape(value: Any) -> Any:
         return {str(key): _shape(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_shape(one) for one in value]
-    return [str(value.dtype), str(value.device), list(value.shape)] if isinstance(value, Tensor) else noted(value)
+    return (
+        [str(value.dtype), str(value.device), list(value.shape)]
+        if isinstance(value, Tensor)
+        else noted(value)
+    )
 
 
 class Counter:
@@ -512,7 +690,9 @@ def numbered_checkpoints(see: Seen) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
-    config = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True, total_limit=2)
+    config = ProjectConfiguration(
+        project_dir="run", automatic_checkpoint_naming=True, total_limit=2
+    )
     accelerator = Accelerator(project_config=config)
     model, optimizer, *_ = accelerator.prepare(*parts())
     for _ in range(3):
@@ -522,10 +702,23 @@ def numbered_checkpoints(see: Seen) -> None:
     see("files", files_in("run"))
     see("loaded", lambda: (accelerator.load_state(), checksum(model)))
     see(
-        "loaded on the device", lambda: accelerator.load_state("run/checkpoints/checkpoint_1", map_location="on_device")
+        "loaded on the device",
+        lambda: accelerator.load_state(
+            "run/checkpoints/checkpoint_1", map_location="on_device"
+        ),
     )
-    see("loaded on the host", lambda: accelerator.load_state("run/checkpoints/checkpoint_1", map_location="cpu"))
-    see("wrong place", lambda: accelerator.load_state("run/checkpoints/checkpoint_1", map_location="moon"))
+    see(
+        "loaded on the host",
+        lambda: accelerator.load_state(
+            "run/checkpoints/checkpoint_1", map_location="cpu"
+        ),
+    )
+    see(
+        "wrong place",
+        lambda: accelerator.load_state(
+            "run/checkpoints/checkpoint_1", map_location="moon"
+        ),
+    )
     see("missing", lambda: accelerator.load_state("run/none"))
     see(
         "devices",
@@ -551,18 +744,44 @@ def saved_models(see: Seen) -> None:
         ("shards", {"max_shard_size": "1KB"}),
         ("pickled", {"safe_serialization": False}),
     ):
-        see(f"{name}, returned", lambda name=name, options=options: accelerator.save_model(model, name, **options))
+        see(
+            f"{name}, returned",
+            lambda name=name, options=options: accelerator.save_model(
+                model, name, **options
+            ),
+        )
         see(f"{name}, files", lambda name=name: files_in(name))
-    see("tensors", lambda: {key: [one.dtype, one.device] for key, one in load_file("whole/model.safetensors").items()})
-    see("pickled", lambda: _shape(torch.load("pickled/pytorch_model.bin", weights_only=True)))
-    see("index", lambda: json.loads(Path("shards/model.safetensors.index.json").read_text()))
-    see("state dict", {key: [one.dtype, one.device] for key, one in accelerator.get_state_dict(model).items()})
+    see(
+        "tensors",
+        lambda: {
+            key: [one.dtype, one.device]
+            for key, one in load_file("whole/model.safetensors").items()
+        },
+    )
+    see(
+        "pickled",
+        lambda: _shape(torch.load("pickled/pytorch_model.bin", weights_only=True)),
+    )
+    see(
+        "index",
+        lambda: json.loads(Path("shards/model.safetensors.index.json").read_text()),
+    )
+    see(
+        "state dict",
+        {
+            key: [one.dtype, one.device]
+            for key, one in accelerator.get_state_dict(model).items()
+        },
+    )
     see("not unwrapped", sorted(accelerator.get_state_dict(model, unwrap=False)))
     for name in ("whole", "shards", "pickled"):
         other = Net()
         see(
             f"{name}, loaded",
-            lambda name=name, other=other: (load_checkpoint_in_model(other, name), checksum(other) == checksum(model)),
+            lambda name=name, other=other: (
+                load_checkpoint_in_model(other, name),
+                checksum(other) == checksum(model),
+            ),
         )
         placed = Net().to("meta")
         see(
@@ -576,7 +795,10 @@ def saved_models(see: Seen) -> None:
     see("object", lambda: torch.load("object.pt"))
     see(
         "safe",
-        lambda: (save({"a": batch()}, "object.safetensors", safe_serialization=True), load_file("object.safetensors")),
+        lambda: (
+            save({"a": batch()}, "object.safetensors", safe_serialization=True),
+            load_file("object.safetensors"),
+        ),
     )
     see("read", lambda: load("object.pt", map_location="cpu"))
 
@@ -593,7 +815,13 @@ def hooks_of_checkpoints(see: Seen) -> None:
     seen: list[Any] = []
 
     def save_hook(models: Any, weights: Any, folder: str) -> None:
-        seen.append([len(models), len(weights), [str(one.device) for one in list(weights[0].values())[:1]]])
+        seen.append(
+            [
+                len(models),
+                len(weights),
+                [str(one.device) for one in list(weights[0].values())[:1]],
+            ]
+        )
         weights.pop()
 
     def load_hook(models: Any, folder: str) -> None:
@@ -627,14 +855,21 @@ def freed_memory(see: Seen) -> None:
     accelerator = Accelerator()
     see("before", held())
     made = nn.Linear(2048, 2048)
-    model, optimizer, batches = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), loader())
+    model, optimizer, batches = accelerator.prepare(
+        made, torch.optim.SGD(made.parameters(), lr=0.1), loader()
+    )
     del made
     see("prepared", held())
     model, optimizer, batches = accelerator.free_memory(model, optimizer, batches)
     see("freed", [held(), model, optimizer, batches])
     see(
         "lists",
-        [len(accelerator._models), len(accelerator._optimizers), len(accelerator._dataloaders), accelerator.step],
+        [
+            len(accelerator._models),
+            len(accelerator._optimizers),
+            len(accelerator._dataloaders),
+            accelerator.step,
+        ],
     )
     model = accelerator.prepare(nn.Linear(2048, 2048))
     (model,) = accelerator.clear(model)
@@ -720,7 +955,11 @@ def the_whole_memory(see: Seen) -> None:
     see("initialized", torch.cuda.is_initialized())
     see(
         "balanced",
-        lambda: {key: round(value / 2**30) for key, value in get_balanced_memory(nn.Linear(2, 2)).items() if key == 0},
+        lambda: {
+            key: round(value / 2**30)
+            for key, value in get_balanced_memory(nn.Linear(2, 2)).items()
+            if key == 0
+        },
     )
     see("zero", lambda: list(get_balanced_memory(nn.Linear(2, 2), low_zero=True)))
 
@@ -738,9 +977,25 @@ def _profiled(see: Seen, **options: Any) -> None:
             profile.step()
     see("type", type(profile))
     see("activities", lambda: sorted(str(one) for one in profile.activities))
-    see("names", lambda: sorted(one.key for one in profile.key_averages() if one.key.startswith("aten::"))[:30])
-    see("on the device", lambda: any(one.self_device_time_total > 0 for one in profile.key_averages()))
-    see("options", lambda: [profile.record_shapes, profile.with_stack, profile.with_flops, profile.profile_memory])
+    see(
+        "names",
+        lambda: sorted(
+            one.key for one in profile.key_averages() if one.key.startswith("aten::")
+        )[:30],
+    )
+    see(
+        "on the device",
+        lambda: any(one.self_device_time_total > 0 for one in profile.key_averages()),
+    )
+    see(
+        "options",
+        lambda: [
+            profile.record_shapes,
+            profile.with_stack,
+            profile.with_flops,
+            profile.profile_memory,
+        ],
+    )
     see("files", files_in("."))
 
 
@@ -751,7 +1006,12 @@ def a_profile(see: Seen) -> None:
 
 @observe("profile")
 def a_profile_of_activities(see: Seen) -> None:
-    _profiled(see, activities=["cpu", "cuda"] if CUDA else ["cpu"], record_shapes=True, profile_memory=True)
+    _profiled(
+        see,
+        activities=["cpu", "cuda"] if CUDA else ["cpu"],
+        record_shapes=True,
+        profile_memory=True,
+    )
 
 
 @observe("profile", cuda=True)
@@ -769,7 +1029,15 @@ def a_profile_by_a_schedule(see: Seen) -> None:
     seen: list[int] = []
     ready = lambda profile: seen.append(profile.step_num)  # noqa: E731
     _profiled(
-        see, schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 2, "skip_first": 0}, on_trace_ready=ready
+        see,
+        schedule_option={
+            "wait": 1,
+            "warmup": 1,
+            "active": 1,
+            "repeat": 2,
+            "skip_first": 0,
+        },
+        on_trace_ready=ready,
     )
     see("seen", seen)
 
@@ -797,7 +1065,9 @@ def _compiled(see: Seen, **options: Any) -> None:
 
     accelerator = Accelerator(**options)
     made = _plain()
-    model, optimizer, batches = accelerator.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1), loader())
+    model, optimizer, batches = accelerator.prepare(
+        made, torch.optim.SGD(made.parameters(), lr=0.1), loader()
+    )
     see("type", type(model))
     see("recognised", [is_compiled_module(model), has_compiled_regions(model)])
     losses = []
@@ -810,7 +1080,10 @@ def _compiled(see: Seen, **options: Any) -> None:
     see("losses", losses)
     see("keys", sorted(model.state_dict()))
     see("unwrapped", type(accelerator.unwrap_model(model)))
-    see("unwrapped, not compiled", type(accelerator.unwrap_model(model, keep_torch_compile=False)))
+    see(
+        "unwrapped, not compiled",
+        type(accelerator.unwrap_model(model, keep_torch_compile=False)),
+    )
     see("dict", sorted(accelerator.get_state_dict(model)))
     see("weights", checksum(model))
     see("saved", lambda: accelerator.save_state("state") and files_in("state"))
@@ -819,7 +1092,15 @@ def _compiled(see: Seen, **options: Any) -> None:
     see("loaded", lambda: accelerator.load_state("state"))
     see("evaluated", lambda: (model.eval(), model(batch())))
     plugin = accelerator.state.dynamo_plugin
-    names = ("backend", "mode", "fullgraph", "dynamic", "options", "disable", "use_regional_compilation")
+    names = (
+        "backend",
+        "mode",
+        "fullgraph",
+        "dynamic",
+        "options",
+        "disable",
+        "use_regional_compilation",
+    )
     see("plugin", [getattr(plugin, name, "(nothing)") for name in names])
     see("kwargs", lambda: plugin.to_kwargs())
 
@@ -843,14 +1124,20 @@ def compiled_with_precision(see: Seen) -> None:
 def compiled_by_a_plugin(see: Seen) -> None:
     from accelerate.utils import TorchDynamoPlugin
 
-    _compiled(see, dynamo_plugin=TorchDynamoPlugin(backend="eager", dynamic=False, fullgraph=True))
+    _compiled(
+        see,
+        dynamo_plugin=TorchDynamoPlugin(backend="eager", dynamic=False, fullgraph=True),
+    )
 
 
 @observe("compile", limit=90)
 def compiled_by_region(see: Seen) -> None:
     from accelerate.utils import TorchDynamoPlugin
 
-    _compiled(see, dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
+    _compiled(
+        see,
+        dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True),
+    )
 
 
 @observe("compile", limit=90)
@@ -877,29 +1164,54 @@ def regions(see: Seen) -> None:
     see("equal", bool(torch.allclose(made(batch()), wanted)))
     see(
         "recognised",
-        [utils.has_compiled_regions(made), utils.is_compiled_module(made), utils.has_compiled_regions(model)],
+        [
+            utils.has_compiled_regions(made),
+            utils.is_compiled_module(made),
+            utils.has_compiled_regions(model),
+        ],
     )
     see("keys", sorted(made.state_dict()))
-    see("extracted", lambda: type(utils.extract_model_from_parallel(made, keep_torch_compile=False)))
-    see("in place", lambda: utils.compile_regions(Stack().to(DEVICE), backend="eager")(batch()).shape)
+    see(
+        "extracted",
+        lambda: type(utils.extract_model_from_parallel(made, keep_torch_compile=False)),
+    )
+    see(
+        "in place",
+        lambda: (
+            utils.compile_regions(Stack().to(DEVICE), backend="eager")(batch()).shape
+        ),
+    )
 
 
 # -- fp8 -----------------------------------------------------------------------------------------------------------------
 def _wide() -> nn.Module:
     torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)
+    )
 
 
 def _in_fp8(see: Seen, recipe: Any) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[recipe])
-    see("kind", [accelerator.mixed_precision, accelerator.fp8_backend, accelerator.fp8_enabled, accelerator.scaler])
+    see(
+        "kind",
+        [
+            accelerator.mixed_precision,
+            accelerator.fp8_backend,
+            accelerator.fp8_enabled,
+            accelerator.scaler,
+        ],
+    )
     made = _wide()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(made, optimizer)
     see("types", [type(one) for one in model])
-    see("dtypes", [[type(one).__name__, one.dtype, one.device] for one in model.parameters()])
+    see(
+        "dtypes",
+        [[type(one).__name__, one.dtype, one.device] for one in model.parameters()],
+    )
     losses = []
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     for _ in range(3):
@@ -935,10 +1247,19 @@ def fp8_by_functions(see: Seen) -> None:
 
     see(
         "filter",
-        lambda: [ao.filter_first_and_last_linear_layers(one, name, "0", "4") for name, one in _wide().named_children()],
+        lambda: [
+            ao.filter_first_and_last_linear_layers(one, name, "0", "4")
+            for name, one in _wide().named_children()
+        ],
     )
     see("first and last", lambda: ao.find_first_last_linear_layers(_wide()))
-    see("layers", lambda: [ao.filter_linear_layers(one, name, ["0", "4"]) for name, one in _wide().named_children()])
+    see(
+        "layers",
+        lambda: [
+            ao.filter_linear_layers(one, name, ["0", "4"])
+            for name, one in _wide().named_children()
+        ],
+    )
     model = _wide().to(DEVICE)
     see("converted", lambda: ao.convert_model_to_fp8_ao(model))
     see("types", [type(one) for one in model])
@@ -962,12 +1283,22 @@ def fp8_without_its_packages(see: Seen) -> None:
         AcceleratorState._reset_state(True)
         see(
             f"{name}, accelerator",
-            lambda make=make: Accelerator(mixed_precision="fp8", kwargs_handlers=[make()]).fp8_backend,
+            lambda make=make: (
+                Accelerator(mixed_precision="fp8", kwargs_handlers=[make()]).fp8_backend
+            ),
         )
     AcceleratorState._reset_state(True)
     see(
         "two",
-        lambda: Accelerator(mixed_precision="fp8", kwargs_handlers=[utils.AORecipeKwargs(), utils.AORecipeKwargs()]),
+        lambda: Accelerator(
+            mixed_precision="fp8",
+            kwargs_handlers=[utils.AORecipeKwargs(), utils.AORecipeKwargs()],
+        ),
     )
-    for name in ("is_transformer_engine_available", "is_msamp_available", "is_torchao_available", "is_fp8_available"):
+    for name in (
+        "is_transformer_engine_available",
+        "is_msamp_available",
+        "is_torchao_available",
+        "is_fp8_available",
+    ):
         see(name, lambda name=name: getattr(utils, name)())

@@ -31,7 +31,8 @@ CUDA = DEVICE == "cuda"
 GPU: int | str = 0 if CUDA else "cpu"
 """The device as maps name it."""
 TOLERANCE = 1e-5
-IMPORTING = ("`torch.jit", "'set_vital'")  # what torch says when parts of it are imported
+# what torch says when parts of it are imported
+IMPORTING = ("`torch.jit", "'set_vital'")
 MANY = 48  # values of a tensor that are noted
 
 Json = Any  # Any: JSON
@@ -123,7 +124,8 @@ def reset() -> None:
         torch._dynamo.reset()
     gc.collect()
     if CUDA:
-        torch.cuda.synchronize()  # an error that a kernel left behind ends this process here, not in the next function
+        # an error that a kernel left behind ends this process here, not in the next function
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
@@ -148,7 +150,9 @@ def listening() -> Iterator[dict[str, list[Json]]]:
             logging.getLogger().removeHandler(handler)
     ignored = (ResourceWarning, ImportWarning)
     lines = {
-        (one.category.__name__, plain(str(one.message))) for one in caught if not issubclass(one.category, ignored)
+        (one.category.__name__, plain(str(one.message)))
+        for one in caught
+        if not issubclass(one.category, ignored)
     }
     told["warnings"] = [list(line) for line in sorted(lines)]
 
@@ -167,7 +171,9 @@ def plain(text: str) -> str:
 # -- values as JSON --------------------------------------------------------------------------------------------------
 def noted(value: object) -> Json:
     """A value as JSON; what has no form of its own is noted by its class."""
-    if value is None or (isinstance(value, bool | int) and not isinstance(value, enum.Enum)):
+    if value is None or (
+        isinstance(value, bool | int) and not isinstance(value, enum.Enum)
+    ):
         return value
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
@@ -183,7 +189,11 @@ def noted(value: object) -> Json:
 
 
 def _tensor(value: Tensor) -> Json:
-    found: dict[str, Json] = {"tensor": type(value).__name__, "dtype": str(value.dtype), "device": str(value.device)}
+    found: dict[str, Json] = {
+        "tensor": type(value).__name__,
+        "dtype": str(value.dtype),
+        "device": str(value.device),
+    }
     found |= {"shape": list(value.shape), "grad": value.requires_grad}
     if value.device.type != "meta" and not value.is_nested:
         numbers = value.detach().to("cpu").flatten()
@@ -199,7 +209,11 @@ def _collection(value: object) -> Json:
         return {str(key): noted(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         name = type(value).__name__
-        return [noted(one) for one in value] if name == "list" else {name: [noted(one) for one in value]}
+        return (
+            [noted(one) for one in value]
+            if name == "list"
+            else {name: [noted(one) for one in value]}
+        )
     if isinstance(value, set | frozenset):
         return sorted(str(noted(one)) for one in value)
     if isinstance(value, torch.dtype | torch.device | torch.Size | Path):
@@ -225,9 +239,19 @@ def apart(theirs: Json, ours: Json) -> str:
     if isinstance(theirs, list) and isinstance(ours, list):
         if len(theirs) != len(ours):
             return "different"
-        return _worst(apart(one, other) for one, other in zip(theirs, ours, strict=True))
-    if isinstance(theirs, float) and isinstance(ours, float | int) and not isinstance(ours, bool):
-        return "equal" if abs(theirs - ours) <= TOLERANCE * max(1e-2, abs(theirs)) else "different"
+        return _worst(
+            apart(one, other) for one, other in zip(theirs, ours, strict=True)
+        )
+    if (
+        isinstance(theirs, float)
+        and isinstance(ours, float | int)
+        and not isinstance(ours, bool)
+    ):
+        return (
+            "equal"
+            if abs(theirs - ours) <= TOLERANCE * max(1e-2, abs(theirs))
+            else "different"
+        )
     return "equal" if theirs == ours and type(theirs) is type(ours) else "different"
 
 
@@ -235,16 +259,27 @@ def _worst(found: Iterator[str]) -> str:
     return max(found, key=("equal", "words", "different").index, default="equal")
 
 
-def where_apart(theirs: Json, ours: Json, path: str = "") -> Iterator[tuple[str, Json, Json]]:
+def where_apart(
+    theirs: Json, ours: Json, path: str = ""
+) -> Iterator[tuple[str, Json, Json]]:
     """The smallest parts that are not equal, with their places."""
     if apart(theirs, ours) == "equal":
         return
-    whole = any(isinstance(one, dict) and ("raised" in one or "tensor" in one) for one in (theirs, ours))
+    whole = any(
+        isinstance(one, dict) and ("raised" in one or "tensor" in one)
+        for one in (theirs, ours)
+    )
     if not whole and isinstance(theirs, dict) and isinstance(ours, dict):
         for key in dict.fromkeys([*theirs, *ours]):
             missing = "(nothing)"
-            yield from where_apart(theirs.get(key, missing), ours.get(key, missing), f"{path}.{key}".lstrip("."))
-    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+            yield from where_apart(
+                theirs.get(key, missing),
+                ours.get(key, missing),
+                f"{path}.{key}".lstrip("."),
+            )
+    elif (
+        isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours)
+    ):
         for index, (one, other) in enumerate(zip(theirs, ours, strict=True)):
             yield from where_apart(one, other, f"{path}[{index}]")
     else:
@@ -272,10 +307,15 @@ class Net(nn.Module):
 def dataset(rows: int = 16) -> list[dict[str, Tensor]]:
     """Rows of one seed."""
     generator = torch.Generator().manual_seed(5)
-    return [{"x": torch.randn(8, generator=generator), "y": torch.tensor(index % 4)} for index in range(rows)]
+    return [
+        {"x": torch.randn(8, generator=generator), "y": torch.tensor(index % 4)}
+        for index in range(rows)
+    ]
 
 
-def loader(rows: int = 16, batch: int = 4, **options: Any) -> torch.utils.data.DataLoader[Any]:
+def loader(
+    rows: int = 16, batch: int = 4, **options: Any
+) -> torch.utils.data.DataLoader[Any]:
     """A loader of these rows."""
     return torch.utils.data.DataLoader(dataset(rows), batch_size=batch, **options)
 
@@ -285,12 +325,19 @@ def batch(rows: int = 4) -> Tensor:
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
-def parts(seed: int = 1, rows: int = 16, lr: float = 0.1) -> tuple[Net, torch.optim.Optimizer, Any, Any]:
+def parts(
+    seed: int = 1, rows: int = 16, lr: float = 0.1
+) -> tuple[Net, torch.optim.Optimizer, Any, Any]:
     """A model, its optimizer, a loader and a scheduler."""
     torch.manual_seed(seed)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return model, optimizer, loader(rows), torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return (
+        model,
+        optimizer,
+        loader(rows),
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
 
 
 def loss_of(model: nn.Module, one: Mapping[str, Tensor]) -> Tensor:
@@ -300,11 +347,18 @@ def loss_of(model: nn.Module, one: Mapping[str, Tensor]) -> Tensor:
 
 def checksum(model: nn.Module) -> float:
     """A number that tells the weights."""
-    return sum(float((one.detach().double().cpu() * (index + 1)).sum()) for index, one in enumerate(model.parameters()))
+    return sum(
+        float((one.detach().double().cpu() * (index + 1)).sum())
+        for index, one in enumerate(model.parameters())
+    )
 
 
 def files_in(folder: str | Path) -> list[str]:
     """The files of a folder by their names inside it, without hidden ones."""
     found = [one for one in Path(folder).rglob("*") if one.is_file()]
     names = [one.relative_to(folder).as_posix() for one in found]
-    return sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
+    return sorted(
+        name
+        for name in names
+        if not any(part.startswith(".") for part in name.split("/"))
+    )

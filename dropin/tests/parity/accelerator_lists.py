@@ -17,7 +17,12 @@ def run() -> object:
         torch.optim.lr_scheduler.StepLR(optimizer, 1),
         DataLoader(TensorDataset(torch.arange(8)), batch_size=2),
     )
-    lists = accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders
+    lists = (
+        accelerator._models,
+        accelerator._optimizers,
+        accelerator._schedulers,
+        accelerator._dataloaders,
+    )
     switches = "split_batches even_batches dispatch_batches use_seedable_sampler non_blocking use_stateful_dataloader"
     return [
         [len(one) for one in lists],

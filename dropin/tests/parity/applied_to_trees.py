@@ -9,7 +9,11 @@ from accelerate.utils import find_device, honor_type, recursively_apply
 
 def run() -> object:
     Pair = namedtuple("Pair", "a b")
-    tree = {"x": [torch.ones(2), (torch.zeros(1), 3)], "p": Pair(torch.ones(1), "s"), "u": UserDict(q=torch.ones(1))}
+    tree = {
+        "x": [torch.ones(2), (torch.zeros(1), 3)],
+        "p": Pair(torch.ones(1), "s"),
+        "u": UserDict(q=torch.ones(1)),
+    }
     made = recursively_apply(lambda one: one + 1, tree)
     return [
         str(made),

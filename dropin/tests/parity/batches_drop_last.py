@@ -8,7 +8,9 @@ from accelerate.utils import gather_object
 
 
 def run() -> object:
-    loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(13)), batch_size=4, drop_last=True))
+    loader = Accelerator(cpu=True).prepare(
+        DataLoader(TensorDataset(torch.arange(13)), batch_size=4, drop_last=True)
+    )
     return gather_object([[len(loader), [x.tolist() for (x,) in loader]]])
 
 

@@ -10,7 +10,9 @@ from accelerate.utils import gather_object
 def run() -> object:
     found = []
     for size, batch in ((16, 4), (10, 4), (13, 3), (3, 4)):
-        loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(size)), batch_size=batch))
+        loader = Accelerator(cpu=True).prepare(
+            DataLoader(TensorDataset(torch.arange(size)), batch_size=batch)
+        )
         found.append(gather_object([[len(loader), [x.tolist() for (x,) in loader]]]))
     return found
 

@@ -14,7 +14,9 @@ def run() -> object:
         loader = Accelerator(cpu=True, dataloader_config=config).prepare(
             DataLoader(TensorDataset(torch.arange(size)), batch_size=4)
         )
-        found.append(gather_object([[loader.total_batch_size, [x.tolist() for (x,) in loader]]]))
+        found.append(
+            gather_object([[loader.total_batch_size, [x.tolist() for (x,) in loader]]])
+        )
     return found
 
 

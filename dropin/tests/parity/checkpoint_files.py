@@ -11,10 +11,14 @@ from accelerate.utils import ProjectConfiguration, broadcast_object_list
 
 
 def run() -> object:
-    folder = broadcast_object_list([tempfile.mkdtemp()])[0] if Accelerator(cpu=True) else ""
+    folder = (
+        broadcast_object_list([tempfile.mkdtemp()])[0] if Accelerator(cpu=True) else ""
+    )
     accelerator = Accelerator(
         cpu=True,
-        project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2),
+        project_config=ProjectConfiguration(
+            project_dir=folder, automatic_checkpoint_naming=True, total_limit=2
+        ),
     )
     torch.manual_seed(2)
     model = nn.Linear(2, 1)
@@ -45,7 +49,14 @@ def run() -> object:
     ]
     accelerator.load_state(newest)
     rates = scheduler.get_last_lr()
-    return [os.path.basename(place), kept, names, rates, accelerator.save_iteration, len(first)]
+    return [
+        os.path.basename(place),
+        kept,
+        names,
+        rates,
+        accelerator.save_iteration,
+        len(first),
+    ]
 
 
 PROCESSES = (1, 2)

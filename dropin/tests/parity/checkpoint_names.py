@@ -15,7 +15,9 @@ def setup(**options):
     accelerator = Accelerator(cpu=True, **options)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    return accelerator, *accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9))
+    return accelerator, *accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    )
 
 
 def steps(accelerator, model, optimizer, scheduler, count):
@@ -38,13 +40,18 @@ def shared_folder(accelerator):
 def run() -> object:
     first = Accelerator(cpu=True)
     folder = shared_folder(first)
-    config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+    config = ProjectConfiguration(
+        project_dir=folder, automatic_checkpoint_naming=True, total_limit=2
+    )
     run = setup(project_config=config)
     for _ in range(3):
         steps(*run, 1)
         run[0].save_state()
     run[0].wait_for_everyone()
-    return [sorted(one.name for one in (Path(folder) / "checkpoints").iterdir()), run[0].save_iteration]
+    return [
+        sorted(one.name for one in (Path(folder) / "checkpoints").iterdir()),
+        run[0].save_iteration,
+    ]
 
 
 PROCESSES = (1, 2)

@@ -14,7 +14,9 @@ def setup(**options):
     accelerator = Accelerator(cpu=True, **options)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    return accelerator, *accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9))
+    return accelerator, *accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    )
 
 
 def steps(accelerator, model, optimizer, scheduler, count):

@@ -12,7 +12,9 @@ from accelerate.utils import DataLoaderConfiguration
 def run() -> object:
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(22)), batch_size=4))
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(22)), batch_size=4)
+    )
     folder = tempfile.mkdtemp()
     for number, _ in enumerate(loader):
         if number == 0:

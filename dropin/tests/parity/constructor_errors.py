@@ -8,7 +8,10 @@ def run() -> object:
     found = []
     wrong = (
         {"mixed_precision": "fp32"},
-        {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3)},
+        {
+            "gradient_accumulation_steps": 2,
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3),
+        },
         {"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]},
         {"kwargs_handlers": ["x"]},
     )
@@ -16,7 +19,12 @@ def run() -> object:
         try:
             Accelerator(cpu=True, **kwargs)
         except (ValueError, AssertionError) as error:
-            found.append([type(error).__name__, str(error).replace("accelerate.utils.dataclasses.", "")])
+            found.append(
+                [
+                    type(error).__name__,
+                    str(error).replace("accelerate.utils.dataclasses.", ""),
+                ]
+            )
     return found
 
 

@@ -10,10 +10,17 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True))
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True)
+    )
     again = copy.deepcopy(loader)
     seen = accelerator.gather(torch.cat([x for (x,) in again]))
-    return [type(again).__name__, sorted(seen.tolist()), len(loader), accelerator.gradient_state.in_dataloader]
+    return [
+        type(again).__name__,
+        sorted(seen.tolist()),
+        len(loader),
+        accelerator.gradient_state.in_dataloader,
+    ]
 
 
 PROCESSES = (1, 2)

@@ -11,7 +11,9 @@ from accelerate import Accelerator
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.Adam(model.parameters(), lr=0.1)
+    )
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     again = copy.deepcopy(optimizer)

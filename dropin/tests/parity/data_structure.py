@@ -11,7 +11,12 @@ def run() -> object:
     made = initialize_tensors(found)
     return [
         str(found),
-        [list(made["a"].shape), str(made["a"].dtype), list(made["b"][0].shape), str(made["b"][0].dtype)],
+        [
+            list(made["a"].shape),
+            str(made["a"].dtype),
+            list(made["b"][0].shape),
+            str(made["b"][0].dtype),
+        ],
     ]
 
 

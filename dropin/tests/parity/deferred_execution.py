@@ -12,7 +12,12 @@ def run() -> object:
     state.on_process(lambda: ran.append("first"), process_index=0)()
     accelerator.on_local_process(lambda: ran.append("second"), local_process_index=1)()
     accelerator.wait_for_everyone()
-    return [ran, accelerator.is_main_process, state.is_last_process, state.local_process_index]
+    return [
+        ran,
+        accelerator.is_main_process,
+        state.is_last_process,
+        state.local_process_index,
+    ]
 
 
 PROCESSES = (1, 2)

@@ -19,7 +19,11 @@ def run() -> object:
     with tempfile.TemporaryDirectory() as folder:
         places = {"0": "cpu", "1": "cpu", "2": "disk"}
         model = dispatch_model(model, places, main_device="cpu", offload_dir=folder)
-        return [outputs(model).tolist(), bool(torch.allclose(outputs(model), expected)), model.hf_device_map]
+        return [
+            outputs(model).tolist(),
+            bool(torch.allclose(outputs(model), expected)),
+            model.hf_device_map,
+        ]
 
 
 PROCESSES = (1,)

@@ -25,14 +25,21 @@ class Stream(IterableDataset):
 
 def run() -> object:
     set_seed(3)
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
+    )
     numbers = TensorDataset(torch.arange(12.0))
     loaders = (
         DataLoader(numbers, batch_size=2, shuffle=True),
         DataLoader(numbers, batch_size=2),
         DataLoader(Noisy(), batch_size=2, shuffle=True),
         DataLoader(Stream(), batch_size=2),
-        DataLoader(numbers, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1)),
+        DataLoader(
+            numbers,
+            batch_size=2,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(1),
+        ),
     )
     seen = []
     for loader in loaders:

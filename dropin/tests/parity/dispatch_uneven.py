@@ -12,7 +12,12 @@ def run() -> object:
     found = []
     for length in (1, 3, 10, 11, 12):
         loader = accelerator.prepare(DataLoader(list(range(length)), batch_size=4))
-        found.append([[batch.tolist(), loader.end_of_dataloader, loader.remainder] for batch in loader])
+        found.append(
+            [
+                [batch.tolist(), loader.end_of_dataloader, loader.remainder]
+                for batch in loader
+            ]
+        )
     return gather_object([found])
 
 

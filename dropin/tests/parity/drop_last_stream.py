@@ -18,8 +18,18 @@ class Stream(IterableDataset):
 def run() -> object:
     found = []
     for dispatch in (False, True):
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
-        found.append([x.tolist() for x in accelerator.prepare(DataLoader(Stream(), batch_size=3, drop_last=True))])
+        accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch),
+        )
+        found.append(
+            [
+                x.tolist()
+                for x in accelerator.prepare(
+                    DataLoader(Stream(), batch_size=3, drop_last=True)
+                )
+            ]
+        )
     return found
 
 

@@ -2,7 +2,11 @@
 
 import os
 
-from accelerate.utils import clear_environment, patch_environment, purge_accelerate_environment
+from accelerate.utils import (
+    clear_environment,
+    patch_environment,
+    purge_accelerate_environment,
+)
 
 
 def run() -> object:

@@ -16,7 +16,9 @@ def run() -> object:
     found = []
     for safe in (True, False):
         with tempfile.TemporaryDirectory() as folder:
-            accelerator.save_model(model, folder, max_shard_size="2KB", safe_serialization=safe)
+            accelerator.save_model(
+                model, folder, max_shard_size="2KB", safe_serialization=safe
+            )
             found.append(sorted(one.name for one in Path(folder).iterdir()))
     return found
 

@@ -7,7 +7,11 @@ from accelerate.utils.modeling import fallback_allocate
 
 
 def run() -> object:
-    model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(4, 4), nn.Linear(2, 2)), nn.Linear(3, 3))
+    model = nn.Sequential(
+        nn.Linear(10, 10),
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(2, 2)),
+        nn.Linear(3, 3),
+    )
     sizes = compute_module_sizes(model)
     found = []
     for limit, kept in (
@@ -19,7 +23,9 @@ def run() -> object:
         (100, ["Sequential"]),
         (30, ["Sequential"]),
     ):
-        name, _, rest = fallback_allocate(list(model.named_children()), sizes, limit, kept)
+        name, _, rest = fallback_allocate(
+            list(model.named_children()), sizes, limit, kept
+        )
         found.append([limit, name, [one for one, _ in rest]])
     return found
 

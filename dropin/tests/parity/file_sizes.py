@@ -11,7 +11,10 @@ def run() -> object:
             found.append(convert_file_size_to_int(word))
         except ValueError as error:
             found.append(type(error).__name__)
-    return [found, [convert_bytes(number) for number in (10, 2048, 5 * 2**20, 3 * 2**30)]]
+    return [
+        found,
+        [convert_bytes(number) for number in (10, 2048, 5 * 2**20, 3 * 2**30)],
+    ]
 
 
 PROCESSES = (1,)

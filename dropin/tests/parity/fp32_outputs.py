@@ -12,7 +12,12 @@ def run() -> object:
     }
     made = convert_to_fp32(tree)
     wrapped = convert_outputs_to_fp32(lambda: tree)
-    return [str(made["a"].dtype), str(made["b"][0].dtype), str(made["b"][1].dtype), str(wrapped()["a"].dtype)]
+    return [
+        str(made["a"].dtype),
+        str(made["b"][0].dtype),
+        str(made["b"][1].dtype),
+        str(wrapped()["a"].dtype),
+    ]
 
 
 PROCESSES = (1,)

@@ -8,9 +8,19 @@ def run() -> object:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     state = accelerator.gradient_state
     state._set_sync_gradients(False)
-    found = [state.sync_gradients, accelerator.sync_gradients, GradientState().sync_gradients]
+    found = [
+        state.sync_gradients,
+        accelerator.sync_gradients,
+        GradientState().sync_gradients,
+    ]
     accelerator.sync_gradients = True
-    return [*found, state.sync_gradients, state.num_steps, state.adjust_scheduler, state.sync_with_dataloader]
+    return [
+        *found,
+        state.sync_gradients,
+        state.num_steps,
+        state.adjust_scheduler,
+        state.sync_with_dataloader,
+    ]
 
 
 PROCESSES = (1, 2)

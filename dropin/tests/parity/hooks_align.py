@@ -3,7 +3,11 @@
 import torch
 from torch import nn
 
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import (
+    AlignDevicesHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 
 
 def run() -> object:

@@ -3,7 +3,12 @@
 import torch
 from torch import nn
 
-from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import (
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 
 
 class Add(ModelHook):
@@ -28,7 +33,12 @@ def run() -> object:
     add_hook_to_module(model, Add(2), append=True)
     found += [model(x).tolist(), isinstance(model._hf_hook, SequentialHook)]
     remove_hook_from_module(model)
-    return [*found, model(x).tolist(), hasattr(model, "_hf_hook"), hasattr(model, "_old_forward")]
+    return [
+        *found,
+        model(x).tolist(),
+        hasattr(model, "_hf_hook"),
+        hasattr(model, "_old_forward"),
+    ]
 
 
 PROCESSES = (1,)

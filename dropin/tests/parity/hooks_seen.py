@@ -55,7 +55,9 @@ def run() -> object:
     found.append(repr(AlignDevicesHook("cpu", skip_keys="cache")))
     meta = nn.Linear(2, 3, device="meta")
     found.append(message(set_module_tensor_to_device, meta, "weight", "cpu"))
-    found.append(message(set_module_tensor_to_device, meta, "weight", "cpu", value=torch.ones(1)))
+    found.append(
+        message(set_module_tensor_to_device, meta, "weight", "cpu", value=torch.ones(1))
+    )
     found.append(message(set_module_tensor_to_device, meta, "other", "cpu"))
     set_module_tensor_to_device(meta, "weight", "cpu", value=torch.ones(3, 2).half())
     return [*found, str(meta.weight.dtype)]

@@ -2,13 +2,22 @@
 
 from torch import nn
 
-from accelerate.utils import calculate_maximum_sizes, compute_module_sizes, get_max_layer_size
+from accelerate.utils import (
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    get_max_layer_size,
+)
 
 
 def run() -> object:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6)))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6))
+    )
     sizes = compute_module_sizes(model)
-    found = [get_max_layer_size(list(model.named_children()), sizes, kept) for kept in ([], ["Sequential"])]
+    found = [
+        get_max_layer_size(list(model.named_children()), sizes, kept)
+        for kept in ([], ["Sequential"])
+    ]
     total, (size, names) = calculate_maximum_sizes(model)
     return [[[one, sorted(names)] for one, names in found], total, size, sorted(names)]
 

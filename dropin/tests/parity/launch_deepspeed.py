@@ -6,7 +6,12 @@ from accelerate.utils import prepare_deepspeed_cmd_env
 
 def parsed(*words):
     args = launch_command_parser().parse_args(words)
-    for name, value in (("mixed_precision", "no"), ("num_machines", 1), ("num_processes", 1), ("dynamo_backend", "no")):
+    for name, value in (
+        ("mixed_precision", "no"),
+        ("num_machines", 1),
+        ("num_processes", 1),
+        ("dynamo_backend", "no"),
+    ):
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.deepspeed_fields_from_accelerate_config = ""
@@ -19,11 +24,31 @@ def run() -> object:
     for words in (
         ["--use_deepspeed", "--num_processes", "2", "--zero_stage", "2", "a.py"],
         [*there.split(), "--deepspeed_hostfile", "hosts", "a.py", "--x"],
-        [*there.split(), "--deepspeed_multinode_launcher", "standard", "--gradient_clipping", "1.0", "a.py"],
-        [*there.split(), "--deepspeed_hostfile", "h", "--deepspeed_exclusion_filter", "b", "-m", "pkg", "--x"],
+        [
+            *there.split(),
+            "--deepspeed_multinode_launcher",
+            "standard",
+            "--gradient_clipping",
+            "1.0",
+            "a.py",
+        ],
+        [
+            *there.split(),
+            "--deepspeed_hostfile",
+            "h",
+            "--deepspeed_exclusion_filter",
+            "b",
+            "-m",
+            "pkg",
+            "--x",
+        ],
     ):
         command, env = prepare_deepspeed_cmd_env(parsed(*words))
-        names = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_GRADIENT_CLIPPING", "ACCELERATE_MIXED_PRECISION"
+        names = (
+            "ACCELERATE_USE_DEEPSPEED",
+            "ACCELERATE_GRADIENT_CLIPPING",
+            "ACCELERATE_MIXED_PRECISION",
+        )
         found.append([command, {name: env[name] for name in names if name in env}])
     return found
 

@@ -6,7 +6,12 @@ from accelerate.utils.launch import prepare_extend_env_parallelism_config
 
 def parsed(*words):
     args = launch_command_parser().parse_args(words)
-    for name, value in (("mixed_precision", "no"), ("num_machines", 1), ("num_processes", 1), ("dynamo_backend", "no")):
+    for name, value in (
+        ("mixed_precision", "no"),
+        ("num_machines", 1),
+        ("num_processes", 1),
+        ("dynamo_backend", "no"),
+    ):
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.deepspeed_fields_from_accelerate_config = ""

@@ -6,7 +6,12 @@ from accelerate.utils import prepare_multi_gpu_env
 
 def parsed(*words):
     args = launch_command_parser().parse_args(words)
-    for name, value in (("mixed_precision", "no"), ("num_machines", 1), ("num_processes", 1), ("dynamo_backend", "no")):
+    for name, value in (
+        ("mixed_precision", "no"),
+        ("num_machines", 1),
+        ("num_processes", 1),
+        ("dynamo_backend", "no"),
+    ):
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.deepspeed_fields_from_accelerate_config = ""
@@ -14,12 +19,13 @@ def parsed(*words):
 
 
 def run() -> object:
-    two = (
-        "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29501 --num_processes 4 a.py"
-    )
+    two = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29501 --num_processes 4 a.py"
     args = parsed("--multi_gpu", *two.split())
     prepare_multi_gpu_env(args)
-    return [getattr(args, name, None) for name in ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint")]
+    return [
+        getattr(args, name, None)
+        for name in ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint")
+    ]
 
 
 PROCESSES = (1,)

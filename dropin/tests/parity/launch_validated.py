@@ -43,9 +43,16 @@ def attempt(function, *args):
 
 def validated(words):
     args = launch_command_parser().parse_args(words)
-    before = [sorted(args.nondefault), {name: getattr(args, name) for name in SHOWN if hasattr(args, name)}]
+    before = [
+        sorted(args.nondefault),
+        {name: getattr(args, name) for name in SHOWN if hasattr(args, name)},
+    ]
     found = attempt(_validate_launch_command, args)
-    return found if isinstance(found, str) else [*before, found[2], {name: getattr(args, name) for name in SHOWN}]
+    return (
+        found
+        if isinstance(found, str)
+        else [*before, found[2], {name: getattr(args, name) for name in SHOWN}]
+    )
 
 
 def run() -> object:
@@ -53,10 +60,26 @@ def run() -> object:
         file = os.path.join(folder, "settings.yaml")
         with open(file, "w") as out:
             out.write(FILE)
-        given = ["--num-processes", "2", "--deepspeed_config_file", "accepted", "--config-file", file, "script.py"]
-        found = [validated(given), validated(["--config_file", file, "--mixed_precision", "fp16", "script.py"])]
+        given = [
+            "--num-processes",
+            "2",
+            "--deepspeed_config_file",
+            "accepted",
+            "--config-file",
+            file,
+            "script.py",
+        ]
+        found = [
+            validated(given),
+            validated(
+                ["--config_file", file, "--mixed_precision", "fp16", "script.py"]
+            ),
+        ]
     found.append(validated(["--use_deepspeed", "--multi_gpu", "script.py"]))
-    words = (["--name", "bert", "--train", "False", "--epochs", "3", "--rate", "5e-5"], ["--name", "x", "--train"])
+    words = (
+        ["--name", "bert", "--train", "False", "--epochs", "3", "--rate", "5e-5"],
+        ["--name", "x", "--train"],
+    )
     return [*found, [attempt(_convert_nargs_to_dict, one) for one in words]]
 
 

@@ -6,7 +6,12 @@ from accelerate.utils import prepare_simple_launcher_cmd_env
 
 def parsed(*words):
     args = launch_command_parser().parse_args(words)
-    for name, value in (("mixed_precision", "no"), ("num_machines", 1), ("num_processes", 1), ("dynamo_backend", "no")):
+    for name, value in (
+        ("mixed_precision", "no"),
+        ("num_machines", 1),
+        ("num_processes", 1),
+        ("dynamo_backend", "no"),
+    ):
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     args.deepspeed_fields_from_accelerate_config = ""
@@ -21,8 +26,14 @@ def run() -> object:
         ["--cpu", "--dynamo_backend", "inductor", "a.py"],
     ):
         _, env = prepare_simple_launcher_cmd_env(parsed(*words))
-        kept = {name: value.lower() for name, value in env.items() if name.startswith("ACCELERATE_")}
-        found.append({**kept, "ACCELERATE_USE_CPU": kept["ACCELERATE_USE_CPU"] in ("1", "true")})
+        kept = {
+            name: value.lower()
+            for name, value in env.items()
+            if name.startswith("ACCELERATE_")
+        }
+        found.append(
+            {**kept, "ACCELERATE_USE_CPU": kept["ACCELERATE_USE_CPU"] in ("1", "true")}
+        )
     return found
 
 

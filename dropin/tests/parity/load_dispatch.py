@@ -22,7 +22,9 @@ def run() -> object:
         save_file(model.state_dict(), str(Path(folder) / "model.safetensors"))
         with init_empty_weights():
             empty = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-        empty = load_checkpoint_and_dispatch(empty, folder, device_map={"": "cpu"}).eval()
+        empty = load_checkpoint_and_dispatch(
+            empty, folder, device_map={"": "cpu"}
+        ).eval()
         return [outputs(empty).tolist(), bool(torch.allclose(outputs(empty), expected))]
 
 

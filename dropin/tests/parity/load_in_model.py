@@ -25,11 +25,21 @@ def run() -> object:
         parts = {"a.bin": half, "b.bin": [name for name in state if name not in half]}
         for file, names in parts.items():
             torch.save({name: state[name] for name in names}, Path(folder) / file)
-        index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+        index = {
+            "weight_map": {
+                name: file for file, names in parts.items() for name in names
+            }
+        }
         (Path(folder) / "pytorch_model.bin.index.json").write_text(json.dumps(index))
         torch.save(state, Path(folder) / "whole.bin")
-        for place in (folder, str(Path(folder) / "whole.bin"), str(Path(folder) / "pytorch_model.bin.index.json")):
-            fresh = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).eval()
+        for place in (
+            folder,
+            str(Path(folder) / "whole.bin"),
+            str(Path(folder) / "pytorch_model.bin.index.json"),
+        ):
+            fresh = nn.Sequential(
+                nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+            ).eval()
             load_checkpoint_in_model(fresh, place)
             found.append(bool(torch.equal(outputs(fresh), expected)))
     return found

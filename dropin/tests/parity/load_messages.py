@@ -31,7 +31,9 @@ def written(folder, layout, state):
     names = sorted(state)
     parts = {"one.safetensors": names[:2], "two.safetensors": names[2:]}
     for file, keys in parts.items():
-        save_file({key: state[key] for key in keys}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {key: state[key] for key in keys}, folder / file, metadata={"format": "pt"}
+        )
     index = {"weight_map": {key: file for file, keys in parts.items() for key in keys}}
     (folder / "any.index.json").write_text(json.dumps(index))
     return folder / "any.index.json"
@@ -42,14 +44,26 @@ def outcome(layout, whole_folder, strict, more, device_map):
     handler = Log()
     log.addHandler(handler)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    state = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+    state = {
+        name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()
+    }
     with tempfile.TemporaryDirectory() as text, tempfile.TemporaryDirectory() as away:
         file = written(Path(text), layout, {**state, **more})
         try:
-            load_checkpoint_in_model(model, text if whole_folder else str(file), device_map, away, strict=strict)
+            load_checkpoint_in_model(
+                model,
+                text if whole_folder else str(file),
+                device_map,
+                away,
+                strict=strict,
+            )
         except (RuntimeError, ValueError) as error:
             handler.lines.append(f"{type(error).__name__}: {error}")
-        files = sorted(one.name for one in Path(away).iterdir()) if layout == "torch" else None
+        files = (
+            sorted(one.name for one in Path(away).iterdir())
+            if layout == "torch"
+            else None
+        )
         lines = [line.replace(text, "FOLDER") for line in handler.lines]
     log.removeHandler(handler)
     return [lines, files, [str(one.device) for one in model.parameters()]]

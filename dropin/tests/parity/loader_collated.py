@@ -8,7 +8,9 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    loader = DataLoader(list(range(10)), batch_size=4, collate_fn=lambda rows: torch.tensor(rows) * 10)
+    loader = DataLoader(
+        list(range(10)), batch_size=4, collate_fn=lambda rows: torch.tensor(rows) * 10
+    )
     return [batch.tolist() for batch in accelerator.prepare(loader)]
 
 

@@ -31,12 +31,19 @@ def attempt(make):
 
 
 def shares(processes, shards):
-    rows = datasets.Dataset.from_dict({"x": list(range(12))}).to_iterable_dataset(num_shards=shards)
+    rows = datasets.Dataset.from_dict({"x": list(range(12))}).to_iterable_dataset(
+        num_shards=shards
+    )
     loaders = [
-        prepare_data_loader(DataLoader(rows, batch_size=2), num_processes=processes, process_index=index)
+        prepare_data_loader(
+            DataLoader(rows, batch_size=2), num_processes=processes, process_index=index
+        )
         for index in range(processes)
     ]
-    return [[type(one.dataset).__name__, [batch["x"].tolist() for batch in one]] for one in loaders]
+    return [
+        [type(one.dataset).__name__, [batch["x"].tolist() for batch in one]]
+        for one in loaders
+    ]
 
 
 def run() -> object:
@@ -45,12 +52,32 @@ def run() -> object:
     for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader):
         loader = kind(list(range(8)), batch_size=2)
         ends = [loader.end_of_dataloader for _ in loader]
-        found.append([hasattr(kind, "base_dataloader"), type(loader.base_dataloader).__name__, ends])
-        found.append([type(loader.gradient_state).__name__, list(inspect.signature(kind).parameters)])
+        found.append(
+            [
+                hasattr(kind, "base_dataloader"),
+                type(loader.base_dataloader).__name__,
+                ends,
+            ]
+        )
+        found.append(
+            [
+                type(loader.gradient_state).__name__,
+                list(inspect.signature(kind).parameters),
+            ]
+        )
     for batches in (Uncounted(), BatchSampler(range(8), 3, False)):
-        found.append(attempt(lambda batches=batches: BatchSamplerShard(batches, 2, 0, split_batches=True)))
+        found.append(
+            attempt(
+                lambda batches=batches: BatchSamplerShard(
+                    batches, 2, 0, split_batches=True
+                )
+            )
+        )
         found.append(attempt(lambda batches=batches: BatchSamplerShard(batches, 2, 1)))
-    return [*found, [shares(processes, shards) for processes in (1, 2, 4) for shards in (2, 4)]]
+    return [
+        *found,
+        [shares(processes, shards) for processes in (1, 2, 4) for shards in (2, 4)],
+    ]
 
 
 PROCESSES = (1,)

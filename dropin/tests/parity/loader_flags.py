@@ -10,10 +10,14 @@ from accelerate.state import GradientState
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     state = GradientState()
-    outer, inner = accelerator.prepare(*(DataLoader(TensorDataset(torch.arange(n)), batch_size=2) for n in (8, 6)))
+    outer, inner = accelerator.prepare(
+        *(DataLoader(TensorDataset(torch.arange(n)), batch_size=2) for n in (8, 6))
+    )
     seen = []
     for _ in outer:
-        seen.append(["outer", state.in_dataloader, state.end_of_dataloader, state.remainder])
+        seen.append(
+            ["outer", state.in_dataloader, state.end_of_dataloader, state.remainder]
+        )
         for _ in inner:
             seen.append(["inner", state.end_of_dataloader, state.remainder])
         seen.append(["back", state.end_of_dataloader])

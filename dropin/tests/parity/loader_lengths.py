@@ -9,10 +9,19 @@ from accelerate.utils import DataLoaderConfiguration
 
 def run() -> object:
     found = []
-    for options in ({}, {"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}):
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    for options in (
+        {},
+        {"split_batches": True},
+        {"dispatch_batches": True},
+        {"even_batches": False},
+    ):
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(**options)
+        )
         for size in (7, 8):
-            loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(size)), batch_size=2))
+            loader = accelerator.prepare(
+                DataLoader(TensorDataset(torch.arange(size)), batch_size=2)
+            )
             found.append([len(loader), loader.total_dataset_length])
     return found
 

@@ -9,8 +9,12 @@ from accelerate import Accelerator
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     own = [[0, 1, 2], [3], [4, 5], [6, 7]]
-    first = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_sampler=own))
-    second = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4)), batch_size=None))
+    first = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(8)), batch_sampler=own)
+    )
+    second = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(4)), batch_size=None)
+    )
     return [[x.tolist() for (x,) in first], [x.tolist() for (x,) in second]]
 
 

@@ -8,7 +8,9 @@ from accelerate.utils import DataLoaderConfiguration, slice_tensors
 
 
 def run() -> object:
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
+    )
     asked = []
 
     def cut(data, place, process_index=None, num_processes=None):
@@ -16,7 +18,8 @@ def run() -> object:
         return slice_tensors(data, place)
 
     loader = accelerator.prepare_data_loader(
-        DataLoader(TensorDataset(torch.arange(8)), batch_size=2), slice_fn_for_dispatch=cut
+        DataLoader(TensorDataset(torch.arange(8)), batch_size=2),
+        slice_fn_for_dispatch=cut,
     )
     return [[x.tolist() for (x,) in loader]]
 

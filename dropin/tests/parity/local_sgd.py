@@ -11,8 +11,12 @@ def run() -> object:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.05)
+    )
+    with LocalSGD(
+        accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True
+    ) as local:
         for step in range(5):
             x = torch.full((1, 2), 1.0 + accelerator.process_index + step)
             accelerator.backward(model(x).pow(2).mean())

@@ -7,9 +7,22 @@ import warnings
 import torch
 from torch import nn
 
-from accelerate.utils import compute_module_sizes, get_balanced_memory, infer_auto_device_map
+from accelerate.utils import (
+    compute_module_sizes,
+    get_balanced_memory,
+    infer_auto_device_map,
+)
 
-DEVICES = [[0], [0, 1], [0, 1, 2], [0, "cpu"], [0, 1, "cpu"], ["cpu"], [1], ["mps", "cpu"]]
+DEVICES = [
+    [0],
+    [0, 1],
+    [0, 1, 2],
+    [0, "cpu"],
+    [0, 1, "cpu"],
+    ["cpu"],
+    [1],
+    ["mps", "cpu"],
+]
 
 
 class Block(nn.Module):
@@ -26,7 +39,9 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(draw.randint(2, 12), 4)
         self.blocks = nn.ModuleList([Block(draw) for _ in range(draw.randint(1, 5))])
-        self.middle = nn.Sequential(nn.Linear(draw.randint(1, 6), 4), nn.ReLU(), Block(draw))
+        self.middle = nn.Sequential(
+            nn.Linear(draw.randint(1, 6), 4), nn.ReLU(), Block(draw)
+        )
         self.register_buffer("table", torch.zeros(draw.randint(1, 12)))
         self.head = nn.Linear(4, self.embed.num_embeddings, bias=False)
         if draw.random() < 0.5:
@@ -39,17 +54,26 @@ def one(seed):
     total = compute_module_sizes(model)[""]
     sizes = [0, total, total // 2, total // 3, f"{total // 1000 + 1}KB"]
     limits = {
-        key: draw.choice([*sizes, int(total * draw.random()), total * draw.random()]) for key in draw.choice(DEVICES)
+        key: draw.choice([*sizes, int(total * draw.random()), total * draw.random()])
+        for key in draw.choice(DEVICES)
     }
-    options = {"no_split_module_classes": draw.choice([None, ["Block"], ["Block", "Sequential"]])}
+    options = {
+        "no_split_module_classes": draw.choice(
+            [None, ["Block"], ["Block", "Sequential"]]
+        )
+    }
     if draw.random() < 0.2:
         options["dtype"] = draw.choice([torch.float16, "bfloat16", torch.int8])
-    even = get_balanced_memory(model, dict(limits), low_zero=draw.random() < 0.3, **options)
+    even = get_balanced_memory(
+        model, dict(limits), low_zero=draw.random() < 0.3, **options
+    )
     if draw.random() < 0.3:
         options["offload_buffers"] = True
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        places = infer_auto_device_map(model, limits, clean_result=draw.random() < 0.5, **options)
+        places = infer_auto_device_map(
+            model, limits, clean_result=draw.random() < 0.5, **options
+        )
     return [
         sorted((name, str(place)) for name, place in places.items()),
         {str(key): limit for key, limit in even.items()},

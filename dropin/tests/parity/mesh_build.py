@@ -16,7 +16,12 @@ def run() -> object:
             asked.return_value = mesh = MagicMock()
             made = ParallelismConfig(**sizes).build_device_mesh("cpu")
             called = [*asked.call_args.args, *asked.call_args.kwargs.values()]
-            found.append([made is mesh, [list(one) if isinstance(one, tuple) else one for one in called]])
+            found.append(
+                [
+                    made is mesh,
+                    [list(one) if isinstance(one, tuple) else one for one in called],
+                ]
+            )
     return found
 
 

@@ -5,7 +5,11 @@ from accelerate import ParallelismConfig
 
 def run() -> object:
     found = []
-    for sizes in ({}, {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}, {"dp_shard_size": 2, "cp_size": 4}):
+    for sizes in (
+        {},
+        {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2},
+        {"dp_shard_size": 2, "cp_size": 4},
+    ):
         config = ParallelismConfig(**sizes)
         found.append(
             [

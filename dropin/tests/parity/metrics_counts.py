@@ -10,7 +10,9 @@ def run() -> object:
     accelerator = Accelerator(cpu=True)
     found = []
     for size in (5, 8, 9, 13):
-        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(size)), batch_size=3))
+        loader = accelerator.prepare(
+            DataLoader(TensorDataset(torch.arange(size)), batch_size=3)
+        )
         rows = [accelerator.gather_for_metrics(x) for (x,) in loader]
         found.append(torch.cat(rows).tolist())
     return found

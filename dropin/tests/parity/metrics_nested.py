@@ -8,7 +8,9 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10), torch.arange(10) * 2), batch_size=4))
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(10), torch.arange(10) * 2), batch_size=4)
+    )
     seen = []
     for x, y in loader:
         pair = accelerator.gather_for_metrics((x, {"y": y}))

@@ -10,11 +10,15 @@ def run() -> object:
     accelerator = Accelerator(cpu=True)
     found = []
     for size in (16, 13, 9):
-        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(size)), batch_size=4))
+        loader = accelerator.prepare(
+            DataLoader(TensorDataset(torch.arange(size)), batch_size=4)
+        )
         seen, words = [], []
         for (x,) in loader:
             seen += accelerator.gather_for_metrics(x).tolist()
-            words += accelerator.gather_for_metrics([str(v) for v in x.tolist()], use_gather_object=True)
+            words += accelerator.gather_for_metrics(
+                [str(v) for v in x.tolist()], use_gather_object=True
+            )
         found.append([seen, words])
     return found
 

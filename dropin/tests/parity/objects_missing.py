@@ -23,7 +23,9 @@ def run() -> object:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
     found: list[object] = []
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: found.append(type(weights[0]).__name__))
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: found.append(type(weights[0]).__name__)
+    )
     with tempfile.TemporaryDirectory() as folder:
         accelerator.register_for_checkpointing(Counter())
         accelerator.save_state(folder)
@@ -33,7 +35,12 @@ def run() -> object:
         except RuntimeError as error:
             found.append(str(error).replace(folder, "FOLDER"))
     model = nn.Sequential(nn.DataParallel(nn.Linear(1, 1)), nn.Linear(1, 1))
-    found.append([type(part).__name__ for part in extract_model_from_parallel(model, recursive=True)])
+    found.append(
+        [
+            type(part).__name__
+            for part in extract_model_from_parallel(model, recursive=True)
+        ]
+    )
     try:
         synchronize_rng_state(RNGType.GENERATOR)
     except AssertionError as error:

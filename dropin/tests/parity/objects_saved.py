@@ -14,7 +14,10 @@ def run() -> object:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "x.pt"
         accelerator.save({"a": torch.ones(2)}, file)
-        return [file.exists() == accelerator.is_main_process, load(file)["a"].tolist() if file.exists() else None]
+        return [
+            file.exists() == accelerator.is_main_process,
+            load(file)["a"].tolist() if file.exists() else None,
+        ]
 
 
 PROCESSES = (1, 2)

@@ -4,7 +4,12 @@ import tempfile
 
 import torch
 
-from accelerate.utils import OffloadedWeightsLoader, load_offloaded_weight, offload_state_dict, offload_weight
+from accelerate.utils import (
+    OffloadedWeightsLoader,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+)
 
 
 def run() -> object:
@@ -13,8 +18,12 @@ def run() -> object:
         offload_weight(torch.tensor(3.0), "y", folder, index=index)
         back = load_offloaded_weight(f"{folder}/x.dat", index["x"])
         other = f"{folder}/state"
-        offload_state_dict(other, {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.float16)})
-        loader = OffloadedWeightsLoader(state_dict={"c": torch.full((1,), 2.0)}, save_folder=other)
+        offload_state_dict(
+            other, {"a": torch.ones(2), "b": torch.zeros(1, dtype=torch.float16)}
+        )
+        loader = OffloadedWeightsLoader(
+            state_dict={"c": torch.full((1,), 2.0)}, save_folder=other
+        )
         return [
             index,
             [float(one) for one in back],

@@ -13,7 +13,13 @@ def run() -> object:
     prepared.param_groups = [{"params": list(model.parameters()), "lr": 0.5}]
     prepared.defaults = {"lr": 0.25}
     prepared.state = {"x": 1}
-    return [optimizer.param_groups[0]["lr"], optimizer.defaults, optimizer.state, prepared.train(), prepared.eval()]
+    return [
+        optimizer.param_groups[0]["lr"],
+        optimizer.defaults,
+        optimizer.state,
+        prepared.train(),
+        prepared.eval(),
+    ]
 
 
 PROCESSES = (1, 2)

@@ -15,7 +15,11 @@ def run() -> object:
     model = accelerator.prepare(model)
     losses = []
     for step in range(3):
-        loss = model(torch.full((1, 2), 1.0 + accelerator.process_index + step)).pow(2).sum()
+        loss = (
+            model(torch.full((1, 2), 1.0 + accelerator.process_index + step))
+            .pow(2)
+            .sum()
+        )
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

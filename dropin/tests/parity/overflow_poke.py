@@ -16,7 +16,11 @@ def run() -> object:
     optimizer.step()
     optimizer._is_overflow = True
     scheduler.step()
-    found += [optimizer.step_was_skipped, accelerator.optimizer_step_was_skipped, scheduler.get_last_lr()]
+    found += [
+        optimizer.step_was_skipped,
+        accelerator.optimizer_step_was_skipped,
+        scheduler.get_last_lr(),
+    ]
     optimizer._is_overflow = False
     scheduler.step()
     return [*found, scheduler.get_last_lr()]

@@ -10,7 +10,11 @@ from accelerate import Accelerator
 
 def run() -> object:
     loader = pickle.loads(
-        pickle.dumps(Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2)))
+        pickle.dumps(
+            Accelerator(cpu=True).prepare(
+                DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+            )
+        )
     )
     return [type(loader).__name__, len(loader), [x.tolist() for (x,) in loader]]
 

@@ -11,7 +11,9 @@ from accelerate import Accelerator
 def run() -> object:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = Accelerator(cpu=True).prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    prepared = Accelerator(cpu=True).prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    )
     again = pickle.loads(pickle.dumps(prepared[2]))
     return [type(again).__name__, again.get_last_lr(), len(again.optimizers)]
 

@@ -16,7 +16,11 @@ def run() -> object:
     schedule = build_pipeline(model, ["2"], (x[:2],), {}, 2)
     out = pippy_forward(schedule.step, 2, False, x)
     state.wait_for_everyone()
-    return [type(schedule).__name__, None if out is None else out.tolist(), expected.tolist()]
+    return [
+        type(schedule).__name__,
+        None if out is None else out.tolist(),
+        expected.tolist(),
+    ]
 
 
 PROCESSES = (2,)

@@ -11,10 +11,15 @@ def run() -> object:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    first = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
+    first = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+    )
     second = accelerator.prepare(*first)
     lists = accelerator._optimizers, accelerator._dataloaders
-    return [[a is b for a, b in zip(first, second, strict=True)], [len(one) for one in lists]]
+    return [
+        [a is b for a, b in zip(first, second, strict=True)],
+        [len(one) for one in lists],
+    ]
 
 
 PROCESSES = (1, 2)

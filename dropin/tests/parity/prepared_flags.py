@@ -12,7 +12,10 @@ def run() -> object:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     made = Accelerator(cpu=True).prepare(
-        model, optimizer, scheduler, DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+        model,
+        optimizer,
+        scheduler,
+        DataLoader(TensorDataset(torch.arange(8)), batch_size=2),
     )
     return [getattr(one, "_is_accelerate_prepared", None) for one in made]
 

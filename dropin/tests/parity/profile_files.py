@@ -13,12 +13,23 @@ def run() -> object:
     accelerator = Accelerator(cpu=True)
     cycles = {"wait": 1, "warmup": 1, "active": 2, "repeat": 2, "skip_first": 0}
     seen = []
-    for kwargs in ({}, {"schedule_option": cycles}, {"schedule_option": cycles, "on_trace_ready": "told"}):
+    for kwargs in (
+        {},
+        {"schedule_option": cycles},
+        {"schedule_option": cycles, "on_trace_ready": "told"},
+    ):
         told = []
         if "on_trace_ready" in kwargs:
-            kwargs = {**kwargs, "on_trace_ready": lambda profile, told=told: told.append(profile.step_num)}
+            kwargs = {
+                **kwargs,
+                "on_trace_ready": lambda profile, told=told: told.append(
+                    profile.step_num
+                ),
+            }
         folder = broadcast_object_list([tempfile.mkdtemp()])[0]
-        with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=folder, **kwargs)) as profile:
+        with accelerator.profile(
+            ProfileKwargs(activities=["cpu"], output_trace_dir=folder, **kwargs)
+        ) as profile:
             for _ in range(9):
                 torch.ones(2) + 1
                 profile.step()

@@ -9,7 +9,9 @@ from accelerate.utils import reduce
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     tree = {"x": torch.arange(3.0) + accelerator.process_index, "y": (torch.ones(1),)}
-    return [str(reduce(tree, kind)) for kind in ("sum", "mean")] + [str(accelerator.reduce(tree["x"], "sum"))]
+    return [str(reduce(tree, kind)) for kind in ("sum", "mean")] + [
+        str(accelerator.reduce(tree["x"], "sum"))
+    ]
 
 
 PROCESSES = (1, 2)

@@ -3,11 +3,20 @@
 import torch
 from torch import nn
 
-from accelerate.utils import compile_regions_deepspeed, has_compiled_regions, is_compiled_module
+from accelerate.utils import (
+    compile_regions_deepspeed,
+    has_compiled_regions,
+    is_compiled_module,
+)
 
 
 def run() -> object:
-    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "head": nn.Linear(2, 1)})
+    model = nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
+            "head": nn.Linear(2, 1),
+        }
+    )
     compile_regions_deepspeed(model, backend="eager")
     compiled = [one._compiled_call_impl is not None for one in model["blocks"]]
     return [

@@ -20,7 +20,10 @@ def run() -> object:
     with patch("accelerate.utils.memory.clear_device_cache") as cleared:
         find_executable_batch_size(lambda size: size)()
         found.append(str(cleared.call_args))
-    with patch("accelerate.data_loader.is_torchdata_stateful_dataloader_available", return_value=False):
+    with patch(
+        "accelerate.data_loader.is_torchdata_stateful_dataloader_available",
+        return_value=False,
+    ):
         try:
             DataLoaderShard(range(4), use_stateful_dataloader=True)
         except ImportError as error:

@@ -8,7 +8,9 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True, rng_types=["torch"])
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4)), batch_size=2))
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+    )
     torch.manual_seed(accelerator.process_index)
     list(loader)
     return [torch.rand(1).item(), accelerator.rng_types]

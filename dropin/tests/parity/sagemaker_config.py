@@ -15,7 +15,9 @@ def run() -> object:
         base_job_name="job",
     )
     names = "compute_environment distributed_type mixed_precision ec2_instance_type iam_role_name region num_machines base_job_name"
-    return {name: value for name, value in config.to_dict().items() if name in names.split()}
+    return {
+        name: value for name, value in config.to_dict().items() if name in names.split()
+    }
 
 
 PROCESSES = (1,)

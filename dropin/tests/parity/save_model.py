@@ -18,7 +18,9 @@ def run() -> object:
     accelerator.save_model(model, folder + "/bin", safe_serialization=False)
     accelerator.wait_for_everyone()
     state = accelerator.get_state_dict(model)
-    return [sorted(os.listdir(folder + name)) for name in ("/one", "/many", "/bin")] + [list(state)]
+    return [sorted(os.listdir(folder + name)) for name in ("/one", "/many", "/bin")] + [
+        list(state)
+    ]
 
 
 PROCESSES = (1, 2)

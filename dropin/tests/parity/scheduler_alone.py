@@ -9,7 +9,9 @@ from accelerate import Accelerator
 def run() -> object:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = Accelerator(cpu=True).prepare(torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5))
+    scheduler = Accelerator(cpu=True).prepare(
+        torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    )
     rates = []
     for _ in range(6):
         optimizer.step()

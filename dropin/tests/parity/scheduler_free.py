@@ -7,7 +7,9 @@ from accelerate import Accelerator
 
 
 def run() -> object:
-    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False, gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        cpu=True, step_scheduler_with_optimizer=False, gradient_accumulation_steps=2
+    )
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)

@@ -10,7 +10,9 @@ def run() -> object:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, patience=1, factor=0.5
+    )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     rates = []
     for metric in (1.0, 1.0, 1.0, 1.0, 0.5):

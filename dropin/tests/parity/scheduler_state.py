@@ -10,7 +10,9 @@ def run() -> object:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (1 + step)
+    )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     for _ in range(3):
         optimizer.step()

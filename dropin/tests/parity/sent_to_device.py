@@ -6,7 +6,12 @@ from accelerate.utils import send_to_device
 
 
 def run() -> object:
-    batch = {"x": torch.ones(2), "y": [torch.ones(1), "text"], "keep": torch.ones(1), 3: torch.zeros(1)}
+    batch = {
+        "x": torch.ones(2),
+        "y": [torch.ones(1), "text"],
+        "keep": torch.ones(1),
+        3: torch.zeros(1),
+    }
     moved = send_to_device(batch, "meta", skip_keys="keep")
     return [
         str(moved["x"].device),

@@ -4,10 +4,21 @@ from accelerate.utils import DeepSpeedPlugin
 
 
 def run() -> object:
-    plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=2, gradient_clipping=1.0, zero3_init_flag=False)
-    given = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"}
+    plugin = DeepSpeedPlugin(
+        zero_stage=3,
+        gradient_accumulation_steps=2,
+        gradient_clipping=1.0,
+        zero3_init_flag=False,
+    )
+    given = {
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 2},
+        "gradient_accumulation_steps": "auto",
+    }
     other = DeepSpeedPlugin(hf_ds_config=given)
-    other.deepspeed_config_process(must_match=False, train_batch_size=8, gradient_accumulation_steps=4)
+    other.deepspeed_config_process(
+        must_match=False, train_batch_size=8, gradient_accumulation_steps=4
+    )
     zero = plugin.deepspeed_config["zero_optimization"]
     return [
         zero["stage"],

@@ -5,7 +5,10 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 def run() -> object:
     config = HfDeepSpeedConfig(
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp16": {"enabled": True}}
+        {
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+            "fp16": {"enabled": True},
+        }
     )
     return [
         config.get_value("zero_optimization.stage"),

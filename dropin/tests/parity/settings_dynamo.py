@@ -7,11 +7,19 @@ def run() -> object:
     found = [
         {
             name: str(value)
-            for name, value in TorchDynamoPlugin(backend="eager", mode="reduce-overhead").to_kwargs().items()
+            for name, value in TorchDynamoPlugin(
+                backend="eager", mode="reduce-overhead"
+            )
+            .to_kwargs()
+            .items()
         }
     ]
-    with patch_environment(accelerate_dynamo_backend="INDUCTOR", accelerate_dynamo_use_fullgraph="true"):
-        found.append({name: str(value) for name, value in TorchDynamoPlugin().to_dict().items()})
+    with patch_environment(
+        accelerate_dynamo_backend="INDUCTOR", accelerate_dynamo_use_fullgraph="true"
+    ):
+        found.append(
+            {name: str(value) for name, value in TorchDynamoPlugin().to_dict().items()}
+        )
     return found
 
 

@@ -21,7 +21,12 @@ def run() -> object:
         )
         made.to_yaml_file(file)
         back = load_config_from_file(file)
-    return [back.num_processes, back.mixed_precision, str(back.distributed_type), sorted(back.to_dict())[:4]]
+    return [
+        back.num_processes,
+        back.mixed_precision,
+        str(back.distributed_type),
+        sorted(back.to_dict())[:4],
+    ]
 
 
 PROCESSES = (1,)

@@ -19,7 +19,9 @@ def run() -> object:
         InitProcessGroupKwargs(timeout=timedelta(seconds=5)),
         ProfileKwargs(record_shapes=True),
     ]
-    return [{name: str(value) for name, value in one.to_kwargs().items()} for one in made]
+    return [
+        {name: str(value) for name, value in one.to_kwargs().items()} for one in made
+    ]
 
 
 PROCESSES = (1,)

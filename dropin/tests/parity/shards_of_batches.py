@@ -13,7 +13,10 @@ def run() -> object:
                 for drop in (False, True):
                     batches = BatchSampler(range(size), 4 if split else 2, drop)
                     shards = [
-                        BatchSamplerShard(batches, 2, rank, split_batches=split, even_batches=even) for rank in (0, 1)
+                        BatchSamplerShard(
+                            batches, 2, rank, split_batches=split, even_batches=even
+                        )
+                        for rank in (0, 1)
                     ]
                     found.append([[list(shard), len(shard)] for shard in shards])
     return found

@@ -20,7 +20,12 @@ def run() -> object:
         for drop in (False, True):
             for rank in (0, 1, 2):
                 shard = IterableDatasetShard(
-                    Stream(), 3, drop_last=drop, num_processes=3, process_index=rank, split_batches=split
+                    Stream(),
+                    3,
+                    drop_last=drop,
+                    num_processes=3,
+                    process_index=rank,
+                    split_batches=split,
                 )
                 found.append([int(one) for one in shard])
     return found

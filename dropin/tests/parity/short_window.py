@@ -12,14 +12,18 @@ def run() -> object:
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rows = TensorDataset(torch.arange(10.0).reshape(10, 1))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=1))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(rows, batch_size=1)
+    )
     weights, norms = [], []
     for _ in range(2):
         for (x,) in loader:
             with accelerator.accumulate(model):
                 accelerator.backward((model(x) - 1).pow(2).mean())
                 if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 20.0)))
+                    norms.append(
+                        float(accelerator.clip_grad_norm_(model.parameters(), 20.0))
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
             weights.append(accelerator.unwrap_model(model).weight.item())

@@ -13,7 +13,12 @@ def run() -> object:
     numbers = TensorDataset(torch.arange(12.0))
     sampler = RandomSampler(numbers, generator=torch.Generator().manual_seed(2))
     loaders = (
-        DataLoader(numbers, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1)),
+        DataLoader(
+            numbers,
+            batch_size=2,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(1),
+        ),
         DataLoader(numbers, batch_size=2, sampler=sampler),
         DataLoader(numbers, batch_size=2, shuffle=True),
     )

@@ -17,7 +17,10 @@ class Stream(IterableDataset):
 def run() -> object:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
-    return [[x.tolist() for x in accelerator.skip_first_batches(loader, count)] for count in (0, 1, 3)]
+    return [
+        [x.tolist() for x in accelerator.skip_first_batches(loader, count)]
+        for count in (0, 1, 3)
+    ]
 
 
 PROCESSES = (1, 2)

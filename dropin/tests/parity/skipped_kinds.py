@@ -15,10 +15,22 @@ class Stream(IterableDataset):
 def run() -> object:
     plain = DataLoader(list(range(16)), batch_size=4)
     rows = skip_first_batches(plain, 2)
-    stream = Accelerator(cpu=True).skip_first_batches(DataLoader(Stream(), batch_size=4), 1)
-    kinds = [type(rows).__name__, type(rows.batch_sampler).__name__, type(stream).__name__]
+    stream = Accelerator(cpu=True).skip_first_batches(
+        DataLoader(Stream(), batch_size=4), 1
+    )
+    kinds = [
+        type(rows).__name__,
+        type(rows.batch_sampler).__name__,
+        type(stream).__name__,
+    ]
     sampler = rows.batch_sampler
-    return [kinds, len(rows), sampler.total_length, [x.tolist() for x in rows], [x.tolist() for x in stream]]
+    return [
+        kinds,
+        len(rows),
+        sampler.total_length,
+        [x.tolist() for x in rows],
+        [x.tolist() for x in stream],
+    ]
 
 
 PROCESSES = (1,)

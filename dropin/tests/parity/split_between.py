@@ -9,7 +9,11 @@ from accelerate.utils import gather_object
 def run() -> object:
     state = PartialState(cpu=True)
     found = []
-    for inputs in (list(range(5)), {"a": [1, 2, 3], "b": ["x", "y", "z"]}, torch.arange(3)):
+    for inputs in (
+        list(range(5)),
+        {"a": [1, 2, 3], "b": ["x", "y", "z"]},
+        torch.arange(3),
+    ):
         for padding in (False, True):
             with state.split_between_processes(inputs, apply_padding=padding) as mine:
                 found.append(mine.tolist() if isinstance(mine, torch.Tensor) else mine)

@@ -9,7 +9,9 @@ def run() -> object:
     state, found = PartialState(cpu=True), []
     for size in (3, 4, 5):
         for padding in (False, True):
-            with state.split_between_processes(torch.arange(size), apply_padding=padding) as mine:
+            with state.split_between_processes(
+                torch.arange(size), apply_padding=padding
+            ) as mine:
                 found.append(mine.tolist())
     return found
 

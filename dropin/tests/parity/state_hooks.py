@@ -17,24 +17,44 @@ def run() -> object:
 
     def save(models, weights, output_dir):
         seen.append(
-            [os.path.basename(output_dir), os.path.isdir(output_dir), len(models), len(weights), sorted(weights[0])]
+            [
+                os.path.basename(output_dir),
+                os.path.isdir(output_dir),
+                len(models),
+                len(weights),
+                sorted(weights[0]),
+            ]
         )
         torch.save(weights.pop(), os.path.join(output_dir, "own.bin"))
 
     def load(models, input_dir):
-        seen.append([os.path.basename(input_dir), len(models), os.path.exists(os.path.join(input_dir, "own.bin"))])
+        seen.append(
+            [
+                os.path.basename(input_dir),
+                len(models),
+                os.path.exists(os.path.join(input_dir, "own.bin")),
+            ]
+        )
         models.pop().load_state_dict(torch.load(os.path.join(input_dir, "own.bin")))
 
     def fail(*args):
         raise KeyError("mine")
 
-    handles = [accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)]
+    handles = [
+        accelerator.register_save_state_pre_hook(save),
+        accelerator.register_load_state_pre_hook(load),
+    ]
     accelerator.save_state(folder)
     before = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.zero_()
     accelerator.load_state(folder)
-    seen.append([torch.equal(model.weight, before), os.path.exists(os.path.join(folder, "model.safetensors"))])
+    seen.append(
+        [
+            torch.equal(model.weight, before),
+            os.path.exists(os.path.join(folder, "model.safetensors")),
+        ]
+    )
     for handle in handles:
         handle.remove()
     failing = accelerator.register_load_state_pre_hook(fail)

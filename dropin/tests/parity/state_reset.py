@@ -11,7 +11,12 @@ def run() -> object:
     AcceleratorState._reset_state(True)
     found.append(PartialState._shared_state == {})
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    return [*found, accelerator.mixed_precision, AcceleratorState().mixed_precision, PartialState().initialized]
+    return [
+        *found,
+        accelerator.mixed_precision,
+        AcceleratorState().mixed_precision,
+        PartialState().initialized,
+    ]
 
 
 PROCESSES = (1, 2)

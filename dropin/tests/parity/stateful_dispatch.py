@@ -16,8 +16,12 @@ class Stream(IterableDataset):
 
 
 def run() -> object:
-    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=True)
-    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Stream(), batch_size=2))
+    config = DataLoaderConfiguration(
+        use_stateful_dataloader=True, dispatch_batches=True
+    )
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(
+        DataLoader(Stream(), batch_size=2)
+    )
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()

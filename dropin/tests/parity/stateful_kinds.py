@@ -17,7 +17,11 @@ def run() -> object:
     for count, _ in enumerate(loader, 1):
         state = loader.state_dict()
         found.append([count, state["_num_yielded"], state["_iterator_finished"]])
-    return [isinstance(loader, StatefulDataLoader), isinstance(loader, DataLoader), found[:-1]]
+    return [
+        isinstance(loader, StatefulDataLoader),
+        isinstance(loader, DataLoader),
+        found[:-1],
+    ]
 
 
 PROCESSES = (1, 2)

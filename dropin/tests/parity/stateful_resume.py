@@ -10,7 +10,9 @@ from accelerate.utils import DataLoaderConfiguration
 def run() -> object:
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(16)), batch_size=2))
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(16)), batch_size=2)
+    )
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()

@@ -14,7 +14,9 @@ class Stream(IterableDataset):
 
 def run() -> object:
     config = DataLoaderConfiguration(dispatch_batches=False)
-    loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Stream(), batch_size=2))
+    loader = Accelerator(cpu=True, dataloader_config=config).prepare(
+        DataLoader(Stream(), batch_size=2)
+    )
     return gather_object([[x.tolist() for x in loader]])
 
 

@@ -21,7 +21,13 @@ def read(file):
     events = EventAccumulator(str(file))
     events.Reload()
     tags = events.Tags()
-    return [{tag: [[one.step, one.value] for one in events.Scalars(tag)] for tag in tags["scalars"]}, tags["tensors"]]
+    return [
+        {
+            tag: [[one.step, one.value] for one in events.Scalars(tag)]
+            for tag in tags["scalars"]
+        },
+        tags["tensors"],
+    ]
 
 
 def run() -> object:

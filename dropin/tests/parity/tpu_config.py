@@ -10,11 +10,20 @@ def run() -> object:
     found = []
     for words in (
         ["--command", "echo 1", "--command", "echo 2", "--install_accelerate"],
-        ["--command", "echo 1", "--use_alpha", "--install_accelerate", "--accelerate_version", "0.1.0"],
+        [
+            "--command",
+            "echo 1",
+            "--use_alpha",
+            "--install_accelerate",
+            "--accelerate_version",
+            "0.1.0",
+        ],
         ["--command", "pwd"],
     ):
         out = io.StringIO()
-        args = tpu_command_parser().parse_args(["--tpu_name", "t", "--tpu_zone", "z", "--debug", *words])
+        args = tpu_command_parser().parse_args(
+            ["--tpu_name", "t", "--tpu_zone", "z", "--debug", *words]
+        )
         with redirect_stdout(out):
             tpu_command_launcher(args)
         found.append(out.getvalue().strip())

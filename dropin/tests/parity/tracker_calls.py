@@ -32,7 +32,10 @@ def run() -> object:
     accelerator.init_trackers("project", config={"lr": 0.1})
     accelerator.log({"loss": 1.0}, step=3)
     accelerator.log({"loss": 2.0}, log_kwargs={"kept": {"extra": 1}})
-    found = [type(accelerator.get_tracker("kept")).__name__, accelerator.get_tracker("kept", unwrap=True) is kept.seen]
+    found = [
+        type(accelerator.get_tracker("kept")).__name__,
+        accelerator.get_tracker("kept", unwrap=True) is kept.seen,
+    ]
     return [found, kept.seen]
 
 

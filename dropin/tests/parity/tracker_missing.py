@@ -11,7 +11,9 @@ def run() -> object:
     for asked in ("wandb", ["tensorboard", "wandb"], ["wandb", "comet_ml"], None):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            accelerator = Accelerator(cpu=True, log_with=asked, project_dir=tempfile.mkdtemp())
+            accelerator = Accelerator(
+                cpu=True, log_with=asked, project_dir=tempfile.mkdtemp()
+            )
         said = [str(one.message) for one in said if "log_with" in str(one.message)]
         found.append([[str(kind) for kind in accelerator.log_with], said])
     try:

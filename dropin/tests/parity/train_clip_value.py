@@ -7,7 +7,10 @@ from accelerate import Accelerator
 
 def run() -> object:
     accelerator = Accelerator(cpu=True)
-    return train(accelerator, lambda model: accelerator.clip_grad_value_(model.parameters(), 0.01))
+    return train(
+        accelerator,
+        lambda model: accelerator.clip_grad_value_(model.parameters(), 0.01),
+    )
 
 
 PROCESSES = (1, 2)

@@ -7,7 +7,9 @@ from accelerate.utils import TorchDynamoPlugin
 
 
 def run() -> object:
-    return train(Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager")))
+    return train(
+        Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    )
 
 
 PROCESSES = (1, 2)

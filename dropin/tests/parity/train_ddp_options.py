@@ -7,7 +7,9 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 
 def run() -> object:
-    handler = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=1, gradient_as_bucket_view=True)
+    handler = DistributedDataParallelKwargs(
+        find_unused_parameters=True, bucket_cap_mb=1, gradient_as_bucket_view=True
+    )
     return train(Accelerator(cpu=True, kwargs_handlers=[handler]))
 
 

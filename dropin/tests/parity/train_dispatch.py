@@ -7,7 +7,11 @@ from accelerate.utils import DataLoaderConfiguration
 
 
 def run() -> object:
-    return train(Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)))
+    return train(
+        Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
+        )
+    )
 
 
 PROCESSES = (1, 2)

@@ -8,7 +8,9 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 
 def run() -> object:
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
-    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option=options)
+    handler = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option=options
+    )
     return train(Accelerator(cpu=True, kwargs_handlers=[handler]))
 
 

@@ -7,7 +7,12 @@ from accelerate.utils import DataLoaderConfiguration
 
 
 def run() -> object:
-    return train(Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)))
+    return train(
+        Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        )
+    )
 
 
 PROCESSES = (1, 2)

@@ -9,7 +9,10 @@ from accelerate.utils import GradientAccumulationPlugin
 def run() -> object:
     return train(
         Accelerator(
-            cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3, sync_each_batch=True)
+            cpu=True,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=3, sync_each_batch=True
+            ),
         )
     )
 

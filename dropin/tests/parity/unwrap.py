@@ -11,7 +11,10 @@ def run() -> object:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     own = nn.Linear(2, 2)
     model = accelerator.prepare(own)
-    same = accelerator.unwrap_model(model) is own, extract_model_from_parallel(model) is own
+    same = (
+        accelerator.unwrap_model(model) is own,
+        extract_model_from_parallel(model) is own,
+    )
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     return [*same, str(plain(torch.ones(1, 2)).dtype)]
 

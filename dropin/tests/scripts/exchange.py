@@ -30,14 +30,22 @@ class Counter:
 
 
 def main(mode: str, folder: str, out: str) -> None:
-    config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=3)
-    accelerator = Accelerator(cpu=True, dataloader_config=config, gradient_accumulation_steps=2)
+    config = DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=3
+    )
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=config, gradient_accumulation_steps=2
+    )
     set_seed(7 if mode == "save" else 99)
     model: Any = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    loader: Any = DataLoader(torch.arange(64.0).reshape(32, 2) / 64, batch_size=2, shuffle=True)  # type: ignore[arg-type] # a tensor is a dataset
-    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    loader: Any = DataLoader(
+        torch.arange(64.0).reshape(32, 2) / 64, batch_size=2, shuffle=True
+    )  # type: ignore[arg-type] # a tensor is a dataset
+    model, optimizer, schedule, loader = accelerator.prepare(
+        model, optimizer, schedule, loader
+    )
     counter, rows = Counter(), []
     accelerator.register_for_checkpointing(counter)
     if mode == "load":
@@ -51,11 +59,15 @@ def main(mode: str, folder: str, out: str) -> None:
             schedule.step()
             optimizer.zero_grad()
         counter.seen += 1
-        rows.append([batch.tolist(), loss.item(), schedule.get_last_lr()[0], counter.seen])
+        rows.append(
+            [batch.tolist(), loss.item(), schedule.get_last_lr()[0], counter.seen]
+        )
         if mode == "save" and index == 3:
             accelerator.save_state(folder)
             step, rows = accelerator.step, []
-    result = accelerator.gather_for_metrics([{"step": step, "rows": rows}], use_gather_object=True)
+    result = accelerator.gather_for_metrics(
+        [{"step": step, "rows": rows}], use_gather_object=True
+    )
     if accelerator.is_main_process:
         Path(out).write_text(json.dumps(result))
     accelerator.end_training()

@@ -9,7 +9,12 @@ from accelerate.parallelism_config import ParallelismConfig
 
 def make():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes))
 
 
@@ -26,7 +31,9 @@ def losses(model, optimizer, backward):
 
 
 plain = make()
-expected = losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), lambda loss: loss.backward())
+expected = losses(
+    plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), lambda loss: loss.backward()
+)
 
 config = ParallelismConfig(tp_size=2)
 accelerator = Accelerator(cpu=True, parallelism_config=config)
@@ -36,7 +43,12 @@ assert mesh["tp"].size() == 2, mesh
 model = make()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
-assert model.model.layers[0].mlp.up_proj.weight.to_local().shape == (16, 16), "split by the plan the model carries"
+assert model.model.layers[0].mlp.up_proj.weight.to_local().shape == (16, 16), (
+    "split by the plan the model carries"
+)
 got = losses(model, optimizer, accelerator.backward)
-assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-5), (got, expected)
+assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-5), (
+    got,
+    expected,
+)
 print("trained like plain torch")

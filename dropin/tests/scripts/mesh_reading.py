@@ -26,26 +26,39 @@ accelerator = Accelerator(
     dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch),
 )
 rank = accelerator.process_index
-torch.manual_seed(rank)  # what one process shuffles must not depend on its own random numbers
+# what one process shuffles must not depend on its own random numbers
+torch.manual_seed(rank)
 mesh = accelerator.torch_device_mesh
 indexed = DataLoader(TensorDataset(torch.arange(64)), batch_size=4, shuffle=True)
 loaders = {
     "indexed": accelerator.prepare(indexed),
     "stream": accelerator.prepare(DataLoader(Stream(), batch_size=4)),
     "by hand": prepare_data_loader(
-        DataLoader(TensorDataset(torch.arange(64)), batch_size=4), torch_device_mesh=mesh, dispatch_batches=False
+        DataLoader(TensorDataset(torch.arange(64)), batch_size=4),
+        torch_device_mesh=mesh,
+        dispatch_batches=False,
     ),
 }
 for name, loader in loaders.items():
     for epoch in range(2):
-        batches = [(batch[0] if isinstance(batch, (list, tuple)) else batch).tolist() for batch in loader]
-        assert len(batches) == len(loader) if name != "stream" else batches, (name, len(batches))
+        batches = [
+            (batch[0] if isinstance(batch, (list, tuple)) else batch).tolist()
+            for batch in loader
+        ]
+        assert len(batches) == len(loader) if name != "stream" else batches, (
+            name,
+            len(batches),
+        )
         everyone = gather_object([batches])
         alike = {tuple(map(tuple, one)) for one in everyone}
-        assert len(alike) == world // 2, f"{name}, epoch {epoch}: {len(alike)} different readers of {world}"
+        assert len(alike) == world // 2, (
+            f"{name}, epoch {epoch}: {len(alike)} different readers of {world}"
+        )
         samples = sorted(sample for one in alike for batch in one for sample in batch)
         assert samples == list(range(64)), f"{name}, epoch {epoch}: {samples}"
-    assert name == "by hand" or loader.total_batch_size == 4 * world // 2, loader.total_batch_size
+    assert name == "by hand" or loader.total_batch_size == 4 * world // 2, (
+        loader.total_batch_size
+    )
 seen = []
 for batch in loaders["indexed"]:
     seen += accelerator.gather_for_metrics(batch[0]).tolist()

@@ -9,7 +9,9 @@ from accelerate import PartialState, prepare_pippy
 
 def make():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=4, n_head=2, vocab_size=32, n_positions=16)).eval()
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=8, n_layer=4, n_head=2, vocab_size=32, n_positions=16)
+    ).eval()
 
 
 state = PartialState(cpu=True)
@@ -17,11 +19,17 @@ whole = make()
 ids = torch.arange(24).reshape(4, 6)
 for gather_output, points in ((False, "auto"), (True, ["transformer.h.3"])):
     model = prepare_pippy(
-        make(), points, no_split_module_classes=["GPT2Block"], example_args=(ids,), gather_output=gather_output
+        make(),
+        points,
+        no_split_module_classes=["GPT2Block"],
+        example_args=(ids,),
+        gather_output=gather_output,
     )
     if points != "auto":
         assert model.hf_split_points == points
-    assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in whole.parameters())
+    assert sum(p.numel() for p in model.parameters()) < sum(
+        p.numel() for p in whole.parameters()
+    )
     for rows in (4, 3):
         with torch.no_grad():
             output, wanted = model(ids[:rows]), whole(ids[:rows])

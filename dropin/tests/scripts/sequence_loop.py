@@ -12,7 +12,11 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig, gather_object
+from accelerate.utils import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    gather_object,
+)
 
 SP, LENGTH, ROWS = 2, 16, 2
 
@@ -33,8 +37,15 @@ def rows(count):
 
 def make(**settings):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes, **settings))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes, **settings)
+    )
 
 
 class Gathered(torch.autograd.Function):
@@ -61,7 +72,8 @@ def all_gather(one, group):
 
 
 def optimizer_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)  # notices the scale of gradients
+    # notices the scale of gradients
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
 
 def plain(data, readers, every):
@@ -87,7 +99,9 @@ def split(accelerator, data, recompute):
     if recompute:
         model.gradient_checkpointing_enable()
     model.train()
-    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), DataLoader(data, batch_size=ROWS))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer_of(model), DataLoader(data, batch_size=ROWS)
+    )
     readers = accelerator.num_processes // SP
     assert len(loader) == len(data) // ROWS // readers, len(loader)
     group, found = accelerator.torch_device_mesh["sp"].get_group(), []
@@ -99,7 +113,9 @@ def split(accelerator, data, recompute):
             losses = all_gather(loss, group)
             good = (shift_labels != -100).view(-1).sum()
             goods = all_gather(good, group)
-            total = sum(losses[rank] * goods[rank] for rank in range(SP) if goods[rank] > 0)
+            total = sum(
+                losses[rank] * goods[rank] for rank in range(SP) if goods[rank] > 0
+            )
             loss = total / max(sum(goods), 1)
             accelerator.backward(loss)
             optimizer.step()
@@ -118,27 +134,44 @@ def check_reading(accelerator, model, reference, loader):
     with torch.no_grad():
         for batch in whole:
             got, expected = model(**batch).logits, reference(**batch).logits
-            assert torch.allclose(got, expected, atol=1e-5), (got - expected).abs().max()
+            assert torch.allclose(got, expected, atol=1e-5), (
+                (got - expected).abs().max()
+            )
             seen += [accelerator.gather_for_metrics(batch["input_ids"])]
-        assert torch.equal(torch.cat(seen), torch.stack([row["input_ids"] for row in rows(7)])), "each sample once"
+        assert torch.equal(
+            torch.cat(seen), torch.stack([row["input_ids"] for row in rows(7)])
+        ), "each sample once"
         for batch in loader:
             labels = {"labels": None, "shift_labels": None}
-            parts = gather_object([(batch["input_ids"], model(**{**batch, **labels}).logits)])
+            parts = gather_object(
+                [(batch["input_ids"], model(**{**batch, **labels}).logits)]
+            )
             mine = parts[accelerator.process_index // SP * SP :][:SP]
-            tokens, logits = (torch.cat([part[index] for part in mine], 1) for index in (0, 1))
+            tokens, logits = (
+                torch.cat([part[index] for part in mine], 1) for index in (0, 1)
+            )
             expected = reference(input_ids=tokens).logits
-            assert torch.allclose(logits, expected, atol=1e-5), (logits - expected).abs().max()
+            assert torch.allclose(logits, expected, atol=1e-5), (
+                (logits - expected).abs().max()
+            )
     read = [batch["input_ids"] for batch in loader]
     for skipped in (1, 2, 3):
-        left = [batch["input_ids"] for batch in accelerator.skip_first_batches(loader, skipped)]
-        assert [one.tolist() for one in left] == [one.tolist() for one in read[skipped:]], skipped
+        left = [
+            batch["input_ids"]
+            for batch in accelerator.skip_first_batches(loader, skipped)
+        ]
+        assert [one.tolist() for one in left] == [
+            one.tolist() for one in read[skipped:]
+        ], skipped
     model.train()
     said = ""
     try:
         model(input_ids=rows(1)[0]["input_ids"][None])
     except Exception as error:
         said = str(error)
-    assert "Pass the loader and the model to the same prepare()" in said, "whole sequences in training would be joined"
+    assert "Pass the loader and the model to the same prepare()" in said, (
+        "whole sequences in training would be joined"
+    )
 
 
 def main(stage):
@@ -146,22 +179,38 @@ def main(stage):
     config = ParallelismConfig(
         sp_backend="deepspeed",
         sp_size=SP,
-        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"),
+        sp_handler=DeepSpeedSequenceParallelConfig(
+            sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+        ),
         dp_replicate_size=int(os.environ["WORLD_SIZE"]) // SP,
     )
     for every, recompute, count in ((1, False, 32), (3, True, 16)):
-        plugin = DeepSpeedPlugin(hf_ds_config=dict(engine, gradient_accumulation_steps=every)) if engine else None
+        plugin = (
+            DeepSpeedPlugin(
+                hf_ds_config=dict(engine, gradient_accumulation_steps=every)
+            )
+            if engine
+            else None
+        )
         accelerator = Accelerator(
-            cpu=True, deepspeed_plugin=plugin, parallelism_config=config, gradient_accumulation_steps=every
+            cpu=True,
+            deepspeed_plugin=plugin,
+            parallelism_config=config,
+            gradient_accumulation_steps=every,
         )
         data = rows(count * accelerator.num_processes // SP)
         got, model, loader = split(accelerator, data, recompute)
         expected, reference = plain(data, accelerator.num_processes // SP, every)
         assert len(got) == count // ROWS
-        assert torch.allclose(torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-5), (got, expected)
+        assert torch.allclose(
+            torch.tensor(got), torch.tensor(expected), rtol=0, atol=1e-5
+        ), (got, expected)
         if every == 1:
             check_reading(accelerator, model, reference, loader)
-            assert "sdpa_over" not in accelerator.unwrap_model(model).config.to_json_string(), "it would be saved"
+            assert (
+                "sdpa_over"
+                not in accelerator.unwrap_model(model).config.to_json_string()
+            ), "it would be saved"
         accelerator.state._reset_state(False)
     print("trained like plain torch")
 

@@ -7,7 +7,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "clients"))
 import torch
 from outcome import SHORT, history, record
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 
@@ -27,16 +33,30 @@ def data(size, seed, prompts=True):
         tokens = torch.randint(0, 64, (16,), generator=g)
         labels = tokens.clone()
         labels[: number % 9 if prompts else 0] = -100
-        made.append({"input_ids": tokens, "labels": labels, "position_ids": torch.arange(16)})
+        made.append(
+            {"input_ids": tokens, "labels": labels, "position_ids": torch.arange(16)}
+        )
     return made
 
 
 def main(folder):
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    split = ParallelismConfig(sp_backend="deepspeed", sp_size=processes, dp_replicate_size=1, sp_handler=handler)
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    split = ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=processes,
+        dp_replicate_size=1,
+        sp_handler=handler,
+    )
     set_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
     given = {"deepspeed": ENGINE, "parallelism_config": split} if processes > 1 else {}
     args = TrainingArguments(
@@ -52,7 +72,12 @@ def main(folder):
         **SHORT,
         **given,
     )
-    trainer = Trainer(model=model, args=args, train_dataset=data(24, 0), eval_dataset=data(16, 1, prompts=False))
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=data(24, 0),
+        eval_dataset=data(16, 1, prompts=False),
+    )
     trainer.train()
     return history(trainer, "loss", "grad_norm", "learning_rate", "eval_loss", "step")
 

@@ -15,7 +15,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState, load_checkpoint_and_dispatch
+from accelerate import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+    load_checkpoint_and_dispatch,
+)
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DistributedType,
@@ -68,9 +73,13 @@ def start(**plugin):
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     before = dict(os.environ)
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None)
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None
+    )
     now = {
-        name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")
+        name: value
+        for name, value in os.environ.items()
+        if not name.endswith("_SOCKET_IFNAME")
     }  # of the group's transport
     assert now.items() <= before.items()  # settings given in code stay there
     assert accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
@@ -81,8 +90,13 @@ def by_flags():
     """What the launcher was told arrives: in the plugin, in the variables, in the model."""
     accelerator = start()
     plugin = accelerator.state.fsdp_plugin
-    assert plugin.transformer_cls_names_to_wrap == ["Block"] and plugin.fsdp_version == 2
-    assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
+    assert (
+        plugin.transformer_cls_names_to_wrap == ["Block"] and plugin.fsdp_version == 2
+    )
+    assert (
+        os.environ["ACCELERATE_USE_FSDP"] == "true"
+        and os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
+    )
     model, optimizer = accelerator.prepare(*make())
     assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 3
     losses = train(accelerator, model, optimizer, range(4))
@@ -114,7 +128,11 @@ def round_trips(folder):
             "sharding_strategy": "SHARD_GRAD_OP",
             "state_dict_type": "SHARDED_STATE_DICT",
         },
-        "full": {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": True, "activation_checkpointing": True},
+        "full": {
+            "state_dict_type": "FULL_STATE_DICT",
+            "cpu_offload": True,
+            "activation_checkpointing": True,
+        },
     }
     found = {}
     for name, options in writers.items():
@@ -123,19 +141,28 @@ def round_trips(folder):
         model, optimizer = accelerator.prepare(*make())
         train(accelerator, model, optimizer, range(2))
         save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, place)
-        save_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, place)
+        save_fsdp_optimizer(
+            accelerator.state.fsdp_plugin, accelerator, optimizer, model, place
+        )
         accelerator.save_state(str(place / "state"))
         accelerator.save_model(model, str(place / "exported"))
         if name == "sharded":  # once more as the original package writes shards
             state = {"optimizer": get_optimizer_state_dict(model, optimizer.optimizer)}
-            dcp.save({"model": model.state_dict()}, checkpoint_id=str(folder / "dcp" / "pytorch_model_fsdp_0"))
+            dcp.save(
+                {"model": model.state_dict()},
+                checkpoint_id=str(folder / "dcp" / "pytorch_model_fsdp_0"),
+            )
             dcp.save(state, checkpoint_id=str(folder / "dcp" / "optimizer_0"))
         found[name] = train(accelerator, model, optimizer, range(2, 4))
     for name in ("sharded", "full", "dcp"):
         accelerator = start(transformer_cls_names_to_wrap="Linear")
         model, optimizer = accelerator.prepare(*make())
-        load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder / name)
-        load_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, folder / name)
+        load_fsdp_model(
+            accelerator.state.fsdp_plugin, accelerator, model, folder / name
+        )
+        load_fsdp_optimizer(
+            accelerator.state.fsdp_plugin, accelerator, optimizer, model, folder / name
+        )
         found[f"{name} by hand"] = train(accelerator, model, optimizer, range(2, 4))
     if PartialState().is_main_process:
         write_plain(folder / "plain")
@@ -144,7 +171,9 @@ def round_trips(folder):
         accelerator = start(reshard_after_forward=False)
         model, optimizer = accelerator.prepare(*make())
         accelerator.load_state(str(folder / name))
-        found[f"{name} by load_state"] = train(accelerator, model, optimizer, range(2, 4))
+        found[f"{name} by load_state"] = train(
+            accelerator, model, optimizer, range(2, 4)
+        )
     return found
 
 
@@ -164,7 +193,9 @@ def late_changes():
     with pytest.raises(ValueError, match="laid the processes out"):
         accelerator.prepare(make()[0])
     accelerator.state.fsdp_plugin.sharding_strategy = None
-    accelerator.state.fsdp_plugin.auto_wrap_policy = lambda module: isinstance(module, nn.Linear)
+    accelerator.state.fsdp_plugin.auto_wrap_policy = lambda module: isinstance(
+        module, nn.Linear
+    )
     model = accelerator.prepare(make()[0])
     assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 5
     accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
@@ -172,23 +203,45 @@ def late_changes():
     accelerator.state.fsdp_plugin.auto_wrap_policy = "NO_WRAP"
     with pytest.raises(ValueError, match=r"before the first prepare\(\)"):
         accelerator.prepare(make()[0])
-    whole = {name: torch.full_like(value, 2.0) for name, value in make()[0].state_dict().items()}
-    fsdp2_load_full_state_dict(accelerator, model, whole if accelerator.is_main_process else {})
-    assert all(bool((value == 2.0).all()) for value in (p.full_tensor() for p in model.parameters()))
+    whole = {
+        name: torch.full_like(value, 2.0)
+        for name, value in make()[0].state_dict().items()
+    }
+    fsdp2_load_full_state_dict(
+        accelerator, model, whole if accelerator.is_main_process else {}
+    )
+    assert all(
+        bool((value == 2.0).all())
+        for value in (p.full_tensor() for p in model.parameters())
+    )
 
 
 def whole_weights(folder):
     """A file fills sharded models, and any model on every rank where only the first one has it."""
     accelerator = start()
-    model, plain, file = accelerator.prepare(make()[0]), make()[0], folder / "whole.safetensors"
+    model, plain, file = (
+        accelerator.prepare(make()[0]),
+        make()[0],
+        folder / "whole.safetensors",
+    )
     if accelerator.is_main_process:
-        save_file({name: torch.full_like(value, 3.0) for name, value in plain.state_dict().items()}, file)
+        save_file(
+            {
+                name: torch.full_like(value, 3.0)
+                for name, value in plain.state_dict().items()
+            },
+            file,
+        )
     mine = file if accelerator.is_main_process else folder / "nowhere.safetensors"
     load_checkpoint_in_model(model, mine, broadcast_from_rank0=True)
     load_checkpoint_and_dispatch(plain, mine, broadcast_from_rank0=True)
     again = accelerator.prepare(make()[0])
     load_checkpoint_in_model(again, file)
-    full = [parameter.full_tensor() for one in (model, again) for parameter in one.parameters()]
+    full = [
+        parameter.full_tensor()
+        for one in (model, again)
+        for parameter in one.parameters()
+    ]
     assert all(bool((value == 3.0).all()) for value in (*full, *plain.parameters()))
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "step")
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -22,19 +28,33 @@ def data(size, seed):
 
 def model(kind):
     set_seed(3)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    made = LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=16, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    made = LlamaForCausalLM(
+        LlamaConfig(vocab_size=50, max_position_embeddings=16, **sizes)
+    )
     if kind == "whole":
         return made
     from peft import LoraConfig, get_peft_model
 
     set_seed(5)
-    return get_peft_model(made, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    return get_peft_model(
+        made, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    )
 
 
 def trainer(folder, kind, form):
-    options = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "state_dict_type": form}
-    sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": options} if RANKS > 1 else {}
+    options = {
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": form,
+    }
+    sharding = (
+        {"fsdp": "full_shard auto_wrap", "fsdp_config": options} if RANKS > 1 else {}
+    )
     args = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=8 // RANKS,
@@ -54,11 +74,19 @@ def trainer(folder, kind, form):
         disable_tqdm=True,
         **sharding,
     )
-    return Trainer(model=model(kind), args=args, train_dataset=data(32, 0), eval_dataset=data(16, 1))
+    return Trainer(
+        model=model(kind),
+        args=args,
+        train_dataset=data(32, 0),
+        eval_dataset=data(16, 1),
+    )
 
 
 def history(one):
-    return [{key: value for key, value in row.items() if key in KEPT} for row in one.state.log_history]
+    return [
+        {key: value for key, value in row.items() if key in KEPT}
+        for row in one.state.log_history
+    ]
 
 
 def run(folder, kind, form):

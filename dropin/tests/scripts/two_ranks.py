@@ -6,7 +6,12 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DataLoaderConfiguration, gather, pad_across_processes, set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    gather,
+    pad_across_processes,
+    set_seed,
+)
 from accelerate.utils.operations import DistributedOperationException
 
 
@@ -19,7 +24,9 @@ def fresh(**settings):
 
 def joins_uneven_loaders(even_batches):
     """Five batches for two ranks: one rank runs out first, nobody waits for it, and no row is used twice."""
-    accelerator = fresh(dataloader_config=DataLoaderConfiguration(even_batches=even_batches is not None))
+    accelerator = fresh(
+        dataloader_config=DataLoaderConfiguration(even_batches=even_batches is not None)
+    )
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -32,9 +39,15 @@ def joins_uneven_loaders(even_batches):
             accelerator.backward(model(x).sum())
             optimizer.step()
             optimizer.zero_grad()
-    assert seen == ([1.0, 3.0, 5.0] if accelerator.process_index == 0 else [2.0, 4.0]), seen
-    assert sum(1 for _ in loader) == (3 if even_batches is False or accelerator.process_index == 0 else 2)
-    weights = accelerator.gather(accelerator.unwrap_model(model).weight.detach().flatten())
+    assert seen == (
+        [1.0, 3.0, 5.0] if accelerator.process_index == 0 else [2.0, 4.0]
+    ), seen
+    assert sum(1 for _ in loader) == (
+        3 if even_batches is False or accelerator.process_index == 0 else 2
+    )
+    weights = accelerator.gather(
+        accelerator.unwrap_model(model).weight.detach().flatten()
+    )
     assert weights.tolist() == [-7.5, -7.5], (
         weights
     )  # (1 + 2) / 2 + (3 + 4) / 2 + 5 / 2: torch's Join divides by all ranks
@@ -48,21 +61,29 @@ def clips_where_a_window_ends():
     whole = nn.Linear(4, 1)
     whole.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(x), batch_size=2))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(x), batch_size=2)
+    )
     for step, (rows,) in enumerate(loader):
         with accelerator.accumulate(model):
             accelerator.backward(model(rows).pow(2).mean())
             before = [p.grad.clone() for p in model.parameters()]
             norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
             after = [p.grad for p in model.parameters()]
-            assert torch.allclose(norm, torch.linalg.vector_norm(torch.cat([g.flatten() for g in before])))
+            assert torch.allclose(
+                norm, torch.linalg.vector_norm(torch.cat([g.flatten() for g in before]))
+            )
             if step == 0:
                 assert not accelerator.sync_gradients
-                assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+                assert all(
+                    torch.equal(a, b) for a, b in zip(before, after, strict=True)
+                )
             else:
                 assert accelerator.sync_gradients
                 whole(x).pow(2).mean().backward()
-                assert torch.allclose(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.01), atol=1e-6)
+                assert torch.allclose(
+                    norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.01), atol=1e-6
+                )
                 for ours, theirs in zip(after, whole.parameters(), strict=True):
                     assert torch.allclose(ours, theirs.grad, atol=1e-7)
             optimizer.step()
@@ -71,19 +92,28 @@ def clips_where_a_window_ends():
 
 def deals_out_what_a_weighted_sampler_draws(seedable):
     """Ranks whose torch generators differ draw one order together, of which each takes its batches."""
-    accelerator = fresh(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
+    accelerator = fresh(
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable)
+    )
     torch.manual_seed(accelerator.process_index)
     drawn = WeightedRandomSampler([1.0] * 16, 16, replacement=False)
-    loader = accelerator.prepare(DataLoader(torch.arange(16), sampler=drawn, batch_size=4))
+    loader = accelerator.prepare(
+        DataLoader(torch.arange(16), sampler=drawn, batch_size=4)
+    )
     for _ in range(2):
-        assert sorted(accelerator.gather(torch.cat(list(loader))).tolist()) == list(range(16))
+        assert sorted(accelerator.gather(torch.cat(list(loader))).tolist()) == list(
+            range(16)
+        )
 
 
 def names_shapes_that_differ_when_the_state_asks_for_it():
     """`PartialState().debug` is read at each call, and the error is the original's."""
     rank = fresh().process_index
     PartialState().debug = True
-    for operation, rows in ((gather, 1 + rank), (pad_across_processes, (1,) * (1 + rank))):
+    for operation, rows in (
+        (gather, 1 + rank),
+        (pad_across_processes, (1,) * (1 + rank)),
+    ):
         said = ""
         try:
             operation(torch.ones(rows))

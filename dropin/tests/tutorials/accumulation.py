@@ -32,7 +32,14 @@ def main():
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    accelerator.print("step", epoch, index, "norm", float(norm), scheduler.get_last_lr())
+                    accelerator.print(
+                        "step",
+                        epoch,
+                        index,
+                        "norm",
+                        float(norm),
+                        scheduler.get_last_lr(),
+                    )
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -43,7 +50,9 @@ def main():
     whole = DataLoader(dataset, batch_size=8 * accelerator.num_processes)
     inputs, targets = next(iter(whole))
     criterion(model_clone(inputs), targets).backward()
-    accelerator.print("one whole batch", model_clone.weight.grad.item(), model_clone.bias.grad.item())
+    accelerator.print(
+        "one whole batch", model_clone.weight.grad.item(), model_clone.bias.grad.item()
+    )
 
     # By hand: no_sync on the micro-steps in between.
     hand = accelerator.prepare(copy.deepcopy(unwrapped))

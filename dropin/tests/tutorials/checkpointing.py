@@ -27,7 +27,9 @@ def build(accelerator):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.9)
     x = torch.randn(40, 4)
-    dataloader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    dataloader = DataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True
+    )
     return accelerator.prepare(model, optimizer, scheduler, dataloader)
 
 
@@ -45,7 +47,9 @@ def train(accelerator, model, optimizer, scheduler, batches, counter):
 
 
 def main():
-    config = ProjectConfiguration(project_dir="project", automatic_checkpoint_naming=True, total_limit=2)
+    config = ProjectConfiguration(
+        project_dir="project", automatic_checkpoint_naming=True, total_limit=2
+    )
     accelerator = Accelerator(project_config=config)
     model, optimizer, scheduler, dataloader = build(accelerator)
     counter = Counter()

@@ -4,14 +4,24 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast, broadcast_object_list, gather, pad_across_processes, reduce
+from accelerate.utils import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    pad_across_processes,
+    reduce,
+)
 
 
 def main():
     accelerator = Accelerator()
     rank = accelerator.process_index
     mine = torch.arange(2.0, device=accelerator.device) + 10 * rank
-    accelerator.print("gather", accelerator.gather(mine).tolist(), gather({"a": [mine]})["a"][0].tolist())
+    accelerator.print(
+        "gather",
+        accelerator.gather(mine).tolist(),
+        gather({"a": [mine]})["a"][0].tolist(),
+    )
     accelerator.print("sum", accelerator.reduce(mine, reduction="sum").tolist())
     accelerator.print("mean", reduce(mine, reduction="mean").tolist())
     accelerator.print("from the first", gather(broadcast(mine.clone())).tolist())
@@ -22,9 +32,14 @@ def main():
     uneven = torch.full((1, 2 + rank), float(rank))
     padded = accelerator.pad_across_processes(uneven, dim=1, pad_index=-100)
     accelerator.print("padded", accelerator.gather(padded).tolist())
-    accelerator.print("at the front", gather(pad_across_processes(uneven, dim=1, pad_first=True)).tolist())
+    accelerator.print(
+        "at the front",
+        gather(pad_across_processes(uneven, dim=1, pad_first=True)).tolist(),
+    )
 
-    dataloader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=4))
+    dataloader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(11)), batch_size=4)
+    )
     everything, kept = [], []
     for (numbers,) in dataloader:
         everything += accelerator.gather(numbers).tolist()
@@ -33,7 +48,9 @@ def main():
     accelerator.print("for metrics", kept)
     objects = []
     for (numbers,) in dataloader:
-        objects += accelerator.gather_for_metrics([str(n) for n in numbers.tolist()], use_gather_object=True)
+        objects += accelerator.gather_for_metrics(
+            [str(n) for n in numbers.tolist()], use_gather_object=True
+        )
     accelerator.print("objects for metrics", objects)
 
 

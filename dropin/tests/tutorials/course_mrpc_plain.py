@@ -25,14 +25,20 @@ def tokenize_function(example):
 
 
 tokenized_datasets = raw_datasets.map(tokenize_function, batched=True)
-tokenized_datasets = tokenized_datasets.remove_columns(["sentence1", "sentence2", "idx"])
+tokenized_datasets = tokenized_datasets.remove_columns(
+    ["sentence1", "sentence2", "idx"]
+)
 tokenized_datasets = tokenized_datasets.rename_column("label", "labels")
 tokenized_datasets.set_format("torch")
 print(tokenized_datasets["train"].column_names)
 
 data_collator = DataCollatorWithPadding(tokenizer=tokenizer)
-train_dataloader = DataLoader(tokenized_datasets["train"], shuffle=True, batch_size=8, collate_fn=data_collator)
-eval_dataloader = DataLoader(tokenized_datasets["validation"], batch_size=8, collate_fn=data_collator)
+train_dataloader = DataLoader(
+    tokenized_datasets["train"], shuffle=True, batch_size=8, collate_fn=data_collator
+)
+eval_dataloader = DataLoader(
+    tokenized_datasets["validation"], batch_size=8, collate_fn=data_collator
+)
 batch = next(iter(train_dataloader))
 print({name: value.shape for name, value in batch.items()})
 
@@ -43,7 +49,12 @@ print(outputs.loss.item(), outputs.logits.shape)
 optimizer = AdamW(model.parameters(), lr=3e-3)
 num_epochs = 3
 num_training_steps = num_epochs * len(train_dataloader)
-lr_scheduler = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=num_training_steps)
+lr_scheduler = get_scheduler(
+    "linear",
+    optimizer=optimizer,
+    num_warmup_steps=0,
+    num_training_steps=num_training_steps,
+)
 print(num_training_steps)
 
 device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

@@ -33,7 +33,11 @@ def main():
     tokenized_datasets = raw_datasets.map(tokenize, batched=True)
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=2)
     training_args = TrainingArguments(
-        "test-trainer", eval_strategy="epoch", num_train_epochs=2, logging_steps=2, learning_rate=3e-3
+        "test-trainer",
+        eval_strategy="epoch",
+        num_train_epochs=2,
+        logging_steps=2,
+        learning_rate=3e-3,
     )
     trainer = Trainer(
         model,

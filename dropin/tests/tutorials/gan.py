@@ -14,13 +14,23 @@ def main():
     set_seed(1)
     accelerator = Accelerator()
     device = accelerator.device
-    generator = nn.Sequential(nn.Linear(LATENT, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
-    discriminator = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(16, 1))
+    generator = nn.Sequential(
+        nn.Linear(LATENT, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)
+    )
+    discriminator = nn.Sequential(
+        nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(16, 1)
+    )
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.999))
-    optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-2, betas=(0.5, 0.999))
-    dataloader = DataLoader(TensorDataset(torch.randn(44, 2) * 0.1 + 1), batch_size=4, shuffle=True)
-    generator, discriminator, optimizer_g, optimizer_d, dataloader = accelerator.prepare(
-        generator, discriminator, optimizer_g, optimizer_d, dataloader
+    optimizer_d = torch.optim.Adam(
+        discriminator.parameters(), lr=1e-2, betas=(0.5, 0.999)
+    )
+    dataloader = DataLoader(
+        TensorDataset(torch.randn(44, 2) * 0.1 + 1), batch_size=4, shuffle=True
+    )
+    generator, discriminator, optimizer_g, optimizer_d, dataloader = (
+        accelerator.prepare(
+            generator, discriminator, optimizer_g, optimizer_d, dataloader
+        )
     )
     criterion = nn.BCEWithLogitsLoss()
     for epoch in range(3):
@@ -41,10 +51,16 @@ def main():
             accelerator.clip_grad_norm_(generator.parameters(), 1.0)
             optimizer_g.step()
         losses = torch.stack([error_real, error_fake, error_g]).detach()
-        accelerator.print("epoch", epoch, accelerator.reduce(losses, reduction="mean").tolist())
+        accelerator.print(
+            "epoch", epoch, accelerator.reduce(losses, reduction="mean").tolist()
+        )
     for name, model in (("generator", generator), ("discriminator", discriminator)):
         state = accelerator.get_state_dict(model)
-        accelerator.print(name, sum(value.double().abs().sum().item() for value in state.values()), *state)
+        accelerator.print(
+            name,
+            sum(value.double().abs().sum().item() for value in state.values()),
+            *state,
+        )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,12 @@ from datasets.info import DatasetInfo
 from datasets.splits import SplitDict, SplitInfo
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    set_seed,
+)
 
 WORDS = [f"word{number}" for number in range(80)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -44,7 +49,9 @@ def make_model(home: Path) -> None:
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    BertTokenizerFast(tokenizer_object=made, vocab=vocabulary, do_lower_case=True).save_pretrained(snapshot)
+    BertTokenizerFast(
+        tokenizer_object=made, vocab=vocabulary, do_lower_case=True
+    ).save_pretrained(snapshot)
 
 
 def make_data(home: Path) -> None:
@@ -62,25 +69,51 @@ def make_data(home: Path) -> None:
     chance = random.Random(0)
     splits = SplitDict(dataset_name="glue")
     for name, size in (("train", 66), ("validation", 22), ("test", 10)):
-        with ArrowWriter(features=features, path=str(folder / f"glue-{name}.arrow")) as writer:
+        with ArrowWriter(
+            features=features, path=str(folder / f"glue-{name}.arrow")
+        ) as writer:
             for number in range(size):
-                first, other = (chance.choices(half, k=chance.randint(4, 10)) for half in (WORDS[:40], WORDS[40:]))
+                first, other = (
+                    chance.choices(half, k=chance.randint(4, 10))
+                    for half in (WORDS[:40], WORDS[40:])
+                )
                 same = chance.random() < 0.5
                 second = first if same else other
                 writer.write(
-                    {"sentence1": " ".join(first), "sentence2": " ".join(second), "label": int(same), "idx": number}
+                    {
+                        "sentence1": " ".join(first),
+                        "sentence2": " ".join(second),
+                        "label": int(same),
+                        "idx": number,
+                    }
                 )
             count, size_bytes = writer.finalize()
-        splits.add(SplitInfo(name=name, num_bytes=size_bytes, num_examples=count, dataset_name="glue"))
+        splits.add(
+            SplitInfo(
+                name=name, num_bytes=size_bytes, num_examples=count, dataset_name="glue"
+            )
+        )
     info = DatasetInfo(
-        features=features, builder_name="glue", dataset_name="glue", config_name="mrpc", version="0.0.0", splits=splits
+        features=features,
+        builder_name="glue",
+        dataset_name="glue",
+        config_name="mrpc",
+        version="0.0.0",
+        splits=splits,
     )
     info.write_to_directory(str(folder))
 
 
 def make_metric(home: Path) -> None:
     """The metric of that name, where one lies that was downloaded before."""
-    folder = home / "modules" / "evaluate_modules" / "metrics" / "evaluate-metric--glue" / (HASH + HASH)[:64]
+    folder = (
+        home
+        / "modules"
+        / "evaluate_modules"
+        / "metrics"
+        / "evaluate-metric--glue"
+        / (HASH + HASH)[:64]
+    )
     folder.mkdir(parents=True)
     shutil.copy(Path(__file__).parent / "stand_ins" / "glue.py", folder)
 
@@ -94,7 +127,9 @@ def make_pictures(home: Path) -> None:
         for number in range(24):
             pixels = chance.integers(0, 160, (20, 24, 3))
             pixels[:, :, colour] += 60
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{breed}_{number}.jpg")
+            Image.fromarray(pixels.astype(np.uint8)).save(
+                folder / f"{breed}_{number}.jpg"
+            )
 
 
 if __name__ == "__main__":

@@ -47,10 +47,22 @@ def get_dataloaders(batch_size=8):
     cut = int(0.7 * len(fnames))
     train_tfm = Compose([RandomResizedCrop((16, 16), scale=(0.5, 1.0)), ToTensor()])
     eval_tfm = Compose([Resize((16, 16)), ToTensor()])
-    train_dataset = PetsDataset([fnames[i] for i in random_perm[:cut]], image_transform=train_tfm)
-    eval_dataset = PetsDataset([fnames[i] for i in random_perm[cut:]], image_transform=eval_tfm)
-    train_dataloader = DataLoader(train_dataset, shuffle=True, batch_size=batch_size, drop_last=True, num_workers=1)
-    eval_dataloader = DataLoader(eval_dataset, shuffle=False, batch_size=batch_size * 2, num_workers=1)
+    train_dataset = PetsDataset(
+        [fnames[i] for i in random_perm[:cut]], image_transform=train_tfm
+    )
+    eval_dataset = PetsDataset(
+        [fnames[i] for i in random_perm[cut:]], image_transform=eval_tfm
+    )
+    train_dataloader = DataLoader(
+        train_dataset,
+        shuffle=True,
+        batch_size=batch_size,
+        drop_last=True,
+        num_workers=1,
+    )
+    eval_dataloader = DataLoader(
+        eval_dataset, shuffle=False, batch_size=batch_size * 2, num_workers=1
+    )
     return train_dataloader, eval_dataloader
 
 
@@ -64,12 +76,23 @@ def training_loop(mixed_precision="no", seed=42, batch_size=8):
         param.requires_grad = False
     for param in model.get_classifier().parameters():
         param.requires_grad = True
-    mean = torch.tensor(model.default_cfg["mean"])[None, :, None, None].to(accelerator.device)
-    std = torch.tensor(model.default_cfg["std"])[None, :, None, None].to(accelerator.device)
+    mean = torch.tensor(model.default_cfg["mean"])[None, :, None, None].to(
+        accelerator.device
+    )
+    std = torch.tensor(model.default_cfg["std"])[None, :, None, None].to(
+        accelerator.device
+    )
     optimizer = torch.optim.Adam(params=model.parameters(), lr=3e-2 / 25)
-    lr_scheduler = OneCycleLR(optimizer=optimizer, max_lr=3e-2, epochs=3, steps_per_epoch=len(train_dataloader))
-    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
+    lr_scheduler = OneCycleLR(
+        optimizer=optimizer,
+        max_lr=3e-2,
+        epochs=3,
+        steps_per_epoch=len(train_dataloader),
+    )
+    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = (
+        accelerator.prepare(
+            model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
+        )
     )
     for epoch in range(3):
         model.train()
@@ -89,12 +112,21 @@ def training_loop(mixed_precision="no", seed=42, batch_size=8):
             with torch.no_grad():
                 outputs = model(inputs)
             predictions = outputs.argmax(dim=-1)
-            accurate_preds = accelerator.gather(predictions) == accelerator.gather(batch["label"])
+            accurate_preds = accelerator.gather(predictions) == accelerator.gather(
+                batch["label"]
+            )
             num_elems += accurate_preds.shape[0]
             accurate += accurate_preds.long().sum()
         eval_metric = accurate.item() / num_elems
         accelerator.print(f"epoch {epoch}: {100 * eval_metric:.2f}")
-        accelerator.print("loss", loss.item(), "rate", optimizer.param_groups[0]["lr"], "of", num_elems)
+        accelerator.print(
+            "loss",
+            loss.item(),
+            "rate",
+            optimizer.param_groups[0]["lr"],
+            "of",
+            num_elems,
+        )
 
 
 if __name__ == "__main__":

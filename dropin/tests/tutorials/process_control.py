@@ -39,7 +39,9 @@ def main():
     def on_zero():
         return "zero"
 
-    accelerator.print(gather_object([[on_main(), on_local_main(), on_last(), on_zero()]]))
+    accelerator.print(
+        gather_object([[on_main(), on_local_main(), on_last(), on_zero()]])
+    )
     logger.warning("said once", main_process_only=True)
     accelerator.wait_for_everyone()
 
@@ -49,13 +51,19 @@ def main():
         answers = [prompt.upper() for prompt in mine]
     accelerator.print("answers", gather_object(answers))
     with state.split_between_processes(prompts, apply_padding=True) as mine:
-        padded = accelerator.gather(torch.tensor([float(prompt.split()[1]) for prompt in mine]))
+        padded = accelerator.gather(
+            torch.tensor([float(prompt.split()[1]) for prompt in mine])
+        )
     accelerator.print("padded", padded[: len(prompts)].tolist())
 
     if accelerator.is_last_process:
         accelerator.set_trigger()
-    accelerator.print("stop", accelerator.check_trigger(), "and again", accelerator.check_trigger())
-    accelerator.print("main", gather_object([accelerator.is_main_process]), accelerator.num_processes)
+    accelerator.print(
+        "stop", accelerator.check_trigger(), "and again", accelerator.check_trigger()
+    )
+    accelerator.print(
+        "main", gather_object([accelerator.is_main_process]), accelerator.num_processes
+    )
     accelerator.end_training()
 
 

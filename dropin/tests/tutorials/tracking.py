@@ -43,13 +43,17 @@ class FileTracker(GeneralTracker):
 
 def main():
     set_seed(5)
-    accelerator = Accelerator(log_with=["tensorboard", FileTracker("mine")], project_dir="logs")
+    accelerator = Accelerator(
+        log_with=["tensorboard", FileTracker("mine")], project_dir="logs"
+    )
     settings = {"num_iterations": 5, "learning_rate": 1e-2, "loss_function": "mse"}
     accelerator.init_trackers("example_project", config=settings)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings["learning_rate"])
     x = torch.randn(24, 3)
-    dataloader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+    dataloader = DataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True
+    )
     model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
     for step, (inputs, targets) in enumerate(dataloader):
         loss = nn.functional.mse_loss(model(inputs), targets)
@@ -59,8 +63,12 @@ def main():
         accelerator.log({"training_loss": loss.item()}, step=step)
     if accelerator.is_main_process:
         pictures = torch.linspace(0, 1, 2 * 4 * 4 * 3).view(2, 4, 4, 3).numpy()
-        accelerator.get_tracker("tensorboard").log_images({"pictures": pictures}, step=1, dataformats="NHWC")
-    accelerator.print("writer", type(accelerator.get_tracker("tensorboard", unwrap=True)).__name__)
+        accelerator.get_tracker("tensorboard").log_images(
+            {"pictures": pictures}, step=1, dataformats="NHWC"
+        )
+    accelerator.print(
+        "writer", type(accelerator.get_tracker("tensorboard", unwrap=True)).__name__
+    )
     if accelerator.is_main_process:
         accelerator.get_tracker("file").log({"note": 1.0}, step=99)
     accelerator.end_training()
@@ -70,10 +78,22 @@ def main():
         for events in sorted(glob.glob("logs/**/events.*", recursive=True)):
             found = EventAccumulator(os.path.dirname(events)).Reload()
             for tag in found.Tags()["images"]:
-                print(tag, [(event.step, event.width, event.height) for event in found.Images(tag)])
+                print(
+                    tag,
+                    [
+                        (event.step, event.width, event.height)
+                        for event in found.Images(tag)
+                    ],
+                )
             for tag in found.Tags()["scalars"]:
                 if tag == "training_loss":
-                    print(tag, [(event.step, round(event.value, 5)) for event in found.Scalars(tag)])
+                    print(
+                        tag,
+                        [
+                            (event.step, round(event.value, 5))
+                            for event in found.Scalars(tag)
+                        ],
+                    )
 
 
 if __name__ == "__main__":

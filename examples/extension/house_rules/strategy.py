@@ -3,7 +3,13 @@
 import logging
 from typing import Any
 
-from hasten.extending import Config, OfferedStrategy, ProcessContext, Strategy, choose_strategy
+from hasten.extending import (
+    Config,
+    OfferedStrategy,
+    ProcessContext,
+    Strategy,
+    choose_strategy,
+)
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +25,17 @@ class Counted:
     def __getattr__(self, name: str) -> Any:  # Any: methods of the wrapped strategy
         return getattr(self._inner, name)
 
-    def prepare(self, bundle: Any, ctx: ProcessContext, precision: Any, train: bool = True) -> None:
+    def prepare(
+        self, bundle: Any, ctx: ProcessContext, precision: Any, train: bool = True
+    ) -> None:
         """Prepare models and optimizers, and log how many parameters this process holds. Ranks: every rank."""
         self._inner.prepare(bundle, ctx, precision, train)
         for item in bundle.of("model"):
-            log.warning("rank %d holds %d parameters", ctx.rank, sum(p.numel() for p in item.value.parameters()))
+            log.warning(
+                "rank %d holds %d parameters",
+                ctx.rank,
+                sum(p.numel() for p in item.value.parameters()),
+            )
 
 
 def create(config: Config, ctx: ProcessContext) -> Any:

@@ -16,34 +16,49 @@ from hasten.trees import Tree
 
 _MAX_CHARS: Final = 60
 _LABELS: Final = ("labels", "label", "label_ids")
-MODELS: Final = "it needs models (torch.nn.Module). Give the models that prepare() returned"
+MODELS: Final = (
+    "it needs models (torch.nn.Module). Give the models that prepare() returned"
+)
 FUNCTION: Final = "it needs a function"
 
 
 def refuse(call: str, value: object, need: str) -> NoReturn:
     """Raise ArgumentError for an argument of a call; `need` says what it must be and what to pass instead."""
-    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    shown = (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else repr(value)
+    )
     if len(shown) > _MAX_CHARS:
         shown = f"{shown[:_MAX_CHARS]}…"
-    raise ArgumentError(f"accelerator.{call} got {shown} of type {type(value).__qualname__}; {need}.")
+    raise ArgumentError(
+        f"accelerator.{call} got {shown} of type {type(value).__qualname__}; {need}."
+    )
 
 
-def check_type(call: str, kind: Any, need: str, *values: object) -> None:  # Any: a class, a union or an abstract class
+# Any: a class, a union or an abstract class
+def check_type(call: str, kind: Any, need: str, *values: object) -> None:
     """Raise unless every value is an instance of `kind`."""
     for value in values:
         if not isinstance(value, kind):
             refuse(call, value, need)
 
 
-def check_number(call: str, value: Any, least: float | None = None, whole: bool = False) -> None:  # Any: the user's
+# Any: the user's
+def check_number(
+    call: str, value: Any, least: float | None = None, whole: bool = False
+) -> None:
     """Raise unless `value` is one number, a whole one if asked for, and at least `least`."""
     need = "it needs a whole number" if whole else "it needs a number"
     if least is not None:
         need = f"{need} of at least {least}"
     is_scalar = isinstance(value, Tensor) and value.numel() == 1
-    if isinstance(value, bool) or not (is_scalar or isinstance(value, Integral if whole else Real)):
+    if isinstance(value, bool) or not (
+        is_scalar or isinstance(value, Integral if whole else Real)
+    ):
         refuse(call, value, need)
-    if least is None or (is_scalar and not value.is_cpu):  # reading it would synchronise with the device
+    # reading it would synchronise with the device
+    if least is None or (is_scalar and not value.is_cpu):
         return
     if not float(value) >= least:
         refuse(call, value, f"{need}, since nan and smaller ones make no sense")
@@ -56,14 +71,14 @@ def check_loss(loss: object, batch: object) -> None:
         check_type("backward(loss)", Tensor, need, loss)
         return
     if not isinstance(batch, Mapping):
-        reason = (
-            "and there is nothing to backpropagate. Give the model its labels, or compute the loss from what it returns"
-        )
+        reason = "and there is nothing to backpropagate. Give the model its labels, or compute the loss from what it returns"
     elif any(name in batch for name in _LABELS):
         reason = f"although the batch has labels ({', '.join(map(str, batch))}). Pass them to the model, as in model(**batch)"
     else:
         reason = f"and the batch has no 'labels' (it has {', '.join(map(str, batch))}). Add labels to the samples of the dataset"
-    raise ArgumentError(f"accelerator.backward(loss) got None: the model returned no loss, {reason}.")
+    raise ArgumentError(
+        f"accelerator.backward(loss) got None: the model returned no loss, {reason}."
+    )
 
 
 def check_tensors(tree: Tree, call: str) -> None:
@@ -71,9 +86,7 @@ def check_tensors(tree: Tree, call: str) -> None:
     if isinstance(tree, Tensor) or tree is None or trees.tensors(tree):
         return
     if not trees.is_container(tree) or any(True for _ in trees.paths(tree)):
-        need = (
-            "it works on tensors, and the values of the other processes would be missing. Use gather_object for objects"
-        )
+        need = "it works on tensors, and the values of the other processes would be missing. Use gather_object for objects"
         refuse(call, tree, f"{need}, or wrap the number in torch.tensor(...)")
 
 

@@ -52,7 +52,8 @@ class Components:
     def __init__(self, accelerator: Any) -> None:  # Any: the Accelerator, as above
         self.accelerator = accelerator
 
-    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+    # hidden from type checkers, which would otherwise accept any attribute
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name):
             if name not in Components.__annotations__:

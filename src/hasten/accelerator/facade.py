@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, TypeAlias, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Never,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +63,10 @@ from hasten.config.sections.loop import (
     TorchDynamoPlugin,
     TrackingConfig,
 )
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from hasten.config.sections.trust import TrustSettings
 from hasten.data.loader import Loader
 from hasten.errors import PrepareError
@@ -78,7 +91,8 @@ from hasten.trees import Tree
 from hasten.trust.numbers.numbers import NumbersWatch, Rollback
 from hasten.version import __version__
 
-if TYPE_CHECKING:  # the modules of the components below, which are loaded when a component is first used
+# the modules of the components below, which are loaded when a component is first used
+if TYPE_CHECKING:
     from hasten.checkpoint.state_dicts import LoadReport
     from hasten.progress.bar import Progress
     from hasten.progress.build import ProgressMaker
@@ -162,7 +176,8 @@ class Accelerator:
         performance: PerformanceSettings | Fields | str | None = None,
         trust: TrustSettings | Fields | str | None = None,
         tracking: TrackingConfig | Fields | None = None,
-        kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
+        # Any: one of several settings classes
+        kwargs_handlers: Sequence[Any] | None = None,
         master_weights: str | None = None,
         recompute: Sequence[str] | None = None,
         step_scheduler_with_optimizer: bool | None = None,
@@ -176,7 +191,8 @@ class Accelerator:
         given = {
             name: value
             for name, value in locals().items()
-            if name not in ("self", "context", "extension_settings") and value is not None
+            if name not in ("self", "context", "extension_settings")
+            and value is not None
         }
         settings = resolve_settings(given | extension_settings)
         self.config: Config = settings.config
@@ -184,7 +200,11 @@ class Accelerator:
         self.process = Process(self.ctx)
         self._strategy: Strategy = choose_strategy(self.config, self.ctx)
         window = self.config.gradient_accumulation
-        clock = StepClock(window.num_steps, LossWeights(self.ctx.groups(*LOSS)), window.sync_with_dataloader)
+        clock = StepClock(
+            window.num_steps,
+            LossWeights(self.ctx.groups(*LOSS)),
+            window.sync_with_dataloader,
+        )
         self._clock = clock
         self._precision = build_precision(
             self.config.mixed_precision,
@@ -201,13 +221,20 @@ class Accelerator:
         self._run_log = open_run_log(settings, self.ctx, self._strategy)
         self._progress: ProgressMaker | None = None
         self._throughput: Throughput | None = None
-        self._preparer = Preparer(self.config, self.ctx, self._strategy, self._precision, clock)
+        self._preparer = Preparer(
+            self.config, self.ctx, self._strategy, self._precision, clock
+        )
         self._prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         owner = weakref.ref(self)  # the clock must not keep the Accelerator alive
-        clock.read_position = lambda: None if (accelerator := owner()) is None else accelerator._saving.read_position()
+        clock.read_position = lambda: (
+            None
+            if (accelerator := owner()) is None
+            else accelerator._saving.read_position()
+        )
         self._is_checked: Callable[[str], bool] = lambda setting: (
-            context is None or settings.source(setting).kind == "code"  # who passes a context watches it
+            # who passes a context watches it
+            context is None or settings.source(setting).kind == "code"
         )
         self._add_parts(settings)
 
@@ -233,7 +260,10 @@ class Accelerator:
             self.ctx,
             self.config.project,
             objects,
-            notes={"strategy": self._strategy.name, "mixed_precision": self.config.mixed_precision},
+            notes={
+                "strategy": self._strategy.name,
+                "mixed_precision": self.config.mixed_precision,
+            },
             whole=self.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
 
@@ -241,7 +271,10 @@ class Accelerator:
     def _publishing(self) -> Any:  # Any: a class of an extension
         """Uploads of this run's models to the Hub."""
         return load("uploads", "hub")(
-            self.ctx.world, self.is_main_process, self._facts, self.config.project.project_dir
+            self.ctx.world,
+            self.is_main_process,
+            self._facts,
+            self.config.project.project_dir,
         )
 
     def _facts(self) -> dict[str, Any]:  # Any: numbers and strings
@@ -266,21 +299,35 @@ class Accelerator:
     def _context(self) -> ContextParallel:
         from hasten.strategies.context.strategy import ContextParallel  # on first use
 
-        return ContextParallel(self.config.parallelism, self.ctx, self._clock, lambda: self._prepared.models)
+        return ContextParallel(
+            self.config.parallelism,
+            self.ctx,
+            self._clock,
+            lambda: self._prepared.models,
+        )
 
     def _add_parts(self, settings: Resolved) -> None:
         """Add the parts of this run, in the order of their events."""
         if self.ctx.mesh.cp > 1 and not self._strategy.caps.splits_sequences:
-            self._preparer.on_call = lambda model: self._context.follow(model, self._strategy.unwrap(model))
+            self._preparer.on_call = lambda model: self._context.follow(
+                model, self._strategy.unwrap(model)
+            )
         self._preemption = Preemption(self.ctx.world, self._clock)
         members: list[RunPart] = [self._preemption]
         self._rollback: Rollback | None = None
         number_settings = numbers_settings(self.config, self._strategy, self._precision)
         if number_settings is not None:
             if number_settings.then == "rollback":
-                find_newest, max_rollbacks = partial(self._saving.newest, wait=True), number_settings.rollbacks
+                find_newest, max_rollbacks = (
+                    partial(self._saving.newest, wait=True),
+                    number_settings.rollbacks,
+                )
                 self._rollback = Rollback(
-                    find_newest, self.load_state, self._clock.loaders, max_rollbacks, self.is_main_process
+                    find_newest,
+                    self.load_state,
+                    self._clock.loaders,
+                    max_rollbacks,
+                    self.is_main_process,
                 )
                 members.append(self._rollback)
             numbers_watch = NumbersWatch(
@@ -372,7 +419,9 @@ class Accelerator:
         """Decorate a function to run on the main process only; it returns None elsewhere."""
         return self.process.on_main_process(function)
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
         """Context manager that yields this process's share of a list, tuple, dict of those, tensor or dataset."""
         return self.process.split_between_processes(inputs, apply_padding)
 
@@ -408,7 +457,9 @@ class Accelerator:
         """
         return self._strategy.building(self.ctx)
 
-    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(
+        self, *objects: Any, device_placement: Sequence[bool] | None = None
+    ) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this run; they are returned in the order given.
 
         An optimizer may be a factory such as `partial(AdamW, lr=1e-3)`. One object is returned by itself, several as a
@@ -416,8 +467,12 @@ class Accelerator:
         """
         if device_placement is not None:
             need = "it needs a list with True or False for each object"
-            arguments.check_type("prepare(device_placement)", Sequence, need, device_placement)
-            arguments.check_type("prepare(device_placement)", bool, need, *device_placement)
+            arguments.check_type(
+                "prepare(device_placement)", Sequence, need, device_placement
+            )
+            arguments.check_type(
+                "prepare(device_placement)", bool, need, *device_placement
+            )
         if objects and all(value is None for value in objects):
             raise PrepareError(
                 "prepare() got nothing but None, so nothing is prepared; give a model, optimizer or loader."
@@ -425,17 +480,27 @@ class Accelerator:
         prepared = self._prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def _prepare(self, objects: Objects, placement: Sequence[bool] | None = None, train: bool = True) -> Objects:
+    def _prepare(
+        self,
+        objects: Objects,
+        placement: Sequence[bool] | None = None,
+        train: bool = True,
+    ) -> Objects:
         for replace in self._clock.parts.preparing:
             objects = replace(objects)
         return self._preparer.prepare(objects, placement, train)
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepare one model; with `evaluation_mode` it is placed, cast and compiled, but not wrapped for training."""
         placement = None if device_placement is None else [device_placement]
-        prepared: nn.Module = self._prepare((model,), placement, train=not evaluation_mode)[0]
+        prepared: nn.Module = self._prepare(
+            (model,), placement, train=not evaluation_mode
+        )[0]
         return prepared
 
     def prepare_data_loader(
@@ -451,7 +516,9 @@ class Accelerator:
         `DataLoaderConfiguration`.
         """
         need = "it needs a torch.utils.data.DataLoader, whose dataset and sampler can be divided. Wrap the data in one"
-        arguments.check_type("prepare_data_loader(data_loader)", DataLoader, need, data_loader)
+        arguments.check_type(
+            "prepare_data_loader(data_loader)", DataLoader, need, data_loader
+        )
         loader: Any = data_loader
         for replace in self._clock.parts.preparing:
             (loader,) = replace((loader,))
@@ -479,13 +546,19 @@ class Accelerator:
         return self._epochs.over(num_epochs)
 
     # -- one step -------------------------------------------------------------------------------------------------
-    def accumulate(self, *models: nn.Module, loader: Loader | None = None) -> Accumulation:
+    def accumulate(
+        self, *models: nn.Module, loader: Loader | None = None
+    ) -> Accumulation:
         """Context manager for one micro-step of these models (all prepared models by default).
 
         Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
         of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
-        self._clock.loaders.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
+        self._clock.loaders.followed = (
+            None
+            if loader is None
+            else arguments.check_cursor(loader, "accumulate(loader)")
+        )
         try:
             accumulation = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
@@ -497,7 +570,10 @@ class Accelerator:
             self._prepared.index_of(model)
         syncs_each_batch = self.config.gradient_accumulation.sync_each_batch
         new_accumulation = Accumulation(
-            self._clock, self._strategy, models or tuple(self._prepared.models), syncs_each_batch
+            self._clock,
+            self._strategy,
+            models or tuple(self._prepared.models),
+            syncs_each_batch,
         )
         if models:  # the default, all prepared models, may differ in the next call
             self._accumulations[models] = new_accumulation
@@ -546,7 +622,9 @@ class Accelerator:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        arguments.check_type("sync_gradients = value", bool, "it needs True or False", value)
+        arguments.check_type(
+            "sync_gradients = value", bool, "it needs True or False", value
+        )
         self._clock.force(value)
 
     @property
@@ -559,7 +637,9 @@ class Accelerator:
         check_every(value)
         self._clock.every = value
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any
+    ) -> None:
         """Backpropagate the loss, scaled so that the window's gradient is the mean over all its micro-batches and ranks.
 
         With `weight`, the number of tokens or samples that `loss` averages, the mean is weighted accordingly.
@@ -604,9 +684,15 @@ class Accelerator:
         weight=weight(batch))`. `weight(batch)` is the number of tokens or samples that the loss of a batch averages; without it
         micro-batches are weighted by their number of labels that torch's cross entropy does not ignore. Ranks: every rank. Any: a batch.
         """
-        arguments.check_type("forward_backward(model)", nn.Module, arguments.MODELS, model)
-        arguments.check_type("forward_backward(loss_of)", Callable, arguments.FUNCTION, loss_of)
-        arguments.check_type("forward_backward(weight)", Callable | None, arguments.FUNCTION, weight)
+        arguments.check_type(
+            "forward_backward(model)", nn.Module, arguments.MODELS, model
+        )
+        arguments.check_type(
+            "forward_backward(loss_of)", Callable, arguments.FUNCTION, loss_of
+        )
+        arguments.check_type(
+            "forward_backward(weight)", Callable | None, arguments.FUNCTION, weight
+        )
         self._clock.num_passes += 1
         parts = self._clock.parts
         for begin in parts.backward:
@@ -652,29 +738,42 @@ class Accelerator:
         """
         return self._context.block(buffers, dims, no_restore_buffers, labels=labels)
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[None]:
         """Context manager that runs code outside a prepared model in this run's compute precision."""
         arguments.check_type(
-            "autocast(handler)", AutocastKwargs | None, "it needs an AutocastKwargs(...)", autocast_handler
+            "autocast(handler)",
+            AutocastKwargs | None,
+            "it needs an AutocastKwargs(...)",
+            autocast_handler,
         )
         return self._precision.forward_context(autocast_handler)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:  # Any: one optimizer, several, or None for all
+    # Any: one optimizer, several, or None for all
+    def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale and normalise the gradients at the end of a window; calling it again does nothing. Ranks: every rank."""
         if not self._clock.boundary:
             return
         optimizers = self._prepared.optimizers if optimizer is None else optimizer
-        for prepared_optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        for prepared_optimizer in (
+            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        ):
             if not isinstance(prepared_optimizer, PreparedOptimizer):
                 arguments.refuse(
-                    "unscale_gradients(optimizer)", prepared_optimizer, "it needs optimizers that prepare() returned"
+                    "unscale_gradients(optimizer)",
+                    prepared_optimizer,
+                    "it needs optimizers that prepare() returned",
                 )
             prepared_optimizer.settle()
         if self._clock.unowned is not None:
             self._clock.unowned.settle()
 
     def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip gradients to a global norm at the end of a window; returns the norm before clipping, None inside a window.
 
@@ -682,7 +781,9 @@ class Accelerator:
         """
         if not self._clock.boundary:
             return None
-        need = "it needs the order of a norm, above 0: 2.0, or inf for the largest element"
+        need = (
+            "it needs the order of a norm, above 0: 2.0, or inf for the largest element"
+        )
         arguments.check_type("clip_grad_norm_(norm_type)", int | float, need, norm_type)
         if not norm_type > 0:
             arguments.refuse("clip_grad_norm_(norm_type)", norm_type, need)
@@ -692,12 +793,18 @@ class Accelerator:
             watch(norm)
         return norm
 
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+    def clip_grad_value_(
+        self, parameters: Tensor | Iterable[Tensor], clip_value: float
+    ) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
         if self._clock.boundary:
-            self._strategy.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
+            self._strategy.clip_value(
+                self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value
+            )
 
-    def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
+    def _to_clip(
+        self, parameters: Tensor | Iterable[Tensor], limit: float, call: str
+    ) -> list[Tensor]:
         """Return the checked parameters with their gradients unscaled."""
         arguments.check_number(f"{call}(…, limit)", limit, least=0)
         need = "it needs parameters (tensors). Give model.parameters()"
@@ -712,7 +819,9 @@ class Accelerator:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if any optimizer's latest step was skipped because gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+        return any(
+            optimizer.step_was_skipped for optimizer in self._prepared.optimizers
+        )
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -720,8 +829,15 @@ class Accelerator:
         """Context manager in which processes may run out of batches at different times."""
         need = "it needs a list of prepared models and optimizers"
         arguments.check_type("join_uneven_inputs(joinables)", Iterable, need, joinables)
-        arguments.check_type("join_uneven_inputs(joinables)", nn.Module | Optimizer, need, *joinables)
-        arguments.check_type("join_uneven_inputs(even_batches)", bool | None, "it needs True or False", even_batches)
+        arguments.check_type(
+            "join_uneven_inputs(joinables)", nn.Module | Optimizer, need, *joinables
+        )
+        arguments.check_type(
+            "join_uneven_inputs(even_batches)",
+            bool | None,
+            "it needs True or False",
+            even_batches,
+        )
         return self._preparer.join(joinables, even_batches)
 
     def generate(
@@ -740,16 +856,23 @@ class Accelerator:
         if not gather:
             return tokens
         tokens = self.pad_across_processes(
-            tokens, dim=1, pad_index=generating.padding_token(inner, options), axes=tuple(BATCH)
+            tokens,
+            dim=1,
+            pad_index=generating.padding_token(inner, options),
+            axes=tuple(BATCH),
         )
         gathered_tokens: Tensor = (
-            self.gather(tokens, axes=tuple(BATCH)) if self._clock.active is None else self.gather_for_metrics(tokens)
+            self.gather(tokens, axes=tuple(BATCH))
+            if self._clock.active is None
+            else self.gather_for_metrics(tokens)
         )
         return gathered_tokens
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
-        arguments.check_type("mark_forward_method(model)", nn.Module, arguments.MODELS, model)
+        arguments.check_type(
+            "mark_forward_method(model)", nn.Module, arguments.MODELS, model
+        )
         self._prepared.index_of(model)
         inner = self.unwrap_model(model)
         if not callable(getattr(inner, str(name), None)):
@@ -766,7 +889,11 @@ class Accelerator:
         return ops.gather(tensor, self._over(axes))
 
     def reduce(
-        self, tensor: Tree, reduction: ReduceKind = "sum", scale: float = 1.0, axes: Sequence[Axis] | None = None
+        self,
+        tensor: Tree,
+        reduction: ReduceKind = "sum",
+        scale: float = 1.0,
+        axes: Sequence[Axis] | None = None,
     ) -> Tree:
         """Reduce tensors over processes by sum, mean, min or max, and multiply by `scale`."""
         arguments.check_tensors(tensor, "reduce(tensor)")
@@ -778,10 +905,14 @@ class Accelerator:
         arguments.check_tensors(tensor, "gather_ragged(tensor)")
         return ops.gather_ragged(tensor, self._over(axes))
 
-    def broadcast(self, tensor: Tree, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
+    def broadcast(
+        self, tensor: Tree, from_process: int = 0, axes: Sequence[Axis] | None = None
+    ) -> Tree:
         """Broadcast the tensors of one process to all."""
         arguments.check_tensors(tensor, "broadcast(tensor)")
-        arguments.check_number("broadcast(from_process)", from_process, least=0, whole=True)
+        arguments.check_number(
+            "broadcast(from_process)", from_process, least=0, whole=True
+        )
         return ops.broadcast(tensor, self._over(axes), from_process)
 
     def pad_across_processes(
@@ -803,22 +934,35 @@ class Accelerator:
             arguments.refuse("pad_across_processes(dim)", dim, need)
         return padded
 
-    def gather_object(self, obj: Any, axes: Sequence[Axis] | None = None) -> list[Any]:  # Any: the user's objects
+    # Any: the user's objects
+    def gather_object(self, obj: Any, axes: Sequence[Axis] | None = None) -> list[Any]:
         """Gather one object per process into a list; if every process passes a list, the lists are concatenated."""
         return ops.gather_object(obj, self._over(axes))
 
     def broadcast_object_list(
-        self, objects: list[Any], from_process: int = 0, axes: Sequence[Axis] | None = None
+        self,
+        objects: list[Any],
+        from_process: int = 0,
+        axes: Sequence[Axis] | None = None,
     ) -> list[Any]:  # Any: the user's objects
         """Replace the items of the list in place by those of one process."""
-        arguments.check_number("broadcast_object_list(from_process)", from_process, least=0, whole=True)
+        arguments.check_number(
+            "broadcast_object_list(from_process)", from_process, least=0, whole=True
+        )
         arguments.check_type(
-            "broadcast_object_list(objects)", list, "it needs a list, whose items are replaced", objects
+            "broadcast_object_list(objects)",
+            list,
+            "it needs a list, whose items are replaced",
+            objects,
         )
         return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None, dim: int | None = None
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        loader: Loader | None = None,
+        dim: int | None = None,
     ) -> Any:  # Any: tensors or objects
         """Gather results of the current batch from all processes; samples added as padding are dropped.
 
@@ -828,8 +972,14 @@ class Accelerator:
         if dim is not None:
             arguments.check_number("gather_for_metrics(dim)", dim, whole=True)
         loaders = self._clock.loaders
-        cursor = loaders.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
-        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim)
+        cursor = (
+            loaders.only()
+            if loader is None
+            else arguments.check_cursor(loader, "gather_for_metrics(loader)")
+        )
+        return metrics.gather_for_metrics(
+            input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim
+        )
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
         if axes is None:
@@ -839,7 +989,10 @@ class Accelerator:
 
     # -- tracking and progress --------------------------------------------------------------------------------------
     def init_trackers(
-        self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        project_name: str,
+        config: Any = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Start a run with every tracker; `config` is a mapping, namespace or dataclass of settings. Ranks: every rank."""
         if self._tracking.names:
@@ -868,7 +1021,10 @@ class Accelerator:
     @property
     def _updates(self) -> int | None:
         """The number of updates of the run, which numbers logged values; None without a prepared optimizer."""
-        return max((optimizer.num_updates for optimizer in self._prepared.optimizers), default=None)
+        return max(
+            (optimizer.num_updates for optimizer in self._prepared.optimizers),
+            default=None,
+        )
 
     def log_images(
         self,
@@ -877,7 +1033,9 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Log images (arrays, tensors or PIL images) to every tracker that supports them. Ranks: any."""
-        self._tracking.log_images(values, self._updates if step is None else step, log_kwargs)
+        self._tracking.log_images(
+            values, self._updates if step is None else step, log_kwargs
+        )
 
     def log_table(
         self,
@@ -908,10 +1066,18 @@ class Accelerator:
         """
         if self._throughput is not None:
             self._throughput.detach()
-        from hasten.progress.throughput import Throughput  # imports torch's formulas, not needed without it
+        # imports torch's formulas, not needed without it
+        from hasten.progress.throughput import Throughput
 
         optimizers = self._prepared.optimizers
-        throughput = Throughput(self.ctx, self._clock, tokens, peak_tflops, flops_per_token, lambda: len(optimizers))
+        throughput = Throughput(
+            self.ctx,
+            self._clock,
+            tokens,
+            peak_tflops,
+            flops_per_token,
+            lambda: len(optimizers),
+        )
         throughput.attach()
         self._throughput = throughput
         return throughput
@@ -921,7 +1087,8 @@ class Accelerator:
         """The trackers that are active on this process."""
         return self._tracking.trackers
 
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, a foreign package's object
+    # Any: with unwrap, a foreign package's object
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of this name; with `unwrap`, the run or writer object of its package."""
         return self._tracking.get(name, unwrap)
 
@@ -955,15 +1122,20 @@ class Accelerator:
     def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...
     @overload
     def progress(self, iterable: None = None, **options: Any) -> Progress[Any]: ...
-    def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
+    def progress(
+        self, iterable: Iterable[T] | None = None, **options: Any
+    ) -> Progress[T]:
         """Return a progress bar for the main process with loss, rates, memory and time left; see docs/tracking.md for options."""
         if iterable is not None:
             need = "it needs what a loop iterates over, such as a loader"
             arguments.check_type("progress(iterable)", Iterable, need, iterable)
         if options.get("total") is not None:
-            arguments.check_number("progress(total)", options["total"], least=0, whole=True)
+            arguments.check_number(
+                "progress(total)", options["total"], least=0, whole=True
+            )
         if self._progress is None:
-            from hasten.progress.build import ProgressMaker  # imports rich, which is not needed without a bar
+            # imports rich, which is not needed without a bar
+            from hasten.progress.build import ProgressMaker
 
             self._progress = ProgressMaker(self.ctx, self._clock.parts)
         return self._progress(iterable, **options)
@@ -987,7 +1159,9 @@ class Accelerator:
             if (answer := begin()) is not None:
                 return answer
         try:
-            path = self._saving.save_state(output_dir, safe_serialization, blocking, metrics)
+            path = self._saving.save_state(
+                output_dir, safe_serialization, blocking, metrics
+            )
         except BaseException as error:
             for tell in parts.after_save:
                 tell(error)
@@ -1018,7 +1192,9 @@ class Accelerator:
         for begin in parts.before_load:
             begin()
         try:
-            reports = self._saving.load_state(input_dir, strict, allow_pickle, must_exist=must_exist)
+            reports = self._saving.load_state(
+                input_dir, strict, allow_pickle, must_exist=must_exist
+            )
         except BaseException as error:
             for tell in parts.after_load:
                 tell(error)
@@ -1043,18 +1219,23 @@ class Accelerator:
         """Wait for background saves; if one failed, its error is raised here. Ranks: every rank."""
         self._saving.wait_for_saves()
 
-    def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
+    # Any: objects with state_dict and load_state_dict
+    def register_for_checkpointing(self, *objects: Any) -> None:
         """Include these objects in `save_state` and `load_state`."""
         self._saving.register_for_checkpointing(*objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, folder)` before each save; the hook may edit the weights that are written."""
-        arguments.check_type("register_save_state_pre_hook(hook)", Callable, arguments.FUNCTION, hook)
+        arguments.check_type(
+            "register_save_state_pre_hook(hook)", Callable, arguments.FUNCTION, hook
+        )
         return self._saving.register_save_state_pre_hook(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call `hook(models, folder)` before each load; models that the hook removes from the list are not loaded."""
-        arguments.check_type("register_load_state_pre_hook(hook)", Callable, arguments.FUNCTION, hook)
+        arguments.check_type(
+            "register_load_state_pre_hook(hook)", Callable, arguments.FUNCTION, hook
+        )
         return self._saving.register_load_state_pre_hook(hook)
 
     @property
@@ -1074,7 +1255,12 @@ class Accelerator:
     ) -> None:
         """Write the weights of a prepared model as safetensors in the Hub layout. Ranks: every rank."""
         arguments.check_type("save_model(model)", nn.Module, arguments.MODELS, model)
-        self._export_weights(self.get_state_dict(model), save_directory, max_shard_size, safe_serialization)
+        self._export_weights(
+            self.get_state_dict(model),
+            save_directory,
+            max_shard_size,
+            safe_serialization,
+        )
 
     def _export_weights(
         self,
@@ -1088,16 +1274,22 @@ class Accelerator:
             if self._writes:
                 from hasten.checkpoint import export  # on first use
 
-                export.save_model(state, save_directory, max_shard_size, safe_serialization)
+                export.save_model(
+                    state, save_directory, max_shard_size, safe_serialization
+                )
 
-    def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
+    def load_model(
+        self, model: nn.Module, directory: str | Path, strict: bool = True
+    ) -> LoadReport:
         """Load exported weights into a prepared model; each rank reads only its slices. Ranks: every rank.
 
         `directory` may be a repository of the Hub, `hf://owner/name` or `hf://owner/name@revision`, which one process of each
         machine downloads.
         """
         if str(directory).startswith("hf://"):
-            directory = load("uploads", "hub").download(self.ctx.world, str(directory), self.is_local_main_process)
+            directory = load("uploads", "hub").download(
+                self.ctx.world, str(directory), self.is_local_main_process
+            )
         with agree(self.ctx.world, "load_model"), self._strategy.whole_weights(model):
             from hasten.checkpoint.export import load_weights  # on first use
 
@@ -1127,14 +1319,16 @@ class Accelerator:
         )
         return url
 
-    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
+    # Any: the user's object
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write an object to a file, atomically and on the main process only. Ranks: any."""
         if self._writes:
             from hasten.checkpoint.export import save_object  # on first use
 
             save_object(obj, f, safe_serialization)
 
-    def load(self, f: str | Path, allow_pickle: bool = False) -> Any:  # Any: the user's object
+    # Any: the user's object
+    def load(self, f: str | Path, allow_pickle: bool = False) -> Any:
         """Read an object written by `save`, with its tensors on the CPU; a `.safetensors` file gives a dict. Ranks: any.
 
         Raises: UnsafeCheckpointError for a file that runs code when it is unpickled, unless `allow_pickle`.
@@ -1145,23 +1339,40 @@ class Accelerator:
 
     @property
     def _writes(self) -> bool:
-        return self.is_local_main_process if self.config.project.save_on_each_node else self.is_main_process
+        return (
+            self.is_local_main_process
+            if self.config.project.save_on_each_node
+            else self.is_main_process
+        )
 
     # -- models and memory ----------------------------------------------------------------------------------------
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+        self,
+        model: nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
     ) -> nn.Module:
         """Return the user's module inside a prepared one."""
         return self._strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:  # Any: tensors and extra state
+    # Any: tensors and extra state
+    def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:
         """Return the full, unsharded state dict of a prepared model. Ranks: every rank."""
-        arguments.check_type("get_state_dict(model)", nn.Module, arguments.MODELS, model)
+        arguments.check_type(
+            "get_state_dict(model)", nn.Module, arguments.MODELS, model
+        )
         return self._strategy.full_state_dict(model)
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[TorchProfile]:
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None
+    ) -> AbstractContextManager[TorchProfile]:
         """Context manager around `torch.profiler`; writes one Chrome trace per rank if a folder is given."""
-        arguments.check_type("profile(handler)", ProfileKwargs | None, "it needs a ProfileKwargs(...)", profile_handler)
+        arguments.check_type(
+            "profile(handler)",
+            ProfileKwargs | None,
+            "it needs a ProfileKwargs(...)",
+            profile_handler,
+        )
         return profile.profile(profile_handler or self.config.profile, self.ctx)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects

@@ -13,7 +13,10 @@ from hasten.modules.names import is_dtensor
 
 
 def generate(
-    model: nn.Module, batch: Tensor | Mapping[str, Any], num_processes: int, options: Mapping[str, Any]
+    model: nn.Module,
+    batch: Tensor | Mapping[str, Any],
+    num_processes: int,
+    options: Mapping[str, Any],
 ) -> Tensor:  # Any: inputs of the model, and options of its generate()
     """Return the tokens that the model's `generate` produces for this rank's prompts, prompts included.
 
@@ -27,13 +30,19 @@ def generate(
         )
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     inputs.pop("labels", None)
-    if "input_ids" not in inputs and "inputs" not in inputs and "inputs_embeds" not in inputs:
+    if (
+        "input_ids" not in inputs
+        and "inputs" not in inputs
+        and "inputs_embeds" not in inputs
+    ):
         raise ArgumentError(
             f"generate(batch) has the fields {sorted(inputs)} and no 'input_ids', the prompts; give the tokens, or a batch that "
             "holds them."
         )
     method_options = dict(options)
-    if num_processes > 1 and any(is_dtensor(parameter) for parameter in model.parameters()):
+    if num_processes > 1 and any(
+        is_dtensor(parameter) for parameter in model.parameters()
+    ):
         method_options.setdefault("synced_gpus", True)
     was_training = model.training
     model.eval()
@@ -46,9 +55,12 @@ def generate(
     return tokens
 
 
-def padding_token(model: nn.Module, options: Mapping[str, Any]) -> int:  # Any: options of generate()
+# Any: options of generate()
+def padding_token(model: nn.Module, options: Mapping[str, Any]) -> int:
     """Return the token that fills rows which are shorter than the longest of all ranks."""
-    settings = options.get("generation_config", getattr(model, "generation_config", None))
+    settings = options.get(
+        "generation_config", getattr(model, "generation_config", None)
+    )
     for name in ("pad_token_id", "eos_token_id"):
         found = options.get(name, getattr(settings, name, None))
         found = found[0] if isinstance(found, list | tuple) and found else found

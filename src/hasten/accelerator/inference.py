@@ -32,8 +32,14 @@ def map_dataset(
     world = accelerator.ctx.world
     own_indices = range(world.rank, len(dataset), world.size)
     results: list[Any] = []
-    with agree(world, f"mapping {getattr(function, '__name__', 'a function')} over {len(dataset)} items"):
+    with agree(
+        world,
+        f"mapping {getattr(function, '__name__', 'a function')} over {len(dataset)} items",
+    ):
         for index in accelerator.progress(own_indices, desc=description):
             results.append(to_device(function(dataset[index]), "cpu"))
     results_by_rank: list[list[Any]] = world.all_gather_object(results)
-    return [results_by_rank[index % world.size][index // world.size] for index in range(len(dataset))]
+    return [
+        results_by_rank[index % world.size][index // world.size]
+        for index in range(len(dataset))
+    ]

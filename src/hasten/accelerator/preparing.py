@@ -22,7 +22,12 @@ from hasten.optim.clock import StepClock
 from hasten.optim.gradients import Unowned
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import Objects
-from hasten.optim.scheduler import LoopLength, PreparedScheduler, explain_wrong_length, total_of
+from hasten.optim.scheduler import (
+    LoopLength,
+    PreparedScheduler,
+    explain_wrong_length,
+    total_of,
+)
 from hasten.precision.base import Precision
 from hasten.prepare_args import Item, PrepareArguments, PreparedObjects
 from hasten.runtime.context import ProcessContext
@@ -51,7 +56,12 @@ def fused_refusal(optimizer: Optimizer) -> str:
         if group.get("foreach") or group.get("differentiable"):
             return f"{'foreach' if group.get('foreach') else 'differentiable'}=True was given"
         unfit_parameter = next(
-            (p for p in group["params"] if p.device.type != "cuda" or not p.is_floating_point()), None
+            (
+                p
+                for p in group["params"]
+                if p.device.type != "cuda" or not p.is_floating_point()
+            ),
+            None,
         )
         if unfit_parameter is not None:
             return f"it updates parameters on {unfit_parameter.device.type} as {unfit_parameter.dtype}"
@@ -69,8 +79,11 @@ def fuse(optimizer: Optimizer) -> None:
         group["fused"], group["foreach"] = True, False
         for parameter in group["params"]:
             step = optimizer.state.get(parameter, {}).get("step")
-            if isinstance(step, torch.Tensor) and step.device != parameter.device:  # the kernel reads it on the device
-                optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)
+            # the kernel reads it on the device
+            if isinstance(step, torch.Tensor) and step.device != parameter.device:
+                optimizer.state[parameter]["step"] = step.to(
+                    parameter.device, torch.float32
+                )
 
 
 class Performance:
@@ -87,7 +100,11 @@ class Performance:
             return
         name = type(optimizer).__name__
         if self._ctx.device.type != "cuda":
-            self._say("%s stays as it is: fused kernels gain on CUDA, this process trains on %s", name, self._place)
+            self._say(
+                "%s stays as it is: fused kernels gain on CUDA, this process trains on %s",
+                name,
+                self._place,
+            )
         elif why := fused_refusal(optimizer):
             self._say("%s stays as it is: %s", name, why)
         else:
@@ -134,14 +151,23 @@ class Preparer:
         self.on_call: Callable[[nn.Module], None] | None = None
         """Called with each prepared model, to add hooks to its calls."""
         self.performance = Performance(config, ctx)
-        self._rng_types = checked_rng_types(config.rng_types, ctx.device) if config.rng_types else frozenset[str]()
+        self._rng_types = (
+            checked_rng_types(config.rng_types, ctx.device)
+            if config.rng_types
+            else frozenset[str]()
+        )
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Use other settings for later calls of `prepare()`."""
         self._config, self._strategy = config, strategy
         self.performance = Performance(config, self._ctx)
 
-    def prepare(self, objects: Objects, placement: Sequence[bool] | None = None, train: bool = True) -> Objects:
+    def prepare(
+        self,
+        objects: Objects,
+        placement: Sequence[bool] | None = None,
+        train: bool = True,
+    ) -> Objects:
         """Return the prepared objects, in call order. Ranks: every rank, with the same kinds in the same order."""
         if placement is not None and len(placement) != len(objects):
             raise PrepareError(
@@ -153,7 +179,8 @@ class Preparer:
             if self.done.holds(item.value):
                 item.kind = "nothing"
         if "bitsandbytes" in sys.modules:
-            from hasten.modules.quantized import restore_states_on_load  # only for quantized models
+            # only for quantized models
+            from hasten.modules.quantized import restore_states_on_load
 
             for item in bundle.of("model"):
                 restore_states_on_load(item.value)
@@ -185,13 +212,18 @@ class Preparer:
         topology = self._ctx.topology
         mesh = self._ctx.mesh
         is_divided = mesh.ep > 1 or mesh.dp_replicate < mesh.world_size
-        mesh_rows = mesh_table(mesh, topology.local_world_size) if topology.rank == 0 and is_divided else []
+        mesh_rows = (
+            mesh_table(mesh, topology.local_world_size)
+            if topology.rank == 0 and is_divided
+            else []
+        )
         models = [self._strategy.unwrap(model) for model in self.done.models]
         lays_out = (
             topology.world_size > 1 and not self._strategy.caps.owns_precision
         )  # engines lay out state themselves
         if lays_out:
-            from hasten.strategies import account  # imports torch.distributed.tensor: most of a second
+            # imports torch.distributed.tensor: most of a second
+            from hasten.strategies import account
         return StartUp(
             rank=topology.rank,
             world_size=topology.world_size,
@@ -223,18 +255,33 @@ class Preparer:
         offload = offload_of(self._config)
         if offload is not None:
             # hooks on compiled blocks would be compiled with them; less memory is then used for state on its way
-            models = [] if compiles(self._config) else [self._strategy.unwrap(model) for model in self.done.models]
-            offload.stream_updates(optimizer, self._config, self._ctx, lambda: self._clock.boundary, models)
+            models = (
+                []
+                if compiles(self._config)
+                else [self._strategy.unwrap(model) for model in self.done.models]
+            )
+            offload.stream_updates(
+                optimizer, self._config, self._ctx, lambda: self._clock.boundary, models
+            )
         prepared = PreparedOptimizer(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
 
     def _note_unowned(self) -> None:
         """Register trained parameters that no optimizer holds with the clock, so that their gradients are handled too."""
-        owned_ids = {id(parameter) for optimizer in self.done.optimizers for parameter in optimizer.parameters}
+        owned_ids = {
+            id(parameter)
+            for optimizer in self.done.optimizers
+            for parameter in optimizer.parameters
+        }
         if not owned_ids:
             return
-        trained = [p for model in self.done.models for p in model.parameters() if p.requires_grad]
+        trained = [
+            p
+            for model in self.done.models
+            for p in model.parameters()
+            if p.requires_grad
+        ]
         unowned = self._clock.unowned
         if unowned is None and all(id(parameter) in owned_ids for parameter in trained):
             return
@@ -243,13 +290,15 @@ class Preparer:
         if unowned.parameters():
             self._clock.unowned = unowned
 
-    def _scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
+    # Any: schedulers share no base class
+    def _scheduler(self, scheduler: Any) -> PreparedScheduler:
         scheduled_optimizer = getattr(scheduler, "optimizer", None)
         owner = next(
             (
                 prepared_optimizer
                 for prepared_optimizer in self.done.optimizers
-                if scheduled_optimizer in (prepared_optimizer, prepared_optimizer.optimizer)
+                if scheduled_optimizer
+                in (prepared_optimizer, prepared_optimizer.optimizer)
             ),
             None,
         )
@@ -258,7 +307,9 @@ class Preparer:
                 f"{type(scheduler).__name__} schedules an optimizer that is not prepared, so it could not follow its "
                 "updates; pass the optimizer to prepare() too, before or together with the scheduler."
             )
-        prepared = PreparedScheduler(scheduler, owner, self._config.step_scheduler_with_optimizer)
+        prepared = PreparedScheduler(
+            scheduler, owner, self._config.step_scheduler_with_optimizer
+        )
         if not self.done.loaders:
             self._before_loaders.append(scheduler)
         elif (steps := self.done.loaders[0].parts.source.steps()) is not None:
@@ -279,37 +330,62 @@ class Preparer:
         return own_seed if world.size == 1 else int(world.broadcast_object(own_seed))
 
     def prepare_loader(
-        self, loader: Any, placement: bool | None = None, slice_fn: Any = None, already_sharded: bool | None = None
+        self,
+        loader: Any,
+        placement: bool | None = None,
+        slice_fn: Any = None,
+        already_sharded: bool | None = None,
     ) -> Any:
         """Prepare one loader, with an optional user function for slicing batches."""
         if self.done.holds(loader):
             return loader
         place = self._config.device_placement if placement is None else placement
-        prepared = None if loader is None else self.loader(loader, place, self._seed(), slice_fn, already_sharded)
+        prepared = (
+            None
+            if loader is None
+            else self.loader(loader, place, self._seed(), slice_fn, already_sharded)
+        )
         return self._replaced((prepared,))[0]
 
-    def join(self, joinables: Sequence[Any], even_batches: bool | None) -> AbstractContextManager[None]:
+    def join(
+        self, joinables: Sequence[Any], even_batches: bool | None
+    ) -> AbstractContextManager[None]:
         """Context manager in which ranks may run out of batches at different times."""
         for part in self._clock.parts.members:
             if part.needs_even_batches:
-                raise StepError(f"join_uneven_inputs() cannot be combined with {part.needs_even_batches}")
+                raise StepError(
+                    f"join_uneven_inputs() cannot be combined with {part.needs_even_batches}"
+                )
         return self._joined(joinables, even_batches)
 
     @contextmanager
-    def _joined(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+    def _joined(
+        self, joinables: Sequence[Any], even_batches: bool | None
+    ) -> Iterator[None]:
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self.done.loaders:
                     stack.enter_context(loader.even(even_batches))
             stack.enter_context(
-                self._strategy.join([joinable for joinable in joinables if isinstance(joinable, nn.Module)])
+                self._strategy.join(
+                    [
+                        joinable
+                        for joinable in joinables
+                        if isinstance(joinable, nn.Module)
+                    ]
+                )
             )
             was_apart, self._clock.apart = self._clock.apart, True
             stack.callback(setattr, self._clock, "apart", was_apart)
             yield
 
     def loader(
-        self, loader: Any, place: bool, seed: int, slice_fn: Any = None, already_sharded: bool | None = None
+        self,
+        loader: Any,
+        place: bool,
+        seed: int,
+        slice_fn: Any = None,
+        already_sharded: bool | None = None,
     ) -> Any:
         """Prepare a loader."""
         from hasten.data.build import prepare_loader  # on first use
@@ -343,7 +419,11 @@ class Preparer:
     def _length_of(self, num_batches: int, num_prepared: int) -> LoopLength:
         every = self._clock.every if self._config.step_scheduler_with_optimizer else 1
         return LoopLength(
-            num_batches, num_prepared, self._ctx.groups(*BATCH).size, every, self._clock.sync_with_dataloader
+            num_batches,
+            num_prepared,
+            self._ctx.groups(*BATCH).size,
+            every,
+            self._clock.sync_with_dataloader,
         )
 
     def _compare_schedules(self, loader: Any, prepared: Loader) -> None:
@@ -366,6 +446,9 @@ class Preparer:
 def user_stacklevel() -> int:
     """Return the stacklevel of a warning, given where this is called, that names the user's line."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "hasten":
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] == "hasten"
+    ):
         level, frame = level + 1, frame.f_back
     return level

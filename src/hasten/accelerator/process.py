@@ -93,7 +93,8 @@ class Process:
 
     @contextmanager
     def _first(self, first: bool, label: str) -> Iterator[None]:
-        if self._ordering == label:  # inside a block of the same kind the order is already established
+        # inside a block of the same kind the order is already established
+        if self._ordering == label:
             yield
             return
         if self._ordering is not None:
@@ -101,14 +102,16 @@ class Process:
                 f"{label} was entered inside {self._ordering}; the processes would wait for each other forever. "
                 "Leave the outer block first, or use the same one for both."
             )
-        if not first:  # the first may prepare data for hours: no timeout, but an entry in the log
+        # the first may prepare data for hours: no timeout, but an entry in the log
+        if not first:
             self._together(None, f"{label}: the first")
         error: Exception | None = None
         self._ordering = label
         try:
             with self.ctx.collectives.patience(label):
                 yield
-        except Exception as caught:  # any error of the user's block has to reach the other ranks; it is re-raised
+        # any error of the user's block has to reach the other ranks; it is re-raised
+        except Exception as caught:
             error = caught
         finally:
             self._ordering = None
@@ -132,22 +135,37 @@ class Process:
         """Decorate a function to run on the last process only; it returns None elsewhere."""
         return self._only(lambda: self.is_last_process, function)
 
-    def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
+    def on_process(
+        self, function: Callable[P, R] | None = None, process_index: int = 0
+    ) -> Any:
         """Decorate a function to run on one process only; also usable as `@on_process(process_index=2)`."""
         if function is None:  # Any: a function, or a decorator when called without one
             return functools.partial(self.on_process, process_index=process_index)
         check_number("on_process(process_index)", process_index, least=0, whole=True)
         return self._only(lambda: self.process_index == process_index, function)
 
-    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
+    def on_local_process(
+        self, function: Callable[P, R] | None = None, local_process_index: int = 0
+    ) -> Any:
         """Decorate a function to run on one process of each node: `@on_local_process(local_process_index=1)`."""
         if function is None:  # Any: a function, or a decorator when called without one
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        check_number("on_local_process(local_process_index)", local_process_index, least=0, whole=True)
-        return self._only(lambda: self.local_process_index == local_process_index, function)
+            return functools.partial(
+                self.on_local_process, local_process_index=local_process_index
+            )
+        check_number(
+            "on_local_process(local_process_index)",
+            local_process_index,
+            least=0,
+            whole=True,
+        )
+        return self._only(
+            lambda: self.local_process_index == local_process_index, function
+        )
 
     @staticmethod
-    def _only(runs_here: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+    def _only(
+        runs_here: Callable[[], bool], function: Callable[P, R]
+    ) -> Callable[P, R | None]:
         check_type("on_process(function) and its kind", Callable, FUNCTION, function)
 
         @functools.wraps(function)
@@ -157,7 +175,9 @@ class Process:
         return run
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> Iterator[Any]:
         """Context manager that yields this process's share of a list, tuple, dict of those, tensor or dataset.
 
         Shares differ by at most one element; with `apply_padding` the last element is repeated until all are equal.
@@ -178,7 +198,9 @@ def start_here(cpu: bool = False) -> ProcessContext:
     """Return the context of this process, created from its environment variables."""
     variables = env.snapshot()
     topology = Topology.from_env(variables)
-    device = choose_device(topology.local_rank, cpu, None if cpu else env.assigned_device(variables))
+    device = choose_device(
+        topology.local_rank, cpu, None if cpu else env.assigned_device(variables)
+    )
     return bootstrap.start(topology, device)
 
 
@@ -189,7 +211,8 @@ def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
     return start, start + share_length + (index < num_longer)
 
 
-def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> Any:  # Any: the caller's container
+# Any: the caller's container
+def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> Any:
     """Return share number `index` of `inputs`. Raises: DataError if the values of a dict differ in length."""
     if not hasattr(inputs, "__len__"):
         refuse(
@@ -204,18 +227,28 @@ def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> 
                 f"split_between_processes got a dict whose values differ in length: {lengths}; their rows would no "
                 "longer belong together. Give values of equal length."
             )
-        return trees.rebuild(inputs, [share(value, index, shares, apply_padding) for value in inputs.values()])
+        return trees.rebuild(
+            inputs,
+            [share(value, index, shares, apply_padding) for value in inputs.values()],
+        )
     if shares == 1:
         return inputs
     start, end = bounds(len(inputs), index, shares)
-    num_missing = -(-len(inputs) // shares) - (end - start) if apply_padding and len(inputs) else 0
+    num_missing = (
+        -(-len(inputs) // shares) - (end - start)
+        if apply_padding and len(inputs)
+        else 0
+    )
     if isinstance(inputs, Tensor):
         return (
-            torch.cat([inputs[start:end], inputs[-1:].expand(num_missing, *inputs.shape[1:])])
+            torch.cat(
+                [inputs[start:end], inputs[-1:].expand(num_missing, *inputs.shape[1:])]
+            )
             if num_missing
             else inputs[start:end]
         )
-    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # a Hugging Face dataset
+    # a Hugging Face dataset
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
         return inputs.select([*range(start, end), *([len(inputs) - 1] * num_missing)])
     if isinstance(inputs, Dataset):
         return Subset(inputs, [*range(start, end), *([len(inputs) - 1] * num_missing)])  # type: ignore[arg-type]

@@ -50,14 +50,17 @@ from hasten.tracking.manager import TrackerManager
 from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.version import __version__
 
-if TYPE_CHECKING:  # modules that a plain run on one process does not load, and the facade itself
+# modules that a plain run on one process does not load, and the facade itself
+if TYPE_CHECKING:
     from hasten.tracking.registry import LogWith
     from hasten.tracking.run_log import RunLog
 
 log = logging.getLogger(__name__)
 
 
-def open_run_log(settings: Resolved, ctx: ProcessContext, strategy: Strategy) -> RunLog | None:
+def open_run_log(
+    settings: Resolved, ctx: ProcessContext, strategy: Strategy
+) -> RunLog | None:
     """Return the log of this rank; None without a local project folder, or with `run_log` off."""
     config = settings.config
     folder = config.project.project_dir
@@ -67,10 +70,17 @@ def open_run_log(settings: Resolved, ctx: ProcessContext, strategy: Strategy) ->
 
     def facts() -> dict[str, Any]:  # Any: JSON values
         return {
-            "settings": {".".join(path): _setting(entry) for path, entry in settings.entries.items()},
+            "settings": {
+                ".".join(path): _setting(entry)
+                for path, entry in settings.entries.items()
+            },
             "strategy": strategy.name,
             "world_size": ctx.world.size,
-            "mesh": {str(axis): ctx.mesh.size(axis) for axis in Axis if ctx.mesh.size(axis) > 1},
+            "mesh": {
+                str(axis): ctx.mesh.size(axis)
+                for axis in Axis
+                if ctx.mesh.size(axis) > 1
+            },
             "restart": ctx.topology.restart_count,
             "host": socket.gethostname(),
             "device": _device(ctx.device),
@@ -83,7 +93,11 @@ def open_run_log(settings: Resolved, ctx: ProcessContext, strategy: Strategy) ->
             },
         }
 
-    collectives = ctx.world.collectives if isinstance(ctx.world, ProcessGroupComm) else CollectiveRecord()
+    collectives = (
+        ctx.world.collectives
+        if isinstance(ctx.world, ProcessGroupComm)
+        else CollectiveRecord()
+    )
     from hasten.progress.meter import MemoryGauge  # only a run with a folder has a log
     from hasten.tracking.run_log import FOLDER, RunLog  # the same
 
@@ -111,7 +125,9 @@ class RunLogPart(RunPart):
     def built(self, run: Components) -> None:
         """Find out how to read the number of updates, without keeping the Accelerator alive."""
         accelerator = weakref.ref(run.accelerator)
-        self._read_step = lambda: 0 if (found := accelerator()) is None else components(found).saving.step
+        self._read_step = lambda: (
+            0 if (found := accelerator()) is None else components(found).saving.step
+        )
 
     def pass_begins(self, cursor: LoaderCursor) -> None:
         self.run_log.asked()
@@ -164,16 +180,21 @@ class RunLogPart(RunPart):
         self.run_log.checkpoint_done()
         if error is None:
             step = self._read_step()
-            self.run_log.event(kind, seconds=round(time.perf_counter() - self._began_s, 4), step=step)
+            self.run_log.event(
+                kind, seconds=round(time.perf_counter() - self._began_s, 4), step=step
+            )
             self.run_log.reached(kind, step)
         else:
-            self.run_log.event(f"{kind}: failed", error=masked(f"{type(error).__name__}: {error}"))
+            self.run_log.event(
+                f"{kind}: failed", error=masked(f"{type(error).__name__}: {error}")
+            )
         self.run_log.flush()
 
     def _note(self, record: Callable[[], None]) -> None:
         try:
             record()
-        except Exception as error:  # of any kind: the other ranks are on their way to the save or load, or have done it
+        # of any kind: the other ranks are on their way to the save or load, or have done it
+        except Exception as error:
             log.warning("the run log could not note a save or load: %s", error)
 
 
@@ -210,13 +231,16 @@ def _device(device: torch.device) -> str:
     return str(device)
 
 
-def resolve_settings(given: Mapping[str, Any]) -> Resolved:  # Any: constructor arguments
+# Any: constructor arguments
+def resolve_settings(given: Mapping[str, Any]) -> Resolved:
     """Return the settings of these arguments, the launcher, the environment and files."""
     for part in parts_of_every_run():
         given = part.settings(given)
     variables = env.snapshot()
     handed = env.config(variables)
-    resolved = resolve(code=given, env=variables, handed=() if handed is None else unpack(handed))
+    resolved = resolve(
+        code=given, env=variables, handed=() if handed is None else unpack(handed)
+    )
     absent.check(resolved.entries)
     if resolved.config.debug:
         show_logs()
@@ -239,11 +263,19 @@ def join_world(config: Config, context: ProcessContext | None) -> ProcessContext
     topology = Topology.from_env(env.snapshot())
     device = device_for(config, topology)
     if config.launch.enable_cpu_affinity:
-        from hasten.runtime.affinity import set_affinity  # only a run that sets it needs it
+        # only a run that sets it needs it
+        from hasten.runtime.affinity import set_affinity
 
-        plan = set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
+        plan = set_affinity(
+            topology.local_rank, topology.local_world_size, pci_address(device)
+        )
         log.info("cpu affinity: %s", plan.reason)
-    return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
+    return bootstrap.start(
+        topology,
+        device,
+        partial(mesh_of, config, topology.local_world_size),
+        _group(config),
+    )
 
 
 def reports_in(config: Config, kind: str) -> Path:
@@ -252,7 +284,9 @@ def reports_in(config: Config, kind: str) -> Path:
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
-def numbers_settings(config: Config, strategy: Strategy, precision: Precision) -> NumbersSettings | None:
+def numbers_settings(
+    config: Config, strategy: Strategy, precision: Precision
+) -> NumbersSettings | None:
     """Return the settings of the loss and gradient checks; None if off. Raises: ConfigError for impossible combinations."""
     trust = config.trust
     if trust.numbers == "off":
@@ -282,7 +316,9 @@ def _writes_run(config: Config) -> bool:
     return all(section.writes_run() for section in config.sections())
 
 
-def open_trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
+def open_trackers(
+    log_with: LogWith, config: Config, ctx: ProcessContext
+) -> TrackerManager:
     """Return the trackers of this run. Ranks: every rank."""
     folder = config.project.logging_dir or config.project.project_dir
     requested_trackers = log_with if log_with is not None else config.tracking.log_with
@@ -291,9 +327,14 @@ def open_trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tra
     is_main = rank == 0 and _writes_run(config)
     if requested_trackers != ():
         with agree(ctx.world, "loading the trackers"):
-            from hasten.tracking.registry import build  # only a run with trackers needs it
+            # only a run with trackers needs it
+            from hasten.tracking.registry import build
 
-            trackers = build(requested_trackers, missing=config.tracking.missing_tracker, is_main=is_main)
+            trackers = build(
+                requested_trackers,
+                missing=config.tracking.missing_tracker,
+                is_main=is_main,
+            )
     return TrackerManager(
         trackers,
         is_main=is_main,
@@ -309,6 +350,10 @@ def _group(settings: Config) -> GroupSettings:
     return GroupSettings(
         backend=config.backend,
         init_method=config.init_method,
-        init_timeout_s=plain.init_timeout_s if config.init_timeout is None else config.init_timeout.total_seconds(),
-        timeout_s=plain.timeout_s if config.timeout is None else config.timeout.total_seconds(),
+        init_timeout_s=plain.init_timeout_s
+        if config.init_timeout is None
+        else config.init_timeout.total_seconds(),
+        timeout_s=plain.timeout_s
+        if config.timeout is None
+        else config.timeout.total_seconds(),
     )

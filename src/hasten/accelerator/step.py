@@ -17,7 +17,14 @@ from hasten import trees
 from hasten.comm import ops
 from hasten.comm.base import Comm
 from hasten.config.sections.loop import ProfileKwargs
-from hasten.errors import ArgumentError, ConfigError, DataError, HastenWarning, MismatchError, StepError
+from hasten.errors import (
+    ArgumentError,
+    ConfigError,
+    DataError,
+    HastenWarning,
+    MismatchError,
+    StepError,
+)
 from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Strategy
@@ -34,7 +41,11 @@ class Accumulation:
     __slots__ = ("_clock", "_hidden", "_models", "_quiet", "_strategy", "_syncs")
 
     def __init__(
-        self, clock: StepClock, strategy: Strategy, models: tuple[nn.Module, ...], sync_each_batch: bool
+        self,
+        clock: StepClock,
+        strategy: Strategy,
+        models: tuple[nn.Module, ...],
+        sync_each_batch: bool,
     ) -> None:
         self._clock = clock
         self._strategy = strategy
@@ -56,7 +67,9 @@ class Accumulation:
         if boundary or not self._syncs or (self._hidden and clock.crowded):
             return
         if len(self._models) == 1:  # the common case, without the cost of an ExitStack
-            quiet: AbstractContextManager[object] = self._strategy.no_sync(self._models[0])
+            quiet: AbstractContextManager[object] = self._strategy.no_sync(
+                self._models[0]
+            )
             quiet.__enter__()
         else:
             quiet = stack = ExitStack()
@@ -65,7 +78,10 @@ class Accumulation:
         self._quiet = quiet
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._clock.inside = False
         quiet = self._quiet
@@ -81,7 +97,11 @@ class Accumulation:
         """Add a note to the error that says what the memory of this rank is used for."""
         from hasten.trust.memory import memory_report  # only for an error
 
-        device = next(parameter.device for model in self._models for parameter in model.parameters())
+        device = next(
+            parameter.device
+            for model in self._models
+            for parameter in model.parameters()
+        )
         error.add_note(memory_report(self._models, self._clock.holders(), device))
 
 
@@ -93,7 +113,11 @@ class _Unclear:
 
 
 def gather_for_metrics(
-    data: Any, comm: Comm, cursor: LoaderCursor | None, objects: bool = False, dim: int | None = None
+    data: Any,
+    comm: Comm,
+    cursor: LoaderCursor | None,
+    objects: bool = False,
+    dim: int | None = None,
 ) -> Any:
     """Return the rows of every rank's current batch, without padding rows.
 
@@ -114,7 +138,11 @@ def gather_for_metrics(
         _disagree(comm)
         raise
     gathered = ops.gather_ragged(rows, comm)
-    return gathered if not dim else trees.map_tensors(lambda x: x.movedim(0, dim), gathered)
+    return (
+        gathered
+        if not dim
+        else trees.map_tensors(lambda x: x.movedim(0, dim), gathered)
+    )
 
 
 def _samples_first(data: Tree, dim: int | None) -> Tree:
@@ -174,9 +202,11 @@ def num_real(length: int, cursor: LoaderCursor) -> int:
     real, rows = cursor.num_real, cursor.num_rows
     if real is None or length == 0:
         return length
-    if real == 0 or length == 1:  # one number for the whole batch: dropped where the batch is all padding
+    # one number for the whole batch: dropped where the batch is all padding
+    if real == 0 or length == 1:
         return min(real, length)
-    if rows is None:  # batches without planned rows: either all of them are real or none
+    # batches without planned rows: either all of them are real or none
+    if rows is None:
         return length
     if length % rows:
         raise DataError(
@@ -187,8 +217,15 @@ def num_real(length: int, cursor: LoaderCursor) -> int:
     return length // rows * real
 
 
-def _gather_items(data: Any, comm: Comm, cursor: LoaderCursor | None) -> Any:  # Any: the caller's objects
-    items = data if isinstance(data, list) else list(data) if isinstance(data, tuple) else [data]
+# Any: the caller's objects
+def _gather_items(data: Any, comm: Comm, cursor: LoaderCursor | None) -> Any:
+    items = (
+        data
+        if isinstance(data, list)
+        else list(data)
+        if isinstance(data, tuple)
+        else [data]
+    )
     if cursor is not None and cursor.num_real is not None:
         try:
             items = items[: num_real(len(items), cursor)]
@@ -205,7 +242,14 @@ def _gather_items(data: Any, comm: Comm, cursor: LoaderCursor | None) -> Any:  #
 def _disagree(comm: Comm) -> None:
     """Make the ranks that wait for this rank's rows raise MismatchError, by sending a different structure."""
     try:
-        ops.gather_ragged({"rows that cannot be told from padding": torch.zeros(1, device=comm.device)}, comm)
+        ops.gather_ragged(
+            {
+                "rows that cannot be told from padding": torch.zeros(
+                    1, device=comm.device
+                )
+            },
+            comm,
+        )
     except MismatchError:
         return
 
@@ -217,7 +261,9 @@ def profile(config: ProfileKwargs, ctx: ProcessContext) -> Iterator[profiler.pro
     With a schedule, each finished cycle writes a separate trace. Ranks: any, each independently.
     """
     folder = Path(config.output_trace_dir) if config.output_trace_dir else None
-    schedule = profiler.schedule(**config.schedule_option) if config.schedule_option else None
+    schedule = (
+        profiler.schedule(**config.schedule_option) if config.schedule_option else None
+    )
     ready = config.on_trace_ready
     if ready is None and folder is not None and schedule is not None:
         ready = _trace_writer(folder, ctx.rank)
@@ -240,16 +286,22 @@ def profile(config: ProfileKwargs, ctx: ProcessContext) -> Iterator[profiler.pro
 def _trace_writer(folder: Path, rank: int) -> Callable[[profiler.profile], None]:
     def write(running: profiler.profile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        running.export_chrome_trace(str(folder / f"rank_{rank}_step_{running.step_num}.json"))
+        running.export_chrome_trace(
+            str(folder / f"rank_{rank}_step_{running.step_num}.json")
+        )
 
     return write
 
 
-def _activities(config: ProfileKwargs) -> list[Any]:  # Any: torch's ProfilerActivity is an untyped C enum
+# Any: torch's ProfilerActivity is an untyped C enum
+def _activities(config: ProfileKwargs) -> list[Any]:
     supported_activities: set[Any] = profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     if config.activities is None:
         return sorted(supported_activities, key=str)
-    names = {str(activity).rpartition(".")[2].lower(): activity for activity in supported_activities}
+    names = {
+        str(activity).rpartition(".")[2].lower(): activity
+        for activity in supported_activities
+    }
     missing = [name for name in config.activities if name not in names]
     if missing:
         raise ConfigError(

@@ -57,7 +57,14 @@ class HostStaging:
 
     def end(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
         """Return the files with a host copy in place of every tensor; the original tensors may change afterwards."""
-        self._start([segment for blob in blobs.values() for segment in blob.segments if isinstance(segment, Tensor)])
+        self._start(
+            [
+                segment
+                for blob in blobs.values()
+                for segment in blob.segments
+                if isinstance(segment, Tensor)
+            ]
+        )
         copies: dict[Address, Tensor] = {}
         for batch in self._batches:
             copies |= batch.finish()
@@ -65,7 +72,9 @@ class HostStaging:
         for name, blob in blobs.items():
             segments: list[bytes | Tensor] = []
             for segment in blob.segments:
-                segments.append(segment if isinstance(segment, bytes) else copies[_address(segment)])
+                segments.append(
+                    segment if isinstance(segment, bytes) else copies[_address(segment)]
+                )
             staged[name] = Blob(segments, blob.size)
         self._batches = []
         return staged
@@ -74,7 +83,13 @@ class HostStaging:
         """Start copying those tensors whose memory is not being copied yet."""
         known = {address for batch in self._batches for address in batch.addresses}
         sources = {_address(tensor): tensor for tensor in tensors if is_plain(tensor)}
-        batch = _CopyBatch({address: tensor for address, tensor in sources.items() if address not in known})
+        batch = _CopyBatch(
+            {
+                address: tensor
+                for address, tensor in sources.items()
+                if address not in known
+            }
+        )
         number = len(self._batches)
         if number == len(self._memories):
             self._memories.append(torch.empty(0, dtype=torch.uint8))
@@ -110,7 +125,9 @@ class _CopyBatch:
     def start(self, memory: Tensor) -> None:
         """Start the copies."""
         self._memory = memory
-        devices = devices_of(segment for segment in self._blob.segments if isinstance(segment, Tensor))
+        devices = devices_of(
+            segment for segment in self._blob.segments if isinstance(segment, Tensor)
+        )
         buffer = HostBuffer(bool(devices))
         # on the host, more threads would wait for the interpreter lock between copies, and for each other
         threads = default_threads() if devices else min(default_threads(), 4)
@@ -121,7 +138,10 @@ class _CopyBatch:
     def _copy(self, start: int, buffer: HostBuffer) -> None:
         stop = min(start + CHUNK_BYTES, self.num_bytes)
         for view in host_views(self._blob, start, stop, self._starts, buffer):
-            copy_bytes(self._memory[start : start + len(view)], torch.frombuffer(view, dtype=torch.uint8))
+            copy_bytes(
+                self._memory[start : start + len(view)],
+                torch.frombuffer(view, dtype=torch.uint8),
+            )
             start += len(view)
 
     def finish(self) -> dict[Address, Tensor]:
@@ -131,7 +151,9 @@ class _CopyBatch:
         for copy in self._waiting:
             copy.result()
         copies = {}
-        for (device, pointer, size), start in zip(self.addresses, self._starts, strict=True):
+        for (device, pointer, size), start in zip(
+            self.addresses, self._starts, strict=True
+        ):
             copies[device, pointer, size] = self._memory[start : start + size]
         return copies
 
@@ -190,12 +212,15 @@ class AsyncWriter:
             try:
                 with agreeing(comm, f"saving {name!r} in the background") as together:
                     work(together)
-            except BaseException as error:  # raised on the training thread at its next save, wait or close
+            # raised on the training thread at its next save, wait or close
+            except BaseException as error:
                 self._error = error
                 log.error("saving %s in the background failed: %s", name, error)
 
         self._finish_before_exit()
-        self._thread = threading.Thread(target=run, name=f"hasten-save-{name}", daemon=False)
+        self._thread = threading.Thread(
+            target=run, name=f"hasten-save-{name}", daemon=False
+        )
         self._go = go
         self._thread.start()
         return go
@@ -233,7 +258,8 @@ class AsyncWriter:
         """
         if self._thread is not None:
             self._thread.join()
-        self._thread = None  # only now: a signal handler may wait for the same save meanwhile
+        # only now: a signal handler may wait for the same save meanwhile
+        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -96,7 +96,8 @@ def num_bytes(value: Tensor | Slice) -> int:
 
 def as_stored(tensor: Tensor) -> Tensor | Slice:
     """Return a tensor in the form that checkpoints store: distributed tensors become slices, others are unchanged."""
-    if (own := getattr(tensor, "stored_slice", None)) is not None:  # the engine stores the weights elsewhere
+    # the engine stores the weights elsewhere
+    if (own := getattr(tensor, "stored_slice", None)) is not None:
         found: Slice = own(tensor)
         return found
     return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
@@ -114,17 +115,35 @@ def dtensor_slice(tensor: DTensor) -> Slice:
             "(call redistribute with Replicate or Shard)."
         )
     local: Tensor = tensor.to_local()
-    layout = need("torch.distributed.tensor._utils")  # already imported wherever a DTensor exists
-    shape, offset = layout.compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    assert tuple(shape) == tuple(local.shape), f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
+    # already imported wherever a DTensor exists
+    layout = need("torch.distributed.tensor._utils")
+    shape, offset = layout.compute_local_shape_and_global_offset(
+        tensor.shape, mesh, placements
+    )
+    assert tuple(shape) == tuple(local.shape), (
+        f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
+    )
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the tensor's mesh"
-    first = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    first = all(
+        index == 0
+        for index, p in zip(coordinate, placements, strict=True)
+        if p.is_replicate()
+    )
     if local.numel() == 0:  # an empty shard at the end of an uneven split has no offset
-        offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
+        offset = tuple(
+            min(start, total) for start, total in zip(offset, tensor.shape, strict=True)
+        )
         first = False
     owned = first and _first_on_other_axes(mesh)
-    return Slice(local.detach(), tuple(tensor.shape), tuple(offset), owned, tuple(mesh.mesh_dim_names or ()), first)
+    return Slice(
+        local.detach(),
+        tuple(tensor.shape),
+        tuple(offset),
+        owned,
+        tuple(mesh.mesh_dim_names or ()),
+        first,
+    )
 
 
 def _first_on_other_axes(mesh: DeviceMesh) -> bool:
@@ -134,10 +153,18 @@ def _first_on_other_axes(mesh: DeviceMesh) -> bool:
     identically. Pipeline stages (`pp`) hold different parameters.
     """
     root = mesh._get_root_mesh()
-    coordinate, names, own = root.get_coordinate(), root.mesh_dim_names, mesh.mesh_dim_names
+    coordinate, names, own = (
+        root.get_coordinate(),
+        root.mesh_dim_names,
+        mesh.mesh_dim_names,
+    )
     if coordinate is None or names is None or own is None:
         return True
-    return all(index == 0 for index, name in zip(coordinate, names, strict=True) if name not in (*own, "pp"))
+    return all(
+        index == 0
+        for index, name in zip(coordinate, names, strict=True)
+        if name not in (*own, "pp")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +278,9 @@ class CheckpointStore(Protocol):
         """
         ...
 
-    def is_current(self, name: str, manifest: Manifest, folder: Path | None = None) -> bool:
+    def is_current(
+        self, name: str, manifest: Manifest, folder: Path | None = None
+    ) -> bool:
         """Return True if the checkpoint has not been replaced since its manifest, and its folder if given, were read."""
         ...
 

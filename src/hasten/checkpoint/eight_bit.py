@@ -38,15 +38,28 @@ def eight_bit_entries(tensor: Tensor) -> dict[str, Any]:
         return {**entries, "codes": local.codes.detach(), "scale": local.scale.detach()}
     rows, block = local.codes.shape[0], local.block_size
     start = found.offset[0] * prod(found.shape[1:])
-    even = found.shape[0] % rows == 0 and found.offset[0] % rows == 0 and not any(found.offset[1:])
+    even = (
+        found.shape[0] % rows == 0
+        and found.offset[0] % rows == 0
+        and not any(found.offset[1:])
+    )
     if not even or tuple(local.codes.shape[1:]) != found.shape[1:] or start % block:
         raise CheckpointError(
             f"an eight-bit optimizer state of shape {found.shape} has {rows} rows on this rank, so its blocks of {block} values are "
             "not those of the whole tensor and it could not be resumed on other ranks; use a number of ranks that divides the rows, "
             "or AdamW of torch."
         )
-    scale = replace(found, data=local.scale.detach(), shape=(prod(found.shape) // block,), offset=(start // block,))
-    return {**entries, "codes": replace(found, data=local.codes.detach()), "scale": scale}
+    scale = replace(
+        found,
+        data=local.scale.detach(),
+        shape=(prod(found.shape) // block,),
+        offset=(start // block,),
+    )
+    return {
+        **entries,
+        "codes": replace(found, data=local.codes.detach()),
+        "scale": scale,
+    }
 
 
 def is_entries(value: Any) -> bool:
@@ -70,13 +83,22 @@ def from_entries(entries: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
             f"{local.numel()} values from {start} on; blocks cannot be split. Nothing was loaded. Resume on a number of ranks that divides the "
             "rows into whole blocks."
         )
-    library: Any = need("torchao.optim.subclass_8bit", why="the optimizer's eight-bit state")
-    made: Any = library.OptimState8bit.zeros(local.shape, bool(entries["signed"]), block, local.device, dtype)
+    library: Any = need(
+        "torchao.optim.subclass_8bit", why="the optimizer's eight-bit state"
+    )
+    made: Any = library.OptimState8bit.zeros(
+        local.shape, bool(entries["signed"]), block, local.device, dtype
+    )
     made.codes.copy_(local)
     made.scale.copy_(scale[start // block : (start + local.numel()) // block])
     if not is_dtensor(codes):
         return made  # type: ignore[no-any-return]
     kind = type(codes)
     return kind.from_local(
-        made, codes.device_mesh, codes.placements, run_check=False, shape=codes.shape, stride=codes.stride()
+        made,
+        codes.device_mesh,
+        codes.placements,
+        run_check=False,
+        shape=codes.shape,
+        stride=codes.stride(),
     )

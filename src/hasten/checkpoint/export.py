@@ -15,8 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hasten.checkpoint.base import Blob, Component, Format, Slice, as_stored
-from hasten.checkpoint.format.formats import encode_safetensors, load_torch, read_tensors
-from hasten.checkpoint.format.manifest import FORGED, MANIFEST_NAME, inside, open_outside, read_outside
+from hasten.checkpoint.format.formats import (
+    encode_safetensors,
+    load_torch,
+    read_tensors,
+)
+from hasten.checkpoint.format.manifest import (
+    FORGED,
+    MANIFEST_NAME,
+    inside,
+    open_outside,
+    read_outside,
+)
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
@@ -49,7 +59,10 @@ def parse_size(size: float | str) -> int:
         found = size
     elif isinstance(size, str):
         text = size.strip()
-        head, factor = next(((text.removesuffix(unit), n) for unit, n in _UNITS if text.endswith(unit)), ("", 1))
+        head, factor = next(
+            ((text.removesuffix(unit), n) for unit, n in _UNITS if text.endswith(unit)),
+            ("", 1),
+        )
         with suppress(ValueError):
             found = float(head) * factor
     if not 0 <= found < 2**63:
@@ -69,7 +82,8 @@ def _shard_size(size: float | str) -> int:
 
 
 def save_model(
-    state: Mapping[str, Any],  # Any: tensors, and extra state that Hub files do not hold
+    # Any: tensors, and extra state that Hub files do not hold
+    state: Mapping[str, Any],
     folder: str | Path,
     max_shard_size: float | str = "10GB",
     safe_serialization: bool = True,
@@ -83,9 +97,15 @@ def save_model(
     """
     target = check_local(folder, "save_model(save_directory)")
     if target.exists() and not target.is_dir():
-        raise ConfigError(f"{folder} is a file, and a model is written to a folder; give the name of a folder.")
+        raise ConfigError(
+            f"{folder} is a file, and a model is written to a folder; give the name of a folder."
+        )
     limit = _shard_size(max_shard_size)
-    tensors = {key: as_stored(value) for key, value in state.items() if isinstance(value, Tensor)}
+    tensors = {
+        key: as_stored(value)
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
     extra = sorted(key for key, value in state.items() if not isinstance(value, Tensor))
     if extra:
         raise CheckpointError(
@@ -95,19 +115,26 @@ def save_model(
     fmt: Format = "safetensors" if safe_serialization else "torch"
     component = Component(tensors, None, "model", fmt)
     if component.sliced:
-        raise CheckpointError("the weights are sharded over ranks; gather them with accelerator.get_state_dict first.")
+        raise CheckpointError(
+            "the weights are sharded over ranks; gather them with accelerator.get_state_dict first."
+        )
     plans = plan_component("model", component, 0, (0,), FileLayout(limit, limit))
     blobs = {plan.name: encode(component, plan)[0] for plan in plans}
     if len(plans) > 1:
         end = "safetensors" if safe_serialization else "bin"
         stem = "model" if safe_serialization else "pytorch_model"
-        raw = json.dumps(hub_index(plans, component), indent=2, sort_keys=True).encode() + b"\n"
+        raw = (
+            json.dumps(hub_index(plans, component), indent=2, sort_keys=True).encode()
+            + b"\n"
+        )
         blobs[f"{stem}.{end}.index.json"] = Blob([raw], len(raw))
     replace_files(target, blobs, disk or Disk(), replaces)
     return list(blobs)
 
 
-def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk, replaces: Collection[str] = ()) -> None:
+def replace_files(
+    folder: Path, blobs: Mapping[str, Blob], disk: Disk, replaces: Collection[str] = ()
+) -> None:
     """Replace the model in a folder: write new files into a draft, then rename each into place.
 
     An interruption leaves the old model, the new one, or an incomplete one, but no mixture of two: the index of shards goes
@@ -115,12 +142,15 @@ def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk, replaces:
     Raises: CheckpointError when the folder holds a checkpoint with other weights of these names that is not to be replaced,
     or is not writable.
     """
-    with _explaining_errors(folder, "the model", blobs), temporary_draft(folder, disk) as draft:
+    with (
+        _explaining_errors(folder, "the model", blobs),
+        temporary_draft(folder, disk) as draft,
+    ):
         records = write_files(draft, blobs, disk)
         same_names = set() if replaces else unchanged(folder, records)
-        outdated = {path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)}.union(
-            replaces
-        ) - blobs.keys()
+        outdated = {
+            path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)
+        }.union(replaces) - blobs.keys()
         indexes = [name for name in blobs if name.endswith(".json")]
         for name in ([MANIFEST_NAME] if MANIFEST_NAME in replaces else []) + indexes:
             disk.remove_file(folder / name)
@@ -132,12 +162,16 @@ def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk, replaces:
 
 
 @contextmanager
-def _explaining_errors(folder: Path, what: str, blobs: Mapping[str, Blob]) -> Iterator[None]:
+def _explaining_errors(
+    folder: Path, what: str, blobs: Mapping[str, Blob]
+) -> Iterator[None]:
     """Context manager that raises CheckpointError in place of an OSError, and names the disk when it is full."""
     try:
         yield
     except OSError as error:
-        raise cannot_write(what, folder, sum(blob.size for blob in blobs.values()), error) from error
+        raise cannot_write(
+            what, folder, sum(blob.size for blob in blobs.values()), error
+        ) from error
 
 
 def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
@@ -187,10 +221,20 @@ def weight_files(root: Path) -> list[Path]:
 def _indexed(root: Path, index: Path) -> list[Path]:
     try:
         table = json.loads(read_outside(index))
-        names = sorted(set((table["weight_map"] if "metadata" in table else table.get("weight_map", table)).values()))
+        names = sorted(
+            set(
+                (
+                    table["weight_map"]
+                    if "metadata" in table
+                    else table.get("weight_map", table)
+                ).values()
+            )
+        )
         paths = [inside(root, name) for name in names]
     except FileNotFoundError as error:
-        raise IncompleteCheckpointError(f"{index} does not exist; give the folder or index of a model.") from error
+        raise IncompleteCheckpointError(
+            f"{index} does not exist; give the folder or index of a model."
+        ) from error
     except FORGED as error:
         raise CorruptCheckpointError(
             f"{index}: not an index of weight files ({type(error).__name__}: {error}). Nothing was loaded; use another copy of the model."
@@ -203,7 +247,12 @@ def _indexed(root: Path, index: Path) -> list[Path]:
     return paths
 
 
-def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, disk: Disk | None = None) -> None:
+def save_object(
+    obj: Any,
+    file: str | Path,
+    safe_serialization: bool = False,
+    disk: Disk | None = None,
+) -> None:
     """Write an object with torch.save (or a flat dict of tensors as safetensors), replacing the file atomically.
 
     Ranks: main only (or one per machine).
@@ -219,9 +268,17 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
         )
     device = disk or Disk()
     if safe_serialization:
-        if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
-            raise ConfigError("safe_serialization=True needs a flat dict of tensors; give one, or set it to False.")
-        if (sharded := next((key for key, value in obj.items() if is_dtensor(value)), None)) is not None:
+        if not isinstance(obj, Mapping) or not all(
+            isinstance(value, Tensor) for value in obj.values()
+        ):
+            raise ConfigError(
+                "safe_serialization=True needs a flat dict of tensors; give one, or set it to False."
+            )
+        if (
+            sharded := next(
+                (key for key, value in obj.items() if is_dtensor(value)), None
+            )
+        ) is not None:
             raise ConfigError(
                 f"{sharded} is a part of a sharded tensor, which only this rank holds. Give the whole tensors: "
                 "accelerator.get_state_dict(model)."
@@ -230,7 +287,10 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
         replace_files_only(target.parent, {target.name: blob}, device)
         return
     check_unlisted(target.parent, [target.name])
-    with _explaining_errors(target.parent, target.name, {}), temporary_draft(target.parent, device) as draft:
+    with (
+        _explaining_errors(target.parent, target.name, {}),
+        temporary_draft(target.parent, device) as draft,
+    ):
         with (draft / target.name).open("wb") as written:
             _save_torch(obj, written)
             written.flush()
@@ -243,12 +303,14 @@ def _save_torch(obj: Any, file: BinaryIO) -> None:
     try:
         torch.save(obj, file)
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch's writer hides the OSError behind a failed check
+        # torch's writer hides the OSError behind a failed check
+        if isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise
 
 
-def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: any saved object
+# Any: any saved object
+def load_object(file: str | Path, allow_pickle: bool = False) -> Any:
     """Load the object that `save_object` wrote, on the CPU; a safetensors file gives a dict of tensors.
 
     Raises: UnsafeCheckpointError for pickles that would run code, unless allowed; CorruptCheckpointError for damage.
@@ -263,7 +325,8 @@ def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: an
             f"{path} cannot be opened ({error.strerror or error}), so nothing was loaded. Give a file that save() wrote."
         ) from error
     try:
-        if begins[8:] == b"{" and not begins.startswith(b"PK"):  # the length of a JSON header, then the header
+        # the length of a JSON header, then the header
+        if begins[8:] == b"{" and not begins.startswith(b"PK"):
             return load_file(path)
         return load_torch(path, allow_pickle)
     except (SafetensorError, *FORGED) as error:
@@ -279,7 +342,10 @@ def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> N
     Raises: CheckpointError when one of them is part of a checkpoint in the folder, or cannot be written.
     """
     check_unlisted(folder, list(blobs))
-    with _explaining_errors(folder, ", ".join(blobs), blobs), temporary_draft(folder, disk) as draft:
+    with (
+        _explaining_errors(folder, ", ".join(blobs), blobs),
+        temporary_draft(folder, disk) as draft,
+    ):
         write_files(draft, blobs, disk)
         for name in blobs:
             disk.rename(draft / name, folder / name)
@@ -288,10 +354,16 @@ def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> N
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True if a folder is a checkpoint of a run rather than an exported model."""
-    return os.path.lexists(folder / MANIFEST_NAME)  # a pipe of that name is refused when it is opened
+    # a pipe of that name is refused when it is opened
+    return os.path.lexists(folder / MANIFEST_NAME)
 
 
-def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allow_pickle: bool = False) -> LoadReport:
+def load_weights(
+    model: nn.Module,
+    folder: str | Path,
+    strict: bool = True,
+    allow_pickle: bool = False,
+) -> LoadReport:
     """Load the model from a Hub-layout folder or a single file; return the names that did not match, if not strict.
 
     Sharded parameters read only their slice of the mapped file, so host memory stays near model size / world size.
@@ -332,7 +404,9 @@ def _fill(target: Tensor, source: Tensor) -> None:
     """Copy a mapped tensor, or this rank's slice of it, into the target."""
     piece = as_stored(target)
     if isinstance(piece, Slice):
-        for dim, (start, size) in enumerate(zip(piece.offset, piece.data.shape, strict=True)):
+        for dim, (start, size) in enumerate(
+            zip(piece.offset, piece.data.shape, strict=True)
+        ):
             source = source.narrow(dim, start, size)
         piece.data.copy_(source)
         return

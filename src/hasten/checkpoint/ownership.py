@@ -18,7 +18,9 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import AXES, Axis
 
 
-def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) -> StateTree:
+def owned_by_axes(
+    tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]
+) -> StateTree:
     """Return the tree with the ownership of sharded pieces decided by `is_first(axes)`: first along all other axes.
 
     torch may return an equal mesh from an earlier layout of this process, whose other axes are outdated.
@@ -29,7 +31,8 @@ def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) 
             key: replace(value, owned=value.first and is_first(value.axes))
             if isinstance(value, Slice)
             and value.axes
-            and set(value.axes) <= set(AXES)  # excludes meshes of experts and of the user
+            # excludes meshes of experts and of the user
+            and set(value.axes) <= set(AXES)
             else value
             for key, value in component.tensors.items()
         }
@@ -37,17 +40,23 @@ def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) 
     return StateTree(made)
 
 
-def divided(tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext) -> StateTree:
+def divided(
+    tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext
+) -> StateTree:
     """Return the tree with this rank's pipeline stage marked as slices of the whole model. Ranks: every rank."""
     parts = [part for part in map(stage_part, models) if part is not None]
     axes = {axis for part in parts for axis in part.axes} | {Axis.PP}
     if not parts and ctx.mesh.size(Axis.PP) == 1:
         return tree
     first = ctx.mesh.index(ctx.rank, *(axis for axis in Axis if axis not in axes)) == 0
-    return _over_stages(tree, models, ctx.groups(*axes), first and all(part.first for part in parts))
+    return _over_stages(
+        tree, models, ctx.groups(*axes), first and all(part.first for part in parts)
+    )
 
 
-def _over_stages(tree: StateTree, models: Sequence[nn.Module], stages: Comm, writes: bool) -> StateTree:
+def _over_stages(
+    tree: StateTree, models: Sequence[nn.Module], stages: Comm, writes: bool
+) -> StateTree:
     """Return the tree with this rank's share of models and optimizers marked as slices of the whole.
 
     `stages` are the ranks that hold the other stages; `writes` is False where another rank holds the same stage.
@@ -74,7 +83,9 @@ def _own_names(models: Sequence[nn.Module]) -> tuple[set[str], list[str]]:
         part = stage_part(model)
         keys = map(plain_name, model.state_dict()) if part is None else part.own_keys
         own |= {f"{name}/{key}" for key in keys}
-        copies += [] if part is None else [f"state/{prefix}{copy}/" for copy in part.copies]
+        copies += (
+            [] if part is None else [f"state/{prefix}{copy}/" for copy in part.copies]
+        )
     return own, copies
 
 
@@ -101,7 +112,9 @@ def _merged(everyone: Sequence[Json]) -> Json:
     groups = [dict(group) for group in first["param_groups"]]
     for data in everyone:
         other: Any = data
-        state |= {name: values for name, values in other["state"].items() if name not in state}
+        state |= {
+            name: values for name, values in other["state"].items() if name not in state
+        }
         for group, more in zip(groups, other["param_groups"], strict=True):
             group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
     return {**first, "state": state, "param_groups": groups}
@@ -133,7 +146,12 @@ def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
 def _joined(component: Component, together: Agreement, keeps: bool) -> Component:
     positions: list[dict[str, _Piece]] = together.share(
         {
-            key: _Piece(value.offset, tuple(value.data.shape), value.owned, value.data.data_ptr())
+            key: _Piece(
+                value.offset,
+                tuple(value.data.shape),
+                value.owned,
+                value.data.data_ptr(),
+            )
             for key, value in component.tensors.items()
             if isinstance(value, Slice)
         }
@@ -145,14 +163,17 @@ def _joined(component: Component, together: Agreement, keeps: bool) -> Component
             tensors[key] = value
             continue
         pieces = [rank[key] for rank in positions]
-        same = (*value.shape, *(piece.address for piece in pieces))  # tied weights stay one tensor under two names
+        # tied weights stay one tensor under two names
+        same = (*value.shape, *(piece.address for piece in pieces))
         if not any(piece.address for piece in pieces) or same not in made:
             made[same] = _assemble(value, pieces, together, keeps)
         tensors[key] = made[same]
     return replace(component, tensors=tensors, main_only=frozenset(tensors))
 
 
-def _assemble(mine: Slice, pieces: list[_Piece], together: Agreement, keeps: bool) -> Tensor:
+def _assemble(
+    mine: Slice, pieces: list[_Piece], together: Agreement, keeps: bool
+) -> Tensor:
     most = max(torch.Size(piece.extent).numel() for piece in pieces)
     flat = mine.data.new_zeros(most)
     flat[: mine.data.numel()] = mine.data.reshape(-1)
@@ -165,7 +186,9 @@ def _assemble(mine: Slice, pieces: list[_Piece], together: Agreement, keeps: boo
         if not piece.owned:
             continue
         target = whole
-        for dim, (start, size) in enumerate(zip(piece.offset, piece.extent, strict=True)):
+        for dim, (start, size) in enumerate(
+            zip(piece.offset, piece.extent, strict=True)
+        ):
             target = target.narrow(dim, start, size)
         target.copy_(part[: target.numel()].reshape(piece.extent))
     return whole
@@ -185,7 +208,9 @@ class MachineOwners:
         self._layout: Layout | None = None
         self._owned: frozenset[str] = frozenset()
 
-    def owned(self, tree: StateTree, ranks: Sequence[int], together: Agreement) -> StateTree:
+    def owned(
+        self, tree: StateTree, ranks: Sequence[int], together: Agreement
+    ) -> StateTree:
         """Return the tree with the `owned` flags set; `ranks` are those of this machine. Ranks: every rank."""
         layout = {
             f"{name}/{key}": (tuple(value.offset), tuple(value.data.shape))
@@ -197,14 +222,20 @@ class MachineOwners:
             layouts: list[Layout] = together.share(layout)
             me = together.comm.ranks[together.comm.rank]
             before = [layouts[rank] for rank in ranks if rank < me]
-            self._owned = frozenset(key for key, at in layout.items() if all(other.get(key) != at for other in before))
+            self._owned = frozenset(
+                key
+                for key, at in layout.items()
+                if all(other.get(key) != at for other in before)
+            )
             self._layout = layout
         return StateTree(
             {
                 name: replace(
                     component,
                     tensors={
-                        key: replace(value, owned=f"{name}/{key}" in self._owned) if isinstance(value, Slice) else value
+                        key: replace(value, owned=f"{name}/{key}" in self._owned)
+                        if isinstance(value, Slice)
+                        else value
                         for key, value in component.tensors.items()
                     },
                 )

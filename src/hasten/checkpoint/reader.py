@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from hasten.checkpoint.base import CheckpointStore, Json
-from hasten.checkpoint.format.formats import SUFFIX, Piece, TensorFile, read_by_sidecar, read_tensors
+from hasten.checkpoint.format.formats import (
+    SUFFIX,
+    Piece,
+    TensorFile,
+    read_by_sidecar,
+    read_tensors,
+)
 from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside, size_of
 from hasten.checkpoint.store.disk import default_threads, file_checksum
 from hasten.comm.agreement import Agreement, agreeing
@@ -86,7 +92,9 @@ class Checkpoint:
         Raises: IncompleteCheckpointError when the checkpoint has no such component.
         """
         record = self.manifest.components.get(name)
-        files = self.manifest.files_of(name, rank if record is not None and record.per_rank else None)
+        files = self.manifest.files_of(
+            name, rank if record is not None and record.per_rank else None
+        )
         if record is None or not files:
             whose = f" of rank {rank}" if record is not None else ""
             raise IncompleteCheckpointError(
@@ -116,12 +124,17 @@ class Checkpoint:
         stamps = {}
         for file in files:
             stamps[file.name] = stamp(self.folder / file.name)
-        together.share()  # every rank has taken its stamps before any rank starts to verify
+        # every rank has taken its stamps before any rank starts to verify
+        together.share()
         share = files if together.comm.size == 1 else _share_of(files, together.comm)
         problems = verify_files(self.folder, share, self.manifest.chunk_bytes)
         if problems:
             self.check_current()
-            kind = IncompleteCheckpointError if all("missing" in line for line in problems) else CorruptCheckpointError
+            kind = (
+                IncompleteCheckpointError
+                if all("missing" in line for line in problems)
+                else CorruptCheckpointError
+            )
             raise kind(
                 f"{self.folder}: {'; '.join(problems[:5])}{' ...' if len(problems) > 5 else ''}. Nothing was loaded. "
                 "Load an earlier checkpoint (`hasten ckpt verify` says which are sound)."
@@ -173,7 +186,10 @@ def stamp(path: Path) -> Stamp:
 
 
 def verify_files(
-    folder: Path, files: Sequence[FileRecord], chunk_bytes: int, progress: Progress | None = None
+    folder: Path,
+    files: Sequence[FileRecord],
+    chunk_bytes: int,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Return the problems of the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
     problems: dict[str, str] = {}
@@ -190,12 +206,17 @@ def verify_files(
         path, file, index = job
         try:
             start = index * chunk_bytes
-            return file_checksum(path, start, min(start + chunk_bytes, file.size)) == file.sums[index]
+            return (
+                file_checksum(path, start, min(start + chunk_bytes, file.size))
+                == file.sums[index]
+            )
         except OSError as error:
             return error
 
     bad: dict[str, list[int]] = {}
-    with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-verify") as pool:
+    with ThreadPoolExecutor(
+        default_threads(), thread_name_prefix="hasten-verify"
+    ) as pool:
         for (_, file, index), sound in zip(jobs, pool.map(verify, jobs), strict=True):
             if isinstance(sound, OSError):
                 problems[file.name] = f"cannot be read: {sound}"
@@ -206,13 +227,17 @@ def verify_files(
     return _lines(files, problems, bad) if problems or bad else []
 
 
-def _lines(files: Sequence[FileRecord], problems: dict[str, str], bad: Mapping[str, list[int]]) -> list[str]:
+def _lines(
+    files: Sequence[FileRecord], problems: dict[str, str], bad: Mapping[str, list[int]]
+) -> list[str]:
     """Return one line per problem, in the order of the files; `bad` are the chunks with a wrong checksum."""
     for file in files:
         if file.name in bad:
             problem = f"has a wrong checksum in chunks {bad[file.name][:4]} of {len(file.sums)}"
             problems.setdefault(file.name, problem)
-    return [f"{file.name} {problems[file.name]}" for file in files if file.name in problems]
+    return [
+        f"{file.name} {problems[file.name]}" for file in files if file.name in problems
+    ]
 
 
 def _visible_problem(path: Path, file: FileRecord) -> str | None:
@@ -225,7 +250,11 @@ def _visible_problem(path: Path, file: FileRecord) -> str | None:
         return "is a pipe, a device or a folder instead of a file"
     except OSError as error:
         return f"cannot be read: {error}"
-    return None if size == file.size else f"has {size} bytes instead of {file.size} (truncated or replaced)"
+    return (
+        None
+        if size == file.size
+        else f"has {size} bytes instead of {file.size} (truncated or replaced)"
+    )
 
 
 def read_one_version(read: Callable[[], R]) -> R:
@@ -243,7 +272,12 @@ def read_one_version(read: Callable[[], R]) -> R:
 
 @contextmanager
 def open_checkpoint(
-    store: CheckpointStore, name: str, comm: Comm, *, verify: bool = True, allow_pickle: bool = False
+    store: CheckpointStore,
+    name: str,
+    comm: Comm,
+    *,
+    verify: bool = True,
+    allow_pickle: bool = False,
 ) -> Iterator[Checkpoint]:
     """Context manager that provides a verified checkpoint.
 
@@ -262,11 +296,18 @@ def open_checkpoint(
                     folder = stack.enter_context(store.fetch(name, manifest))
             except CheckpointError:
                 Checkpoint(
-                    name, manifest, Path(name), is_current=lambda: store.is_current(name, manifest)
+                    name,
+                    manifest,
+                    Path(name),
+                    is_current=lambda: store.is_current(name, manifest),
                 ).check_current()
                 raise
             checkpoint = Checkpoint(
-                name, manifest, folder, allow_pickle, is_current=lambda: store.is_current(name, manifest, folder)
+                name,
+                manifest,
+                folder,
+                allow_pickle,
+                is_current=lambda: store.is_current(name, manifest, folder),
             )
             together.label = f"verifying {name!r}"
             if verify:
@@ -274,7 +315,13 @@ def open_checkpoint(
         yield checkpoint
 
 
-def _download(store: CheckpointStore, name: str, manifest: Manifest, together: Agreement, stack: ExitStack) -> Path:
+def _download(
+    store: CheckpointStore,
+    name: str,
+    manifest: Manifest,
+    together: Agreement,
+    stack: ExitStack,
+) -> Path:
     """Return the folder to read from: the download of the machine's first rank, else a separate one.
 
     Mapped files stay readable after the rank that downloaded them has deleted them. Ranks: every rank.
@@ -287,10 +334,15 @@ def _download(store: CheckpointStore, name: str, manifest: Manifest, together: A
     folders: list[str | None] = together.share(None if mine is None else str(mine))
     if mine is not None:
         return mine
-    first = next(Path(place) for host, place in zip(hosts, folders, strict=True) if host == here and place is not None)
+    first = next(
+        Path(place)
+        for host, place in zip(hosts, folders, strict=True)
+        if host == here and place is not None
+    )
     if all((first / file.name).exists() for file in manifest.files):
         return first
-    return stack.enter_context(store.fetch(name, manifest))  # same host name, but a different file system
+    # same host name, but a different file system
+    return stack.enter_context(store.fetch(name, manifest))
 
 
 def _share_of(files: Sequence[FileRecord], comm: Comm) -> Sequence[FileRecord]:

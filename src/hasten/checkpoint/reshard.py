@@ -37,9 +37,11 @@ from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelErr
 
 _READ_BYTES = CHUNK_BYTES
 """Most bytes of a read; a power of two, as torch page-locks memory in these."""
-_GAP_BYTES = 65536  # a smaller gap between two tensors is read and discarded rather than skipped
+# a smaller gap between two tensors is read and discarded rather than skipped
+_GAP_BYTES = 65536
 _THREADS_AHEAD = 4
-_RANGES_AHEAD = 64  # 1 GiB, so that the page cache still holds what was requested when it is read
+# 1 GiB, so that the page cache still holds what was requested when it is read
+_RANGES_AHEAD = 64
 _MOST_TENSORS = 400  # a read fills at most 1024 buffers, and every tensor may need two
 
 
@@ -54,14 +56,24 @@ class Copy:
     def place(self) -> int | None:
         """Return the offset of the bytes in the file, if they can be read without conversion."""
         target, source = self.target, self.source
-        plain = type(target) is Tensor and is_plain(target) and source.is_contiguous() and target.dtype == source.dtype
+        plain = (
+            type(target) is Tensor
+            and is_plain(target)
+            and source.is_contiguous()
+            and target.dtype == source.dtype
+        )
         return self.file.place(source) if self.file is not None and plain else None
 
 
 Region = tuple[tuple[int, int], ...]  # (start, length) per dim
 
 
-def overlap(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], extent: Sequence[int]) -> Region | None:
+def overlap(
+    offset: Sequence[int],
+    shape: Sequence[int],
+    other: Sequence[int],
+    extent: Sequence[int],
+) -> Region | None:
     """Return the intersection of two boxes of a global tensor, in global coordinates; None when it is empty."""
     region = []
     for a, n, b, m in zip(offset, shape, other, extent, strict=True):
@@ -72,7 +84,9 @@ def overlap(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], e
     return tuple(region)
 
 
-def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> list[Copy]:
+def plan_copies(
+    name: str, target: Tensor | Slice, pieces: Sequence[Piece]
+) -> list[Copy]:
     """Return the copies that fill a live tensor (or a rank's slice of one) from the pieces in a checkpoint.
 
     Raises: OtherModelError when the shape differs; CorruptCheckpointError when a region is in no file.
@@ -93,14 +107,23 @@ def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> l
             f"{name} is on the meta device, where there is no memory to load into. Nothing was loaded. Give the model "
             "memory first (prepare it, or call to_empty)."
         )
-    if len(pieces) == 1 and pieces[0].data.shape == live.shape == shape:  # the common case, without computing overlaps
+    # the common case, without computing overlaps
+    if len(pieces) == 1 and pieces[0].data.shape == live.shape == shape:
         return [Copy(live, pieces[0].data, pieces[0].file)]
     copies, filled = [], 0
     for piece in pieces:
-        region = overlap(offset, tuple(live.shape), piece.offset, tuple(piece.data.shape))
+        region = overlap(
+            offset, tuple(live.shape), piece.offset, tuple(piece.data.shape)
+        )
         if region is None:
             continue
-        copies.append(Copy(_cut(live, region, offset), _cut(piece.data, region, piece.offset), piece.file))
+        copies.append(
+            Copy(
+                _cut(live, region, offset),
+                _cut(piece.data, region, piece.offset),
+                piece.file,
+            )
+        )
         filled += copies[-1].target.numel()
     if filled != live.numel():
         raise CorruptCheckpointError(
@@ -149,7 +172,11 @@ class _FileRange:
         self.devices = devices_of(target for _, target, _, _ in self.targets)
         if self.devices:
             self.parts = [
-                (at - self.start, at - self.start + high - low, as_bytes(target)[low:high])
+                (
+                    at - self.start,
+                    at - self.start + high - low,
+                    as_bytes(target)[low:high],
+                )
                 for at, target, low, high in self.targets
             ]
 
@@ -211,7 +238,11 @@ class _DiskReadAhead:
             if self._threads:
                 return
             for _ in range(_THREADS_AHEAD):
-                self._threads.append(threading.Thread(target=self._request_ranges, name="hasten-ahead", daemon=True))
+                self._threads.append(
+                    threading.Thread(
+                        target=self._request_ranges, name="hasten-ahead", daemon=True
+                    )
+                )
         for thread in self._threads:
             thread.start()
 
@@ -321,7 +352,11 @@ def _copy(copies: Sequence[Copy], buffer: HostBuffer) -> int:
         target, source = copy.target, copy.source
         num_bytes += target.numel() * target.element_size()
         targets.append(target)
-        if target.device.type == "cpu" and source.device.type != "cpu" and _through_buffer(target, source):
+        if (
+            target.device.type == "cpu"
+            and source.device.type != "cpu"
+            and _through_buffer(target, source)
+        ):
             _copy_to_host(target, source, buffer)
         else:
             target.copy_(source)
@@ -345,7 +380,9 @@ def _copy_to_host(target: Tensor, source: Tensor, buffer: HostBuffer) -> None:
         copy_bytes(target[low : low + part.numel()], staged)
 
 
-def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _DiskReadAhead) -> int:
+def _fill(
+    wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _DiskReadAhead
+) -> int:
     try:
         return _read_range(wanted, buffer, files, ahead)
     finally:
@@ -353,7 +390,9 @@ def _fill(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _Dis
         files.finish(wanted.file)
 
 
-def _read_range(wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _DiskReadAhead) -> int:
+def _read_range(
+    wanted: _FileRange, buffer: HostBuffer, files: _OpenFiles, ahead: _DiskReadAhead
+) -> int:
     """Read a range and copy it to its tensors; from the mapping, if the file has lost its name."""
     fd, size = files.take(wanted.file), wanted.stop - wanted.start
     if fd is None:

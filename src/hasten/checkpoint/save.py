@@ -15,10 +15,24 @@ from typing import Any, Literal
 import msgspec
 from torch import Tensor
 
-from hasten.checkpoint.base import Blob, CheckpointStore, Component, Draft, StateTree, local_data, number_of
+from hasten.checkpoint.base import (
+    Blob,
+    CheckpointStore,
+    Component,
+    Draft,
+    StateTree,
+    local_data,
+    number_of,
+)
 from hasten.checkpoint.format.formats import SUFFIX
 from hasten.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
-from hasten.checkpoint.writer import FileLayout, FilePlan, encode, hub_index, plan_component
+from hasten.checkpoint.writer import (
+    FileLayout,
+    FilePlan,
+    encode,
+    hub_index,
+    plan_component,
+)
 from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, MismatchError
@@ -32,7 +46,9 @@ class Save:
     Ranks: every rank calls `start`, `plan` and `write`, in this order, inside one or two `agreeing` blocks.
     """
 
-    def __init__(self, store: CheckpointStore, comm: Comm, layout: FileLayout | None = None) -> None:
+    def __init__(
+        self, store: CheckpointStore, comm: Comm, layout: FileLayout | None = None
+    ) -> None:
         self.store = store
         self.blobs: dict[str, Blob] = {}
         """Contents of the files that this rank writes, by name."""
@@ -60,7 +76,10 @@ class Save:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None or self._draft is None or not self.is_main or self._is_finished:
             return
@@ -68,11 +87,21 @@ class Save:
         try:
             self._draft.abort()
         except OSError as problem:  # the next save removes it
-            log.warning("the draft of %s could not be removed now: %s", self._draft.name, problem)
+            log.warning(
+                "the draft of %s could not be removed now: %s",
+                self._draft.name,
+                problem,
+            )
 
     # -- the draft --------------------------------------------------------------------------------------------------
     def start(
-        self, together: Agreement, name: str | None, at_least: int = 0, *, node: int = 0, each_node: bool = False
+        self,
+        together: Agreement,
+        name: str | None,
+        at_least: int = 0,
+        *,
+        node: int = 0,
+        each_node: bool = False,
     ) -> None:
         """Start a draft on every disk: one if all ranks share it, else one per machine.
 
@@ -82,14 +111,20 @@ class Save:
         store, comm = self.store, together.comm
         together.label = f"starting a checkpoint in {store.address}"
         if comm.rank == 0:
-            self._draft = store.begin_numbered(at_least) if name is None else store.begin(name)
+            self._draft = (
+                store.begin_numbered(at_least) if name is None else store.begin(name)
+            )
         if comm.size == 1:
             return
-        name, token = together.share(None if self._draft is None else (self._draft.name, self._draft.token))[0]
+        name, token = together.share(
+            None if self._draft is None else (self._draft.name, self._draft.token)
+        )[0]
         if self._draft is None:
             self._draft = store.join(name, token)
         seen: list[tuple[int, bool]] = together.share((node, self._draft is not None))
-        blind_ranks = [rank for rank, (_, sees) in zip(comm.ranks, seen, strict=True) if not sees]
+        blind_ranks = [
+            rank for rank, (_, sees) in zip(comm.ranks, seen, strict=True) if not sees
+        ]
         if not blind_ranks:
             return
         if not each_node:
@@ -98,7 +133,11 @@ class Save:
                 "Nothing was saved. Use a folder that all machines share, or set save_on_each_node=True in "
                 "ProjectConfiguration."
             )
-        self.ranks = tuple(rank for rank, (other_node, _) in zip(comm.ranks, seen, strict=True) if other_node == node)
+        self.ranks = tuple(
+            rank
+            for rank, (other_node, _) in zip(comm.ranks, seen, strict=True)
+            if other_node == node
+        )
         if self.is_main and comm.rank != 0:
             self._draft = store.begin(name)
         tokens = together.share(self.draft.token if self.is_main else None)
@@ -112,7 +151,10 @@ class Save:
 
     # -- this rank's files ------------------------------------------------------------------------------------------
     def plan(
-        self, tree: StateTree, together: Agreement, announce: Callable[[Sequence[Tensor]], None] | None = None
+        self,
+        tree: StateTree,
+        together: Agreement,
+        announce: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         """Plan this rank's files and compute their layout; no byte is copied yet.
 
@@ -124,9 +166,13 @@ class Save:
             _check_same_components(tree, together)
         own_plans: list[FilePlan] = []
         for name, component in tree.components.items():
-            plans = plan_component(name, component, self._rank, self.ranks, self._layout)
+            plans = plan_component(
+                name, component, self._rank, self.ranks, self._layout
+            )
             self._components[name] = ComponentRecord(
-                kind=component.kind, format=component.format, per_rank=component.per_rank
+                kind=component.kind,
+                format=component.format,
+                per_rank=component.per_rank,
             )
             if len(plans) > 1 and component.kind == "model" and self.is_main:
                 self._add_index(plans, component)
@@ -141,7 +187,9 @@ class Save:
             assert plan.name not in self.blobs, (
                 f"{plan.name} belongs to {plan.component} and {self._component_of[plan.name]}"
             )
-            self.blobs[plan.name], sidecar = encode(tree.components[plan.component], plan)
+            self.blobs[plan.name], sidecar = encode(
+                tree.components[plan.component], plan
+            )
             self._component_of[plan.name] = plan.component
             if sidecar is not None:
                 self.blobs[plan.name + SUFFIX] = sidecar
@@ -162,15 +210,20 @@ class Save:
         together.label = f"writing the checkpoint {self.draft.name!r}"
         records = []
         for file, record in self.draft.put(self.blobs).items():
-            component = self._component_of.get(file)  # None for sidecars, indexes and files of hooks
+            # None for sidecars, indexes and files of hooks
+            component = self._component_of.get(file)
             rank = None if component is None else self._rank
-            records.append(msgspec.structs.replace(record, component=component, rank=rank))
+            records.append(
+                msgspec.structs.replace(record, component=component, rank=rank)
+            )
         records_of_ranks: list[list[FileRecord]] = together.share(records)
         together.label = f"committing the checkpoint {self.draft.name!r}"
         manifest = header
         if self.is_main:
             files: dict[str, FileRecord] = {}
-            for rank, written in zip(together.comm.ranks, records_of_ranks, strict=True):
+            for rank, written in zip(
+                together.comm.ranks, records_of_ranks, strict=True
+            ):
                 if rank in self.ranks:
                     _add_records(files, written)
             for hook_file in self.draft.hook_files(list(files)):
@@ -202,12 +255,18 @@ def _check_same_components(tree: StateTree, together: Agreement) -> None:
     comm = together.comm
     described: list[Any] = []
     for name, c in tree.components.items():
-        shapes = [] if c.per_rank or c.sliced else sorted((k, str(v.shape)) for k, v in c.tensors.items())
+        shapes = (
+            []
+            if c.per_rank or c.sliced
+            else sorted((k, str(v.shape)) for k, v in c.tensors.items())
+        )
         described.append((name, c.kind, c.per_rank, c.sliced, shapes))
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     views = together.share((digest, sorted(tree.components)))
     if len({digest for digest, _ in views}) > 1:
-        listed = "; ".join(f"rank {comm.ranks[i]}: {names}" for i, (_, names) in enumerate(views))
+        listed = "; ".join(
+            f"rank {comm.ranks[i]}: {names}" for i, (_, names) in enumerate(views)
+        )
         raise MismatchError(
             f"ranks do not save the same state ({listed}, or other shapes under these names), so the checkpoint would "
             "be inconsistent. Prepare and register the same objects on every rank."
@@ -277,7 +336,9 @@ def best(checkpoints: Sequence[CommittedCheckpoint], policy: Retention) -> list[
     return [name for _, _, name in sorted(scored)[: policy.keep_best]]
 
 
-def retire_expired(store: CheckpointStore, policy: Retention, is_own: Callable[[Manifest], bool]) -> None:
+def retire_expired(
+    store: CheckpointStore, policy: Retention, is_own: Callable[[Manifest], bool]
+) -> None:
     """Delete the complete numbered checkpoints that the policy expires, of those that `is_own` accepts. Ranks: each disk's main."""
     checkpoints = []
     for name in store.names():

@@ -11,26 +11,43 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Format, Json, Slice, as_stored, local_data
-from hasten.checkpoint.eight_bit import eight_bit_entries, from_entries, is_eight_bit, is_entries
+from hasten.checkpoint.eight_bit import (
+    eight_bit_entries,
+    from_entries,
+    is_eight_bit,
+    is_entries,
+)
 from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.format.packing import TAG, pack, unpack
 from hasten.checkpoint.reader import FoundComponent
 from hasten.checkpoint.reshard import Copy, plan_copies, whole
 from hasten.errors import CheckpointError, CorruptCheckpointError, OtherModelError
 from hasten.modules.names import is_dtensor, plain_name, stage_part
-from hasten.modules.quantized import ByteLayout, copy_inner_tensors, from_bytes, is_torchao, to_bytes
+from hasten.modules.quantized import (
+    ByteLayout,
+    copy_inner_tensors,
+    from_bytes,
+    is_torchao,
+    to_bytes,
+)
 
 
 # -- models --------------------------------------------------------------------------------------------------------
 def model_component(
-    model: nn.Module, fmt: Format = "safetensors", weights: Mapping[str, Any] | None = None
+    model: nn.Module,
+    fmt: Format = "safetensors",
+    weights: Mapping[str, Any] | None = None,
 ) -> Component:
     """Return the model's state as a component; `weights` replace the state when a save hook has edited it."""
     tensors: dict[str, Tensor | Slice] = {}
     extra: dict[str, Any] = {}
-    for key, value in (model.state_dict(keep_vars=True) if weights is None else weights).items():
+    for key, value in (
+        model.state_dict(keep_vars=True) if weights is None else weights
+    ).items():
         if isinstance(value, Tensor):
-            tensors[plain_name(key)] = to_bytes(value)[0] if is_torchao(value) else as_stored(value)
+            tensors[plain_name(key)] = (
+                to_bytes(value)[0] if is_torchao(value) else as_stored(value)
+            )
         else:
             extra[plain_name(key)] = value
     data = None
@@ -42,7 +59,9 @@ def model_component(
     buffers = set()
     for name, _ in model.named_buffers(remove_duplicate=False):
         buffers.add(plain_name(name))
-    return Component(tensors, data, "model", fmt, main_only=frozenset(buffers & tensors.keys()))
+    return Component(
+        tensors, data, "model", fmt, main_only=frozenset(buffers & tensors.keys())
+    )
 
 
 @dataclass(slots=True)
@@ -74,7 +93,9 @@ class ModelPlan:
             self.model.load_state_dict(self.by_method, strict=False)
 
 
-def plan_model(model: nn.Module, found: FoundComponent, strict: bool = True) -> ModelPlan:
+def plan_model(
+    model: nn.Module, found: FoundComponent, strict: bool = True
+) -> ModelPlan:
     """Check the model against a checkpoint and plan the copies.
 
     Raises: OtherModelError naming missing and unexpected tensors and those of another shape or dtype, when strict.
@@ -89,7 +110,9 @@ def plan_model(model: nn.Module, found: FoundComponent, strict: bool = True) -> 
     plan.report.missing = sorted(state.keys() - stored - extra.keys())
     plan.report.unexpected = sorted((stored | extra.keys()) - state.keys())
     if plan.report.unexpected:
-        plan.report.unexpected = sorted({*plan.report.unexpected} - names_of_other_stages(model))
+        plan.report.unexpected = sorted(
+            {*plan.report.unexpected} - names_of_other_stages(model)
+        )
     if strict and (plan.report.missing or plan.report.unexpected):
         raise OtherModelError(
             f"{found.name}: the checkpoint lacks {few(plan.report.missing)} and has {few(plan.report.unexpected)}, "
@@ -103,12 +126,19 @@ def plan_model(model: nn.Module, found: FoundComponent, strict: bool = True) -> 
         else:
             plan.by_method[key] = whole(found.of(name), name)
     if extra.keys() & state.keys():
-        values = unpack(extra, {key: whole(pieces, key).clone() for key, pieces in found.pieces.items()})
-        plan.by_method.update({state[name][0]: value for name, value in values.items() if name in state})
+        values = unpack(
+            extra,
+            {key: whole(pieces, key).clone() for key, pieces in found.pieces.items()},
+        )
+        plan.by_method.update(
+            {state[name][0]: value for name, value in values.items() if name in state}
+        )
     return plan
 
 
-def _plan_tensor(plan: ModelPlan, found: FoundComponent, name: str, value: Tensor, strict: bool) -> None:
+def _plan_tensor(
+    plan: ModelPlan, found: FoundComponent, name: str, value: Tensor, strict: bool
+) -> None:
     pieces = found.of(name)
     if is_torchao(value):
         data, layout = to_bytes(value)
@@ -129,7 +159,11 @@ def _plan_tensor(plan: ModelPlan, found: FoundComponent, name: str, value: Tenso
 def extra_state(found: FoundComponent) -> dict[str, Json]:
     """Return the packed values of a model's component that are not plain tensors, by name."""
     data = found.data if isinstance(found.data, dict) else {}
-    return {key: value for key, value in data.items() if value != {TAG: "tensor", "key": key}}
+    return {
+        key: value
+        for key, value in data.items()
+        if value != {TAG: "tensor", "key": key}
+    }
 
 
 def tensor_keys(data: Json) -> set[str]:
@@ -138,7 +172,11 @@ def tensor_keys(data: Json) -> set[str]:
         return {key for item in data for key in tensor_keys(item)}
     if not isinstance(data, dict):
         return set()
-    own = {str(data["key"])} if TAG in data and "key" in data and not isinstance(data["key"], dict) else set()
+    own = (
+        {str(data["key"])}
+        if TAG in data and "key" in data and not isinstance(data["key"], dict)
+        else set()
+    )
     return own | {key for item in data.values() for key in tensor_keys(item)}
 
 
@@ -146,14 +184,20 @@ def few(names: list[str]) -> str:
     """Return the first names of a list as text."""
     if not names:
         return "nothing"
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ", ".join(names[:4]) + (
+        f" and {len(names) - 4} more" if len(names) > 4 else ""
+    )
 
 
 # -- names over several models and pipeline stages ------------------------------------------------------------------
 def model_names(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield each model with the name of its component and the prefix of its parameters in optimizer state."""
     for index, model in enumerate(models):
-        yield (f"model_{index}", f"model_{index}.", model) if index else ("model", "", model)
+        yield (
+            (f"model_{index}", f"model_{index}.", model)
+            if index
+            else ("model", "", model)
+        )
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
@@ -162,7 +206,9 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
     for _, prefix, model in model_names(models):
         part = stage_part(model)
         for name, parameter in model.named_parameters():
-            known = plain_name(name) if part is None else part.whole_name(plain_name(name))
+            known = (
+                plain_name(name) if part is None else part.whole_name(plain_name(name))
+            )
             names.setdefault(id(parameter), prefix + known)
     return names
 
@@ -170,10 +216,17 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
 def names_of_other_stages(model: nn.Module) -> frozenset[str]:
     """Return the names of the whole model's state that this rank's pipeline stage does not hold."""
     part = stage_part(model)
-    return frozenset() if part is None else frozenset(part.state_keys) - {plain_name(key) for key in model.state_dict()}
+    return (
+        frozenset()
+        if part is None
+        else frozenset(part.state_keys)
+        - {plain_name(key) for key in model.state_dict()}
+    )
 
 
-def names_elsewhere(models: Sequence[nn.Module], here: Mapping[int, str]) -> frozenset[str]:
+def names_elsewhere(
+    models: Sequence[nn.Module], here: Mapping[int, str]
+) -> frozenset[str]:
     """Return the checkpoint names of the parameters that only other pipeline stages hold."""
     found: set[str] = set()
     for _, prefix, model in model_names(models):
@@ -183,7 +236,9 @@ def names_elsewhere(models: Sequence[nn.Module], here: Mapping[int, str]) -> fro
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------
-def optimizer_component(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Component:
+def optimizer_component(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Component:
     """Return the optimizer's state keyed by parameter names, as `torch.load("optimizer.bin")` shows it."""
     groups = _group_names(optimizer, names)
     flat = list(chain.from_iterable(groups))
@@ -197,7 +252,9 @@ def optimizer_component(optimizer: torch.optim.Optimizer, names: Mapping[int, st
     return Component(tensors, data, "optimizer", "torch")
 
 
-def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+def _group_names(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> list[list[str]]:
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         group_names = []
@@ -213,7 +270,8 @@ def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
     return groups
 
 
-def _name(flat: Sequence[str], key: Any) -> str:  # Any: torch uses indices; custom optimizers may add keys
+# Any: torch uses indices; custom optimizers may add keys
+def _name(flat: Sequence[str], key: Any) -> str:
     return flat[key] if isinstance(key, int) and 0 <= key < len(flat) else str(key)
 
 
@@ -256,7 +314,13 @@ class OptimizerPlan:
                     values[key] = from_entries(value, self.parameters[index].dtype)
         try:
             self.optimizer.load_state_dict(self.state)
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RuntimeError,
+        ) as error:
             raise CorruptCheckpointError(
                 f"{type(self.optimizer).__name__} does not accept the stored state ({type(error).__name__}: {error}): it "
                 "was edited, or belongs to another optimizer. The run is as it was before; load another checkpoint."
@@ -267,7 +331,11 @@ class OptimizerPlan:
                 continue
             for key, value in values.items():
                 now = held.get(key)
-                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(now, Tensor)
+                    and now.dtype != value.dtype
+                ):
                     held[key] = value
 
 
@@ -288,11 +356,18 @@ def plan_optimizer(
         live += group["params"]
     flat = list(chain.from_iterable(groups))
     plan = OptimizerPlan(optimizer, {}, live)
-    by_index = dict(zip(map(str, range(len(live))), live, strict=True))  # for state that other tools saved by position
+    # for state that other tools saved by position
+    by_index = dict(zip(map(str, range(len(live))), live, strict=True))
     parameters = {**by_index, **dict(zip(flat, live, strict=True))}
     saved = unpack(found.data, _plan_state(plan, found, parameters, elsewhere))
-    if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict) or "param_groups" not in saved:
-        raise CorruptCheckpointError(f"{found.name}: holds no optimizer state. Nothing was loaded.")
+    if (
+        not isinstance(saved, dict)
+        or not isinstance(saved.get("state"), dict)
+        or "param_groups" not in saved
+    ):
+        raise CorruptCheckpointError(
+            f"{found.name}: holds no optimizer state. Nothing was loaded."
+        )
     saved = _by_name(saved, flat)
     if elsewhere:
         saved = _without(saved, elsewhere)
@@ -314,7 +389,10 @@ def plan_optimizer(
 
 
 def _plan_state(
-    plan: OptimizerPlan, found: FoundComponent, parameters: Mapping[str, Tensor], elsewhere: frozenset[str]
+    plan: OptimizerPlan,
+    found: FoundComponent,
+    parameters: Mapping[str, Tensor],
+    elsewhere: frozenset[str],
 ) -> dict[str, Tensor | Slice]:
     """Return a tensor to load each stored tensor into, and add the copies that fill it to the plan."""
     targets: dict[str, Tensor | Slice] = {}
@@ -325,10 +403,14 @@ def _plan_state(
             on_device.update(map(id, group["params"]))
     for key, pieces in found.pieces.items():
         if others and _parameter_of(key, others)[0] is not None:
-            targets[key] = torch.empty(tuple(pieces[0].shape), dtype=pieces[0].data.dtype, device="meta")
+            targets[key] = torch.empty(
+                tuple(pieces[0].shape), dtype=pieces[0].data.dtype, device="meta"
+            )
             continue
         parameter, state_key = _parameter_of(key, parameters)
-        target = targets[key] = _target(plan.optimizer, parameter, state_key, pieces[0], id(parameter) in on_device)
+        target = targets[key] = _target(
+            plan.optimizer, parameter, state_key, pieces[0], id(parameter) in on_device
+        )
         stored = target if isinstance(target, Slice) else as_stored(target)
         plan.copies += plan_copies(f"{found.name}: {key}", stored, pieces)
     for alias, key in found.aliases.items():
@@ -337,13 +419,18 @@ def _plan_state(
 
 
 def _target(
-    optimizer: torch.optim.Optimizer, parameter: Tensor | None, state_key: str, piece: Piece, counts_on_device: bool
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor | None,
+    state_key: str,
+    piece: Piece,
+    counts_on_device: bool,
 ) -> Tensor | Slice:
     """Return the optimizer's existing tensor if it fits, else a new one."""
     shape, dtype = tuple(piece.shape), piece.data.dtype
     if parameter is None:
         return torch.empty(shape, dtype=dtype)
-    if (own := getattr(optimizer, "state_room", None)) is not None:  # the engine stores state in a custom layout
+    # the engine stores state in a custom layout
+    if (own := getattr(optimizer, "state_room", None)) is not None:
         place: Tensor | Slice = own(parameter, state_key, shape, dtype)
         return place
     held = optimizer.state.get(parameter, {}).get(state_key) if state_key else None
@@ -357,7 +444,9 @@ def _target(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _parameter_of(key: str, parameters: Mapping[str, Tensor]) -> tuple[Tensor | None, str]:
+def _parameter_of(
+    key: str, parameters: Mapping[str, Tensor]
+) -> tuple[Tensor | None, str]:
     """Return the parameter that a stored tensor belongs to, and the key in its state; None for other tensors."""
     if not key.startswith("state/"):
         return None, ""
@@ -370,7 +459,8 @@ def _parameter_of(key: str, parameters: Mapping[str, Tensor]) -> tuple[Tensor | 
     return None, ""
 
 
-def _without(saved: dict[str, Any], elsewhere: frozenset[str]) -> dict[str, Any]:  # Any: an optimizer's state dict
+# Any: an optimizer's state dict
+def _without(saved: dict[str, Any], elsewhere: frozenset[str]) -> dict[str, Any]:
     """Return a state dict without the parameters that other pipeline stages hold."""
     if not isinstance(saved["param_groups"], list):
         return saved
@@ -380,11 +470,14 @@ def _without(saved: dict[str, Any], elsewhere: frozenset[str]) -> dict[str, Any]
         else group
         for group in saved["param_groups"]
     ]
-    state = {name: values for name, values in saved["state"].items() if name not in elsewhere}
+    state = {
+        name: values for name, values in saved["state"].items() if name not in elsewhere
+    }
     return {**saved, "state": state, "param_groups": groups}
 
 
-def _by_name(saved: dict[str, Any], flat: Sequence[str]) -> dict[str, Any]:  # Any: an optimizer's state dict
+# Any: an optimizer's state dict
+def _by_name(saved: dict[str, Any], flat: Sequence[str]) -> dict[str, Any]:
     """Return a state dict keyed by parameter names, given one keyed by indices as torch's are."""
     groups = saved["param_groups"]
     keys: list[Any] = []
@@ -396,21 +489,29 @@ def _by_name(saved: dict[str, Any], flat: Sequence[str]) -> dict[str, Any]:  # A
     return {
         **saved,
         "state": {_name(flat, key): value for key, value in saved["state"].items()},
-        "param_groups": [{**group, "params": [_name(flat, key) for key in group["params"]]} for group in groups],
+        "param_groups": [
+            {**group, "params": [_name(flat, key) for key in group["params"]]}
+            for group in groups
+        ],
     }
 
 
 def _check_groups(where: str, saved: Any, groups: list[list[str]]) -> None:
     for group in saved if isinstance(saved, list) else [None]:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-            raise CorruptCheckpointError(f"{where}: its parameter groups cannot be read. Nothing was loaded.")
+            raise CorruptCheckpointError(
+                f"{where}: its parameter groups cannot be read. Nothing was loaded."
+            )
     if len(saved) != len(groups):
         raise CheckpointError(
             f"{where}: the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}; their options "
             "would be mixed up. Nothing was loaded. Create the optimizer with the same groups."
         )
     for number, (group, ours) in enumerate(zip(saved, groups, strict=True)):
-        missing, extra = set(ours) - set(group["params"]), set(group["params"]) - set(ours)
+        missing, extra = (
+            set(ours) - set(group["params"]),
+            set(group["params"]) - set(ours),
+        )
         if missing or extra:
             raise CheckpointError(
                 f"{where}: parameter group {number} lacks {sorted(missing)[:4]} and also has {sorted(extra)[:4]}. "

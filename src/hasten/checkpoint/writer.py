@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hasten.checkpoint.base import Blob, Component, Format, Slice, num_bytes
-from hasten.checkpoint.format.formats import encode_safetensors, encode_with_sidecar, tied
+from hasten.checkpoint.format.formats import (
+    encode_safetensors,
+    encode_with_sidecar,
+    tied,
+)
 
 SINGLE_FILE_BYTES = 2 * 1024**3
 """A component up to this size is written as one file under its usual name."""
@@ -39,26 +43,47 @@ class FileLayout:
 
 
 def plan_component(
-    name: str, component: Component, rank: int, ranks: Sequence[int], layout: FileLayout | None = None
+    name: str,
+    component: Component,
+    rank: int,
+    ranks: Sequence[int],
+    layout: FileLayout | None = None,
 ) -> list[FilePlan]:
     """Return the files of one component, as this rank sees them; `ranks` share one disk, the first of them is its main.
 
     For whole components the result is the same on every rank; for per-rank and sliced ones it lists this rank's file.
     """
     kind, fmt, limits = component.kind, component.format, layout or FileLayout()
-    stem = limits.torch_model + name.removeprefix("model") if kind == "model" and fmt == "torch" else name
+    stem = (
+        limits.torch_model + name.removeprefix("model")
+        if kind == "model" and fmt == "torch"
+        else name
+    )
     if kind in limits.hidden:
         stem = f".{stem}"
-    end = ".safetensors" if fmt == "safetensors" else ".pt" if kind == "scaler" else ".bin"
+    end = (
+        ".safetensors"
+        if fmt == "safetensors"
+        else ".pt"
+        if kind == "scaler"
+        else ".bin"
+    )
     if component.per_rank:
         # a number after the name of a scheduler or object is its index: scheduler_1 is the second scheduler
         which = f"rank_{rank}" if kind in ("scheduler", "object") else str(rank)
-        return [FilePlan(f"{stem}_{which}{end}", name, rank, tuple(component.tensors), fmt, True)]
+        return [
+            FilePlan(
+                f"{stem}_{which}{end}", name, rank, tuple(component.tensors), fmt, True
+            )
+        ]
     if component.sliced:
         return _plan_slices(name, component, rank, ranks)
     if component.num_bytes <= limits.single:
-        return [FilePlan(stem + end, name, ranks[0], tuple(component.tensors), fmt, True)]
-    if component.data is not None and fmt == "torch":  # nested state cannot be split; flat tensors can
+        return [
+            FilePlan(stem + end, name, ranks[0], tuple(component.tensors), fmt, True)
+        ]
+    # nested state cannot be split; flat tensors can
+    if component.data is not None and fmt == "torch":
         fmt, end = "safetensors", ".safetensors"
     shards = cut(component, limits.shard)
     return [
@@ -74,12 +99,27 @@ def plan_component(
     ]
 
 
-def _plan_slices(name: str, component: Component, rank: int, ranks: Sequence[int]) -> list[FilePlan]:
+def _plan_slices(
+    name: str, component: Component, rank: int, ranks: Sequence[int]
+) -> list[FilePlan]:
     main = rank == ranks[0]
-    keys = tuple(k for k, v in component.tensors.items() if (v.owned if isinstance(v, Slice) else main))
+    keys = tuple(
+        k
+        for k, v in component.tensors.items()
+        if (v.owned if isinstance(v, Slice) else main)
+    )
     if not keys and not main:
         return []
-    return [FilePlan(f"{name}_shard_{rank:05d}.safetensors", name, rank, keys, "safetensors", main)]
+    return [
+        FilePlan(
+            f"{name}_shard_{rank:05d}.safetensors",
+            name,
+            rank,
+            keys,
+            "safetensors",
+            main,
+        )
+    ]
 
 
 def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
@@ -119,7 +159,9 @@ def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, obje
 
 def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
     """Return the bytes of one planned file, and those of its sidecar, if any."""
-    tensors = dict(zip(plan.keys, map(component.tensors.__getitem__, plan.keys), strict=True))
+    tensors = dict(
+        zip(plan.keys, map(component.tensors.__getitem__, plan.keys), strict=True)
+    )
     data = component.data if plan.with_data else None
     if plan.format == "torch":
         return encode_with_sidecar(tensors, data)

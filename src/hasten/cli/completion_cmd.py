@@ -31,12 +31,21 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell: str = parser.parse_args(argv).shell
-    from hasten.cli.main import commands  # main.py imports the module of a command when it runs it
+    # main.py imports the module of a command when it runs it
+    from hasten.cli.main import commands
 
     known_commands = commands()
-    flags = {name: flags_of(entry_point) for name, (entry_point, _) in known_commands.items() if name != "completion"}
+    flags = {
+        name: flags_of(entry_point)
+        for name, (entry_point, _) in known_commands.items()
+        if name != "completion"
+    }
     helps = {name: text for name, (_, text) in known_commands.items()}
-    sys.stdout.write(_fish(flags, helps) if shell == "fish" else _bash(flags, helps, with_zsh=shell == "zsh"))
+    sys.stdout.write(
+        _fish(flags, helps)
+        if shell == "fish"
+        else _bash(flags, helps, with_zsh=shell == "zsh")
+    )
     return 0
 
 
@@ -48,17 +57,34 @@ def flags_of(entry_point: str) -> list[str]:
     for word in ("--help-all", "--help"):
         printed = io.StringIO()
         # A command without --help-all refuses it, on stderr.
-        with redirect_stdout(printed), redirect_stderr(io.StringIO()), suppress(SystemExit, ConfigError):
+        with (
+            redirect_stdout(printed),
+            redirect_stderr(io.StringIO()),
+            suppress(SystemExit, ConfigError),
+        ):
             run_command([word])
         if flags := list(dict.fromkeys(_FLAG.findall(printed.getvalue()))):
             return flags
     return []
 
 
-def _bash(flags: Mapping[str, Sequence[str]], helps: Mapping[str, str], *, with_zsh: bool) -> str:
-    lines = ["autoload -Uz compinit bashcompinit && compinit && bashcompinit"] if with_zsh else []
-    lines += ["_hasten() {", '    local words="" word="${COMP_WORDS[COMP_CWORD]}"', '    case "${COMP_WORDS[1]}" in']
-    lines += [f'        {name}) words="{" ".join(command_flags)}" ;;' for name, command_flags in flags.items()]
+def _bash(
+    flags: Mapping[str, Sequence[str]], helps: Mapping[str, str], *, with_zsh: bool
+) -> str:
+    lines = (
+        ["autoload -Uz compinit bashcompinit && compinit && bashcompinit"]
+        if with_zsh
+        else []
+    )
+    lines += [
+        "_hasten() {",
+        '    local words="" word="${COMP_WORDS[COMP_CWORD]}"',
+        '    case "${COMP_WORDS[1]}" in',
+    ]
+    lines += [
+        f'        {name}) words="{" ".join(command_flags)}" ;;'
+        for name, command_flags in flags.items()
+    ]
     lines += [
         "    esac",
         f'    [ "$COMP_CWORD" -gt 1 ] || words="{" ".join(helps)}"',
@@ -70,7 +96,13 @@ def _bash(flags: Mapping[str, Sequence[str]], helps: Mapping[str, str], *, with_
 
 
 def _fish(flags: Mapping[str, Sequence[str]], helps: Mapping[str, str]) -> str:
-    lines = [f"complete -c hasten -n __fish_use_subcommand -f -a {name} -d '{text}'" for name, text in helps.items()]
+    lines = [
+        f"complete -c hasten -n __fish_use_subcommand -f -a {name} -d '{text}'"
+        for name, text in helps.items()
+    ]
     for name, command_flags in flags.items():
-        lines += [f"complete -c hasten -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}" for flag in command_flags]
+        lines += [
+            f"complete -c hasten -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}"
+            for flag in command_flags
+        ]
     return "\n".join(lines) + "\n"

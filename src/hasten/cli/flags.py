@@ -27,8 +27,13 @@ _BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1
 
 _ELSEWHERE: Final = MappingProxyType(
     {
-        **dict.fromkeys(("nproc", "np", "n", "num_procs", "num_gpus", "gpus"), "num_processes"),
-        **dict.fromkeys(("nproc_per_node", "gpus_per_node", "num_gpus_per_node"), "processes_per_machine"),
+        **dict.fromkeys(
+            ("nproc", "np", "n", "num_procs", "num_gpus", "gpus"), "num_processes"
+        ),
+        **dict.fromkeys(
+            ("nproc_per_node", "gpus_per_node", "num_gpus_per_node"),
+            "processes_per_machine",
+        ),
         **dict.fromkeys(("nodes", "num_nodes"), "num_machines"),
         "node_rank": "machine_rank",
         "master_addr": "main_process_ip",
@@ -45,7 +50,14 @@ class UsageError(ConfigError):
 class SettingAction(argparse.Action):
     """Action that stores one setting as an entry with the flag as typed."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, path: Path, takes_word: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        option_strings: Sequence[str],
+        dest: str,
+        path: Path,
+        takes_word: bool,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(option_strings, dest, **kwargs)
         self.path = path
         self.takes_word = takes_word
@@ -65,7 +77,11 @@ class SettingAction(argparse.Action):
 
     def negated_by(self, flag: str) -> bool:
         """Return whether the flag as typed negates the setting."""
-        return self.takes_word and flag.startswith(("--no-", "--no_")) and not _names_itself_no(self.path)
+        return (
+            self.takes_word
+            and flag.startswith(("--no-", "--no_"))
+            and not _names_itself_no(self.path)
+        )
 
 
 def _names_itself_no(path: Path) -> bool:
@@ -78,7 +94,14 @@ def _entries(path: Path, value: Any, flag: str) -> list[SettingEntry]:
     if path[0] in SWITCHES:
         is_chosen = str(value).lower() in ("true", "yes", "on", "1")
         return (
-            [SettingEntry(("strategy",), SWITCHES[path[0]], SettingSource("flag", flag), text=True)]
+            [
+                SettingEntry(
+                    ("strategy",),
+                    SWITCHES[path[0]],
+                    SettingSource("flag", flag),
+                    text=True,
+                )
+            ]
             if is_chosen
             else []
         )
@@ -104,7 +127,9 @@ class Formatter(argparse.HelpFormatter):
         short = [name for name in action.option_strings if not name.startswith("--")]
         long = [name for name in action.option_strings if name.startswith("--")][:1]
         takes_value = action.nargs != 0 and not getattr(action, "takes_word", False)
-        value = f" {self._format_args(action, action.dest.upper())}" if takes_value else ""
+        value = (
+            f" {self._format_args(action, action.dest.upper())}" if takes_value else ""
+        )
         return ", ".join([*short, *long]) + value
 
 
@@ -112,7 +137,13 @@ class HelpAction(argparse.Action):
     """Action that prints the short help, or with `--help-all` the full help, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=kwargs["help"])
+        super().__init__(
+            option_strings,
+            argparse.SUPPRESS,
+            nargs=0,
+            default=argparse.SUPPRESS,
+            help=kwargs["help"],
+        )
 
     def __call__(
         self,
@@ -123,8 +154,12 @@ class HelpAction(argparse.Action):
     ) -> None:
         """Print the help on stdout."""
         assert isinstance(parser, SettingsParser), "only such a parser has a short help"
-        is_full_help = (option_string or "").startswith("--help") and option_string != "--help"
-        sys.stdout.write(parser.format_help() if is_full_help else parser.format_short_help())
+        is_full_help = (option_string or "").startswith(
+            "--help"
+        ) and option_string != "--help"
+        sys.stdout.write(
+            parser.format_help() if is_full_help else parser.format_short_help()
+        )
         parser.exit()
 
 
@@ -140,7 +175,11 @@ class SettingsParser(CommandParser):
     """Argument parser that accepts every setting, in both spellings, and suggests the nearest flag."""
 
     def __init__(
-        self, *args: Any, essential: Collection[str] = (), flags_anywhere: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        essential: Collection[str] = (),
+        flags_anywhere: bool = False,
+        **kwargs: Any,
     ) -> None:
         kwargs.setdefault("formatter_class", Formatter)
         kwargs.setdefault("allow_abbrev", False)
@@ -151,8 +190,18 @@ class SettingsParser(CommandParser):
         self.essential = frozenset(essential)
         """The flags that `--help` shows if there is a `--help-all` for the others; if empty, all."""
         if essential:
-            self.add_argument("-h", "--help", action=HelpAction, help="show the most used options and exit")
-            self.add_argument("--help_all", "--help-all", action=HelpAction, help="show every option and exit")
+            self.add_argument(
+                "-h",
+                "--help",
+                action=HelpAction,
+                help="show the most used options and exit",
+            )
+            self.add_argument(
+                "--help_all",
+                "--help-all",
+                action=HelpAction,
+                help="show every option and exit",
+            )
 
     def add_settings(self, fields: Iterable[FieldInfo] = SETTABLE) -> None:
         """Add one flag per setting, grouped by section, and the switches of Accelerate."""
@@ -174,12 +223,16 @@ class SettingsParser(CommandParser):
             flag = name if name.startswith("fsdp_") else f"fsdp_{name}"
             if f"--{flag}" not in self._option_string_actions:
                 help_text = "FSDP1's option, translated to FSDP2"
-                _add_action(established, (flag,), ("fsdp", name), help_text, is_bool=False)
+                _add_action(
+                    established, (flag,), ("fsdp", name), help_text, is_bool=False
+                )
 
     def format_short_help(self) -> str:
         """Return the help with only the essential options."""
         hidden = {
-            id(action): action for action in self._option_string_actions.values() if not self._is_essential(action)
+            id(action): action
+            for action in self._option_string_actions.values()
+            if not self._is_essential(action)
         }
         help_texts = {key: action.help for key, action in hidden.items()}
         for action in hidden.values():
@@ -196,7 +249,9 @@ class SettingsParser(CommandParser):
         return not isinstance(action, SettingAction) or bool(names & self.essential)
 
     def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+        self,
+        args: Sequence[str] | None = None,
+        namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse after making every boolean flag explicit, so that it never consumes the script's name."""
         space = namespace or argparse.Namespace()
@@ -214,7 +269,10 @@ class SettingsParser(CommandParser):
         explicit_words: list[str] = []
         remaining_words = list(argv)
         while remaining_words:
-            if not remaining_words[0].startswith("-") or remaining_words[0] in ("-", "--"):
+            if not remaining_words[0].startswith("-") or remaining_words[0] in (
+                "-",
+                "--",
+            ):
                 if not self.flags_anywhere:
                     break
                 explicit_words.append(remaining_words.pop(0))
@@ -227,10 +285,16 @@ class SettingsParser(CommandParser):
             elif not isinstance(action, SettingAction) or not action.takes_word:
                 explicit_words.append(word)
                 if not has_value and action.nargs != 0:
-                    explicit_words += [remaining_words.pop(0)] if remaining_words else []
+                    explicit_words += (
+                        [remaining_words.pop(0)] if remaining_words else []
+                    )
             elif has_value:
                 explicit_words.append(word)
-            elif remaining_words and remaining_words[0].lower() in _BOOLEAN_WORDS and not action.negated_by(name):
+            elif (
+                remaining_words
+                and remaining_words[0].lower() in _BOOLEAN_WORDS
+                and not action.negated_by(name)
+            ):
                 explicit_words.append(f"{name}={remaining_words.pop(0)}")
             else:
                 explicit_words.append(f"{name}=true")
@@ -249,21 +313,39 @@ class SettingsParser(CommandParser):
         }
         word = name.replace("-", "_").lstrip("_")
         similar_name = _ELSEWHERE.get(word, "")
-        similar_name = similar_name if similar_name in options_by_name else nearest(word, options_by_name)
+        similar_name = (
+            similar_name
+            if similar_name in options_by_name
+            else nearest(word, options_by_name)
+        )
         hint = (
             f"did you mean {options_by_name[similar_name]}?"
             if similar_name
             else f"see `{self.prog} {self._whole_help}` for the supported flags."
         )
-        raise UnknownSettingError(f"flag {name}: unknown, so it would have no effect; {hint}")
+        raise UnknownSettingError(
+            f"flag {name}: unknown, so it would have no effect; {hint}"
+        )
 
 
 def _add(group: Any, info: FieldInfo) -> None:
-    default = "" if info.default in (None, (), {}, False) else f" (default: {_plain(info.default)})"
+    default = (
+        ""
+        if info.default in (None, (), {}, False)
+        else f" (default: {_plain(info.default)})"
+    )
     absent = " [not supported in this version]" if is_absent(info.path) else ""
     help_text = (info.meta.help + default + absent).replace("%", "%%")
     value = "TEXT" if info.meta.lines else metavar(info.type)
-    _add_action(group, spellings(info), info.path, help_text, info.is_bool, value, info.meta.short)
+    _add_action(
+        group,
+        spellings(info),
+        info.path,
+        help_text,
+        info.is_bool,
+        value,
+        info.meta.short,
+    )
 
 
 def spellings(info: FieldInfo) -> tuple[str, ...]:
@@ -273,13 +355,29 @@ def spellings(info: FieldInfo) -> tuple[str, ...]:
 
 
 def _add_action(
-    group: Any, flags: Sequence[str], path: Path, help_text: str, is_bool: bool, value: str = "VALUE", short: str = ""
+    group: Any,
+    flags: Sequence[str],
+    path: Path,
+    help_text: str,
+    is_bool: bool,
+    value: str = "VALUE",
+    short: str = "",
 ) -> None:
-    names = list(dict.fromkeys(spelling for flag in flags for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}")))
+    names = list(
+        dict.fromkeys(
+            spelling
+            for flag in flags
+            for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}")
+        )
+    )
     if short:
         names.append(f"-{short}")
     if is_bool and not _names_itself_no(path):
-        names += [f"--no{dash}{name}" for flag in flags for dash, name in (("_", flag), ("-", flag.replace("_", "-")))]
+        names += [
+            f"--no{dash}{name}"
+            for flag in flags
+            for dash, name in (("_", flag), ("-", flag.replace("_", "-")))
+        ]
     group.add_argument(
         *names,
         action=SettingAction,
@@ -308,22 +406,44 @@ def metavar(tp: Any) -> str:
     if origin is tuple:
         return "A,B,…"
     if origin in (Union, UnionType):
-        return "|".join(dict.fromkeys(metavar(member) for member in get_args(tp) if member is not NoneType))
-    return {int: "N", float: "X", str: "TEXT", timedelta: "TIME"}.get(tp, "VALUE" if origin is None else "KEY=VALUE,…")
+        return "|".join(
+            dict.fromkeys(
+                metavar(member) for member in get_args(tp) if member is not NoneType
+            )
+        )
+    return {int: "N", float: "X", str: "TEXT", timedelta: "TIME"}.get(
+        tp, "VALUE" if origin is None else "KEY=VALUE,…"
+    )
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return ",".join(_plain(item) for item in value) if isinstance(value, tuple) else str(value)
+    return (
+        ",".join(_plain(item) for item in value)
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
-def run_module(words: Sequence[str], command: str, arguments: argparse.Namespace, typed: Sequence[str]) -> int:
+def run_module(
+    words: Sequence[str],
+    command: str,
+    arguments: argparse.Namespace,
+    typed: Sequence[str],
+) -> int:
     """Run a module with its arguments under the command line's settings, or print its plan; return the exit code."""
-    as_module = SettingEntry(("launch", "module"), "true", SettingSource("flag", command), text=True)
+    as_module = SettingEntry(
+        ("launch", "module"), "true", SettingSource("flag", command), text=True
+    )
     from hasten.launch.job import prepare  # so that --help is fast
 
-    job = prepare(words, settings=[*arguments.settings, as_module], config_file=arguments.config_file, typed=typed)
+    job = prepare(
+        words,
+        settings=[*arguments.settings, as_module],
+        config_file=arguments.config_file,
+        typed=typed,
+    )
     if arguments.dry_run:
         sys.stdout.write(job.plan.render() + "\n")
         return 0
@@ -342,7 +462,9 @@ def whole(lowest: int = 0, highest: int = _LARGEST_NUMBER) -> Callable[[str], in
         except ValueError:
             number = lowest - 1
         if not lowest <= number <= highest:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {lowest} to {highest}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not an integer from {lowest} to {highest}"
+            )
         return number
 
     return read
@@ -359,7 +481,8 @@ def seconds(text: str) -> float:
     return number
 
 
-def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the user's function
+# Any: the user's function
+def find_named(target: str, instead: str) -> Callable[..., Any]:
     """Return the function or class that `module:function` names; `instead` describes the alternative in errors.
 
     Raises: ConfigError when there is no such module or function.
@@ -372,11 +495,19 @@ def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the use
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise
-        raise ConfigError(f"{target}: there is no module {module_name!r}; {instead}.") from error
+        raise ConfigError(
+            f"{target}: there is no module {module_name!r}; {instead}."
+        ) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         known_names = ", ".join(
-            sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+            sorted(
+                key
+                for key, value in vars(module).items()
+                if callable(value) and not key.startswith("_")
+            )
         )
-        raise ConfigError(f"{target}: {module_name} has no function {name!r}; it has {known_names or 'none'}.")
+        raise ConfigError(
+            f"{target}: {module_name} has no function {name!r}; it has {known_names or 'none'}."
+        )
     return function

@@ -23,8 +23,23 @@ DESCRIPTION: Final = (
 
 ESSENTIAL: Final = frozenset(
     (
-        *("mixed_precision", "strategy", "cpu", "debug", "gradient_accumulation_steps", "project_dir", "log_with"),
-        *("num_processes", "processes_per_machine", "num_machines", "nnodes", "machine_rank", "main_process_ip"),
+        *(
+            "mixed_precision",
+            "strategy",
+            "cpu",
+            "debug",
+            "gradient_accumulation_steps",
+            "project_dir",
+            "log_with",
+        ),
+        *(
+            "num_processes",
+            "processes_per_machine",
+            "num_machines",
+            "nnodes",
+            "machine_rank",
+            "main_process_ip",
+        ),
         *(
             "main_process_port",
             "gpu_ids",
@@ -33,20 +48,31 @@ ESSENTIAL: Final = frozenset(
             "log_dir",
         ),
         *("module", "no_python", "quiet", "submit", "dynamo_backend"),
-        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "ep_size"),
+        *(
+            "dp_replicate_size",
+            "dp_shard_size",
+            "tp_size",
+            "cp_size",
+            "pp_size",
+            "ep_size",
+        ),
     )
 )
 """The settings that `hasten launch --help` shows; `--help-all` shows all."""
 
 
-def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[SettingEntry] = ()) -> int:
+def main(
+    argv: Sequence[str], program: str = "hasten", settings: Sequence[SettingEntry] = ()
+) -> int:
     """Run `hasten launch …` and return the exit code of the job; `program` is the command name in help and errors.
 
     `settings` are additional settings; those given in code override flags and files.
     """
     arguments = make_parser(program).parse_args(argv)
     arguments.settings = [*arguments.settings, *settings]
-    words: list[str] = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
+    words: list[str] = (
+        arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
+    )
     try:
         return _launch(arguments, words, argv[: len(argv) - len(arguments.script)])
     except HastenError as error:
@@ -56,10 +82,17 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Settin
         raise
 
 
-def _launch(arguments: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
+def _launch(
+    arguments: argparse.Namespace, words: list[str], typed: Sequence[str]
+) -> int:
     from hasten.launch.job import prepare  # so that --help is fast
 
-    job = prepare(words, settings=arguments.settings, config_file=arguments.config_file, typed=typed)
+    job = prepare(
+        words,
+        settings=arguments.settings,
+        config_file=arguments.config_file,
+        typed=typed,
+    )
     if not job.request.config.launch.quiet:
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
@@ -74,7 +107,11 @@ def _launch(arguments: argparse.Namespace, words: list[str], typed: Sequence[str
 
 def _manifest(arguments: argparse.Namespace, job: Job) -> str:
     """Return the manifest alone, as `kubectl apply -f -` reads it."""
-    if not arguments.dry_run or job.launch_target is None or not job.launch_target.runs_in_image:
+    if (
+        not arguments.dry_run
+        or job.launch_target is None
+        or not job.launch_target.runs_in_image
+    ):
         raise ConfigError(
             "-o yaml prints the manifest of a job that is submitted with one. Add --submit NAME --dry_run, or remove it."
         )
@@ -90,12 +127,27 @@ def make_parser(program: str = "hasten") -> SettingsParser:
         essential=ESSENTIAL,
     )
     parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="a settings file of hasten or of Accelerate",
     )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
     parser.add_argument(
-        "-o", "--output", choices=("yaml",), help="with --submit NAME --dry_run: print the job's manifest alone"
+        "--dry_run",
+        "--dry-run",
+        action="store_true",
+        help="print the plan without starting anything",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=("yaml",),
+        help="with --submit NAME --dry_run: print the job's manifest alone",
     )
     parser.add_settings()
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script (or module, or program) and its arguments")
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        help="the script (or module, or program) and its arguments",
+    )
     return parser

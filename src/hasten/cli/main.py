@@ -16,7 +16,10 @@ from hasten.version import __version__
 
 COMMANDS: Final = MappingProxyType(
     {
-        "launch": ("hasten.cli.launch_cmd:main", "start a script on all devices and machines"),
+        "launch": (
+            "hasten.cli.launch_cmd:main",
+            "start a script on all devices and machines",
+        ),
         "completion": (
             "hasten.cli.completion_cmd:main",
             "print the completion of commands and flags for bash, zsh or fish",
@@ -68,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except HastenError as error:
         name, text = f"hasten {words[0]}", str(error)
-        sys.stderr.write(f"{text}\n" if text.startswith(name) else f"{name}: {text}\n")  # usage errors include the name
+        # usage errors include the name
+        sys.stderr.write(f"{text}\n" if text.startswith(name) else f"{name}: {text}\n")
         return 2 if isinstance(error, ConfigError) else 1
-    except SystemExit as end:  # argparse: help was printed, or a wrong value of an option was named
+    # argparse: help was printed, or a wrong value of an option was named
+    except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     except BrokenPipeError:  # the reader of the output, such as head, has exited
         sys.stderr.close()
@@ -91,7 +96,9 @@ def run(command: str, argv: Sequence[str]) -> int:
     """
     known_commands = commands()
     if command not in known_commands:
-        similar_names = get_close_matches(command.lower(), known_commands, n=1, cutoff=0.5)
+        similar_names = get_close_matches(
+            command.lower(), known_commands, n=1, cutoff=0.5
+        )
         hint = (
             f"did you mean `hasten {similar_names[0]}`?"
             if similar_names
@@ -104,7 +111,10 @@ def run(command: str, argv: Sequence[str]) -> int:
 def function_of(entry_point: str) -> Callable[[Sequence[str]], int]:
     """Import the function of a subcommand from "module:function"; other subcommands are not imported."""
     module, _, function = entry_point.partition(":")
-    main_function: Callable[[Sequence[str]], int] = getattr(import_module(module), function)  # one of many
+    # one of many
+    main_function: Callable[[Sequence[str]], int] = getattr(
+        import_module(module), function
+    )
     return main_function
 
 

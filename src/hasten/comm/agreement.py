@@ -11,7 +11,12 @@ import torch
 
 from hasten import errors
 from hasten.comm.base import Comm
-from hasten.errors import CheckpointError, HastenError, MissingRanksError, PeerFailedError
+from hasten.errors import (
+    CheckpointError,
+    HastenError,
+    MissingRanksError,
+    PeerFailedError,
+)
 
 
 def vote(comm: Comm, error: BaseException | None, label: str) -> None:
@@ -27,10 +32,16 @@ def vote(comm: Comm, error: BaseException | None, label: str) -> None:
     failed = torch.tensor([error is not None], dtype=torch.int32)
     if not comm.all_reduce(failed, "max").item():
         return
-    reports = comm.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    reports = comm.all_gather_object(
+        None if error is None else f"{type(error).__name__}: {error}"
+    )
     if error is not None:
         raise error
-    quoted = "; ".join(f"rank {comm.ranks[i]} raised {text}" for i, text in enumerate(reports) if text is not None)
+    quoted = "; ".join(
+        f"rank {comm.ranks[i]} raised {text}"
+        for i, text in enumerate(reports)
+        if text is not None
+    )
     raise PeerFailedError(
         f"{label}: {quoted.rstrip('.')}. This rank stops here so that nobody waits forever; fix the error of the rank named first."
     )
@@ -41,7 +52,8 @@ def agree(comm: Comm, label: str) -> Iterator[None]:
     """Context manager that runs its block on every rank, and raises on every rank if one failed."""
     try:
         yield
-    except Exception as error:  # any error of the user's block has to reach the other ranks; it is re-raised here
+    # any error of the user's block has to reach the other ranks; it is re-raised here
+    except Exception as error:
         vote(comm, error, label)
         raise
     vote(comm, None, label)
@@ -67,7 +79,8 @@ class Flag:
         return seen
 
 
-Failure = tuple[str, str, str]  # the label of the rank's work, the error's class and its text
+# the label of the rank's work, the error's class and its text
+Failure = tuple[str, str, str]
 
 
 class Agreement:
@@ -95,17 +108,25 @@ class Agreement:
 
     def _wrapped(self, error: Exception) -> CheckpointError:
         where = self.comm.ranks[self.comm.rank]
-        made = CheckpointError(f"{self.label} failed on rank {where}: {type(error).__name__}: {error}")
+        made = CheckpointError(
+            f"{self.label} failed on rank {where}: {type(error).__name__}: {error}"
+        )
         made.__cause__ = error
         return made
 
     def _exchange(self, error: HastenError | None, value: Any) -> list[Any]:
         told = None if error is None else (self.label, type(error).__name__, str(error))
         try:
-            everyone: list[tuple[Failure | None, Any]] = self.comm.all_gather_object((told, value))
+            everyone: list[tuple[Failure | None, Any]] = self.comm.all_gather_object(
+                (told, value)
+            )
         except RuntimeError as problem:
             raise self._lost(problem, error) from problem
-        failed = {rank: told for rank, (told, _) in zip(self.comm.ranks, everyone, strict=True) if told is not None}
+        failed = {
+            rank: told
+            for rank, (told, _) in zip(self.comm.ranks, everyone, strict=True)
+            if told is not None
+        }
         if failed:
             raise self._joint(failed) from error
         return [value for _, value in everyone]
@@ -113,7 +134,10 @@ class Agreement:
     def _joint(self, failed: Mapping[int, Failure]) -> HastenError:
         """Return the error that every rank raises, with the same class and message everywhere."""
         label, kind, first = next(iter(failed.values()))
-        if len(failed) == self.comm.size and len({told[1:] for told in failed.values()}) == 1:
+        if (
+            len(failed) == self.comm.size
+            and len({told[1:] for told in failed.values()}) == 1
+        ):
             text = first
         else:
             quoted: dict[tuple[str, str], list[int]] = {}
@@ -131,7 +155,11 @@ class Agreement:
 
     def _lost(self, problem: Exception, own: HastenError | None) -> CheckpointError:
         """Return the error for a broken group, over which nothing more is sent."""
-        besides = "" if own is None else f" This rank had failed with {type(own).__name__}: {own}"
+        besides = (
+            ""
+            if own is None
+            else f" This rank had failed with {type(own).__name__}: {own}"
+        )
         lost = CheckpointError(
             f"{self.label}: rank {self.comm.ranks[self.comm.rank]} lost contact with the other ranks ({problem}), so they "
             f"cannot finish together. Look for the error that ended one of them.{besides}"
@@ -141,7 +169,9 @@ class Agreement:
 
 
 @contextmanager
-def agreeing(comm: Comm, label: str, arrival_s: float | None = None) -> Iterator[Agreement]:
+def agreeing(
+    comm: Comm, label: str, arrival_s: float | None = None
+) -> Iterator[Agreement]:
     """Context manager that runs its block on every rank; if one rank fails anywhere in it, all raise its error.
 
     Within the block, ranks communicate only through `Agreement.share`, or directly after a `share`, with nothing in
@@ -154,7 +184,8 @@ def agreeing(comm: Comm, label: str, arrival_s: float | None = None) -> Iterator
     together = Agreement(comm, label)
     try:
         yield together
-    except Exception as error:  # any failure must reach the other ranks; raised again by `fail`
+    # any failure must reach the other ranks; raised again by `fail`
+    except Exception as error:
         if not (isinstance(error, HastenError) and error.agreed):
             together.fail(error)
         raise
@@ -166,5 +197,6 @@ def _meet(comm: Comm, label: str, arrival_s: float) -> None:
         comm.barrier(label, arrival_s)
     except MissingRanksError as error:
         raise MissingRanksError(
-            f"{error} If they do come, only later, raise checkpoint_arrival_s in ProjectConfiguration.", error.missing
+            f"{error} If they do come, only later, raise checkpoint_arrival_s in ProjectConfiguration.",
+            error.missing,
         ) from None

@@ -45,7 +45,9 @@ class Comm(Protocol):
         """Return the tensor of member `src`. Shape and dtype must be equal everywhere."""
         ...
 
-    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
+    def scatter(
+        self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0
+    ) -> Tensor:
         """Return this member's item of `parts`, which only `src` passes; `like` has the shape and dtype of one item."""
         ...
 
@@ -60,7 +62,11 @@ class Comm(Protocol):
         """Return the object of member `src`."""
         ...
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+    ) -> None:
         """Send and receive dense host tensors as `(position, tensor)` pairs, in the same order on both sides."""
         ...
 

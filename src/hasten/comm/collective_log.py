@@ -48,7 +48,9 @@ class CollectiveRecord:
     """Name of the active block, such as main_process_first, in which this rank may keep the others waiting."""
     spent_s: float = 0.0
     """Time that this process has spent in finished collectives."""
-    _last: tuple[str, torch.Size | None, torch.dtype | None, str, int, float] | None = None
+    _last: tuple[str, torch.Size | None, torch.dtype | None, str, int, float] | None = (
+        None
+    )
 
     def note(self, op: str, x: Tensor | None = None, group: str = "") -> None:
         """Record a collective that is about to run."""
@@ -70,7 +72,9 @@ class CollectiveRecord:
         if (last := self._last) is None:
             return None
         op, shape, dtype, file, line, at_s = last
-        return LoggedStep(op, None if shape is None else tuple(shape), dtype, file, line, at_s)
+        return LoggedStep(
+            op, None if shape is None else tuple(shape), dtype, file, line, at_s
+        )
 
     @contextmanager
     def patience(self, block: str) -> Iterator[None]:
@@ -98,7 +102,8 @@ def begun_collectives(device_type: str) -> dict[str, int]:
             try:
                 backend = group._get_backend(torch.device(kind))
                 count = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stub
-            except RuntimeError:  # the group has no backend for this device, or was destroyed
+            # the group has no backend for this device, or was destroyed
+            except RuntimeError:
                 continue
             found[f"{name}/{kind}"] = count
     return found

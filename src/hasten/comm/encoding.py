@@ -47,7 +47,12 @@ def encode(value: Any) -> bytes:
     """
     try:
         return msgspec.msgpack.encode(_lower(value, 0))
-    except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError, ValueError) as error:
+    except (
+        UnicodeEncodeError,
+        OverflowError,
+        msgspec.MsgspecError,
+        ValueError,
+    ) as error:
         raise _unsupported(value, str(error)) from error
 
 
@@ -58,7 +63,14 @@ def decode(data: bytes) -> Any:
     """
     try:
         return msgspec.msgpack.decode(data, ext_hook=_raise_ext)
-    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+    except (
+        msgspec.MsgspecError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        AttributeError,
+        IndexError,
+    ) as error:
         raise CommError(
             f"a message of {len(data)} bytes from another rank cannot be decoded ({error}): it was damaged in transit or "
             f"was not sent by this version of hasten. Use the same version on every machine."
@@ -89,7 +101,9 @@ def _lower(value: Any, level: int) -> Any:
     if kind is dict and all(type(key) is str for key in value):
         return {key: _lower(item, level + 1) for key, item in value.items()}
     if kind is dict:
-        return _ext(_DICT, [_lower(part, level + 1) for item in value.items() for part in item])
+        return _ext(
+            _DICT, [_lower(part, level + 1) for item in value.items() for part in item]
+        )
     if kind in _SEQUENCES:
         return _ext(_SEQUENCES[kind], [_lower(item, level + 1) for item in value])
     if kind in _LOWER:
@@ -120,13 +134,32 @@ def _tensor(x: Tensor) -> msgspec.msgpack.Ext:
         raise ValueError(f"it holds a tensor of layout {x.layout} on {x.device}")
     if x.numel() * x.element_size() > _MAX_BYTES:
         raise ValueError("it holds a tensor of more than 1 GiB")
-    data = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _ext(_TENSOR, [_dtype_name(x.dtype), list(x.shape), str(x.device), x.requires_grad, data])
+    data = (
+        x.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .cpu()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
+    return _ext(
+        _TENSOR,
+        [_dtype_name(x.dtype), list(x.shape), str(x.device), x.requires_grad, data],
+    )
 
 
-def _raise_tensor(name: str, shape: list[int], device: str, grad: bool, data: bytes) -> Tensor:
+def _raise_tensor(
+    name: str, shape: list[int], device: str, grad: bool, data: bytes
+) -> Tensor:
     dtype = _dtype(name)
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        if data
+        else torch.empty(0, dtype=dtype)
+    )
     x = flat.reshape(shape).to(torch.device(device))
     return x.requires_grad_() if grad else x
 
@@ -138,7 +171,12 @@ def _array(x: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str:
-    if dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None or np.dtype(dtype.str) != dtype:
+    if (
+        dtype.hasobject
+        or dtype.fields is not None
+        or dtype.subdtype is not None
+        or np.dtype(dtype.str) != dtype
+    ):
         raise ValueError(f"it holds an array of dtype {dtype}")
     return dtype.str
 
@@ -213,17 +251,21 @@ def _pairs(*flat: Any) -> dict[Any, Any]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-_SEQUENCES: Final[MappingProxyType[type, int]] = MappingProxyType({tuple: _TUPLE, set: _SET, frozenset: _FROZENSET})
-_LOWER: Final[MappingProxyType[type, Callable[[Any], msgspec.msgpack.Ext]]] = MappingProxyType(
-    {
-        complex: lambda z: _ext(_COMPLEX, [z.real, z.imag]),
-        PosixPath: lambda path: _ext(_PATH, str(path)),
-        Tensor: _tensor,
-        torch.dtype: lambda dtype: _ext(_DTYPE, _dtype_name(dtype)),
-        torch.device: lambda device: _ext(_DEVICE, str(device)),
-        torch.Size: lambda size: _ext(_SIZE, list(size)),
-        np.ndarray: _array,
-    }
+_SEQUENCES: Final[MappingProxyType[type, int]] = MappingProxyType(
+    {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
+)
+_LOWER: Final[MappingProxyType[type, Callable[[Any], msgspec.msgpack.Ext]]] = (
+    MappingProxyType(
+        {
+            complex: lambda z: _ext(_COMPLEX, [z.real, z.imag]),
+            PosixPath: lambda path: _ext(_PATH, str(path)),
+            Tensor: _tensor,
+            torch.dtype: lambda dtype: _ext(_DTYPE, _dtype_name(dtype)),
+            torch.device: lambda device: _ext(_DEVICE, str(device)),
+            torch.Size: lambda size: _ext(_SIZE, list(size)),
+            np.ndarray: _array,
+        }
+    )
 )
 _RAISE: Final[MappingProxyType[int, Callable[..., Any]]] = MappingProxyType(
     {

@@ -37,7 +37,9 @@ class LocalComm:
         _only_member(src)
         return x.clone()
 
-    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
+    def scatter(
+        self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0
+    ) -> Tensor:
         _only_member(src)
         if parts is None or len(parts) != 1:
             raise CommError(
@@ -49,11 +51,16 @@ class LocalComm:
     def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
         return [obj]
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
+    # Any: the caller's objects
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         _only_member(src)
         return obj
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+    ) -> None:
         for member, _ in (*sends, *receives):
             _only_member(member)
         for (_, source), (_, target) in zip(sends, receives, strict=True):
@@ -68,4 +75,6 @@ class LocalComm:
 
 def _only_member(src: int) -> None:
     if src != 0:
-        raise CommError(f"src={src} is not a member of a group of one process; use src=0.")
+        raise CommError(
+            f"src={src} is not a member of a group of one process; use src=0."
+        )

@@ -45,7 +45,9 @@ def gather_ragged(tree: Tree, comm: Comm) -> Tree:
         return trees.map_tensors(_rows, tree)
     met = _meet("gather_ragged", tree, comm, free_dim=0, carry=True)
     if met.contents is not None:
-        return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met, ragged=True))
+        return trees.replace_tensors(
+            tree, _taken_out(trees.tensors(tree), met, ragged=True)
+        )
     sizes = iter(met.sizes)
     return trees.map_tensors(lambda x: _gather_rows(_rows(x), next(sizes), comm), tree)
 
@@ -56,15 +58,23 @@ def _gather_rows(x: Tensor, sizes: Sequence[int], comm: Comm) -> Tensor:
         return comm.all_gather(x).flatten(0, 1)
     padded = x.new_zeros((most, *x.shape[1:]))
     padded[: x.shape[0]] = x
-    return torch.cat([part[:size] for part, size in zip(comm.all_gather(padded), sizes, strict=True)])
+    return torch.cat(
+        [part[:size] for part, size in zip(comm.all_gather(padded), sizes, strict=True)]
+    )
 
 
-def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0) -> Tree:
+def reduce(
+    tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0
+) -> Tree:
     """Return every tensor reduced over the ranks by sum, mean, min or max, times `scale`."""
     if kind not in ("sum", "mean", "min", "max"):
-        raise CommError(f"reduce kind {kind!r} is unknown; use one of 'sum', 'mean', 'min', 'max'.")
+        raise CommError(
+            f"reduce kind {kind!r} is unknown; use one of 'sum', 'mean', 'min', 'max'."
+        )
     if kind in ("min", "max") and any(x.is_complex() for x in trees.tensors(tree)):
-        raise CommError(f"{kind} of complex tensors has no meaning; reduce their absolute values instead.")
+        raise CommError(
+            f"{kind} of complex tensors has no meaning; reduce their absolute values instead."
+        )
     _meet(f"reduce {kind}", tree, comm)
     if scale == 1.0:
         return trees.map_tensors(lambda x: comm.all_reduce(x, kind), tree)
@@ -77,15 +87,21 @@ def broadcast(tree: Tree, comm: Comm, src: int = 0) -> Tree:
     return trees.map_tensors(lambda x: comm.broadcast(x, src), tree)
 
 
-def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
+def pad_across(
+    tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Tree:
     """Return every tensor padded with `pad_index` along `dim` to the largest size on any rank."""
-    sizes = iter(_meet(f"pad_across dim {dim}", tree, comm, free_dim=dim, alike=False).sizes)
+    sizes = iter(
+        _meet(f"pad_across dim {dim}", tree, comm, free_dim=dim, alike=False).sizes
+    )
 
     def pad(x: Tensor) -> Tensor:
         most = max(next(sizes))
         if not -x.ndim <= dim < x.ndim or x.shape[dim] == most:
             return x
-        out = x.new_full([most if d == dim % x.ndim else n for d, n in enumerate(x.shape)], pad_index)
+        out = x.new_full(
+            [most if d == dim % x.ndim else n for d, n in enumerate(x.shape)], pad_index
+        )
         start = most - x.shape[dim] if pad_first else 0
         out.narrow(dim, start, x.shape[dim]).copy_(x)
         return out
@@ -101,7 +117,8 @@ def gather_object(obj: Any, comm: Comm) -> list[Any]:  # Any: the caller's objec
     return gathered
 
 
-def broadcast_object_list(objects: list[Any], comm: Comm, src: int = 0) -> list[Any]:  # Any: the caller's objects
+# Any: the caller's objects
+def broadcast_object_list(objects: list[Any], comm: Comm, src: int = 0) -> list[Any]:
     """Return the list with its items replaced in place by those of rank `src`."""
     objects[:] = comm.broadcast_object(objects, src)
     return objects
@@ -121,7 +138,12 @@ class _Met(NamedTuple):
 
 
 def _meet(
-    op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: bool = False, alike: bool = True
+    op: str,
+    tree: Tree,
+    comm: Comm,
+    free_dim: int | None = None,
+    carry: bool = False,
+    alike: bool = True,
 ) -> _Met:
     """Raise unless all ranks pass the same structure; with `carry`, small tensors are sent with the header.
 
@@ -129,17 +151,33 @@ def _meet(
     Raises: MismatchError on every rank. Ranks: every rank.
     """
     tensors = [tree] if isinstance(tree, Tensor) else trees.tensors(tree)
-    sizes = [1] * len(tensors) if free_dim is None else [_size(x, free_dim) for x in tensors]
+    sizes = (
+        [1] * len(tensors)
+        if free_dim is None
+        else [_size(x, free_dim) for x in tensors]
+    )
     if comm.size == 1:
         return _Met([(size,) for size in sizes])
     fits_header = len(sizes) <= _NUM_SIZES
     num_bytes = _num_bytes(tensors) if carry and fits_header else -1
     shown_sizes = sizes if fits_header else []
     padding = [0] * (_NUM_SIZES - len(shown_sizes))
-    header = (_digest(_describe(op, tree, free_dim, alike)), num_bytes, *shown_sizes, *padding)
+    header = (
+        _digest(_describe(op, tree, free_dim, alike)),
+        num_bytes,
+        *shown_sizes,
+        *padding,
+    )
     content = _content(tensors) if 0 <= num_bytes <= _ROOM else b""
-    envelope = bytearray((_HEADER.pack(*header) + content).ljust(_ENVELOPE_BYTES, b"\0"))
-    rows = [memoryview(row) for row in comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8)).numpy()]
+    envelope = bytearray(
+        (_HEADER.pack(*header) + content).ljust(_ENVELOPE_BYTES, b"\0")
+    )
+    rows = [
+        memoryview(row)
+        for row in comm.all_gather(
+            torch.frombuffer(envelope, dtype=torch.uint8)
+        ).numpy()
+    ]
     headers = [_HEADER.unpack_from(row) for row in rows]
     if len({digest for digest, *_ in headers}) > 1:
         raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
@@ -153,12 +191,17 @@ def _meet(
 
 
 def _digest(described: str) -> int:
-    return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True
+    )
 
 
 def _num_bytes(found: Sequence[Tensor]) -> int:
     """Return the bytes of the tensors, or -1 if they cannot be sent with a header, such as tensors on an accelerator."""
-    if any(type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided for x in found):
+    if any(
+        type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided
+        for x in found
+    ):
         return -1
     return sum(x.nbytes for x in found)
 
@@ -168,7 +211,9 @@ def _content(found: Sequence[Tensor]) -> bytes:
     return b"".join([_raw(x).numpy().tobytes() for x in found])
 
 
-def _taken_out(found: Sequence[Tensor], met: _Met, ragged: bool = False) -> list[Tensor]:
+def _taken_out(
+    found: Sequence[Tensor], met: _Met, ragged: bool = False
+) -> list[Tensor]:
     """Return the gathered tensors. Rows are contiguous in memory, so joining bytes joins rows."""
     assert met.contents is not None, "the tensors came with the headers"
     starts = [0] * len(met.contents)
@@ -184,7 +229,11 @@ def _taken_out(found: Sequence[Tensor], met: _Met, ragged: bool = False) -> list
             starts[rank] = end
         joined = bytearray().join(parts)
         shape = (sum(rows), *rest)
-        gathered.append(torch.frombuffer(joined, dtype=x.dtype).reshape(shape) if joined else x.new_empty(shape))
+        gathered.append(
+            torch.frombuffer(joined, dtype=x.dtype).reshape(shape)
+            if joined
+            else x.new_empty(shape)
+        )
     return gathered
 
 
@@ -202,7 +251,9 @@ def _describe(op: str, tree: Tree, free_dim: int | None, alike: bool = True) -> 
             if free_dim is not None and -len(shape) <= free_dim < len(shape):
                 shape[free_dim] = -1
             shape = shape if alike else [-1] * len(shape)
-            lines.append(f"{'.'.join(map(str, path)) or 'tensor'}: {shape} {str(leaf.dtype).removeprefix('torch.')}")
+            lines.append(
+                f"{'.'.join(map(str, path)) or 'tensor'}: {shape} {str(leaf.dtype).removeprefix('torch.')}"
+            )
     return "\n".join(lines)
 
 
@@ -210,7 +261,10 @@ def _mismatch(op: str, descriptions: Sequence[str], comm: Comm) -> MismatchError
     rows = []
     for member, text in enumerate(descriptions):
         called, *lines = text.split("\n")
-        rows.append(f"  rank {comm.ranks[member]}: {called} of " + ("; ".join(lines) or "no tensor"))
+        rows.append(
+            f"  rank {comm.ranks[member]}: {called} of "
+            + ("; ".join(lines) or "no tensor")
+        )
     return MismatchError(
         f"{op}: the ranks pass different inputs, so the result would be garbage or a hang.\n"
         + "\n".join(rows)

@@ -27,7 +27,9 @@ _TELL_AFTER_S = 30.0
 class RollCall:
     """Numbered check-ins of a fixed set of ranks; each rank calls `wait` in the same order."""
 
-    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
@@ -66,7 +68,13 @@ class RollCall:
                 if self._rank == next(
                     rank for rank in self._ranks if rank not in missing
                 ):  # one logs for all waiting ranks
-                    log.warning("rank %d has waited %.0f s at %r: %s", self._rank, waited, label, text)
+                    log.warning(
+                        "rank %d has waited %.0f s at %r: %s",
+                        self._rank,
+                        waited,
+                        label,
+                        text,
+                    )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
@@ -79,7 +87,9 @@ class RollCall:
                 elsewhere.append((rank, other))
         parts = [f"rank {rank} has not arrived" for rank in absent]
         parts += [f"rank {rank} is at {other!r} instead" for rank, other in elsewhere]
-        return (*absent, *(rank for rank, _ in elsewhere)), "; ".join(parts) or "everyone has arrived"
+        return (*absent, *(rank for rank, _ in elsewhere)), "; ".join(
+            parts
+        ) or "everyone has arrived"
 
     def _missing(self, turn: int, label: str, limit: float) -> MissingRanksError:
         missing, text = self._whereabouts(turn, label)
@@ -95,7 +105,11 @@ class RollCall:
         # known here, which leaves at most one small counter behind.
         if turn < 1:
             return
-        for key in (f"{turn}/open", f"{turn}/count/{label}", *(f"{turn}/{rank}" for rank in self._ranks)):
+        for key in (
+            f"{turn}/open",
+            f"{turn}/count/{label}",
+            *(f"{turn}/{rank}" for rank in self._ranks),
+        ):
             self._store.delete_key(key)
 
 
@@ -149,10 +163,14 @@ class ProcessGroupComm:
         self._timeout_s = timeout_s
         self._wire: dist.ProcessGroup | None = None
         """Group that exchanges tensors in host memory."""
-        self._gather_single: Callable[[Tensor, Tensor], dist.Work] | None = getattr(group, "all_gather_single", None)
+        self._gather_single: Callable[[Tensor, Tensor], dist.Work] | None = getattr(
+            group, "all_gather_single", None
+        )
         """The group's own method, without the checks of torch's function, which take as long as the rest of a small gather; torch<2.13 has none."""
         self._device_types = _device_types(group)
-        self._readable = device if device.type in self._device_types else torch.device("cpu")
+        self._readable = (
+            device if device.type in self._device_types else torch.device("cpu")
+        )
         """Device for tensors that the backends cannot read: the group's device, or host memory if they cannot read that either."""
         me = self.ranks[self.rank]
         # Communicators are created in the same order on every member, so a per-rank count numbers them equally.
@@ -168,10 +186,14 @@ class ProcessGroupComm:
             counted = self.all_reduce(x.to(torch.int64), kind)
             return counted.bool() if kind in ("min", "max") else counted
         if x.dtype in _NARROW:  # gloo cannot reduce these
-            return self.all_reduce(x.to(torch.int64), kind).to(torch.float32 if kind == "mean" else x.dtype)
+            return self.all_reduce(x.to(torch.int64), kind).to(
+                torch.float32 if kind == "mean" else x.dtype
+            )
         self.collectives.note("all_reduce", x)
         buffer = self._own(x, copy=True)
-        op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(kind, dist.ReduceOp.SUM)
+        op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(
+            kind, dist.ReduceOp.SUM
+        )
         dist.all_reduce(buffer, op, group=self.group)
         self.collectives.ended()
         result = buffer / self.size if kind == "mean" else buffer
@@ -179,11 +201,21 @@ class ProcessGroupComm:
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.collectives.note("all_gather", x)
-        if x.dtype == torch.uint8 and x.ndim == 1 and x.is_contiguous() and x.device.type in self._device_types:
-            gathered = x.new_empty(self.size * x.shape[0])  # bytes already: the envelope of every collective on trees
+        if (
+            x.dtype == torch.uint8
+            and x.ndim == 1
+            and x.is_contiguous()
+            and x.device.type in self._device_types
+        ):
+            # bytes already: the envelope of every collective on trees
+            gathered = x.new_empty(self.size * x.shape[0])
             self._gather(gathered, x)
             self.collectives.ended()
-            return gathered.view(self.size, -1) if x.shape[0] else gathered.reshape(self.size, 0)
+            return (
+                gathered.view(self.size, -1)
+                if x.shape[0]
+                else gathered.reshape(self.size, 0)
+            )
         raw = self._bytes(x)
         out = raw.new_empty(self.size * raw.numel())
         self._gather(out, raw)
@@ -204,11 +236,17 @@ class ProcessGroupComm:
         self.collectives.ended()
         return _from_bytes(raw, x.dtype, x.shape).to(x.device)
 
-    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
+    def scatter(
+        self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0
+    ) -> Tensor:
         sender = self._member(src)
         self.collectives.note("scatter", like)
         raw = torch.empty_like(self._bytes(like))
-        pieces = [self._bytes(part) for part in parts] if self.rank == src and parts is not None else None
+        pieces = (
+            [self._bytes(part) for part in parts]
+            if self.rank == src and parts is not None
+            else None
+        )
         dist.scatter(raw, pieces, src=sender, group=self.group)
         self.collectives.ended()
         return _from_bytes(raw, like.dtype, like.shape).to(like.device)
@@ -219,25 +257,43 @@ class ProcessGroupComm:
         rows = self.all_gather(_padded(message, max(lengths)))
         if error is not None:
             raise error
-        messages = (row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True))
+        messages = (
+            row[:length].numpy().tobytes()
+            for row, length in zip(rows, lengths, strict=True)
+        )
         return [_object_of(message, self.codec) for message in messages]
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
-        message, error = _message_of(obj, self.codec) if self.rank == src else (b"", None)
+    # Any: the caller's objects
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        message, error = (
+            _message_of(obj, self.codec) if self.rank == src else (b"", None)
+        )
         length = int(self.broadcast(torch.tensor(len(message)), src))
         sent = self.broadcast(_padded(message, length), src)
         if error is not None:
             raise error
         return _object_of(sent.numpy().tobytes(), self.codec)
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+    ) -> None:
         self.collectives.note("exchange")
         if self._wire is None:
             same = "cpu" in self._device_types
             limit = timedelta(seconds=self._timeout_s)
-            self._wire = self.group if same else dist.new_group(list(self.ranks), backend="gloo", timeout=limit)
+            self._wire = (
+                self.group
+                if same
+                else dist.new_group(list(self.ranks), backend="gloo", timeout=limit)
+            )
         ways = ((dist.isend, sends), (dist.irecv, receives))
-        begun = [begin(x, self._member(at), group=self._wire) for begin, list_ in ways for at, x in list_]
+        begun = [
+            begin(x, self._member(at), group=self._wire)
+            for begin, list_ in ways
+            for at, x in list_
+        ]
         for work in begun:
             if work is not None:
                 work.wait()
@@ -250,9 +306,13 @@ class ProcessGroupComm:
 
     def twin(self) -> ProcessGroupComm:
         group = dist.new_group(
-            list(self.ranks), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True
+            list(self.ranks),
+            timeout=timedelta(seconds=self._timeout_s),
+            use_local_synchronization=True,
         )
-        return ProcessGroupComm(group, self.store, self.device, self._timeout_s, self.codec)
+        return ProcessGroupComm(
+            group, self.store, self.device, self._timeout_s, self.codec
+        )
 
     def close(self) -> None:
         """Destroy the group. Called only by its owner."""
@@ -260,7 +320,9 @@ class ProcessGroupComm:
 
     def _member(self, src: int) -> int:
         if not 0 <= src < self.size:
-            raise CommError(f"src={src} is not a position in a group of {self.size}; use 0 to {self.size - 1}.")
+            raise CommError(
+                f"src={src} is not a position in a group of {self.size}; use 0 to {self.size - 1}."
+            )
         return self.ranks[src]
 
     def _own(self, x: Tensor, copy: bool = False) -> Tensor:
@@ -287,8 +349,11 @@ def _from_bytes(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
 def _device_types(group: dist.ProcessGroup) -> frozenset[str]:
     """Return the device types whose tensors the group's backends accept, such as {"cpu", "cuda"}."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    return frozenset(part.partition(":")[0] for part in str(config).split(",") if ":" in part)
+    return frozenset(
+        part.partition(":")[0] for part in str(config).split(",") if ":" in part
+    )
 
 
 def _tag(ranks: Sequence[int]) -> str:
-    return f"{len(ranks)}-{hash(tuple(ranks)) & 0xFFFFFFFF:x}"  # hashes of int tuples are the same in every process
+    # hashes of int tuples are the same in every process
+    return f"{len(ranks)}-{hash(tuple(ranks)) & 0xFFFFFFFF:x}"

@@ -30,7 +30,11 @@ _CORE: Final[tuple[Absent, ...]] = (
         "choosing lengths or attention kernels for sequence parallelism",
         "sequences may have any length that sp_size divides, and the kernel is that of scaled_dot_product_attention; leave it out",
     ),
-    Absent("fp8.te.interval", "an interval between scaling factors", "Transformer Engine computes them in every step"),
+    Absent(
+        "fp8.te.interval",
+        "an interval between scaling factors",
+        "Transformer Engine computes them in every step",
+    ),
     Absent(
         "gradient_accumulation.adjust_scheduler",
         "counting micro-steps in schedulers",
@@ -47,14 +51,21 @@ ABSENT: Final[tuple[Absent, ...]] = (
 )
 
 _PATHS: Final = frozenset(
-    info.path for row in ABSENT for path in (row.path,) for info in FIELDS if info.path[: len(path)] == path
+    info.path
+    for row in ABSENT
+    for path in (row.path,)
+    for info in FIELDS
+    if info.path[: len(path)] == path
 )
 """Settings of which some values are refused."""
 
 
 def is_absent(path: Path) -> bool:
     """Return whether this version supports no value of this setting but its default."""
-    return any(path[: len(row.path)] == row.path and path[-1] not in row.but and not row.values for row in ABSENT)
+    return any(
+        path[: len(row.path)] == row.path and path[-1] not in row.but and not row.values
+        for row in ABSENT
+    )
 
 
 def refused(entries: Mapping[Path, SettingEntry]) -> list[ConfigError]:
@@ -63,12 +74,20 @@ def refused(entries: Mapping[Path, SettingEntry]) -> list[ConfigError]:
     Variables of other tools are ignored if they only set options of a strategy that was not chosen.
     """
     strategy_and_launch_errors = list(
-        _complaints({path: entry for path, entry in entries.items() if path[0] in ("strategy", "launch")})
+        _complaints(
+            {
+                path: entry
+                for path, entry in entries.items()
+                if path[0] in ("strategy", "launch")
+            }
+        )
     )
     if strategy_and_launch_errors:
         return strategy_and_launch_errors
     hasten_entries = {
-        p: e for p, e in entries.items() if e.source.kind != "environment" or e.source.detail.startswith("HASTEN_")
+        p: e
+        for p, e in entries.items()
+        if e.source.kind != "environment" or e.source.detail.startswith("HASTEN_")
     }
     return list(_complaints(hasten_entries))
 
@@ -99,4 +118,8 @@ def refuses(row: Absent, path: Path, value: Any) -> bool:  # Any: a value of the
     if path[: len(row.path)] != row.path or path[-1] in row.but:
         return False
     info = BY_PATH[path]
-    return value in row.values if row.values else bool(value != default_of(info.owner, path[-1]))
+    return (
+        value in row.values
+        if row.values
+        else bool(value != default_of(info.owner, path[-1]))
+    )

@@ -11,10 +11,27 @@ from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
 from types import NoneType
-from typing import Any, ClassVar, Final, Literal, Self, TypeVar, cast, dataclass_transform, get_args, get_origin
+from typing import (
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    Self,
+    TypeVar,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 from hasten.config.decode import Mismatch, decode, describe, is_nothing
-from hasten.errors import ConfigError, ExtensionError, HastenWarning, SettingValueError, UnknownSettingError
+from hasten.errors import (
+    ConfigError,
+    ExtensionError,
+    HastenWarning,
+    SettingValueError,
+    UnknownSettingError,
+)
 from hasten.extension import offers
 
 _META: Final = "hasten"
@@ -30,9 +47,16 @@ class _Signature:
     def __get__(self, section: Section | None, cls: type[Section]) -> inspect.Signature:
         parameters = []
         for name, spec in cls.__dataclass_fields__.items():
-            default = default_of(cls, name) if _has_default(spec) else inspect.Parameter.empty
+            default = (
+                default_of(cls, name) if _has_default(spec) else inspect.Parameter.empty
+            )
             parameters.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=spec.type)
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=spec.type,
+                )
             )
         return inspect.Signature(parameters)
 
@@ -105,15 +129,23 @@ class Section:
                 value = fit(cls, name, value, f"{cls.__name__}({name}={value!r})")
                 given_names.add(name)
             elif _has_default(spec):
-                value = spec.default if spec.default_factory is MISSING else spec.default_factory()
+                value = (
+                    spec.default
+                    if spec.default_factory is MISSING
+                    else spec.default_factory()
+                )
             else:
-                raise ConfigError(f"{cls.__name__} has no default for {name}, so it must be given; add {name}=....")
+                raise ConfigError(
+                    f"{cls.__name__} has no default for {name}, so it must be given; add {name}=...."
+                )
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_given", frozenset(given_names))
 
     def replace(self, **values: Any) -> Self:
         """Return a copy with other values of these fields, which counts them and the fields given before as given."""
-        return type(self)(**{name: getattr(self, name) for name in given(self)} | values)
+        return type(self)(
+            **{name: getattr(self, name) for name in given(self)} | values
+        )
 
     def mesh_degrees(self) -> Mapping[str, int]:
         """Return the sizes of mesh axes that an engine's settings determine; the others are those of `parallelism`."""
@@ -155,13 +187,18 @@ class Section:
     def __eq__(self, section: object) -> bool:
         if type(section) is not type(self):
             return NotImplemented
-        return all(getattr(self, name) == getattr(section, name) for name in self.__dataclass_fields__)
+        return all(
+            getattr(self, name) == getattr(section, name)
+            for name in self.__dataclass_fields__
+        )
 
     def __hash__(self) -> int:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     def __repr__(self) -> str:
-        shown = (f"{name}={getattr(self, name)!r}" for name in self.__dataclass_fields__)
+        shown = (
+            f"{name}={getattr(self, name)!r}" for name in self.__dataclass_fields__
+        )
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
@@ -170,16 +207,20 @@ class Meta:
     """Metadata of one field besides its type and default."""
 
     help: str
-    code_only: bool = False  # holds Python objects: not settable in a file, flag or variable
+    # holds Python objects: not settable in a file, flag or variable
+    code_only: bool = False
     minimum: float | None = None
     maximum: float | None = None
-    also: tuple[int, ...] = ()  # values below the minimum with a special meaning, such as -1
-    flag: str = ""  # name of the flag, if it is not the section's prefix plus the field's name
+    # values below the minimum with a special meaning, such as -1
+    also: tuple[int, ...] = ()
+    # name of the flag, if it is not the section's prefix plus the field's name
+    flag: str = ""
     flags: tuple[str, ...] = ()  # further names of the flag, those of Accelerate
     short: str = ""  # one letter
     prefix: str | None = None  # of a section: prefix of its fields' flags
     path: bool = False  # names a file or folder
-    lines: bool = False  # a list whose items may contain commas: text has one item per line
+    # a list whose items may contain commas: text has one item per line
+    lines: bool = False
 
 
 def setting(
@@ -208,7 +249,8 @@ def with_extensions(prefix: str) -> Callable[[type[S]], type[S]]:
                 section = offer.load()
             except (
                 ExtensionError
-            ) as error:  # a package that cannot be imported must not stop a run that does not use it
+                # a package that cannot be imported must not stop a run that does not use it
+            ) as error:
                 warnings.warn(str(error), HastenWarning, stacklevel=2)
                 continue
             if name in cls.__annotations__:
@@ -217,7 +259,13 @@ def with_extensions(prefix: str) -> Callable[[type[S]], type[S]]:
                 )
             names = section.section_names
             cls.__annotations__[name] = section
-            setattr(cls, name, setting(factory=section, help=names.flag_group, prefix=names.flag_prefix))
+            setattr(
+                cls,
+                name,
+                setting(
+                    factory=section, help=names.flag_group, prefix=names.flag_prefix
+                ),
+            )
         return cls
 
     return add_sections
@@ -226,14 +274,19 @@ def with_extensions(prefix: str) -> Callable[[type[S]], type[S]]:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type[S]) -> type[S]:
     """Make `cls` a frozen, keyword-only, slotted dataclass whose instances record the explicitly passed fields."""
-    return cast(type[S], dataclass(init=False, repr=False, eq=False, kw_only=True, slots=True)(cls))
+    return cast(
+        type[S],
+        dataclass(init=False, repr=False, eq=False, kw_only=True, slots=True)(cls),
+    )
 
 
 def _has_default(spec: Field[Any]) -> bool:
     return spec.default is not MISSING or spec.default_factory is not MISSING
 
 
-def _wrong_names(cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[str, Any]) -> ConfigError:
+def _wrong_names(
+    cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[str, Any]
+) -> ConfigError:
     """Return the error for values without the name of a setting; it names the class and the nearest setting."""
     setting_names = list(cls.__dataclass_fields__)
     if unnamed:
@@ -243,13 +296,21 @@ def _wrong_names(cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[s
         )
     unknown = next(name for name in values if name not in setting_names)
     similar_names = get_close_matches(unknown, setting_names, n=1, cutoff=0.5)
-    hint = f"did you mean {similar_names[0]}?" if similar_names else f"it has {', '.join(setting_names)}."
+    hint = (
+        f"did you mean {similar_names[0]}?"
+        if similar_names
+        else f"it has {', '.join(setting_names)}."
+    )
     return UnknownSettingError(f"{cls.__name__} has no setting {unknown!r}; {hint}")
 
 
 def _refuses_none(cls: type[Section], name: str) -> bool:
     spec = cls.__dataclass_fields__.get(name)
-    return spec is not None and spec.type is not Any and NoneType not in get_args(spec.type)
+    return (
+        spec is not None
+        and spec.type is not Any
+        and NoneType not in get_args(spec.type)
+    )
 
 
 def given(section: Section) -> frozenset[str]:
@@ -262,14 +323,18 @@ def given(section: Section) -> frozenset[str]:
         return section._given
     except AttributeError:
         return frozenset(
-            name for name in section.__dataclass_fields__ if getattr(section, name) != default_of(type(section), name)
+            name
+            for name in section.__dataclass_fields__
+            if getattr(section, name) != default_of(type(section), name)
         )
 
 
 def default_of(cls: type[Section], name: str) -> Any:
     """Return the default value of a field."""
     spec = cls.__dataclass_fields__[name]
-    return spec.default_factory() if spec.default_factory is not MISSING else spec.default
+    return (
+        spec.default_factory() if spec.default_factory is not MISSING else spec.default
+    )
 
 
 def meta_of(cls: type[Section], name: str) -> Meta:
@@ -277,16 +342,29 @@ def meta_of(cls: type[Section], name: str) -> Meta:
     return cast(Meta, cls.__dataclass_fields__[name].metadata[_META])
 
 
-def fit(cls: type[Section], name: str, value: Any, source_text: object, *, text: bool = False) -> Any:
+def fit(
+    cls: type[Section],
+    name: str,
+    value: Any,
+    source_text: object,
+    *,
+    text: bool = False,
+) -> Any:
     """Return `value` converted to the field's type, after checking its range.
 
     Raises: SettingValueError that starts with `str(place)` and names the expected type.
     """
     spec = cls.__dataclass_fields__[name]
     meta: Meta = spec.metadata[_META]
-    exact = type(value) is spec.type and spec.type not in (float, timedelta)  # those have values that are refused
-    fitted_value = value if exact else _converted(value, spec.type, meta, source_text, text)
-    if meta.path and (isinstance(value, int) or (isinstance(fitted_value, str) and "\0" in fitted_value)):
+    # those have values that are refused
+    exact = type(value) is spec.type and spec.type not in (float, timedelta)
+    fitted_value = (
+        value if exact else _converted(value, spec.type, meta, source_text, text)
+    )
+    if meta.path and (
+        isinstance(value, int)
+        or (isinstance(fitted_value, str) and "\0" in fitted_value)
+    ):
         why = (
             "contains a NUL character, and no file system accepts one"
             if isinstance(fitted_value, str) and "\0" in fitted_value
@@ -298,22 +376,42 @@ def fit(cls: type[Section], name: str, value: Any, source_text: object, *, text:
     if not isinstance(fitted_value, int | float) or isinstance(fitted_value, bool):
         return fitted_value
     if abs(fitted_value) > _LARGEST and isinstance(fitted_value, int):
-        raise SettingValueError(f"{source_text}: out of range ({meta.help}); give a number of at most 64 bits.")
+        raise SettingValueError(
+            f"{source_text}: out of range ({meta.help}); give a number of at most 64 bits."
+        )
     if meta.maximum is not None and fitted_value > meta.maximum:
-        raise SettingValueError(f"{source_text}: out of range ({meta.help}); give at most {meta.maximum:.15g}.")
-    if meta.minimum is not None and fitted_value < meta.minimum and fitted_value not in meta.also:
+        raise SettingValueError(
+            f"{source_text}: out of range ({meta.help}); give at most {meta.maximum:.15g}."
+        )
+    if (
+        meta.minimum is not None
+        and fitted_value < meta.minimum
+        and fitted_value not in meta.also
+    ):
         also = "".join(f", or {special}" for special in meta.also)
-        raise SettingValueError(f"{source_text}: out of range ({meta.help}); give at least {meta.minimum:g}{also}.")
+        raise SettingValueError(
+            f"{source_text}: out of range ({meta.help}); give at least {meta.minimum:g}{also}."
+        )
     return fitted_value
 
 
 def _converted(value: Any, tp: Any, meta: Meta, source_text: object, text: bool) -> Any:
     listed = meta.lines and isinstance(value, str) and not is_nothing(value)
     try:
-        return decode([line for line in value.splitlines() if line.strip()] if listed else value, tp, text=text)
+        return decode(
+            [line for line in value.splitlines() if line.strip()] if listed else value,
+            tp,
+            text=text,
+        )
     except Mismatch as error:
-        got = "" if isinstance(value, str) and choices_of(tp) else f"got {kind_of(value)}, "
-        raise SettingValueError(f"{source_text}: {got}expected {describe(tp)}{advice(value, tp)}.") from error
+        got = (
+            ""
+            if isinstance(value, str) and choices_of(tp)
+            else f"got {kind_of(value)}, "
+        )
+        raise SettingValueError(
+            f"{source_text}: {got}expected {describe(tp)}{advice(value, tp)}."
+        ) from error
 
 
 def kind_of(value: Any) -> str:
@@ -340,7 +438,9 @@ def advice(value: Any, tp: Any) -> str:
             decode(value, tp, text=True)
             return "; remove the quotes"
         except Mismatch:
-            if similar_choices := get_close_matches(value.lower(), choices_of(tp), n=1, cutoff=0.5):
+            if similar_choices := get_close_matches(
+                value.lower(), choices_of(tp), n=1, cutoff=0.5
+            ):
                 return f"; the nearest is {similar_choices[0]!r}"
     return ""
 
@@ -348,5 +448,8 @@ def advice(value: Any, tp: Any) -> str:
 def choices_of(tp: Any) -> list[str]:
     """Return the words of the closed sets in a type."""
     return [
-        str(choice) for member in (tp, *get_args(tp)) if get_origin(member) is Literal for choice in get_args(member)
+        str(choice)
+        for member in (tp, *get_args(tp))
+        if get_origin(member) is Literal
+        for choice in get_args(member)
     ]

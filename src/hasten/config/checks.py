@@ -18,16 +18,26 @@ from hasten.extension import offers
 Winners = dict[Path, SettingEntry]
 Shadowed = dict[Path, tuple[SettingEntry, ...]]
 
-EXCLUSIVE_DEVICES: Final[tuple[Path, ...]] = (("cpu",), ("launch", "multi_gpu"), ("launch", "tpu"))
+EXCLUSIVE_DEVICES: Final[tuple[Path, ...]] = (
+    ("cpu",),
+    ("launch", "multi_gpu"),
+    ("launch", "tpu"),
+)
 ENGINES: Final = MappingProxyType(
-    {path[0]: section.section_names.strategy for path, section in SECTIONS.items() if section.section_names.strategy}
+    {
+        path[0]: section.section_names.strategy
+        for path, section in SECTIONS.items()
+        if section.section_names.strategy
+    }
 )
 """Strategy of each section that belongs to a single one."""
 _EXCLUSIVE: Final = frozenset({"launch", *ENGINES})
 """Sections without which there is nothing to choose between."""
 
 
-def settle_choices(winners: Winners, shadowed: Shadowed, problems: Problems) -> tuple[Winners, Shadowed, list[str]]:
+def settle_choices(
+    winners: Winners, shadowed: Shadowed, problems: Problems
+) -> tuple[Winners, Shadowed, list[str]]:
     """Return the entries after exclusive choices were made, with notes about the choices."""
     if _EXCLUSIVE.isdisjoint(path[0] for path in winners):
         return winners, shadowed, []
@@ -38,19 +48,40 @@ def settle_choices(winners: Winners, shadowed: Shadowed, problems: Problems) -> 
     return winners, shadowed, notes
 
 
-def _settle_places(winners: Winners, shadowed: Shadowed, notes: list[str], problems: Problems) -> None:
+def _settle_places(
+    winners: Winners, shadowed: Shadowed, notes: list[str], problems: Problems
+) -> None:
     """Select one of cpu, multi_gpu and tpu, which are mutually exclusive."""
-    device_entries = [winners[path] for path in EXCLUSIVE_DEVICES if path in winners and winners[path].value]
+    device_entries = [
+        winners[path]
+        for path in EXCLUSIVE_DEVICES
+        if path in winners and winners[path].value
+    ]
     if len(device_entries) < 2:
         return
-    device_entries.sort(key=lambda entry: (entry.source.level, not entry.weak), reverse=True)
+    device_entries.sort(
+        key=lambda entry: (entry.source.level, not entry.weak), reverse=True
+    )
     strongest_entry = device_entries[0]
     for weaker_entry in device_entries[1:]:
-        if (weaker_entry.source.level, weaker_entry.weak) == (strongest_entry.source.level, strongest_entry.weak):
-            problems.add(contradiction(strongest_entry, weaker_entry, "training runs in one place", "keep one"))
+        if (weaker_entry.source.level, weaker_entry.weak) == (
+            strongest_entry.source.level,
+            strongest_entry.weak,
+        ):
+            problems.add(
+                contradiction(
+                    strongest_entry,
+                    weaker_entry,
+                    "training runs in one place",
+                    "keep one",
+                )
+            )
             continue
         del winners[weaker_entry.path]
-        shadowed[weaker_entry.path] = (weaker_entry, *shadowed.get(weaker_entry.path, ()))
+        shadowed[weaker_entry.path] = (
+            weaker_entry,
+            *shadowed.get(weaker_entry.path, ()),
+        )
         notes.append(
             f"{strongest_entry.name} ({strongest_entry.source}) outranks {weaker_entry.name} ({weaker_entry.source})"
         )
@@ -61,16 +92,26 @@ def _infer_strategy(winners: Winners, notes: list[str]) -> None:
     if ("strategy",) in winners and winners[("strategy",)].value != "auto":
         return
     # Stale variables are too weak a hint to shard a model; files, flags and code are not.
-    hints = [entry for entry in _engine_entries(winners) if entry.source.kind != "environment"]
+    hints = [
+        entry
+        for entry in _engine_entries(winners)
+        if entry.source.kind != "environment"
+    ]
     if len({entry.path[0] for entry in hints}) == 1:
         hint = hints[0]
         value = ENGINES[hint.path[0]]
-        winners[("strategy",)] = replace(hint, path=("strategy",), value=value, said="strategy", weak=True)
-        notes.append(f"strategy: {value} is chosen because {hint.spelled} is given ({hint.source})")
+        winners[("strategy",)] = replace(
+            hint, path=("strategy",), value=value, said="strategy", weak=True
+        )
+        notes.append(
+            f"strategy: {value} is chosen because {hint.spelled} is given ({hint.source})"
+        )
     elif len({entry.path[0] for entry in hints}) > 1:
         pass  # _settle_engines reports the conflict
     elif (tpu := winners.get(("launch", "tpu"))) and tpu.value:
-        winners[("strategy",)] = replace(tpu, path=("strategy",), value="xla", said="strategy", weak=True)
+        winners[("strategy",)] = replace(
+            tpu, path=("strategy",), value="xla", said="strategy", weak=True
+        )
 
 
 def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> None:
@@ -78,20 +119,36 @@ def _settle_engines(winners: Winners, notes: list[str], problems: Problems) -> N
     strategy = winners.get(("strategy",))
     hints = _engine_entries(winners)
     if strategy is None or strategy.value == "auto":
-        first = next((entry for entry in hints if entry.source.kind != "environment"), None)
+        first = next(
+            (entry for entry in hints if entry.source.kind != "environment"), None
+        )
         for hint in hints:
-            if first and hint.path[0] != first.path[0] and hint.source.level == first.source.level:
+            if (
+                first
+                and hint.path[0] != first.path[0]
+                and hint.source.level == first.source.level
+            ):
                 why = "one strategy trains a model"
-                problems.add(contradiction(first, hint, why, "remove one, or name the strategy"))
+                problems.add(
+                    contradiction(first, hint, why, "remove one, or name the strategy")
+                )
                 return
         return
     for entry in hints:
-        if ENGINES[entry.path[0]] == strategy.value or entry.source.kind == "environment":
+        if (
+            ENGINES[entry.path[0]] == strategy.value
+            or entry.source.kind == "environment"
+        ):
             continue
         if entry.source.level >= strategy.source.level:
             why = f"{entry.path[0]} options have no effect under strategy {strategy.value}"
             problems.add(
-                contradiction(strategy, entry, why, f"set strategy: {entry.path[0]} or remove {entry.spelled}")
+                contradiction(
+                    strategy,
+                    entry,
+                    why,
+                    f"set strategy: {entry.path[0]} or remove {entry.spelled}",
+                )
             )
             return
         note_text = f"{entry.path[0]} options of {entry.source} rest: strategy is {strategy.value} ({strategy.source})"
@@ -103,11 +160,15 @@ def _engine_entries(winners: Winners) -> list[SettingEntry]:
     return [
         entry
         for path, entry in winners.items()
-        if path[0] in ENGINES and path in BY_PATH and entry.value != BY_PATH[path].default
+        if path[0] in ENGINES
+        and path in BY_PATH
+        and entry.value != BY_PATH[path].default
     ]
 
 
-def contradiction(first: SettingEntry, second: SettingEntry, why: str, remedy: str) -> ContradictionError:
+def contradiction(
+    first: SettingEntry, second: SettingEntry, why: str, remedy: str
+) -> ContradictionError:
     """Return the error for two contradictory settings, naming both values and both sources."""
     return ContradictionError(
         f"{first.name}: {shown(first.value)} ({first.source}) contradicts {second.name}: {shown(second.value)} "
@@ -131,7 +192,8 @@ def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
     for (name, *_), section_class in SECTIONS.items():
         if name in given_sections and section_class.section_names.rules:
             module_name, _, attribute = section_class.section_names.rules.partition(":")
-            for rule in getattr(import_module(module_name), attribute):  # the section's module cannot import this one
+            # the section's module cannot import this one
+            for rule in getattr(import_module(module_name), attribute):
                 errors += rule(config, entries)
     return errors
 
@@ -148,22 +210,40 @@ def at(config: Config, entries: Entries, name: str) -> SettingEntry:
 def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that fp8 recipes are given with mixed_precision fp8, and for the chosen backend."""
     recipe = next(
-        (entry for path, entry in entries.items() if path[0] == "fp8" and entry.source.kind != "environment"), None
+        (
+            entry
+            for path, entry in entries.items()
+            if path[0] == "fp8" and entry.source.kind != "environment"
+        ),
+        None,
     )
     precision_entry = at(config, entries, "mixed_precision")
-    if recipe and config.mixed_precision != "fp8" and recipe.source.level >= precision_entry.source.level:
+    if (
+        recipe
+        and config.mixed_precision != "fp8"
+        and recipe.source.level >= precision_entry.source.level
+    ):
         yield contradiction(
-            precision_entry, recipe, "an fp8 recipe has an effect under fp8 only", "set mixed_precision: fp8"
+            precision_entry,
+            recipe,
+            "an fp8 recipe has an effect under fp8 only",
+            "set mixed_precision: fp8",
         )
     te, ao = (
-        {path: entry for path, entry in entries.items() if path[:2] == ("fp8", backend_name)}
+        {
+            path: entry
+            for path, entry in entries.items()
+            if path[:2] == ("fp8", backend_name)
+        }
         for backend_name in ("te", "ao")
     )
     for backend, backend_entries in (("ao", te), ("te", ao)):
         if config.fp8.backend == backend and backend_entries:
             recipe_entry = next(iter(backend_entries.values()))
             why = f"{recipe_entry.name} belongs to the other implementation"
-            yield contradiction(at(config, entries, "fp8.backend"), recipe_entry, why, "keep one")
+            yield contradiction(
+                at(config, entries, "fp8.backend"), recipe_entry, why, "keep one"
+            )
 
 
 def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
@@ -172,19 +252,39 @@ def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     processes_ = at(config, entries, "launch.num_processes")
     machines = at(config, entries, "launch.num_machines")
     if launch.num_processes and launch.num_processes < launch.num_machines:
-        yield contradiction(processes_, machines, "every machine needs a process", "raise num_processes")
-    if launch.machine_rank is not None and launch.machine_rank >= launch.num_machines and not launch.nnodes:
+        yield contradiction(
+            processes_, machines, "every machine needs a process", "raise num_processes"
+        )
+    if (
+        launch.machine_rank is not None
+        and launch.machine_rank >= launch.num_machines
+        and not launch.nnodes
+    ):
         rank = at(config, entries, "launch.machine_rank")
         remedy = f"give a machine_rank from 0 to {launch.num_machines - 1}"
         yield contradiction(rank, machines, "machines are numbered from 0", remedy)
-    if launch.nnodes and launch.num_machines > 1 and launch.nnodes != str(launch.num_machines):
+    if (
+        launch.nnodes
+        and launch.num_machines > 1
+        and launch.nnodes != str(launch.num_machines)
+    ):
         nnodes = at(config, entries, "launch.nnodes")
-        yield contradiction(nnodes, machines, "both say how many machines there are", "keep one")
+        yield contradiction(
+            nnodes, machines, "both say how many machines there are", "keep one"
+        )
     if launch.num_processes and launch.num_processes > 1 and config.strategy == "none":
         strategy = at(config, entries, "strategy")
-        yield contradiction(strategy, processes_, "strategy none trains in one process", "set strategy: ddp")
+        yield contradiction(
+            strategy,
+            processes_,
+            "strategy none trains in one process",
+            "set strategy: ddp",
+        )
     if launch.module and launch.no_python:
-        module, program = at(config, entries, "launch.module"), at(config, entries, "launch.no_python")
+        module, program = (
+            at(config, entries, "launch.module"),
+            at(config, entries, "launch.no_python"),
+        )
         yield contradiction(module, program, "a module is run by Python", "keep one")
 
 
@@ -197,12 +297,21 @@ def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
     cpu = at(config, entries, "cpu")
     if config.cpu and named.source.level >= cpu.source.level:
         yield contradiction(cpu, named, "the CPU has no device numbers", "remove one")
-    if not config.cpu and launch.num_machines == 1 and launch.num_processes and launch.num_processes > len(ids):
+    if (
+        not config.cpu
+        and launch.num_machines == 1
+        and launch.num_processes
+        and launch.num_processes > len(ids)
+    ):
         count = at(config, entries, "launch.num_processes")
         remedy = f"set num_processes: {len(ids)} or name more devices"
-        yield contradiction(count, named, "each process needs a device of its own", remedy)
+        yield contradiction(
+            count, named, "each process needs a device of its own", remedy
+        )
     if len(set(ids)) != len(ids):
-        yield SettingValueError(f"{named.place}: a device is named twice; name each device once.")
+        yield SettingValueError(
+            f"{named.place}: a device is named twice; name each device once."
+        )
     if ids and min(ids) < 0:
         yield SettingValueError(
             f"{named.place}: devices are counted from 0, and {min(ids)} would hide them all; name devices from 0."
@@ -214,9 +323,15 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
     if (text := config.launch.nnodes) is None:
         return
     low, _, high = text.partition(":")
-    if not low.isdigit() or (high and not high.isdigit()) or not 1 <= int(low) <= int(high or low):
+    if (
+        not low.isdigit()
+        or (high and not high.isdigit())
+        or not 1 <= int(low) <= int(high or low)
+    ):
         entry = at(config, entries, "launch.nnodes")
-        yield SettingValueError(f"{entry.place}: expected a number or min:max, such as 1:2.")
+        yield SettingValueError(
+            f"{entry.place}: expected a number or min:max, such as 1:2."
+        )
 
 
 def exit_codes(config: Config, entries: Entries) -> Iterator[ConfigError]:
@@ -224,28 +339,62 @@ def exit_codes(config: Config, entries: Entries) -> Iterator[ConfigError]:
     codes = [*config.launch.exit_codes, *config.launch.exit_codes.values()]
     if not all(str(code).isdecimal() and 0 < int(code) < 256 for code in codes):
         entry = at(config, entries, "launch.exit_codes")
-        yield SettingValueError(f"{entry.place}: exit codes are numbers from 1 to 255; write pairs such as 85=143.")
+        yield SettingValueError(
+            f"{entry.place}: exit codes are numbers from 1 to 255; write pairs such as 85=143."
+        )
 
 
 def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the sizes of the mesh divide the number of processes."""
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
+    names = (
+        "dp_replicate_size",
+        "dp_shard_size",
+        "tp_size",
+        "cp_size",
+        "sp_size",
+        "pp_size",
+    )
     sizes = {name: getattr(config.parallelism, name) for name in names}
     filled = [name for name, size in sizes.items() if size == -1]
     if len(filled) > 1:
-        first, second = (at(config, entries, f"parallelism.{name}") for name in filled[:2])
-        yield contradiction(first, second, "only one axis can take what is left", "give one of them a number")
+        first, second = (
+            at(config, entries, f"parallelism.{name}") for name in filled[:2]
+        )
+        yield contradiction(
+            first,
+            second,
+            "only one axis can take what is left",
+            "give one of them a number",
+        )
         return
-    total, fixed = config.launch.num_processes, {n: s for n, s in sizes.items() if s and s > 1}
+    total, fixed = (
+        config.launch.num_processes,
+        {n: s for n, s in sizes.items() if s and s > 1},
+    )
     if total and fixed and not config.launch.nnodes:
         product = prod(fixed.values())
         count = at(config, entries, "launch.num_processes")
-        blamed = at(config, entries, f"parallelism.{max(fixed, key=lambda name: fixed[name])}")
+        blamed = at(
+            config, entries, f"parallelism.{max(fixed, key=lambda name: fixed[name])}"
+        )
         shape = " × ".join(f"{name} {size}" for name, size in fixed.items())
-        open_axis = bool(filled) or sizes["dp_replicate_size"] is None or sizes["dp_shard_size"] is None
+        open_axis = (
+            bool(filled)
+            or sizes["dp_replicate_size"] is None
+            or sizes["dp_shard_size"] is None
+        )
         if total % product or (not open_axis and total != product):
-            remedy = f"use a multiple of {product} processes" if open_axis else f"use {product} processes"
-            yield contradiction(blamed, count, f"{shape} = {product} does not fit {total} processes", remedy)
+            remedy = (
+                f"use a multiple of {product} processes"
+                if open_axis
+                else f"use {product} processes"
+            )
+            yield contradiction(
+                blamed,
+                count,
+                f"{shape} = {product} does not fit {total} processes",
+                remedy,
+            )
 
 
 def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
@@ -254,63 +403,128 @@ def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]
     sizes = config.parallelism
     if config.strategy == "ddp" and (sizes.dp_shard_size or 1) > 1:
         shard = at(config, entries, "parallelism.dp_shard_size")
-        yield contradiction(strategy, shard, "ddp keeps whole copies", "set strategy: fsdp")
+        yield contradiction(
+            strategy, shard, "ddp keeps whole copies", "set strategy: fsdp"
+        )
     if sizes.cp_size > 1 and sizes.sp_size > 1:
-        cp, sp = at(config, entries, "parallelism.cp_size"), at(config, entries, "parallelism.sp_size")
+        cp, sp = (
+            at(config, entries, "parallelism.cp_size"),
+            at(config, entries, "parallelism.sp_size"),
+        )
         yield contradiction(cp, sp, "both split the sequence", "keep one")
     engine_axes = _mesh_settings(config.strategy)
     if sizes.sp_size > 1 and config.strategy != "auto" and "sp_size" not in engine_axes:
         sp = at(config, entries, "parallelism.sp_size")
-        yield contradiction(strategy, sp, "sequence parallelism of this kind is DeepSpeed's", "set strategy: deepspeed")
+        yield contradiction(
+            strategy,
+            sp,
+            "sequence parallelism of this kind is DeepSpeed's",
+            "set strategy: deepspeed",
+        )
     if config.strategy in offers("strategies"):
         for name in ("tp_size", "pp_size", "ep_size", "cp_size"):
             if getattr(sizes, name) != 1 and name not in engine_axes:
                 axis = at(config, entries, f"parallelism.{name}")
                 why = f"{config.strategy} lays out its own processes"
-                yield contradiction(strategy, axis, why, "use the strategy's own options, or strategy: fsdp")
+                yield contradiction(
+                    strategy,
+                    axis,
+                    why,
+                    "use the strategy's own options, or strategy: fsdp",
+                )
 
 
 def _mesh_settings(strategy: str) -> tuple[str, ...]:
     """Return the degrees of `parallelism` that an engine supports."""
-    names = [section.section_names for section in SECTIONS.values() if section.section_names.strategy == strategy]
+    names = [
+        section.section_names
+        for section in SECTIONS.values()
+        if section.section_names.strategy == strategy
+    ]
     return names[0].mesh_settings if names else ()
 
 
 def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that wrap policies have the option they need and no other."""
     policy = at(config, entries, "fsdp.auto_wrap_policy")
-    if config.fsdp.transformer_cls_names_to_wrap and config.fsdp.auto_wrap_policy in ("size_based_wrap", "no_wrap"):
+    if config.fsdp.transformer_cls_names_to_wrap and config.fsdp.auto_wrap_policy in (
+        "size_based_wrap",
+        "no_wrap",
+    ):
         names = at(config, entries, "fsdp.transformer_cls_names_to_wrap")
-        yield contradiction(policy, names, "class names need the transformer policy", "set transformer_based_wrap")
+        yield contradiction(
+            policy,
+            names,
+            "class names need the transformer policy",
+            "set transformer_based_wrap",
+        )
     size = at(config, entries, "fsdp.min_num_params")
     # Accelerate's files contain a size beside any policy; Accelerate never read it there.
-    stray = config.fsdp.min_num_params and config.fsdp.auto_wrap_policy in ("transformer_based_wrap", "no_wrap")
+    stray = config.fsdp.min_num_params and config.fsdp.auto_wrap_policy in (
+        "transformer_based_wrap",
+        "no_wrap",
+    )
     if stray and size.source.kind != "environment" and not size.said:
-        yield contradiction(policy, size, "a size needs the size policy", "set size_based_wrap or remove the size")
-    if config.fsdp.activation_checkpointing_offload and not config.fsdp.activation_checkpointing:
+        yield contradiction(
+            policy,
+            size,
+            "a size needs the size policy",
+            "set size_based_wrap or remove the size",
+        )
+    if (
+        config.fsdp.activation_checkpointing_offload
+        and not config.fsdp.activation_checkpointing
+    ):
         offload = at(config, entries, "fsdp.activation_checkpointing_offload")
         recompute = at(config, entries, "fsdp.activation_checkpointing")
-        yield contradiction(offload, recompute, "nothing is recomputed", "set activation_checkpointing: true")
+        yield contradiction(
+            offload,
+            recompute,
+            "nothing is recomputed",
+            "set activation_checkpointing: true",
+        )
 
 
 def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that options of compilation are given with compilation, and either a mode or options."""
     backend = at(config, entries, "dynamo.backend")
     if config.dynamo.backend == "no":
-        for name in ("fullgraph", "use_regional_compilation", "compile_loss", "options"):
+        for name in (
+            "fullgraph",
+            "use_regional_compilation",
+            "compile_loss",
+            "options",
+        ):
             entry = at(config, entries, f"dynamo.{name}")
             if entry.value and entry.source.kind != "environment":
-                yield contradiction(entry, backend, "nothing is compiled", "set dynamo.backend: inductor")
+                yield contradiction(
+                    entry,
+                    backend,
+                    "nothing is compiled",
+                    "set dynamo.backend: inductor",
+                )
     elif config.dynamo.options is not None and config.dynamo.mode != "default":
-        mode, options = at(config, entries, "dynamo.mode"), at(config, entries, "dynamo.options")
-        yield contradiction(mode, options, "torch.compile takes a mode or options", "keep one")
-    if config.dynamo.compile_loss and config.dynamo.backend != "no" and not config.dynamo.use_regional_compilation:
+        mode, options = (
+            at(config, entries, "dynamo.mode"),
+            at(config, entries, "dynamo.options"),
+        )
+        yield contradiction(
+            mode, options, "torch.compile takes a mode or options", "keep one"
+        )
+    if (
+        config.dynamo.compile_loss
+        and config.dynamo.backend != "no"
+        and not config.dynamo.use_regional_compilation
+    ):
         loss, regional = (
             at(config, entries, "dynamo.compile_loss"),
             at(config, entries, "dynamo.use_regional_compilation"),
         )
         yield contradiction(
-            loss, regional, "the whole model is one graph with its loss", "set use_regional_compilation"
+            loss,
+            regional,
+            "the whole model is one graph with its loss",
+            "set use_regional_compilation",
         )
     backend_names = get_args(DynamoBackend)
     if (
@@ -318,30 +532,51 @@ def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
         and backend.value not in backend_names
         and (similar_name := nearest(backend.value, backend_names))
     ):
-        yield SettingValueError(f"{backend.place}: no such compiler backend; did you mean {similar_name!r}?")
+        yield SettingValueError(
+            f"{backend.place}: no such compiler backend; did you mean {similar_name!r}?"
+        )
 
 
 def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that a metric is given to rank the best checkpoints."""
     if config.project.keep_best and not config.project.best_metric:
-        best, metric = at(config, entries, "project.keep_best"), at(config, entries, "project.best_metric")
-        yield contradiction(best, metric, "the best ones are ranked by a metric", "name best_metric")
+        best, metric = (
+            at(config, entries, "project.keep_best"),
+            at(config, entries, "project.best_metric"),
+        )
+        yield contradiction(
+            best, metric, "the best ones are ranked by a metric", "name best_metric"
+        )
 
 
 def loaders(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that one process does not read for all where each has its own part of the data."""
     if config.dataloader.already_sharded and config.dataloader.dispatch_batches:
         sharded, dispatch = (
-            at(config, entries, f"dataloader.{name}") for name in ("already_sharded", "dispatch_batches")
+            at(config, entries, f"dataloader.{name}")
+            for name in ("already_sharded", "dispatch_batches")
         )
-        yield contradiction(sharded, dispatch, "the reading process has its part of the data only", "remove one")
+        yield contradiction(
+            sharded,
+            dispatch,
+            "the reading process has its part of the data only",
+            "remove one",
+        )
 
 
 def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that a communication wrapper is given with a hook that does not cast already."""
-    if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in ("power_sgd", "batched_power_sgd"):
-        wrapper, hook = at(config, entries, "ddp.comm_wrapper"), at(config, entries, "ddp.comm_hook")
-        yield contradiction(wrapper, hook, "a wrapper casts around PowerSGD", "set comm_hook: power_sgd")
+    if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in (
+        "power_sgd",
+        "batched_power_sgd",
+    ):
+        wrapper, hook = (
+            at(config, entries, "ddp.comm_wrapper"),
+            at(config, entries, "ddp.comm_hook"),
+        )
+        yield contradiction(
+            wrapper, hook, "a wrapper casts around PowerSGD", "set comm_hook: power_sgd"
+        )
 
 
 RULES: Final = MappingProxyType[str, tuple[Rule, ...]](

@@ -14,7 +14,9 @@ _WORDS: Final = MappingProxyType(
     | dict.fromkeys(("false", "no", "off", "0", "n", "f"), False)
 )
 _NOTHING: Final = frozenset({"", "none", "null"})
-_DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", re.IGNORECASE)
+_DURATION: Final = re.compile(
+    r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", re.IGNORECASE
+)
 _NAMES: Final = MappingProxyType[Any, str](
     {
         bool: "true or false",
@@ -79,7 +81,10 @@ def _scalar(value: Any, tp: type, text: bool) -> Any:
     if tp is str:
         if isinstance(value, PathLike):
             value = fspath(value)
-        return _check(str(value) if type(value) is int else value, type(value) is int or isinstance(value, str))
+        return _check(
+            str(value) if type(value) is int else value,
+            type(value) is int or isinstance(value, str),
+        )
     if tp is NoneType:
         return _nothing(value, text)
     if tp is timedelta:
@@ -116,16 +121,26 @@ def _number(value: Any) -> float:
 
 
 def _nothing(value: Any, text: bool) -> None:
-    if value is not None and not (text and isinstance(value, str) and is_nothing(value)):
+    if value is not None and not (
+        text and isinstance(value, str) and is_nothing(value)
+    ):
         raise Mismatch
 
 
 def _duration(value: Any) -> timedelta:
     if isinstance(value, timedelta):
         return _check(value, value > timedelta(0))
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LONGEST_S:
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 < value < _LONGEST_S
+    ):
         return timedelta(seconds=value)
-    if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())) and any(match.groups()):
+    if (
+        isinstance(value, str)
+        and (match := _DURATION.fullmatch(value.strip()))
+        and any(match.groups())
+    ):
         hours, minutes, seconds = (float(group or 0) for group in match.groups())
         total = hours * 3600 + minutes * 60 + seconds
         return timedelta(seconds=_check(total, 0 < total < _LONGEST_S))
@@ -136,7 +151,8 @@ def _union(value: Any, members: tuple[Any, ...], text: bool) -> Any:
     # Closed sets first, text last: "auto" before any string, "3" as a number before the text "3".
     for member in sorted(members, key=_eagerness):
         if member is Any and isinstance(value, _PLAIN):
-            continue  # "or any object" accepts objects of other libraries, not a mistyped word
+            # "or any object" accepts objects of other libraries, not a mistyped word
+            continue
         try:
             return decode(value, member, text=text)
         except Mismatch:
@@ -170,7 +186,11 @@ def _literal(value: Any, choices: tuple[Any, ...], text: bool) -> Any:
 
 def _tuple(value: Any, members: tuple[Any, ...], text: bool) -> tuple[Any, ...]:
     if isinstance(value, str):
-        texts: Sequence[Any] = [text_part.strip() for text_part in value.strip("[]() ").split(",") if text_part.strip()]
+        texts: Sequence[Any] = [
+            text_part.strip()
+            for text_part in value.strip("[]() ").split(",")
+            if text_part.strip()
+        ]
         text = True  # items of a comma-separated list are always text
     elif isinstance(value, list | tuple | set | frozenset):
         texts = list(value)
@@ -180,7 +200,10 @@ def _tuple(value: Any, members: tuple[Any, ...], text: bool) -> tuple[Any, ...]:
         raise Mismatch
     if members[-1] is not Ellipsis:
         _check(texts, len(texts) == len(members))
-        return tuple(decode(text_part, member, text=text) for text_part, member in zip(texts, members, strict=True))
+        return tuple(
+            decode(text_part, member, text=text)
+            for text_part, member in zip(texts, members, strict=True)
+        )
     return tuple(decode(text_part, members[0], text=text) for text_part in texts)
 
 
@@ -236,7 +259,9 @@ def describe(tp: Any) -> str:
     """Return a description of the values that a type accepts, for messages."""
     origin = get_origin(tp)
     if origin in (Union, UnionType):
-        words = [describe(member) for member in get_args(tp) if member not in (NoneType, Any)]
+        words = [
+            describe(member) for member in get_args(tp) if member not in (NoneType, Any)
+        ]
         return " or ".join(dict.fromkeys(words)) or "anything"
     if origin is Literal:
         choices = [str(choice) for choice in get_args(tp)]

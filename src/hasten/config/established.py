@@ -72,7 +72,10 @@ _RENAMED: Final = MappingProxyType[tuple[str, str], Path](
         ("fp8_config", "amax_history_length"): ("fp8", "te", "amax_history_len"),
         ("fp8_config", "amax_compute_algorithm"): ("fp8", "te", "amax_compute_algo"),
         ("fp8_config", "format"): ("fp8", "te", "fp8_format"),
-        ("deepspeed_config", "gradient_accumulation_steps"): ("gradient_accumulation", "num_steps"),
+        ("deepspeed_config", "gradient_accumulation_steps"): (
+            "gradient_accumulation",
+            "num_steps",
+        ),
         ("deepspeed_config", "deepspeed_config_file"): ("deepspeed", "hf_ds_config"),
     }
 )
@@ -100,7 +103,12 @@ _GONE: Final = MappingProxyType(
     }
 )
 MSAMP: Final = "MS-AMP is no longer maintained"
-MSAMP_NAMES: Final = ("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level")
+MSAMP_NAMES: Final = (
+    "opt_level",
+    "optimization_level",
+    "enable_msamp",
+    "msamp_opt_level",
+)
 """Names of MS-AMP settings, which no longer have an effect."""
 _DISTRIBUTED: Final = MappingProxyType[str, tuple[tuple[Path, Any], ...]](
     {
@@ -119,7 +127,16 @@ _DISTRIBUTED: Final = MappingProxyType[str, tuple[tuple[Path, Any], ...]](
     }
 )
 MARKS: Final = frozenset(
-    {"compute_environment", "distributed_type", "fp16", *SWITCHES, *_NESTED, *_SAGEMAKER, *_GONE, *_TOP}
+    {
+        "compute_environment",
+        "distributed_type",
+        "fp16",
+        *SWITCHES,
+        *_NESTED,
+        *_SAGEMAKER,
+        *_GONE,
+        *_TOP,
+    }
     - Config.__dataclass_fields__.keys()
 )
 """Top-level keys that only an Accelerate file has."""
@@ -134,14 +151,24 @@ class EstablishedReading:
     entries: list[SettingEntry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def take(self, path: Path, value: Any, line: int, said: str, *, weak: bool = False) -> None:
+    def take(
+        self, path: Path, value: Any, line: int, said: str, *, weak: bool = False
+    ) -> None:
         """Add one setting; empty values are ignored."""
-        if value is not None and value != [] and not (path[0] != "mixed_precision" and value in ("None", "none", "")):
+        if (
+            value is not None
+            and value != []
+            and not (path[0] != "mixed_precision" and value in ("None", "none", ""))
+        ):
             source = SettingSource("file", f"{self.file}:{line}")
-            self.entries.append(SettingEntry(path, value, source, text=True, said=said, weak=weak))
+            self.entries.append(
+                SettingEntry(path, value, source, text=True, said=said, weak=weak)
+            )
 
 
-def from_accelerate(tree: Marked, file: str, problems: Problems) -> tuple[list[SettingEntry], list[str]]:
+def from_accelerate(
+    tree: Marked, file: str, problems: Problems
+) -> tuple[list[SettingEntry], list[str]]:
     """Return the entries of an Accelerate file, with notes about their translation.
 
     Every unknown key becomes a problem with file and line.
@@ -162,7 +189,10 @@ def from_accelerate(tree: Marked, file: str, problems: Problems) -> tuple[list[S
 def _refuse_sagemaker(tree: Marked, file: str) -> None:
     keys = sorted(_SAGEMAKER & tree.value.keys(), key=lambda key: tree.value[key].line)
     environment_kind = tree.value.get("compute_environment")
-    if environment_kind is not None and str(environment_kind.value).upper() == "AMAZON_SAGEMAKER":
+    if (
+        environment_kind is not None
+        and str(environment_kind.value).upper() == "AMAZON_SAGEMAKER"
+    ):
         keys.insert(0, "compute_environment")
     if keys:
         line = tree.value[keys[0]].line
@@ -187,12 +217,16 @@ def _read_key(reading: EstablishedReading, key: str, item: Marked) -> None:
     elif key == "fp16":  # before mixed_precision existed
         value = "fp16" if _yes(item.value, f"{line_text}: {key}") else "no"
         reading.take(("mixed_precision",), value, item.line, key)
-        reading.notes.append(f"{line_text}: fp16: {str(value == 'fp16').lower()} is mixed_precision: {value}")
+        reading.notes.append(
+            f"{line_text}: fp16: {str(value == 'fp16').lower()} is mixed_precision: {value}"
+        )
     elif key == "use_parallelism_config":
         _yes(item.value, f"{line_text}: {key}")  # the sizes themselves decide
     elif key in _GONE:
         if item.plain():
-            reading.notes.append(f"{line_text}: {key} has no meaning any more: {_GONE[key]}")
+            reading.notes.append(
+                f"{line_text}: {key} has no meaning any more: {_GONE[key]}"
+            )
     elif key in _TOP:
         reading.take(_TOP[key], item.plain(), item.line, key)
     elif key in _NESTED:
@@ -202,14 +236,26 @@ def _read_key(reading: EstablishedReading, key: str, item: Marked) -> None:
         raise _unknown_key(line_text, key, known_keys, reading.problems)
 
 
-def _distributed_type(reading: EstablishedReading, item: Marked, line_text: str) -> None:
+def _distributed_type(
+    reading: EstablishedReading, item: Marked, line_text: str
+) -> None:
     kind = str(item.value).upper()
     if kind not in _DISTRIBUTED:
-        similar_kind = nearest(kind.lower(), [name.lower() for name in _DISTRIBUTED]).upper()
-        hint = f"did you mean {similar_kind}?" if similar_kind else f"known are {', '.join(_DISTRIBUTED)}."
-        raise SettingValueError(f"{line_text}: distributed_type: {shown(item.value)} is unknown; {hint}")
+        similar_kind = nearest(
+            kind.lower(), [name.lower() for name in _DISTRIBUTED]
+        ).upper()
+        hint = (
+            f"did you mean {similar_kind}?"
+            if similar_kind
+            else f"known are {', '.join(_DISTRIBUTED)}."
+        )
+        raise SettingValueError(
+            f"{line_text}: distributed_type: {shown(item.value)} is unknown; {hint}"
+        )
     for path, value in _DISTRIBUTED[kind]:
-        reading.take(path, value, item.line, "distributed_type", weak=kind.startswith("MULTI_"))
+        reading.take(
+            path, value, item.line, "distributed_type", weak=kind.startswith("MULTI_")
+        )
     if kind == "TPU":
         reading.notes.append(f"{line_text}: distributed_type: TPU is called XLA now")
 
@@ -219,22 +265,27 @@ def _read_nested(reading: EstablishedReading, key: str, item: Marked) -> None:
         return
     line_text = f"{reading.file}:{item.line}"
     if not isinstance(item.value, Mapping):
-        raise SettingValueError(f"{line_text}: {key} holds {shown(item.plain())}, but settings are expected below it.")
+        raise SettingValueError(
+            f"{line_text}: {key} holds {shown(item.plain())}, but settings are expected below it."
+        )
     names = nested_names(key)
     for name, inner in item.value.items():
         where = f"{reading.file}:{inner.line}"
         if name in MSAMP_NAMES:
-            reading.notes.append(f"{where}: {key}.{name} has no meaning any more: {MSAMP}")
+            reading.notes.append(
+                f"{where}: {key}.{name} has no meaning any more: {MSAMP}"
+            )
         elif name not in names:
             reading.problems.add(
                 _unknown_key(
-                    where, f"{key}.{name}", [f"{key}.{nested_name}" for nested_name in names], reading.problems
+                    where,
+                    f"{key}.{name}",
+                    [f"{key}.{nested_name}" for nested_name in names],
+                    reading.problems,
                 )
             )
         elif names[name] == ("fp8", "backend") and str(inner.value).upper() == "MSAMP":
-            message = (
-                f"{where}: fp8 backend MSAMP is no longer maintained; use AO (torchao) or TE (Transformer Engine)."
-            )
+            message = f"{where}: fp8 backend MSAMP is no longer maintained; use AO (torchao) or TE (Transformer Engine)."
             reading.problems.add(SettingValueError(message))
         else:
             value = inner.plain()
@@ -249,7 +300,9 @@ def nested_names(key: str) -> Mapping[str, Path]:
     section, prefix = _NESTED[key]
     names: dict[str, Path] = {}
     for info in SETTABLE:
-        if info.path[0] == section and (section != "launch" or info.path[-1].startswith(prefix)):
+        if info.path[0] == section and (
+            section != "launch" or info.path[-1].startswith(prefix)
+        ):
             for flag in (*info.flags, info.path[-1]):
                 names.setdefault(flag, info.path)
                 names.setdefault(flag.removeprefix(prefix), info.path)
@@ -260,17 +313,27 @@ def nested_names(key: str) -> Mapping[str, Path]:
     return names | extra | dict.fromkeys(MSAMP_NAMES, ())
 
 
-def _unknown_key(line_text: str, name: str, known_keys: Iterable[str], problems: Problems) -> UnknownSettingError:
+def _unknown_key(
+    line_text: str, name: str, known_keys: Iterable[str], problems: Problems
+) -> UnknownSettingError:
     similar_key = nearest(name, known_keys) if problems.worth_a_hint else ""
-    hint = f"did you mean {similar_key!r}?" if similar_key else "remove it, or see docs/config.md for the known keys."
-    return UnknownSettingError(f"{line_text}: unknown key {name!r}, which would have no effect; {hint}")
+    hint = (
+        f"did you mean {similar_key!r}?"
+        if similar_key
+        else "remove it, or see docs/config.md for the known keys."
+    )
+    return UnknownSettingError(
+        f"{line_text}: unknown key {name!r}, which would have no effect; {hint}"
+    )
 
 
 def _yes(value: Any, source_text: str) -> bool:
     try:
         return value is not None and to_bool(value)
     except Mismatch as error:
-        raise SettingValueError(f"{source_text}: got {shown(value)}, expected true or false.") from error
+        raise SettingValueError(
+            f"{source_text}: got {shown(value)}, expected true or false."
+        ) from error
 
 
 def from_established_environment(env: Mapping[str, str]) -> list[SettingEntry]:
@@ -278,12 +341,26 @@ def from_established_environment(env: Mapping[str, str]) -> list[SettingEntry]:
     entries = []
     for name, path in established_variables():
         value = env.get(name, "")
-        if value.strip() and not (name.startswith("ACCELERATE_GRADIENT_ACC") and value.strip().lower() == "auto"):
-            entries.append(SettingEntry(path, value, SettingSource("environment", name), text=True))
+        if value.strip() and not (
+            name.startswith("ACCELERATE_GRADIENT_ACC")
+            and value.strip().lower() == "auto"
+        ):
+            entries.append(
+                SettingEntry(path, value, SettingSource("environment", name), text=True)
+            )
     for switch, strategy in SWITCHES.items():
         name = f"ACCELERATE_{switch.upper()}"
-        if env.get(name, "").strip() and _yes(env[name], f"environment {name}={env[name]}"):
-            entries.append(SettingEntry(("strategy",), strategy, SettingSource("environment", name), text=True))
+        if env.get(name, "").strip() and _yes(
+            env[name], f"environment {name}={env[name]}"
+        ):
+            entries.append(
+                SettingEntry(
+                    ("strategy",),
+                    strategy,
+                    SettingSource("environment", name),
+                    text=True,
+                )
+            )
     return entries
 
 
@@ -306,7 +383,10 @@ def established_variables() -> Iterator[tuple[str, Path]]:
 _VARIABLES: Final = MappingProxyType[str, Path](
     {
         "ACCELERATE_MIXED_PRECISION": ("mixed_precision",),
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation", "num_steps"),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+            "gradient_accumulation",
+            "num_steps",
+        ),
         "ACCELERATE_GRADIENT_CLIPPING": ("deepspeed", "gradient_clipping"),
         "ACCELERATE_USE_CPU": ("cpu",),
         "ACCELERATE_DEBUG_MODE": ("debug",),
@@ -315,18 +395,39 @@ _VARIABLES: Final = MappingProxyType[str, Path](
         "ACCELERATE_NUM_PROCESSES": ("launch", "num_processes"),
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed", "hf_ds_config"),
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("deepspeed", "zero_stage"),
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("deepspeed", "offload_optimizer_device"),
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("deepspeed", "offload_param_device"),
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": ("deepspeed", "offload_optimizer_nvme_path"),
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": ("deepspeed", "offload_param_nvme_path"),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
+            "deepspeed",
+            "offload_optimizer_device",
+        ),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (
+            "deepspeed",
+            "offload_param_device",
+        ),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": (
+            "deepspeed",
+            "offload_optimizer_nvme_path",
+        ),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": (
+            "deepspeed",
+            "offload_param_nvme_path",
+        ),
         "ACCELERATE_DEEPSPEED_ZERO3_INIT": ("deepspeed", "zero3_init_flag"),
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": ("deepspeed", "zero3_save_16bit_model"),
-        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("deepspeed", "transformer_moe_cls_names"),
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": (
+            "deepspeed",
+            "zero3_save_16bit_model",
+        ),
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": (
+            "deepspeed",
+            "transformer_moe_cls_names",
+        ),
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp", "transformer_cls_names_to_wrap"),
     }
 )
 
 VARIABLES: Final = frozenset(
-    [*(name for name, _ in established_variables()), *(f"ACCELERATE_{switch.upper()}" for switch in SWITCHES)]
+    [
+        *(name for name, _ in established_variables()),
+        *(f"ACCELERATE_{switch.upper()}" for switch in SWITCHES),
+    ]
 )
 """Names of all environment variables of Accelerate that are read."""

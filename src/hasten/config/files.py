@@ -32,11 +32,15 @@ _WORDS: Final = MappingProxyType[str, Any](
 )
 _INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _HEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
-_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # libyaml if PyYAML was built with it: 10 times as fast
-_MOST_NODES: Final = 20_000  # a file that exceeds this through its aliases is an attack or an accident
+# libyaml if PyYAML was built with it: 10 times as fast
+_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+# a file that exceeds this through its aliases is an attack or an accident
+_MOST_NODES: Final = 20_000
 _MOST_LEVELS: Final = 100
 _MOST_REREAD: Final = 32 * 1024
-_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)")
+_FLOAT: Final = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)"
+)
 
 
 def parse(text: str, name: str) -> Marked:
@@ -90,13 +94,17 @@ def _check_shape(text: str, name: str) -> None:
         num_nodes += isinstance(event, yaml.NodeEvent)
         line = event.start_mark.line + 1
         if depth > _MOST_LEVELS:
-            raise ConfigFileError(f"{name}:{line}: nested too deeply to be settings; write it flat.")
+            raise ConfigFileError(
+                f"{name}:{line}: nested too deeply to be settings; write it flat."
+            )
         if num_nodes > 2 * _MOST_NODES:  # keys and values
             raise _too_many(name, line)
 
 
 def _too_many(name: str, line: int) -> ConfigFileError:
-    return ConfigFileError(f"{name}:{line}: more than {_MOST_NODES} values; settings are smaller than that.")
+    return ConfigFileError(
+        f"{name}:{line}: more than {_MOST_NODES} values; settings are smaller than that."
+    )
 
 
 @dataclass(slots=True)
@@ -111,7 +119,9 @@ class YamlReader:
         line = node.start_mark.line + 1
         self.num_nodes += 1
         if id(node) in above:
-            raise ConfigFileError(f"{self.name}:{line}: an alias refers to itself; write the value out.")
+            raise ConfigFileError(
+                f"{self.name}:{line}: an alias refers to itself; write the value out."
+            )
         if self.num_nodes > _MOST_NODES:
             raise _too_many(self.name, line)
         above = (*above, id(node))
@@ -122,14 +132,18 @@ class YamlReader:
         assert isinstance(node, yaml.ScalarNode), f"unexpected YAML node {node!r}"
         return Marked(_scalar(node), line)
 
-    def mapping(self, node: yaml.MappingNode, above: tuple[int, ...]) -> dict[str, Marked]:
+    def mapping(
+        self, node: yaml.MappingNode, above: tuple[int, ...]
+    ) -> dict[str, Marked]:
         """Return the items of a mapping, each with the line of its key."""
         marked_values: dict[str, Marked] = {}
         merged: dict[str, Marked] = {}
         for key_node, value_node in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise ConfigFileError(f"{self.name}:{line}: a key must be a word, not a list or mapping.")
+                raise ConfigFileError(
+                    f"{self.name}:{line}: a key must be a word, not a list or mapping."
+                )
             value = self.convert(value_node, above)
             if key == "<<" and isinstance(value.value, dict):
                 merged |= value.value
@@ -154,7 +168,12 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     if _HEX.fullmatch(text):
         return int(text, 16)
     if _FLOAT.fullmatch(text):
-        return float(text.replace("_", "").replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf"))
+        return float(
+            text.replace("_", "")
+            .replace(".inf", "inf")
+            .replace(".Inf", "inf")
+            .replace(".INF", "inf")
+        )
     return text
 
 
@@ -195,13 +214,24 @@ def accelerate_paths(env: Mapping[str, str]) -> tuple[Path, ...]:
     """Return the paths of Accelerate's settings file, in its search order."""
     user = Path(env.get("HOME") or env.get("USERPROFILE") or "~").expanduser()
     cache = Path(env.get("XDG_CACHE_HOME") or user / ".cache")
-    folder = Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
-    return tuple(folder / f"default_config.{ending}" for ending in ("yaml", "yml", "json"))
+    folder = (
+        Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
+    )
+    return tuple(
+        folder / f"default_config.{ending}" for ending in ("yaml", "yml", "json")
+    )
 
 
 def find(env: Mapping[str, str]) -> Path | None:
     """Return the default settings file: hasten's, else Accelerate's, else None."""
-    return next((path for path in (default_path(env), *accelerate_paths(env)) if path.is_file()), None)
+    return next(
+        (
+            path
+            for path in (default_path(env), *accelerate_paths(env))
+            if path.is_file()
+        ),
+        None,
+    )
 
 
 def read(path: Path | str) -> SettingsFile:
@@ -213,15 +243,21 @@ def read(path: Path | str) -> SettingsFile:
     try:
         text = contents(path)
     except FileNotFoundError as error:
-        raise ConfigFileError(f"no settings file at {path}; write one with `hasten config`.") from error
-    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a path with a NUL
-        raise ConfigFileError(f"{path} cannot be read: {error}; give a readable YAML or JSON file.") from error
+        raise ConfigFileError(
+            f"no settings file at {path}; write one with `hasten config`."
+        ) from error
+    # ValueError: bytes that are not UTF-8, a path with a NUL
+    except (OSError, ValueError) as error:
+        raise ConfigFileError(
+            f"{path} cannot be read: {error}; give a readable YAML or JSON file."
+        ) from error
     return read_text(text, path)
 
 
 def contents(path: Path) -> str:
     """Return the text of a settings file; raise for a device, a pipe or a file too large for settings before reading it."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe without a writer would block
+    # a pipe without a writer would block
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         file_status = os.fstat(descriptor)
         if not stat.S_ISREG(file_status.st_mode):
@@ -240,7 +276,11 @@ def contents(path: Path) -> str:
 
 
 def _kind(mode: int) -> str:
-    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    kinds = (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    )
     return next((words for test, words in kinds if test(mode)), "a device")
 
 
@@ -257,7 +297,8 @@ def read_text(text: str, path: Path) -> SettingsFile:
         entries, notes = from_tree(Marked(top, 1), name, problems), []
         kind = "hasten"
     if problems.found:
-        decode_all(entries, problems)  # so that wrong values are listed beside the unknown keys
+        # so that wrong values are listed beside the unknown keys
+        decode_all(entries, problems)
     problems.settle()
     return SettingsFile(path, kind, tuple(entries), tuple(notes))
 
@@ -268,7 +309,11 @@ def _is_accelerate(top: Mapping[str, Marked]) -> bool:
         return False
     if "compute_environment" in top or "distributed_type" in top:
         return True
-    sections = {name for name, spec in Config.__dataclass_fields__.items() if subsection(spec.type)}
+    sections = {
+        name
+        for name, spec in Config.__dataclass_fields__.items()
+        if subsection(spec.type)
+    }
     return bool(top.keys() & MARKS) and not top.keys() & sections
 
 
@@ -281,7 +326,9 @@ def _check_version(version: Marked, name: str) -> None:
             "could be lost; upgrade hasten, or write the file again with `hasten config`."
         )
     if number != SCHEMA or isinstance(number, bool):
-        raise ConfigFileError(f"{name}:{version.line}: schema: {number!r} is not a version; write schema: {SCHEMA}.")
+        raise ConfigFileError(
+            f"{name}:{version.line}: schema: {number!r} is not a version; write schema: {SCHEMA}."
+        )
 
 
 def to_mapping(section: Section, *, defaults: bool = False) -> dict[str, Any]:
@@ -292,7 +339,9 @@ def to_mapping(section: Section, *, defaults: bool = False) -> dict[str, Any]:
         if subsection(spec.type):
             if inner := to_mapping(value, defaults=defaults):
                 tree[name] = inner
-        elif not meta_of(type(section), name).code_only and (defaults or value != default_of(type(section), name)):
+        elif not meta_of(type(section), name).code_only and (
+            defaults or value != default_of(type(section), name)
+        ):
             tree[name] = encode(value)
     return tree
 
@@ -316,7 +365,11 @@ def write(config: Config, path: Path | str) -> Path:
     return path
 
 
-def effective(env: Mapping[str, str], config_file: str | None = None, flags: Sequence[SettingEntry] = ()) -> Resolved:
+def effective(
+    env: Mapping[str, str],
+    config_file: str | None = None,
+    flags: Sequence[SettingEntry] = (),
+) -> Resolved:
     """Return the effective settings of a command.
 
     Inside a launched worker, the launcher's settings replace the file.

@@ -32,7 +32,14 @@ def unpack(text: str) -> tuple[SettingEntry, ...]:
         data: Any = json.loads(text)
         assert data["version"] == _VERSION, data["version"]
         return tuple(_entry(*row) for row in data["settings"])
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
             f"{VARIABLE} holds no settings of this version ({type(error).__name__}: {error}), so the worker does not "
             "know what was asked for; start it with `hasten launch` of the same version, or unset the variable."
@@ -40,7 +47,11 @@ def unpack(text: str) -> tuple[SettingEntry, ...]:
 
 
 def _entry(name: str, value: Any, kind: str, detail: str) -> SettingEntry:
-    return SettingEntry(tuple(name.split(".")), value, SettingSource(PRECEDENCE[PRECEDENCE.index(kind)], detail))
+    return SettingEntry(
+        tuple(name.split(".")),
+        value,
+        SettingSource(PRECEDENCE[PRECEDENCE.index(kind)], detail),
+    )
 
 
 def _travels(value: Any) -> bool:

@@ -12,17 +12,41 @@ from typing import Any, Final
 from hasten.config.base import Section, fit, given, kind_of
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.root import Config
-from hasten.config.schema import BY_PATH, BY_VARIABLE, FIELDS, SECTIONS, VARIABLE_PREFIX, section_at
+from hasten.config.schema import (
+    BY_PATH,
+    BY_VARIABLE,
+    FIELDS,
+    SECTIONS,
+    VARIABLE_PREFIX,
+    section_at,
+)
 from hasten.config.sections.loop import (
     AORecipeKwargs,
     TERecipeKwargs,
 )
 from hasten.config.sections.trust import TrustSettings
-from hasten.config.source import Marked, Path, SettingEntry, SettingSource, dotted, shown
-from hasten.errors import ConfigError, ContradictionError, HastenWarning, SettingValueError, UnknownSettingError
+from hasten.config.source import (
+    Marked,
+    Path,
+    SettingEntry,
+    SettingSource,
+    dotted,
+    shown,
+)
+from hasten.errors import (
+    ConfigError,
+    ContradictionError,
+    HastenWarning,
+    SettingValueError,
+    UnknownSettingError,
+)
 
 ARGUMENTS: Final = MappingProxyType[str, Path](
-    {cls.section_names.argument: path for path, cls in SECTIONS.items() if cls.section_names.argument}
+    {
+        cls.section_names.argument: path
+        for path, cls in SECTIONS.items()
+        if cls.section_names.argument
+    }
     | {
         "gradient_accumulation_steps": ("gradient_accumulation", "num_steps"),
         "dynamo_backend": ("dynamo", "backend"),
@@ -37,7 +61,8 @@ OTHER_VARIABLES: Final = frozenset(
     VARIABLE_PREFIX + name
     for name in (
         *("CONFIG", "DEBUG", "HOME", "LOG_LEVEL", "TOKEN"),
-        *("LAUNCHER_PID", "MEMORY_FOLDER", "PARENT_PID", "VERDICT_FILE"),  # set by the launcher
+        # set by the launcher
+        *("LAUNCHER_PID", "MEMORY_FOLDER", "PARENT_PID", "VERDICT_FILE"),
     )
 )
 """Variables of hasten that are not settings."""
@@ -48,7 +73,10 @@ HANDLERS: Final = MappingProxyType[type[Section], Path](
 """Section of each settings class in `kwargs_handlers`."""
 
 MOVED: Final = frozenset(
-    {*(name for name in Config.__dataclass_fields__ if section_at((name,))), *TrustSettings.__dataclass_fields__}
+    {
+        *(name for name in Config.__dataclass_fields__ if section_at((name,))),
+        *TrustSettings.__dataclass_fields__,
+    }
 ).difference(ARGUMENTS)
 """Names that only files, flags and variables use; code has another spelling for them."""
 
@@ -84,10 +112,16 @@ class Problems:
             raise self.found[0]
         if self.found:
             self.found.sort(key=_line)
-            lines = "\n".join(f"  {number}. {error}" for number, error in enumerate(self.found[:_MOST_SHOWN], start=1))
+            lines = "\n".join(
+                f"  {number}. {error}"
+                for number, error in enumerate(self.found[:_MOST_SHOWN], start=1)
+            )
             if (num_hidden := len(self.found) - _MOST_SHOWN) > 0:
                 lines += f"\n  … and {num_hidden} more"
-            raise ConfigError(f"{len(self.found)} settings are wrong:\n{lines}", problems=tuple(self.found))
+            raise ConfigError(
+                f"{len(self.found)} settings are wrong:\n{lines}",
+                problems=tuple(self.found),
+            )
 
 
 def _line(error: ConfigError) -> int:
@@ -111,7 +145,11 @@ def unknown(source_text: str, path: Path) -> UnknownSettingError:
     """Return the error for a path that the schema does not have, with the nearest name or the right section."""
     section = section_at(path[:-1])
     siblings = tuple(section.__dataclass_fields__) if section else ()
-    full_names = [info.name for info in FIELDS if info.path[-1] == path[-1] or info.flag == path[-1]]
+    full_names = [
+        info.name
+        for info in FIELDS
+        if info.path[-1] == path[-1] or info.flag == path[-1]
+    ]
     if similar_name := nearest(path[-1], siblings):
         hint = f"did you mean {dotted((*path[:-1], similar_name))!r}?"
     elif full_names:
@@ -120,12 +158,16 @@ def unknown(source_text: str, path: Path) -> UnknownSettingError:
         hint = f"did you mean {next(i.name for i in FIELDS if i.path[-1] == similar_setting)!r}?"
     else:
         hint = f"known here are {some(siblings)}."
-    return UnknownSettingError(f"{source_text}: unknown setting {dotted(path)!r}, which would have no effect; {hint}")
+    return UnknownSettingError(
+        f"{source_text}: unknown setting {dotted(path)!r}, which would have no effect; {hint}"
+    )
 
 
 def arguments() -> tuple[str, ...]:
     """Return the names of all settings that an Accelerator takes as arguments."""
-    single = (name for name in Config.__dataclass_fields__ if section_at((name,)) is None)
+    single = (
+        name for name in Config.__dataclass_fields__ if section_at((name,)) is None
+    )
     return (*ARGUMENTS, *single, "kwargs_handlers")
 
 
@@ -135,7 +177,11 @@ def unknown_argument(name: str, value: Any) -> UnknownSettingError:
     similar_names = get_close_matches(name.lower(), argument_names, n=5, cutoff=0.6)
     source_text, fitting_names = (
         str(SettingSource("code", name)),
-        [similar_name for similar_name in similar_names if _takes(ARGUMENTS.get(similar_name, (similar_name,)), value)],
+        [
+            similar_name
+            for similar_name in similar_names
+            if _takes(ARGUMENTS.get(similar_name, (similar_name,)), value)
+        ],
     )
     if not fitting_names:
         return unknown(source_text, (name,))
@@ -147,7 +193,9 @@ def unknown_argument(name: str, value: Any) -> UnknownSettingError:
 def _takes(path: Path, value: Any) -> bool:
     """Return whether the setting or section at `path` accepts this value."""
     if cls := section_at(path):
-        return isinstance(value, (cls, Mapping)) or (bool(cls.section_names.word_fields) and isinstance(value, str))
+        return isinstance(value, (cls, Mapping)) or (
+            bool(cls.section_names.word_fields) and isinstance(value, str)
+        )
     if path not in BY_PATH:  # kwargs_handlers
         return isinstance(value, (list, tuple))
     try:
@@ -162,14 +210,20 @@ def from_tree(tree: Marked, file: str, problems: Problems) -> list[SettingEntry]
     return list(_flatten(tree, file, (), problems))
 
 
-def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterator[SettingEntry]:
+def _flatten(
+    tree: Marked, file: str, path: Path, problems: Problems
+) -> Iterator[SettingEntry]:
     for key, item in tree.value.items():
         item_path, line_text = (*path, key), f"{file}:{item.line}"
         if section := section_at(item_path):
             word_fields = section.section_names.word_fields
             if word_fields and isinstance(item.value, str | bool):
                 for name in word_fields:
-                    yield SettingEntry((*item_path, name), item.plain(), SettingSource("file", line_text))
+                    yield SettingEntry(
+                        (*item_path, name),
+                        item.plain(),
+                        SettingSource("file", line_text),
+                    )
             elif isinstance(item.value, Mapping):
                 yield from _flatten(item, file, item_path, problems)
             elif item.value is not None:
@@ -177,15 +231,21 @@ def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterato
         elif item_path in BY_PATH or (path == ("fsdp",) and key in OLD_NAMES):
             if item_path in BY_PATH and BY_PATH[item_path].meta.code_only:
                 problems.add(
-                    UnknownSettingError(f"{line_text}: {dotted(item_path)!r} holds a Python object; set it in code.")
+                    UnknownSettingError(
+                        f"{line_text}: {dotted(item_path)!r} holds a Python object; set it in code."
+                    )
                 )
             else:
-                yield SettingEntry(item_path, item.plain(), SettingSource("file", line_text))
+                yield SettingEntry(
+                    item_path, item.plain(), SettingSource("file", line_text)
+                )
         elif problems.worth_a_hint:
             problems.add(unknown(line_text, item_path))
         else:
             problems.add(
-                UnknownSettingError(f"{line_text}: unknown setting {dotted(item_path)!r}, which would have no effect.")
+                UnknownSettingError(
+                    f"{line_text}: unknown setting {dotted(item_path)!r}, which would have no effect."
+                )
             )
 
 
@@ -207,26 +267,42 @@ def from_environment(env: Mapping[str, str]) -> list[SettingEntry]:
         if not name.startswith(VARIABLE_PREFIX) or not value.strip():
             continue  # an empty variable counts as unset
         if info := BY_VARIABLE.get(name):
-            entries.append(SettingEntry(info.path, value, SettingSource("environment", name), text=True))
-        elif similar_variables := get_close_matches(name, BY_VARIABLE, n=1, cutoff=0.93):
+            entries.append(
+                SettingEntry(
+                    info.path, value, SettingSource("environment", name), text=True
+                )
+            )
+        elif similar_variables := get_close_matches(
+            name, BY_VARIABLE, n=1, cutoff=0.93
+        ):
             # Variables of other tools may share the prefix; only a likely typo is refused.
             raise UnknownSettingError(
                 f"environment {name}={value}: unknown variable, which would have no effect; did you mean {similar_variables[0]}?"
             )
-        elif name not in OTHER_VARIABLES and "TEST" not in name and "HASTEN_CONFIG" not in env:
+        elif (
+            name not in OTHER_VARIABLES
+            and "TEST" not in name
+            and "HASTEN_CONFIG" not in env
+        ):
             warnings.warn(_unknown_variable(name), HastenWarning, stacklevel=2)
     return entries
 
 
 def _unknown_variable(name: str) -> str:
     """Return the warning about a variable that hasten does not read, with the nearest one that it does."""
-    variable_names, name_end = [*BY_VARIABLE, *sorted(OTHER_VARIABLES)], name.removeprefix(VARIABLE_PREFIX)
+    variable_names, name_end = (
+        [*BY_VARIABLE, *sorted(OTHER_VARIABLES)],
+        name.removeprefix(VARIABLE_PREFIX),
+    )
     similar_variables = [
         variable for variable in variable_names if variable.endswith("_" + name_end)
     ]  # settings that have moved into a section
     if not similar_variables:
         similar_ends = get_close_matches(
-            name_end, [variable.removeprefix(VARIABLE_PREFIX) for variable in variable_names], n=1, cutoff=0.6
+            name_end,
+            [variable.removeprefix(VARIABLE_PREFIX) for variable in variable_names],
+            n=1,
+            cutoff=0.6,
         )
         similar_variables = [VARIABLE_PREFIX + variable for variable in similar_ends]
     hint = (
@@ -257,7 +333,8 @@ def from_code(arguments: Mapping[str, Any]) -> list[SettingEntry]:
             raise unknown_argument(name, value)
         if name == "log_with":
             trackers = value if isinstance(value, (list, tuple, set)) else [value]
-            value = [item for item in trackers if isinstance(item, str)]  # instances are not settings
+            # instances are not settings
+            value = [item for item in trackers if isinstance(item, str)]
         entries += _from_value(path, value, SettingSource("code", name))
     return entries
 
@@ -289,8 +366,14 @@ def _from_value(path: Path, value: Any, source: SettingSource) -> list[SettingEn
     if cls is None:
         raise unknown(str(source), path)
     if cls.section_names.word_fields and isinstance(value, str):
-        return [SettingEntry((*path, name), value, source) for name in cls.section_names.word_fields]
-    inside = {name: SettingSource(source.kind, f"{source.detail}.{name}") for name in cls.__dataclass_fields__}
+        return [
+            SettingEntry((*path, name), value, source)
+            for name in cls.section_names.word_fields
+        ]
+    inside = {
+        name: SettingSource(source.kind, f"{source.detail}.{name}")
+        for name in cls.__dataclass_fields__
+    }
     if isinstance(value, Mapping):
         return [
             entry
@@ -298,19 +381,25 @@ def _from_value(path: Path, value: Any, source: SettingSource) -> list[SettingEn
             for entry in _from_value((*path, name), item, inside.get(name, source))
         ]
     if not isinstance(value, cls):
-        raise ConfigError(f"{source}: {type(value).__name__} was given; give a {cls.__name__} or a mapping.")
+        raise ConfigError(
+            f"{source}: {type(value).__name__} was given; give a {cls.__name__} or a mapping."
+        )
     entries = [
         entry
         for name in sorted(given(value))
         for entry in _from_value((*path, name), getattr(value, name), inside[name])
     ]
     if cls.section_names.strategy:
-        entries.append(SettingEntry(("strategy",), cls.section_names.strategy, source, weak=True))
+        entries.append(
+            SettingEntry(("strategy",), cls.section_names.strategy, source, weak=True)
+        )
     return entries
 
 
 def _handlers(handlers: Any) -> list[SettingEntry]:
-    if not isinstance(handlers, Iterable) or isinstance(handlers, str | bytes | Mapping):
+    if not isinstance(handlers, Iterable) or isinstance(
+        handlers, str | bytes | Mapping
+    ):
         raise SettingValueError(
             f"kwargs_handlers={handlers!r}: got {kind_of(handlers)}, expected a list of settings classes, so it is unclear which settings "
             f"are meant; write for example kwargs_handlers=[AutocastKwargs(...)]."
@@ -320,17 +409,27 @@ def _handlers(handlers: Any) -> list[SettingEntry]:
     for handler in handlers:
         kind = next((cls for cls in HANDLERS if isinstance(handler, cls)), None)
         if kind is None:
-            known_names, name = ", ".join(cls.__name__ for cls in HANDLERS), type(handler).__name__
+            known_names, name = (
+                ", ".join(cls.__name__ for cls in HANDLERS),
+                type(handler).__name__,
+            )
             raise UnknownSettingError(
                 f"kwargs_handlers holds {name}, which is not a settings class; known are {known_names}."
             )
         if kind in seen_kinds:
-            raise ContradictionError(f"kwargs_handlers holds {kind.__name__} twice; only one could count, keep one.")
+            raise ContradictionError(
+                f"kwargs_handlers holds {kind.__name__} twice; only one could count, keep one."
+            )
         seen_kinds.add(kind)
         source = SettingSource("code", kind.__name__)
         entries += _from_value(HANDLERS[kind], handler, source)
         if kind in (AORecipeKwargs, TERecipeKwargs):
             entries.append(
-                SettingEntry(("fp8", "backend"), "ao" if kind is AORecipeKwargs else "te", source, weak=True)
+                SettingEntry(
+                    ("fp8", "backend"),
+                    "ao" if kind is AORecipeKwargs else "te",
+                    source,
+                    weak=True,
+                )
             )
     return entries

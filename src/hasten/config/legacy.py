@@ -23,17 +23,24 @@ _STRATEGIES: Final = MappingProxyType(
     }
 )
 _RENAMED: Final = MappingProxyType(
-    {"offload_params": "cpu_offload", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
+    {
+        "offload_params": "cpu_offload",
+        "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    }
 )
 
 
 def _strategy(entry: SettingEntry) -> Translation:
-    word = str(entry.value).strip().upper().lstrip("_").removeprefix("SHARDINGSTRATEGY.")
+    word = (
+        str(entry.value).strip().upper().lstrip("_").removeprefix("SHARDINGSTRATEGY.")
+    )
     by_name = {name: row for row in _STRATEGIES.values() for name in (row[0],)}
     row = _STRATEGIES.get(word) or by_name.get(word)
     if row is None:
         names = ", ".join(by_name)
-        raise SettingValueError(f"{entry.place}: not a sharding strategy; give one of {names} (or 1 to 5).")
+        raise SettingValueError(
+            f"{entry.place}: not a sharding strategy; give one of {names} (or 1 to 5)."
+        )
     name, reshard, hybrid = row
     if reshard is None:
         raise SettingValueError(
@@ -55,14 +62,18 @@ def _reshard(entry: SettingEntry) -> Translation:
             decode(entry.value, bool | int, text=True)
         except Mismatch:
             derived_entries, sentences = _strategy(entry)
-            return [replace(derived_entry, weak=False) for derived_entry in derived_entries], sentences
+            return [
+                replace(derived_entry, weak=False) for derived_entry in derived_entries
+            ], sentences
     return [entry], []
 
 
 def _forward_prefetch(entry: SettingEntry) -> Translation:
     if not _yes(entry):
         return [], []
-    return [_derived(entry, "forward_prefetch_depth", 1)], [f"{entry.spelled} is FSDP2's forward_prefetch_depth: 1"]
+    return [_derived(entry, "forward_prefetch_depth", 1)], [
+        f"{entry.spelled} is FSDP2's forward_prefetch_depth: 1"
+    ]
 
 
 def _version(entry: SettingEntry) -> Translation:
@@ -71,11 +82,16 @@ def _version(entry: SettingEntry) -> Translation:
         return [], []
     if word == "1":
         return [], [f"{entry.spelled} 1 is read as FSDP2: FSDP1 is no longer used"]
-    raise SettingValueError(f"{entry.place}: FSDP has the versions 1 and 2; remove the setting, FSDP2 is used.")
+    raise SettingValueError(
+        f"{entry.place}: FSDP has the versions 1 and 2; remove the setting, FSDP2 is used."
+    )
 
 
 def _state_dict_type(entry: SettingEntry) -> Translation:
-    if isinstance(entry.value, str) and entry.value.strip().upper() == "LOCAL_STATE_DICT":
+    if (
+        isinstance(entry.value, str)
+        and entry.value.strip().upper() == "LOCAL_STATE_DICT"
+    ):
         sharded_entry = replace(entry, value="SHARDED_STATE_DICT")
         return [sharded_entry], [
             f"{entry.spelled} LOCAL_STATE_DICT is SHARDED_STATE_DICT: shards load on any number of processes"
@@ -103,7 +119,11 @@ _RULES: Final = MappingProxyType[str, Callable[[SettingEntry], Translation]](
     }
 )
 OLD_NAMES: Final = (
-    *(name for name in _RULES if name not in ("reshard_after_forward", "state_dict_type")),
+    *(
+        name
+        for name in _RULES
+        if name not in ("reshard_after_forward", "state_dict_type")
+    ),
     *_ALWAYS,
     *_RENAMED,
 )
@@ -128,7 +148,9 @@ def translate(entry: SettingEntry) -> Translation:
     return rule(entry) if rule else ([entry], [])
 
 
-def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParallelPlugin, list[str]]:
+def fsdp_from_fsdp1(
+    options: Mapping[str, Any],
+) -> tuple[FullyShardedDataParallelPlugin, list[str]]:
     """Return the FSDP2 plugin for FSDP1 options (with or without the prefix fsdp_), with notes about the translation.
 
     Raises: UnknownSettingError for an option of neither version; SettingValueError for a value without an equivalent.
@@ -138,16 +160,26 @@ def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParalle
     sentences: list[str] = []
     for key, value in options.items():
         name = key.lower().removeprefix("fsdp_")
-        entries, new_sentences = translate(SettingEntry(("fsdp", name), value, SettingSource("code", key), said=key))
+        entries, new_sentences = translate(
+            SettingEntry(("fsdp", name), value, SettingSource("code", key), said=key)
+        )
         sentences += new_sentences
         for entry in entries:
             field = entry.path[1]
             if field not in FullyShardedDataParallelPlugin.__dataclass_fields__:
-                raise UnknownSettingError(f"{key!r} is not an option of FSDP; it would have no effect, so remove it.")
+                raise UnknownSettingError(
+                    f"{key!r} is not an option of FSDP; it would have no effect, so remove it."
+                )
             if entry.weak and field in values and field not in derived:
                 continue  # also given explicitly
             (derived.add if entry.weak else derived.discard)(field)
-            values[field] = fit(FullyShardedDataParallelPlugin, field, entry.value, f"{key}={value!r}", text=True)
+            values[field] = fit(
+                FullyShardedDataParallelPlugin,
+                field,
+                entry.value,
+                f"{key}={value!r}",
+                text=True,
+            )
     return FullyShardedDataParallelPlugin(**values), sentences
 
 

@@ -54,7 +54,9 @@ _DESCRIBING_SUFFIXES: Final = _words(
     "file path dir name timeout s seconds expiry expires ttl length size bits type limit"
 )
 """Words after `api_key` and the like that describe the credential without being it."""
-_DIGESTS: Final = _words("commit revision rev sha md hash digest checksum fingerprint uuid crc etag xxh blake")
+_DIGESTS: Final = _words(
+    "commit revision rev sha md hash digest checksum fingerprint uuid crc etag xxh blake"
+)
 """Words in the names of values that are long hexadecimal numbers without being secret."""
 
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -84,24 +86,36 @@ def _unassigned(text: str) -> str:
     masked_parts, position = [], 0
     while assignment := _ASSIGNED.search(text, position):
         name, between, value = assignment.groups()
-        secrecy = secrecy_of(name) if between.strip() or name.startswith("--") else "open"
+        secrecy = (
+            secrecy_of(name) if between.strip() or name.startswith("--") else "open"
+        )
         hide = secrecy == "certain" or (secrecy == "likely" and not _is_number(value))
-        shell = value.lstrip("\"'").startswith(("${", "$("))  # an expression, which holds no secret
+        # an expression, which holds no secret
+        shell = value.lstrip("\"'").startswith(("${", "$("))
         masked_parts.append(
-            text[position : assignment.end(3 if shell else 2 if hide else 1)] + HIDDEN * (hide and not shell)
+            text[position : assignment.end(3 if shell else 2 if hide else 1)]
+            + HIDDEN * (hide and not shell)
         )
         position = assignment.end(3 if hide or shell else 1)
     return "".join(masked_parts) + text[position:]
 
 
 def _is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"""["']?(?:[+-]?[\d.]+(?:e[+-]?\d+)?|true|false|none|null)["']?""", text, re.IGNORECASE))
+    return bool(
+        re.fullmatch(
+            r"""["']?(?:[+-]?[\d.]+(?:e[+-]?\d+)?|true|false|none|null)["']?""",
+            text,
+            re.IGNORECASE,
+        )
+    )
 
 
 _Replacement = str | Callable[[re.Match[str]], str]
 _BEFORE_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
     (
-        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|$)"),
+        re.compile(
+            r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|$)"
+        ),
         HIDDEN,
     ),
     # user:password@host, with a scheme or without
@@ -123,21 +137,38 @@ _AFTER_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
 def secrecy_of(name: str) -> Secrecy:
     """Return the secrecy of a name, regardless of its value; `a.b` is secret if `a` or `b` is."""
     part_secrecies: set[Secrecy] = {
-        _of_words([word.lower() for word in _WORD.findall(name_part)]) for name_part in re.split(r"[./]", name)
+        _of_words([word.lower() for word in _WORD.findall(name_part)])
+        for name_part in re.split(r"[./]", name)
     }
-    return "certain" if "certain" in part_secrecies else "likely" if "likely" in part_secrecies else "open"
+    return (
+        "certain"
+        if "certain" in part_secrecies
+        else "likely"
+        if "likely" in part_secrecies
+        else "open"
+    )
 
 
 def _of_words(words: list[str]) -> Secrecy:
     secrecy: Secrecy = "open"
     for index, word in enumerate(words):
-        previous_word, next_word = words[index - 1] if index else "", words[index + 1] if index + 1 < len(words) else ""
-        stem = next((s for s in ("tokens", "token", "keys", "key") if word.endswith(s)), "")
+        previous_word, next_word = (
+            words[index - 1] if index else "",
+            words[index + 1] if index + 1 < len(words) else "",
+        )
+        stem = next(
+            (s for s in ("tokens", "token", "keys", "key") if word.endswith(s)), ""
+        )
         glued = word.removesuffix(stem) if stem else ""
-        certain = word in _CERTAIN or word.endswith(("password", "passwd", "passphrase"))
-        if (certain or (stem and (glued or previous_word) in _OWNERS)) and next_word not in _DESCRIBING_SUFFIXES:
+        certain = word in _CERTAIN or word.endswith(
+            ("password", "passwd", "passphrase")
+        )
+        if (
+            certain or (stem and (glued or previous_word) in _OWNERS)
+        ) and next_word not in _DESCRIBING_SUFFIXES:
             return "certain"
-        several = word in ("keys", "tokens") and len(words) > 1  # `skip_keys`: names or counts
+        # `skip_keys`: names or counts
+        several = word in ("keys", "tokens") and len(words) > 1
         if (
             word in _LIKELY
             and not several
@@ -171,21 +202,38 @@ def masked_tree(value: Any) -> Any:  # Any: a nested report
 def _masked(name: str, value: Any, above: Secrecy) -> Any:
     name_secrecy = secrecy_of(name)
     secrecy: Secrecy = (
-        "certain" if "certain" in (name_secrecy, above) else "likely" if "likely" in (name_secrecy, above) else "open"
+        "certain"
+        if "certain" in (name_secrecy, above)
+        else "likely"
+        if "likely" in (name_secrecy, above)
+        else "open"
     )
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {
-            masked(key) if isinstance(key, str) else key: _masked(str(key), item, secrecy)
+            masked(key) if isinstance(key, str) else key: _masked(
+                str(key), item, secrecy
+            )
             for key, item in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
         return [_masked("", item, secrecy) for item in value]
-    if value is None or isinstance(value, bool) or (isinstance(value, str | bytes) and not value):
+    if (
+        value is None
+        or isinstance(value, bool)
+        or (isinstance(value, str | bytes) and not value)
+    ):
         return value
-    if secrecy == "certain" or (secrecy == "likely" and not isinstance(value, int | float)):
+    if secrecy == "certain" or (
+        secrecy == "likely" and not isinstance(value, int | float)
+    ):
         return NOT_SHOWN
     if isinstance(value, str):
-        return masked(value, digests=not _DIGESTS.isdisjoint(word.lower() for word in _WORD.findall(name)))
+        return masked(
+            value,
+            digests=not _DIGESTS.isdisjoint(
+                word.lower() for word in _WORD.findall(name)
+            ),
+        )
     return value

@@ -66,9 +66,15 @@ def resolve(
     problems.settle()
     winners, shadowed, choice_notes = settle_choices(winners, shadowed, problems)
     problems.settle()
-    config = cast(Config, build(Config, (), {path: entry.value for path, entry in winners.items()}))
+    config = cast(
+        Config,
+        build(Config, (), {path: entry.value for path, entry in winners.items()}),
+    )
     resolved = Resolved(
-        config, MappingProxyType(winners), MappingProxyType(shadowed), (*notes, *translation_notes, *choice_notes)
+        config,
+        MappingProxyType(winners),
+        MappingProxyType(shadowed),
+        (*notes, *translation_notes, *choice_notes),
     )
     for contradiction in contradictions(config, winners):
         problems.add(contradiction)
@@ -76,13 +82,21 @@ def resolve(
     return resolved
 
 
-def _not_read_here(handed: Iterable[SettingEntry], entries: Sequence[SettingEntry]) -> list[SettingEntry]:
+def _not_read_here(
+    handed: Iterable[SettingEntry], entries: Sequence[SettingEntry]
+) -> list[SettingEntry]:
     """Return the launcher's entries without those of variables that this process reads itself: they may have changed."""
     read_here = {entry.path for entry in entries if entry.source.kind == "environment"}
-    return [entry for entry in handed if entry.source.kind != "environment" or entry.path not in read_here]
+    return [
+        entry
+        for entry in handed
+        if entry.source.kind != "environment" or entry.path not in read_here
+    ]
 
 
-def decode_all(entries: Iterable[SettingEntry], problems: Problems) -> tuple[list[SettingEntry], list[str]]:
+def decode_all(
+    entries: Iterable[SettingEntry], problems: Problems
+) -> tuple[list[SettingEntry], list[str]]:
     """Return the entries translated to current names with typed values, and notes about the translation."""
     decoded: list[SettingEntry] = []
     notes: list[str] = []
@@ -96,7 +110,9 @@ def decode_all(entries: Iterable[SettingEntry], problems: Problems) -> tuple[lis
                 info = BY_PATH.get(entry.path)
                 if info is None:
                     raise unknown(str(entry.source), entry.path)
-                value = fit(info.owner, entry.path[-1], entry.value, entry, text=entry.text)
+                value = fit(
+                    info.owner, entry.path[-1], entry.value, entry, text=entry.text
+                )
                 decoded.append(replace(entry, value=value))
     return decoded, notes
 
@@ -114,7 +130,9 @@ def merge(
         if len(rivals) == 1:
             winners[path] = rivals[0]
             continue
-        ranked = sorted(rivals, key=lambda entry: (entry.source.level, not entry.weak), reverse=True)
+        ranked = sorted(
+            rivals, key=lambda entry: (entry.source.level, not entry.weak), reverse=True
+        )
         strongest_entry = ranked[0]
         for weaker_entry in ranked[1:]:
             if (weaker_entry.source.level, weaker_entry.weak) == (

@@ -42,7 +42,9 @@ class FieldInfo:
     @property
     def is_bool(self) -> bool:
         """True if the flag may be given without a value and negated."""
-        return self.type is bool or (get_origin(self.type) in (Union, UnionType) and bool in get_args(self.type))
+        return self.type is bool or (
+            get_origin(self.type) in (Union, UnionType) and bool in get_args(self.type)
+        )
 
 
 def subsection(tp: Any) -> type[Section] | None:
@@ -52,13 +54,20 @@ def subsection(tp: Any) -> type[Section] | None:
     return None
 
 
-def walk(cls: type[Section] = Config, path: Path = (), prefix: str = "", group: str = "general") -> Iterator[FieldInfo]:
+def walk(
+    cls: type[Section] = Config,
+    path: Path = (),
+    prefix: str = "",
+    group: str = "general",
+) -> Iterator[FieldInfo]:
     """Yield every leaf setting below a section, in order of declaration."""
     for name, spec in cls.__dataclass_fields__.items():
         meta = meta_of(cls, name)
         if inner := subsection(spec.type):
             inner_prefix = prefix + f"{name}_" if meta.prefix is None else meta.prefix
-            yield from walk(inner, (*path, name), inner_prefix, meta.help if not path else group)
+            yield from walk(
+                inner, (*path, name), inner_prefix, meta.help if not path else group
+            )
         else:
             flag = meta.flag or prefix + name
             default = default_of(cls, name)
@@ -67,9 +76,15 @@ def walk(cls: type[Section] = Config, path: Path = (), prefix: str = "", group: 
 
 
 FIELDS: Final[tuple[FieldInfo, ...]] = tuple(walk())
-BY_PATH: Final[Mapping[Path, FieldInfo]] = MappingProxyType({info.path: info for info in FIELDS})
-SETTABLE: Final[tuple[FieldInfo, ...]] = tuple(info for info in FIELDS if not info.meta.code_only)
-BY_VARIABLE: Final[Mapping[str, FieldInfo]] = MappingProxyType({info.variable: info for info in SETTABLE})
+BY_PATH: Final[Mapping[Path, FieldInfo]] = MappingProxyType(
+    {info.path: info for info in FIELDS}
+)
+SETTABLE: Final[tuple[FieldInfo, ...]] = tuple(
+    info for info in FIELDS if not info.meta.code_only
+)
+BY_VARIABLE: Final[Mapping[str, FieldInfo]] = MappingProxyType(
+    {info.variable: info for info in SETTABLE}
+)
 
 
 def section_at(path: Path) -> type[Section] | None:

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 SourceKind = Literal["default", "file", "environment", "flag", "code"]
-PRECEDENCE: Final[tuple[SourceKind, ...]] = ("default", "file", "environment", "flag", "code")
+PRECEDENCE: Final[tuple[SourceKind, ...]] = (
+    "default",
+    "file",
+    "environment",
+    "flag",
+    "code",
+)
 
 _PLAIN: Final = re.compile(r"(?!(?i:true|false|null|nan)$)[A-Za-z_./][\w.:/+-]*")
 
@@ -103,7 +109,11 @@ def shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(shown(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key}: {shown(item)}" for key, item in value.items())
+            + "}"
+        )
     return repr(value)
 
 

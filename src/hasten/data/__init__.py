@@ -16,10 +16,14 @@ from typing import TYPE_CHECKING, Final
 from hasten.lazy import exports
 
 if TYPE_CHECKING:
-    from hasten.extensions.packing.packing import PackedBatchSampler as PackedBatchSampler  # type: ignore[import-not-found, unused-ignore]
+    from hasten.extensions.packing.packing import (
+        PackedBatchSampler as PackedBatchSampler,
+    )  # type: ignore[import-not-found, unused-ignore]
     from hasten.extensions.packing.packing import PackedCollator as PackedCollator  # type: ignore[import-not-found, unused-ignore]
     from hasten.extensions.packing.packing import num_label_tokens as num_label_tokens  # type: ignore[import-not-found, unused-ignore]
-    from hasten.extensions.packing.packing import packed_attention_mask as packed_attention_mask  # type: ignore[import-not-found, unused-ignore]
+    from hasten.extensions.packing.packing import (
+        packed_attention_mask as packed_attention_mask,
+    )  # type: ignore[import-not-found, unused-ignore]
     from hasten.extensions.packing.packing import packed_block_mask as packed_block_mask  # type: ignore[import-not-found, unused-ignore]
 
 # public name -> the module that defines it
@@ -27,5 +31,6 @@ _PUBLIC: Final = MappingProxyType[str, str]({})
 
 __all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+# hidden from type checkers, which would otherwise accept any attribute
+if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(__name__, _PUBLIC, extensible=True)

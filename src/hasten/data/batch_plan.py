@@ -39,8 +39,12 @@ class Shuffle:
     _table: Indices | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        assert 0 <= self.size < 1 << 62, f"a shuffle of {self.size} samples is out of range"
-        keys = np.array(_key_stream(self.seed, self.epoch, 2 * _ROUNDS), dtype=np.uint64).astype(np.uint32)
+        assert 0 <= self.size < 1 << 62, (
+            f"a shuffle of {self.size} samples is out of range"
+        )
+        keys = np.array(
+            _key_stream(self.seed, self.epoch, 2 * _ROUNDS), dtype=np.uint64
+        ).astype(np.uint32)
         object.__setattr__(self, "_keys", keys)
         table = _sorted_by_hash(self.size, keys) if self.size <= _TABLE_SIZE else None
         object.__setattr__(self, "_table", table)
@@ -49,7 +53,9 @@ class Shuffle:
         """Return the dataset index at each position."""
         if self._table is not None:
             return self._table[positions]
-        assert not positions.size or 0 <= positions.min() <= positions.max() < self.size, "a position past the end"
+        assert (
+            not positions.size or 0 <= positions.min() <= positions.max() < self.size
+        ), "a position past the end"
         values = self._encrypt(positions)
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
@@ -84,7 +90,9 @@ def derive_seed(*numbers: int) -> int:
     return state >> 1
 
 
-def _hash_bits(x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits: int) -> NDArray[np.uint32]:
+def _hash_bits(
+    x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits: int
+) -> NDArray[np.uint32]:
     """Return `num_bits` well-mixed bits of each value under two keys."""
     h = x ^ key
     h *= _STRETCH
@@ -98,7 +106,10 @@ def _hash_bits(x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits
 def _sorted_by_hash(size: int, keys: NDArray[np.uint32]) -> Indices:
     """Return `range(size)` sorted by a 62-bit hash of each number."""
     positions = np.arange(size, dtype=np.uint32)
-    high, low = (_hash_bits(positions ^ keys[turn], keys[turn + 1], keys[turn + 2], 31) for turn in (0, 3))
+    high, low = (
+        _hash_bits(positions ^ keys[turn], keys[turn + 1], keys[turn + 2], 31)
+        for turn in (0, 3)
+    )
     return np.argsort((high.astype(np.uint64) << np.uint64(31)) | low).astype(np.int64)
 
 
@@ -158,10 +169,16 @@ class LoaderPlan:
     pad: Pad = "least"
 
     def __post_init__(self) -> None:
-        assert 0 <= self.shard < self.num_shards, f"shard {self.shard} of {self.num_shards}"
+        assert 0 <= self.shard < self.num_shards, (
+            f"shard {self.shard} of {self.num_shards}"
+        )
         assert self.global_batch > 0, f"a step of {self.global_batch} units"
-        assert self.even or self.global_batch >= self.num_shards, f"{self.global_batch} units for {self.num_shards}"
-        assert not self.even or self.global_batch % self.num_shards == 0, "an even plan has equal shares"
+        assert self.even or self.global_batch >= self.num_shards, (
+            f"{self.global_batch} units for {self.num_shards}"
+        )
+        assert not self.even or self.global_batch % self.num_shards == 0, (
+            "an even plan has equal shares"
+        )
 
     @property
     def rows(self) -> int:
@@ -197,7 +214,9 @@ class LoaderPlan:
         if first + self.global_batch <= size:
             return self.part(self.global_batch, first)
         share = self.tail(size, start)
-        assert share is not None, f"step {step} is past the end of {size} units from {start}"
+        assert share is not None, (
+            f"step {step} is past the end of {size} units from {start}"
+        )
         return share
 
     def consumed(self, size: int | None, steps: int, start: int = 0) -> int:
@@ -219,11 +238,19 @@ class LoaderPlan:
             yield steps[:, None] * self.global_batch + offsets
         tail = self.tail(size, start)
         if tail is not None:
-            yield (np.arange(tail.first, tail.first + tail.rows, dtype=np.int64) % size)[None, :]
+            yield (
+                np.arange(tail.first, tail.first + tail.rows, dtype=np.int64) % size
+            )[None, :]
 
     def part(self, left: int, first: int = 0, shard: int | None = None) -> RankShare:
         """Return the share of this rank, or of `shard`, in a step of `left` units that starts at `first`."""
-        share = cut(left, self.num_shards, self.shard if shard is None else shard, self.even, self.whole)
+        share = cut(
+            left,
+            self.num_shards,
+            self.shard if shard is None else shard,
+            self.even,
+            self.whole,
+        )
         return share._replace(first=first + share.first)
 
 
@@ -262,12 +289,23 @@ def plan_rows(
 
 
 def plan_batches(
-    *, num_shards: int, shard: int, split: bool, dispatch: bool, drop_last: bool, even: bool
+    *,
+    num_shards: int,
+    shard: int,
+    split: bool,
+    dispatch: bool,
+    drop_last: bool,
+    even: bool,
 ) -> LoaderPlan:
     """Return the plan for a loader whose batches are formed by the user: a unit is a batch."""
     if split:  # every rank takes rows of each batch, so all ranks read the same batches
         return LoaderPlan(
-            how="dispatch" if dispatch else "split", num_shards=1, shard=0, global_batch=1, drop_last=False, even=even
+            how="dispatch" if dispatch else "split",
+            num_shards=1,
+            shard=0,
+            global_batch=1,
+            drop_last=False,
+            even=even,
         )
     return LoaderPlan(
         how="dispatch" if dispatch else "shard",
@@ -279,7 +317,9 @@ def plan_batches(
     )
 
 
-def cut(size: int, num_shards: int, shard: int, even: bool, full_size: int | None = None) -> RankShare:
+def cut(
+    size: int, num_shards: int, shard: int, even: bool, full_size: int | None = None
+) -> RankShare:
     """Return the share of `shard` in `size` units, or in the `full_size` units of a full step if given.
 
     An even share may extend past the end, into padding.
@@ -325,7 +365,9 @@ def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON
     }
 
 
-def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = None) -> FoundSample:
+def find(
+    state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = None
+) -> FoundSample:
     """Return batch number `batch` (from 1) of data-parallel rank `shard` in an epoch, by default the epoch of `state`.
 
     Raises: DataError when the state lacks the settings, or there is no such batch.
@@ -359,11 +401,24 @@ def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = N
     batch_epoch = int(state["epoch"]) if epoch is None else epoch
     share = plan.share(size, batch - 1)
     positions = np.arange(share.first, share.first + share.real, dtype=np.int64)
-    indices = Shuffle(size, int(state["seed"]), batch_epoch).at(positions) if reading["shuffled"] else positions
+    indices = (
+        Shuffle(size, int(state["seed"]), batch_epoch).at(positions)
+        if reading["shuffled"]
+        else positions
+    )
     first, end = plan.consumed(size, batch - 1), plan.consumed(size, batch)
     is_returned = (batch_epoch, end) <= (int(state["epoch"]), int(state["consumed"]))
     out = any(
-        left_out_range[0] == batch_epoch and left_out_range[1] < end and first < left_out_range[2]
+        left_out_range[0] == batch_epoch
+        and left_out_range[1] < end
+        and first < left_out_range[2]
         for left_out_range in state.get("left_out", ())
     )
-    return FoundSample(batch_epoch, batch, steps, tuple(int(index) for index in indices), is_returned, out)
+    return FoundSample(
+        batch_epoch,
+        batch,
+        steps,
+        tuple(int(index) for index in indices),
+        is_returned,
+        out,
+    )

@@ -27,7 +27,12 @@ from hasten.data.loader import Loader, LoaderIteration, LoaderParts, MakeMove, M
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.rank_check import LoaderAgreement, agree_on_loader
-from hasten.data.sampler import Assignment, PlannedSampler, assignment_of, refuse_full_padding
+from hasten.data.sampler import (
+    Assignment,
+    PlannedSampler,
+    assignment_of,
+    refuse_full_padding,
+)
 from hasten.data.source import Ahead, BatchSource, IndexedSource, engine_of, plain_move
 from hasten.data.stream import StreamSource
 from hasten.data.stream_shard import Cutting, Sharing
@@ -70,21 +75,46 @@ def prepare_loader(
         return loader
     _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
-        log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict")
+        log.info(
+            "use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict"
+        )
     data_ranks = ALONE if ctx.mesh == _ONE_RANK else _data_ranks(ctx)
-    is_declared_sharded = config.already_sharded if already_sharded is None else already_sharded
-    agreed = _agreed(loader, ctx, config, data_ranks, _seed(loader, config, seed), is_declared_sharded)
-    make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
+    is_declared_sharded = (
+        config.already_sharded if already_sharded is None else already_sharded
+    )
+    agreed = _agreed(
+        loader,
+        ctx,
+        config,
+        data_ranks,
+        _seed(loader, config, seed),
+        is_declared_sharded,
+    )
+    make = (
+        _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
+    )
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
     source, total, shown = make(
-        _Request(reading, ctx, config, data_ranks, slice_fn, _depth(device, config, transfer), device, transfer, agreed)
+        _Request(
+            reading,
+            ctx,
+            config,
+            data_ranks,
+            slice_fn,
+            _depth(device, config, transfer),
+            device,
+            transfer,
+            agreed,
+        )
     )
     if pinned:
         shown["pin_memory"] = True
     iteration = LoaderIteration(Position(seed=agreed.seed))
     if isinstance(shown.get("batch_sampler"), Assignment):
-        shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, iteration)
+        shown["batch_sampler"] = PlannedSampler(
+            shown["batch_sampler"], loader.sampler, iteration
+        )
     loader_parts = LoaderParts(
         source=source,
         clock=clock,
@@ -92,7 +122,9 @@ def prepare_loader(
         move=_move(device, config, transfer),
         shard=data_ranks.shard,
         total_batch_size=total,
-        equalise=_equaliser(rng_types, loader, ctx) if rng_types and ctx.world.size > 1 else None,
+        equalise=_equaliser(rng_types, loader, ctx)
+        if rng_types and ctx.world.size > 1
+        else None,
         draws_as_torch=config.order == "torch",
     )
     if getattr(loader.batch_sampler, "drop_last", loader.drop_last):
@@ -118,19 +150,40 @@ def _agreed(
     if ctx.world.size == 1:
         agreed = LoaderAgreement(seed, sharded=False)
     else:
-        reads_samples = not (config.dispatch_batches and isinstance(loader.dataset, IterableDataset))
-        agreed = agree_on_loader(loader, _facts(loader, config), is_declared_sharded, seed, ctx.world, reads_samples)
+        reads_samples = not (
+            config.dispatch_batches and isinstance(loader.dataset, IterableDataset)
+        )
+        agreed = agree_on_loader(
+            loader,
+            _facts(loader, config),
+            is_declared_sharded,
+            seed,
+            ctx.world,
+            reads_samples,
+        )
     if agreed.sharded or is_declared_sharded:
-        batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
+        batched = loader.batch_size is not None or plainly(
+            loader.batch_sampler, BatchSampler
+        )
         _refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
     if agreed.split is not None:
-        _check_split(agreed.split, data_ranks.shard, data_ranks.num_shards, ctx.world.size, ctx.rank)
+        _check_split(
+            agreed.split,
+            data_ranks.shard,
+            data_ranks.num_shards,
+            ctx.world.size,
+            ctx.rank,
+        )
     return agreed
 
 
-def _check_split(split: ForeignSplit, shard: int, num_shards: int, world_size: int, rank: int) -> None:
+def _check_split(
+    split: ForeignSplit, shard: int, num_shards: int, world_size: int, rank: int
+) -> None:
     """Raise unless a dataset splits itself as the mesh does."""
-    by_rank = (world_size, rank) if split.num_ranks is None else (split.num_ranks, split.rank)
+    by_rank = (
+        (world_size, rank) if split.num_ranks is None else (split.num_ranks, split.rank)
+    )
     if by_rank != (num_shards, shard):
         raise DataError(
             f"the dataset is split by {split.by} into {by_rank[0]} parts, of which this is part {by_rank[1]}, and this process "
@@ -179,10 +232,20 @@ def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
         )
 
 
-def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext) -> Callable[[], None] | None:
+def _equaliser(
+    kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext
+) -> Callable[[], None] | None:
     """Return a function that synchronizes these generators; a loader without a generator shuffles equally anyway."""
-    types = [kind for kind in sorted(kinds) if kind != "generator" or loader.generator is not None]
-    return partial(synchronize_rng_states, types, ctx.world, loader.generator) if types else None
+    types = [
+        kind
+        for kind in sorted(kinds)
+        if kind != "generator" or loader.generator is not None
+    ]
+    return (
+        partial(synchronize_rng_states, types, ctx.world, loader.generator)
+        if types
+        else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +266,11 @@ class _Request:
     @property
     def sharded(self) -> bool:
         """True if the loader holds this rank's shard of the data already."""
-        return self.agreed is not None and self.agreed.sharded and self.data_ranks.num_shards > 1
+        return (
+            self.agreed is not None
+            and self.agreed.sharded
+            and self.data_ranks.num_shards > 1
+        )
 
 
 Made = tuple[BatchSource, int | None, dict[str, Any]]
@@ -211,15 +278,26 @@ Made = tuple[BatchSource, int | None, dict[str, Any]]
 
 
 def _indexed_parts(request: _Request) -> Made:
-    loader, ctx, config, data_ranks = request.loader, request.ctx, request.config, request.data_ranks
+    loader, ctx, config, data_ranks = (
+        request.loader,
+        request.ctx,
+        request.config,
+        request.data_ranks,
+    )
     assignment = assignment_of(loader, ctx, config, data_ranks, request.sharded)
     fixed = assignment.form == "rows"
-    shown: dict[str, Any] = {} if assignment.form == "items" else {"batch_sampler": assignment}
+    shown: dict[str, Any] = (
+        {} if assignment.form == "items" else {"batch_sampler": assignment}
+    )
     if loader.batch_size is not None:
         shown["batch_size"] = assignment.plan.rows
     total = assignment.plan.global_batch * assignment.stride if fixed else None
     if not config.dispatch_batches:
-        if assignment.form == "items" and config.split_batches and data_ranks.num_shards > 1:
+        if (
+            assignment.form == "items"
+            and config.split_batches
+            and data_ranks.num_shards > 1
+        ):
             raise ConfigError(
                 "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
                 "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
@@ -236,23 +314,40 @@ def _indexed_parts(request: _Request) -> Made:
             total,
             shown,
         )
-    if request.slice_fn is None and not (assignment.form == "items" and config.split_batches):
-        inner = IndexedSource(loader, assignment, ctx.topology.rank, data_ranks.num_shards, ahead="always")
+    if request.slice_fn is None and not (
+        assignment.form == "items" and config.split_batches
+    ):
+        inner = IndexedSource(
+            loader, assignment, ctx.topology.rank, data_ranks.num_shards, ahead="always"
+        )
         return _dispatched(inner, IndexedReader(), ctx, data_ranks), total, shown
-    inner = IndexedSource(loader, assignment_of(loader, ctx, config, ALONE), ctx.rank, ahead="always")
+    inner = IndexedSource(
+        loader, assignment_of(loader, ctx, config, ALONE), ctx.rank, ahead="always"
+    )
     reader = _batch_reader(request)
     return _dispatched(inner, reader, ctx, data_ranks), total, shown
 
 
 def _stream_parts(request: _Request) -> Made:
-    loader, ctx, config, data_ranks = request.loader, request.ctx, request.config, request.data_ranks
+    loader, ctx, config, data_ranks = (
+        request.loader,
+        request.ctx,
+        request.config,
+        request.data_ranks,
+    )
     cutting, total = _cutting(request)
-    shown: dict[str, Any] = {} if loader.batch_size is None else {"batch_size": cutting.rows}
+    shown: dict[str, Any] = (
+        {} if loader.batch_size is None else {"batch_size": cutting.rows}
+    )
     if config.dispatch_batches:
         reader: DispatchReader = StreamReader()
-        if not cutting.batched or request.slice_fn is not None:  # the first rank reads whole batches
+        # the first rank reads whole batches
+        if not cutting.batched or request.slice_fn is not None:
             rows = loader.batch_size or 1
-            cutting, reader = replace(cutting, num_shards=1, shard=0, rows=rows, step=None), _batch_reader(request)
+            cutting, reader = (
+                replace(cutting, num_shards=1, shard=0, rows=rows, step=None),
+                _batch_reader(request),
+            )
         else:
             cutting = replace(cutting, every=True)
         inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
@@ -261,12 +356,22 @@ def _stream_parts(request: _Request) -> Made:
     dataset: Any = loader.dataset  # Any: the user's dataset
     if not request.sharded:
         sharing, dataset = _share_stream(loader.dataset, data_ranks)
-    if config.split_batches and not cutting.batched:  # every rank reads each batch and selects its rows
-        cutting = replace(cutting, num_shards=1, shard=0, split=(data_ranks.num_shards, data_ranks.shard))
+    # every rank reads each batch and selects its rows
+    if config.split_batches and not cutting.batched:
+        cutting = replace(
+            cutting,
+            num_shards=1,
+            shard=0,
+            split=(data_ranks.num_shards, data_ranks.shard),
+        )
         dataset = loader.dataset
     else:
         cutting = replace(cutting, sharing=sharing)
-    return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank), total, shown
+    return (
+        StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank),
+        total,
+        shown,
+    )
 
 
 def _cutting(request: _Request) -> tuple[Cutting, int | None]:
@@ -274,8 +379,12 @@ def _cutting(request: _Request) -> tuple[Cutting, int | None]:
     loader, config, data_ranks = request.loader, request.config, request.data_ranks
     drop_last, even = bool(loader.drop_last), config.even_batches
     if loader.batch_size is None:
-        refuse_full_padding(config, "batch_size=None: the stream's elements are whole batches")
-        return Cutting(data_ranks.num_shards, data_ranks.shard, 1, False, drop_last, even), None
+        refuse_full_padding(
+            config, "batch_size=None: the stream's elements are whole batches"
+        )
+        return Cutting(
+            data_ranks.num_shards, data_ranks.shard, 1, False, drop_last, even
+        ), None
     plan = plan_rows(
         batch_size=loader.batch_size,
         num_shards=data_ranks.num_shards,
@@ -288,17 +397,27 @@ def _cutting(request: _Request) -> tuple[Cutting, int | None]:
     )
     total = plan.global_batch
     return Cutting(
-        data_ranks.num_shards, data_ranks.shard, plan.rows, True, drop_last, even, pad=config.pad, step=total
+        data_ranks.num_shards,
+        data_ranks.shard,
+        plan.rows,
+        True,
+        drop_last,
+        even,
+        pad=config.pad,
+        step=total,
     ), total
 
 
-def _share_stream(dataset: Any, data_ranks: DataRanks) -> tuple[Sharing, Any]:  # Any: the user's dataset
+# Any: the user's dataset
+def _share_stream(dataset: Any, data_ranks: DataRanks) -> tuple[Sharing, Any]:
     """Return the way in which this rank gets its share of a stream, and the stream to read."""
     if data_ranks.num_shards == 1:
         return "strided", dataset
     if is_hub_stream(dataset):
         if dataset.num_shards >= data_ranks.num_shards:
-            return "own", dataset.shard(num_shards=data_ranks.num_shards, index=data_ranks.shard)
+            return "own", dataset.shard(
+                num_shards=data_ranks.num_shards, index=data_ranks.shard
+            )
         log.info(
             "the dataset has %d shard(s) for %d data-parallel processes, so each reads all of it and keeps its part; "
             "%d or more shards would let each read only its own",
@@ -307,18 +426,31 @@ def _share_stream(dataset: Any, data_ranks: DataRanks) -> tuple[Sharing, Any]:  
             data_ranks.num_shards,
         )
         return "strided", dataset
-    return ("asked" if callable(getattr(dataset, "shard", None)) else "strided"), dataset
+    return (
+        "asked" if callable(getattr(dataset, "shard", None)) else "strided"
+    ), dataset
 
 
-def _dispatched(inner: BatchSource, reader: DispatchReader, ctx: ProcessContext, data_ranks: DataRanks) -> BatchSource:
+def _dispatched(
+    inner: BatchSource,
+    reader: DispatchReader,
+    ctx: ProcessContext,
+    data_ranks: DataRanks,
+) -> BatchSource:
     return DispatchSource(inner, reader, ctx.world, data_ranks)
 
 
 def _batch_reader(request: _Request) -> BatchReader:
     loader, config = request.loader, request.config
-    drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+    drop_last = bool(
+        loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
+    )
     return BatchReader(
-        request.data_ranks.num_shards, config.split_batches, config.even_batches, drop_last, request.slice_fn
+        request.data_ranks.num_shards,
+        config.split_batches,
+        config.even_batches,
+        drop_last,
+        request.slice_fn,
     )
 
 
@@ -345,12 +477,21 @@ def _seed(loader: DataLoader[Any], config: DataLoaderConfiguration, seed: int) -
 
 
 # -- copies to the device -------------------------------------------------------------------------------------------------
-def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoaderConfiguration) -> bool:
+def _pins(
+    loader: DataLoader[Any],
+    device: torch.device | None,
+    config: DataLoaderConfiguration,
+) -> bool:
     """Return True if `pin_memory` is to be enabled for a loader that leaves it off.
 
     With workers, torch then receives and pins batches in a separate thread, off the training loop.
     """
-    if loader.pin_memory or device is None or device.type != "cuda" or config.dispatch_batches:
+    if (
+        loader.pin_memory
+        or device is None
+        or device.type != "cuda"
+        or config.dispatch_batches
+    ):
         return False
     if config.pin_memory is None and loader.num_workers:
         log.info(
@@ -362,7 +503,11 @@ def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoad
     return bool(config.pin_memory)
 
 
-def _depth(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None) -> int:
+def _depth(
+    device: torch.device | None,
+    config: DataLoaderConfiguration,
+    transfer: MakeMove | None = None,
+) -> int:
     """Return the number of batches read ahead of the one in use."""
     if device is None:
         return 0
@@ -381,7 +526,9 @@ def _ahead(depth: int, device: torch.device | None, transfer: MakeMove | None) -
 
 
 def _move(
-    device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None
+    device: torch.device | None,
+    config: DataLoaderConfiguration,
+    transfer: MakeMove | None = None,
 ) -> Move | None:
     """Return the function that moves batches to the device; None when they are not moved."""
     if device is None:
@@ -395,6 +542,8 @@ def _move(
         return Prefetch(device, depth, config.prefetch_skip_keys)
 
     def put(batch: Any) -> Any:  # Any: a batch of the user's
-        return trees.to_device(batch, device, config.non_blocking, config.prefetch_skip_keys)
+        return trees.to_device(
+            batch, device, config.non_blocking, config.prefetch_skip_keys
+        )
 
     return plain_move(put)

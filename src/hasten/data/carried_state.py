@@ -23,7 +23,8 @@ from hasten.checkpoint.format.packing import pack, unpack
 from hasten.errors import CheckpointError, DataError
 
 # Any in this file: attributes of the user's objects.
-_MOST_VALUES: Final = 100_000  # of one attribute; longer ones are data rather than state
+# of one attribute; longer ones are data rather than state
+_MOST_VALUES: Final = 100_000
 _MOST_OBJECTS: Final = 2_000
 _GENERATORS: Final = (
     torch.Generator,
@@ -41,11 +42,15 @@ class CarriedState:
     def __init__(self, owner: Any, attributes: bool = True) -> None:
         self._owner = owner
         self._attributes = attributes
-        self._baseline = {path: packed for path, (_, _, packed) in self._plain().items()}
+        self._baseline = {
+            path: packed for path, (_, _, packed) in self._plain().items()
+        }
 
     def capture(self) -> dict[str, Any] | None:
         """Return the state as JSON values: generators, and attributes changed since prepare; None if there are none."""
-        generators = {path: _read(generator) for path, generator in self._generators().items()}
+        generators = {
+            path: _read(generator) for path, generator in self._generators().items()
+        }
         changed = {
             path: packed
             for path, (_, _, packed) in self._plain().items()
@@ -64,7 +69,9 @@ class CarriedState:
         saved = saved or {}
         generators, plain = self._generators(), self._plain()
         states, attributes = saved.get("generators", {}), saved.get("attributes", {})
-        lost = [path for path in states if path not in generators] + [path for path in attributes if path not in plain]
+        lost = [path for path in states if path not in generators] + [
+            path for path in attributes if path not in plain
+        ]
         if lost:
             raise DataError(
                 f"the loader's state holds {', '.join(lost)} of a {type(self._owner).__name__}, but the current one has no such "
@@ -79,11 +86,17 @@ class CarriedState:
 
     def generators_changed(self, since: Mapping[str, Any] | None) -> bool:
         """Return True if any generator was drawn from since a capture."""
-        current_states = {path: _read(generator) for path, generator in self._generators().items()}
+        current_states = {
+            path: _read(generator) for path, generator in self._generators().items()
+        }
         return bool(current_states != (since or {}).get("generators", {}))
 
     def _generators(self) -> dict[str, Any]:
-        return {path: value for path, value, _, _ in _walk(self._owner) if isinstance(value, _GENERATORS)}
+        return {
+            path: value
+            for path, value, _, _ in _walk(self._owner)
+            if isinstance(value, _GENERATORS)
+        }
 
     def _plain(self) -> dict[str, tuple[Any, str, Any]]:
         """Return path -> (owner, attribute, value as JSON) of plain attributes."""
@@ -106,7 +119,9 @@ class SamplerState:
 
     def capture(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
+        if hasattr(self._sampler, "state_dict") and hasattr(
+            self._sampler, "load_state_dict"
+        ):
             state = encode_value(self._sampler.state_dict())
             if state is not None:
                 return {"state": state}
@@ -144,7 +159,11 @@ def _held(holder: Any) -> Iterator[tuple[str, Any, Any]]:
     elif isinstance(holder, types.MethodType):
         yield "self", holder.__self__, None
     elif isinstance(holder, functools.partial):
-        yield from (("func", holder.func, None), ("args", holder.args, None), ("keywords", holder.keywords, None))
+        yield from (
+            ("func", holder.func, None),
+            ("args", holder.args, None),
+            ("keywords", holder.keywords, None),
+        )
     else:
         slots = [name for kind in type(holder).__mro__ for name in _slots(kind)]
         for name in (*getattr(holder, "__dict__", {}), *slots):
@@ -152,15 +171,20 @@ def _held(holder: Any) -> Iterator[tuple[str, Any, Any]]:
                 yield name, getattr(holder, name), holder
         for kind in type(holder).__mro__:
             for name, value in vars(kind).items():
-                if isinstance(value, types.FunctionType) and kind.__module__.split(".")[0] not in ("torch", "builtins"):
+                if isinstance(value, types.FunctionType) and kind.__module__.split(".")[
+                    0
+                ] not in ("torch", "builtins"):
                     yield from (
-                        (f"{name}()/{inner}", inner_value, None) for inner, inner_value, _ in _held_by_function(value)
+                        (f"{name}()/{inner}", inner_value, None)
+                        for inner, inner_value, _ in _held_by_function(value)
                     )
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any, None]]:
     """Yield the closure variables of a function, and generators it uses from its module."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    for name, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
         try:
             yield name, cell.cell_contents, None
         except ValueError:  # not assigned yet
@@ -173,7 +197,11 @@ def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any, 
 
 def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+    return (
+        (slots,)
+        if isinstance(slots, str)
+        else tuple(name for name in slots if not name.startswith("__"))
+    )
 
 
 def _may_hold(value: Any) -> bool:
@@ -181,11 +209,15 @@ def _may_hold(value: Any) -> bool:
         return False
     if isinstance(value, list | tuple | dict):
         return len(value) <= 64
-    if not isinstance(value, IterableDataset) and (isinstance(value, Dataset) or _is_data(value)):
+    if not isinstance(value, IterableDataset) and (
+        isinstance(value, Dataset) or _is_data(value)
+    ):
         return False
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return True
-    return hasattr(value, "__dict__") or any(_slots(kind) for kind in type(value).__mro__)
+    return hasattr(value, "__dict__") or any(
+        _slots(kind) for kind in type(value).__mro__
+    )
 
 
 def _is_data(value: Any) -> bool:
@@ -196,13 +228,23 @@ def _is_data(value: Any) -> bool:
 def _values(value: Any) -> int:
     """Return the number of numbers and strings in a value; above the limit for values that are not plain."""
     none = _MOST_VALUES + 1
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | np.generic
+    ):
         return 1
     if isinstance(value, np.ndarray):
         return value.size if value.dtype.kind in "biufc" else none
     if isinstance(value, Tensor):
-        plain = type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu"
-        return value.numel() if plain and not value.requires_grad and value.dtype != torch.bfloat16 else none
+        plain = (
+            type(value) is Tensor
+            and value.layout == torch.strided
+            and value.device.type == "cpu"
+        )
+        return (
+            value.numel()
+            if plain and not value.requires_grad and value.dtype != torch.bfloat16
+            else none
+        )
     if isinstance(value, list | tuple | set | frozenset | deque | dict):
         if len(value) > _MOST_VALUES:
             return none
@@ -222,13 +264,23 @@ def encode_value(value: Any) -> dict[str, Any] | None:
         data, tensors = pack(value)
     except CheckpointError:  # a container of a custom class: not storable
         return None
-    arrays = {key: _array(tensor.numpy()) for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    arrays = {
+        key: _array(tensor.numpy())
+        for key, tensor in tensors.items()
+        if isinstance(tensor, Tensor)
+    }
     return {"data": data, "tensors": arrays}
 
 
 def decode_value(saved: Any) -> Any:
     """Return the value that was given to `encode_value`."""
-    return unpack(saved["data"], {key: torch.from_numpy(_unarray(array)) for key, array in saved["tensors"].items()})
+    return unpack(
+        saved["data"],
+        {
+            key: torch.from_numpy(_unarray(array))
+            for key, array in saved["tensors"].items()
+        },
+    )
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:
@@ -239,7 +291,11 @@ def _assign(owner: Any, name: str, value: Any) -> None:
     elif isinstance(present, dict) and isinstance(value, dict):
         present.clear()
         present.update(value)
-    elif isinstance(present, np.ndarray) and isinstance(value, np.ndarray) and present.shape == value.shape:
+    elif (
+        isinstance(present, np.ndarray)
+        and isinstance(value, np.ndarray)
+        and present.shape == value.shape
+    ):
         present[...] = value
     else:
         object.__setattr__(owner, name, value)
@@ -303,9 +359,17 @@ def _from_numbers(saved: Any) -> Any:
 
 
 def _array(array: Any) -> list[Any]:
-    return [str(array.dtype), list(array.shape), base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()]
+    return [
+        str(array.dtype),
+        list(array.shape),
+        base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),
+    ]
 
 
 def _unarray(saved: list[Any]) -> Any:
     dtype, shape, text = saved
-    return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape).copy()
+    return (
+        np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype))
+        .reshape(shape)
+        .copy()
+    )

@@ -25,7 +25,8 @@ from hasten.errors import PeerFailedError
 
 # Any in this file: batches are the user's nested values.
 _ALIGN: Final = 64
-_HEADER: Final = 64  # bytes: (buffer size needed, length of the skeleton), padded to the alignment
+# bytes: (buffer size needed, length of the skeleton), padded to the alignment
+_HEADER: Final = 64
 _FIRST_ROOM: Final = 1 << 14
 
 
@@ -49,7 +50,9 @@ class BatchWire:
         """Return the parts in serialised form. Unserialisable values raise here, before other ranks wait for them."""
         return [PackedBatch.of(rank_tree, self._comm.codec) for rank_tree in rank_trees]
 
-    def send(self, packed: Sequence[PackedBatch], packed_indices: Sequence[int]) -> None:
+    def send(
+        self, packed: Sequence[PackedBatch], packed_indices: Sequence[int]
+    ) -> None:
         """Send `packed[packed_indices[r]]` to member r. Ranks: the first member only, while the others `receive`.
 
         The buffer of the first member is not filled for itself alone, as it has its part already.
@@ -93,7 +96,9 @@ class BatchWire:
 class PackedBatch:
     """A tree in serialised form: the skeleton, and the tensors with their offsets."""
 
-    def __init__(self, skeleton: bytes, tensors: list[tuple[_BatchHole, Tensor]], num_bytes: int) -> None:
+    def __init__(
+        self, skeleton: bytes, tensors: list[tuple[_BatchHole, Tensor]], num_bytes: int
+    ) -> None:
         self.skeleton = skeleton
         self.tensors = tensors
         self.num_bytes = num_bytes
@@ -114,13 +119,17 @@ class PackedBatch:
 
         dug = trees.map_tensors(dig, tree)
         skeleton = codec.encode(dug)
-        return cls(skeleton, holes_and_tensors, _HEADER + _aligned(len(skeleton)) + offset)
+        return cls(
+            skeleton, holes_and_tensors, _HEADER + _aligned(len(skeleton)) + offset
+        )
 
     def write(self, buffer: Tensor, need: int) -> None:
         length = len(self.skeleton)
         header = buffer[:_HEADER].view(torch.int64)
         header[0], header[1] = need, length
-        buffer[_HEADER : _HEADER + length] = torch.frombuffer(bytearray(self.skeleton), dtype=torch.uint8)
+        buffer[_HEADER : _HEADER + length] = torch.frombuffer(
+            bytearray(self.skeleton), dtype=torch.uint8
+        )
         body = _HEADER + _aligned(length)
         for hole, x in self.tensors:
             _view(buffer, body, hole).copy_(x)
@@ -130,7 +139,12 @@ def _unpack(buffer: Tensor, length: int, codec: Codec) -> Any:
     raw = buffer[_HEADER : _HEADER + length].numpy().tobytes()
     body = _HEADER + _aligned(length)
     skeleton = codec.decode(raw)
-    return trees.map_leaves(lambda leaf: _view(buffer, body, leaf) if isinstance(leaf, _BatchHole) else leaf, skeleton)
+    return trees.map_leaves(
+        lambda leaf: (
+            _view(buffer, body, leaf) if isinstance(leaf, _BatchHole) else leaf
+        ),
+        skeleton,
+    )
 
 
 def _view(buffer: Tensor, body: int, hole: _BatchHole) -> Tensor:
@@ -182,7 +196,13 @@ class _RankMessage(NamedTuple):
 class DispatchSource(OuterSource):
     """Source in which one rank reads; the others receive their share of each step in one scatter."""
 
-    def __init__(self, inner: BatchSource, reader: DispatchReader, comm: Comm, data_ranks: DataRanks) -> None:
+    def __init__(
+        self,
+        inner: BatchSource,
+        reader: DispatchReader,
+        comm: Comm,
+        data_ranks: DataRanks,
+    ) -> None:
         super().__init__(inner)
         self._reader = reader
         self._comm = comm
@@ -195,16 +215,24 @@ class DispatchSource(OuterSource):
         if self._comm.size == 1:
             return self._read_alone(position)
         wire = BatchWire(self._comm)
-        return self._send(wire, position) if self._comm.rank == 0 else self._receive(wire)
+        return (
+            self._send(wire, position) if self._comm.rank == 0 else self._receive(wire)
+        )
 
-    def reached(self, start: Position, steps: int, source_state: Any) -> Position:  # Any: of the inner source
+    # Any: of the inner source
+    def reached(self, start: Position, steps: int, source_state: Any) -> Position:
         return self._inner.reached(start, steps * self._reader.per_round, source_state)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self._inner.skipped(start, num_batches * self._reader.per_round)
 
     def copied(self, even: bool | None = None) -> DispatchSource:
-        return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._data_ranks)
+        return DispatchSource(
+            self._inner.copied(even),
+            self._reader.evened(even),
+            self._comm,
+            self._data_ranks,
+        )
 
     def _read_alone(self, position: Position) -> Iterator[Item]:
         for step in self._reader.rounds(self._inner, position):
@@ -216,10 +244,17 @@ class DispatchSource(OuterSource):
         has_more = True
         while has_more:
             try:
-                step = next(rounds, None) or Round([None] * data_ranks.num_shards, False)
-                messages = wire.pack([_RankMessage(item, step.more) for item in step.items])
-            except Exception as error:  # the waiting ranks must learn of any error of the user's dataset
-                failed = wire.pack([_RankMessage(None, False, f"{type(error).__name__}: {error}")])
+                step = next(rounds, None) or Round(
+                    [None] * data_ranks.num_shards, False
+                )
+                messages = wire.pack(
+                    [_RankMessage(item, step.more) for item in step.items]
+                )
+            # the waiting ranks must learn of any error of the user's dataset
+            except Exception as error:
+                failed = wire.pack(
+                    [_RankMessage(None, False, f"{type(error).__name__}: {error}")]
+                )
                 wire.send(failed * data_ranks.num_shards, data_ranks.shard_of)
                 raise
             wire.send(messages, data_ranks.shard_of)
@@ -258,21 +293,30 @@ class IndexedReader:
         return source.steps()
 
     def rounds(self, source: BatchSource, position: Position) -> Iterator[Round]:
-        assert isinstance(source, IndexedSource), "indices are cut for indexed data only"
+        assert isinstance(source, IndexedSource), (
+            "indices are cut for indexed data only"
+        )
         index_batches = with_next(source.assignment.rounds(position))
         plans: deque[tuple[list[IndexBatch | None], bool]] = deque()
 
         def flat() -> Iterator[IndexBatch]:
             for step, following in index_batches:
                 plans.append((step, following is not None))
-                yield from (index_batch for index_batch in step if index_batch is not None)
+                yield from (
+                    index_batch for index_batch in step if index_batch is not None
+                )
 
         items = source.read(flat(), position)
         for first in items:
             step, has_more = plans.popleft()
-            other_items = islice(items, sum(index_batch is not None for index_batch in step) - 1)
+            other_items = islice(
+                items, sum(index_batch is not None for index_batch in step) - 1
+            )
             read = chain([first], other_items)
-            yield Round([None if index_batch is None else next(read) for index_batch in step], has_more)
+            yield Round(
+                [None if index_batch is None else next(read) for index_batch in step],
+                has_more,
+            )
 
 
 class StreamReader:
@@ -321,19 +365,31 @@ class BatchReader:
         return full + int(tail > 0 and not self.drop_last)
 
     def rounds(self, source: BatchSource, position: Position) -> Iterator[Round]:
-        pads = self.even and self.num_shards > 1 and not (self.split and self.slice_fn is None)
+        pads = (
+            self.even
+            and self.num_shards > 1
+            and not (self.split and self.slice_fn is None)
+        )
         first: Any = source.first(position) if pads and position.consumed else None
         items = source.open(position)
         for group, following in with_next(self._groups(items)):
             if first is None:
                 first = trees.map_leaves(own_copy, group[0][0])
             rank_batches = self._parts(group, first)
-            num_next = self.num_shards if following and (self.even or self.split) else len(following or ())
+            num_next = (
+                self.num_shards
+                if following and (self.even or self.split)
+                else len(following or ())
+            )
             state = group[-1][3]
             items_of_ranks: list[Item | None] = [
-                (*rank_batch, shard >= num_next, state) for shard, rank_batch in enumerate(rank_batches)
+                (*rank_batch, shard >= num_next, state)
+                for shard, rank_batch in enumerate(rank_batches)
             ]
-            yield Round(items_of_ranks + [None] * (self.num_shards - len(items_of_ranks)), following is not None)
+            yield Round(
+                items_of_ranks + [None] * (self.num_shards - len(items_of_ranks)),
+                following is not None,
+            )
 
     def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
         """Return batch and padding for each rank that has a share of the step."""
@@ -342,10 +398,17 @@ class BatchReader:
         if self.split:
             shards = range(self.num_shards)
             batch, padding = group[0][:2]
-            return [split_batch(batch, self.num_shards, shard, self.even, padding) for shard in shards]
-        rank_batches: list[tuple[Any, Padding | None]] = [(item[0], item[1]) for item in group]
+            return [
+                split_batch(batch, self.num_shards, shard, self.even, padding)
+                for shard in shards
+            ]
+        rank_batches: list[tuple[Any, Padding | None]] = [
+            (item[0], item[1]) for item in group
+        ]
         if self.even:
-            rank_batches += [(first, Padding(0, None))] * (self.num_shards - len(rank_batches))
+            rank_batches += [(first, Padding(0, None))] * (
+                self.num_shards - len(rank_batches)
+            )
         return rank_batches
 
     def _groups(self, items: Iterator[Item]) -> Iterator[list[Item]]:
@@ -353,21 +416,39 @@ class BatchReader:
             if len(group) == self.per_round or not self.drop_last:
                 yield group
 
-    def _sliced(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
+    def _sliced(
+        self, group: list[Item], first: Any
+    ) -> list[tuple[Any, Padding | None]]:
         assert self.slice_fn is not None, "only called with a slice function"
         global_batch = trees.concat([item[0] for item in group])
         size = trees.batch_size(global_batch) or 0
-        shares = [cut(size, self.num_shards, shard, self.even) for shard in range(self.num_shards)]
+        shares = [
+            cut(size, self.num_shards, shard, self.even)
+            for shard in range(self.num_shards)
+        ]
         missing = shares[-1].first + shares[-1].rows - size
         have = trees.batch_size(first) or 1
         while missing > 0:  # the epoch's first batch may have fewer rows
-            global_batch = trees.concat([global_batch, trees.slice_rows(first, slice(0, min(missing, have)))])
+            global_batch = trees.concat(
+                [global_batch, trees.slice_rows(first, slice(0, min(missing, have)))]
+            )
             missing -= have
-        padded = sum(item[1].rows - item[1].real for item in group if item[1] is not None and item[1].rows is not None)
-        reals = [min(share.real, max(size - padded - share.first, 0)) for share in shares]
+        padded = sum(
+            item[1].rows - item[1].real
+            for item in group
+            if item[1] is not None and item[1].rows is not None
+        )
+        reals = [
+            min(share.real, max(size - padded - share.first, 0)) for share in shares
+        ]
         return [
             (
-                self.slice_fn(global_batch, slice(share.first, share.first + share.rows), shard, self.num_shards),
+                self.slice_fn(
+                    global_batch,
+                    slice(share.first, share.first + share.rows),
+                    shard,
+                    self.num_shards,
+                ),
                 None if real == share.rows else Padding(real, share.rows),
             )
             for shard, (share, real) in enumerate(zip(shares, reals, strict=True))

@@ -50,10 +50,20 @@ def split_by_itself(dataset: Any) -> ForeignSplit | None:
     """Return the split that a dataset performs itself, as its package documents; None if none is known."""
     if isinstance(dataset, ChainDataset):
         splits = [split_by_itself(member) for member in dataset.datasets]
-        return splits[0] if splits and all(member == splits[0] for member in splits) else None
+        return (
+            splits[0]
+            if splits and all(member == splits[0] for member in splits)
+            else None
+        )
     if is_hub_stream(dataset):
         node = getattr(dataset, "_distributed", None)  # set by split_dataset_by_node()
-        return None if node is None else ForeignSplit("split_dataset_by_node() of datasets", node.rank, node.world_size)
+        return (
+            None
+            if node is None
+            else ForeignSplit(
+                "split_dataset_by_node() of datasets", node.rank, node.world_size
+            )
+        )
     if _is_a(dataset, _MOSAIC_STREAM):
         return ForeignSplit("StreamingDataset of mosaicml-streaming")
     if any(_is_a(dataset, kind) for kind in _LITDATA):
@@ -68,7 +78,12 @@ def _splits_shards(stage: Any) -> bool:
     function = getattr(stage, "func", stage)  # unwraps functools.partial
     kind = function if hasattr(function, "__name__") else type(function)
     ours = str(getattr(kind, "__module__", "")).split(".")[0] == "webdataset"
-    return ours and kind.__name__ in ("split_by_node", "ResampledShards", "resampled_", "ResampledShardList")
+    return ours and kind.__name__ in (
+        "split_by_node",
+        "ResampledShards",
+        "resampled_",
+        "ResampledShardList",
+    )
 
 
 def has_plain_state(stream: Any) -> bool:
@@ -101,7 +116,9 @@ def shares_epochs(stream: Any) -> bool:
     return _is_a(stream, _MOSAIC_STREAM)
 
 
-def counted_states(stream: Any, positions: Sequence[int], epoch: int, num_ranks: int) -> list[Any] | None:
+def counted_states(
+    stream: Any, positions: Sequence[int], epoch: int, num_ranks: int
+) -> list[Any] | None:
     """Return the package's state for each worker at these positions; None if the package has no state for them.
 
     litdata counts the samples of one rank, and its workers continue where their counts say. mosaicml-streaming counts those of
@@ -111,14 +128,25 @@ def counted_states(stream: Any, positions: Sequence[int], epoch: int, num_ranks:
     """
     num_workers = len(positions)
     if _is_litdata(stream):
-        rank_state = dict(stream.state_dict(sum(positions), num_workers, stream.batch_size))
+        rank_state = dict(
+            stream.state_dict(sum(positions), num_workers, stream.batch_size)
+        )
         rank_state["current_epoch"] = epoch
-        return [{**rank_state, "num_samples_yielded": position * num_workers} for position in positions]
+        return [
+            {**rank_state, "num_samples_yielded": position * num_workers}
+            for position in positions
+        ]
     num_parts = math.lcm(num_ranks, stream.num_canonical_nodes or 1)
-    if len(set(positions)) > 1 or positions[0] % (stream.batch_size or 1) or stream.epoch_size % num_parts:
+    if (
+        len(set(positions)) > 1
+        or positions[0] % (stream.batch_size or 1)
+        or stream.epoch_size % num_parts
+    ):
         return None
     state = dict(stream.state_dict(sum(positions) * num_ranks, True))
-    return [{**state, "epoch": epoch, "sample_in_epoch": sum(positions) * num_ranks}] * num_workers
+    return [
+        {**state, "epoch": epoch, "sample_in_epoch": sum(positions) * num_ranks}
+    ] * num_workers
 
 
 def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
@@ -146,15 +174,21 @@ def begin_anew(stream: Any, epoch: int) -> None:
     the processes of a machine share, one for each iterator, also of iterators that were abandoned; a state of sample 0 in epoch
     0 replaces a loaded one, which would count for all later iterators of its epoch.
     """
-    if is_hub_stream(stream) and getattr(stream, "_starting_state_dict", None) is not None:
+    if (
+        is_hub_stream(stream)
+        and getattr(stream, "_starting_state_dict", None) is not None
+    ):
         stream._starting_state_dict = None
     elif _is_litdata(stream):
         stream.reset_state_dict()
         stream.set_epoch(epoch)
     elif _is_a(stream, _MOSAIC_STREAM):
         if getattr(stream, "hasten_resumed", False):
-            stream.load_state_dict({**stream.state_dict(0, True), "epoch": 0, "sample_in_epoch": 0})
-        stream.next_epoch = epoch  # its iterator waits for all readers of the machine before it reads and increases it
+            stream.load_state_dict(
+                {**stream.state_dict(0, True), "epoch": 0, "sample_in_epoch": 0}
+            )
+        # its iterator waits for all readers of the machine before it reads and increases it
+        stream.next_epoch = epoch
 
 
 def continue_from(stream: Any, state: Any, epoch: int) -> None:
@@ -172,7 +206,9 @@ def own_epoch(stream: Any) -> None:
     time add it twice, and then read an epoch in another order.
     """
     for inner_stream in parts_of(stream):
-        counter = vars(inner_stream).get("_epoch") if is_hub_stream(inner_stream) else None
+        counter = (
+            vars(inner_stream).get("_epoch") if is_hub_stream(inner_stream) else None
+        )
         if isinstance(counter, Tensor) and counter.is_shared():  # type: ignore[no-untyped-call]
             inner_stream._epoch = counter.clone()
 
@@ -185,7 +221,9 @@ def is_torchdata(value: object) -> bool:
 def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
     """Return True if `value` is exactly of that class, or torchdata's version of it, not of a user's subclass."""
     value_type = type(value)
-    return value_type is kind or (value_type.__name__ == kind.__name__ and is_torchdata(value))
+    return value_type is kind or (
+        value_type.__name__ == kind.__name__ and is_torchdata(value)
+    )
 
 
 def _is_a(value: object, name: tuple[str, str]) -> bool:
@@ -204,12 +242,16 @@ def parts_of(stream: Any, depth: int = 12) -> Iterator[Any]:
         if left:
             inner = vars(component).values() if hasattr(component, "__dict__") else ()
             inner = component if isinstance(component, list | tuple) else inner
-            waiting += [(value, left - 1) for value in inner if _may_hold_streams(value)]
+            waiting += [
+                (value, left - 1) for value in inner if _may_hold_streams(value)
+            ]
 
 
 def _may_hold_streams(value: object) -> bool:
     if isinstance(value, list | tuple):
         return len(value) <= 64
     return (
-        hasattr(value, "__iter__") and hasattr(value, "__dict__") and not isinstance(value, type | str | bytes | dict)
+        hasattr(value, "__iter__")
+        and hasattr(value, "__dict__")
+        and not isinstance(value, type | str | bytes | dict)
     )

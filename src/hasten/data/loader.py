@@ -69,7 +69,13 @@ class LoaderIteration:
 
     def enter(self, position: Position) -> None:
         """Record that an iteration starts at `position`."""
-        self.start, self.steps, self.source_state, self.fresh, self.iterator = position, 0, None, False, None
+        self.start, self.steps, self.source_state, self.fresh, self.iterator = (
+            position,
+            0,
+            None,
+            False,
+            None,
+        )
 
     def place(self, position: Position) -> None:
         """Make the next iteration start at `position`."""
@@ -116,7 +122,9 @@ class Loader(DataLoader[Any]):
     parts: LoaderParts
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise TypeError("a Loader is created by prepare(), not directly: call accelerator.prepare(DataLoader(...))")
+        raise TypeError(
+            "a Loader is created by prepare(), not directly: call accelerator.prepare(DataLoader(...))"
+        )
 
     @classmethod
     def made(cls, user: DataLoader[Any], parts: LoaderParts, **shown: Any) -> Loader:
@@ -161,18 +169,24 @@ class Loader(DataLoader[Any]):
         self._end_unread_pass()
         if not self.parts.cursor.num_again:
             loaders.opening(self.parts.cursor)
-        iterator = self._hand_out()  # takes its epoch with the first batch: progress bars make iterators without use
+        # takes its epoch with the first batch: progress bars make iterators without use
+        iterator = self._hand_out()
         iteration.iterator, iteration.requested_at = weakref.ref(iterator), loaders.now
         return iterator
 
     def _end_unread_pass(self) -> None:
         """End a loaded pass that was requested, and not continued before another loader ran out: the loop over both is over."""
         iteration = self.parts.iteration
-        unread = iteration.iterator is not None and iteration.requested_at <= self.parts.clock.loaders.exhausted_at
+        unread = (
+            iteration.iterator is not None
+            and iteration.requested_at <= self.parts.clock.loaders.exhausted_at
+        )
         if unread and iteration.fresh and iteration.start.consumed:
             iteration.place(iteration.start.begin(iteration.start.epoch + 1))
 
-    def _begin(self, skip: int, opened: bool = False) -> tuple[Iterator[Item], Position]:
+    def _begin(
+        self, skip: int, opened: bool = False
+    ) -> tuple[Iterator[Item], Position]:
         """Start an iteration at the loader's position, or `skip` batches into that epoch."""
         parts = self.parts
         if not parts.iteration.fresh:
@@ -180,11 +194,18 @@ class Loader(DataLoader[Any]):
         parts.clock.keep_position(parts.cursor)
         position = parts.iteration.start
         if skip:
-            position = replace(parts.source.skipped(replace(position, consumed=0), skip), batches=skip)
-        if parts.equalise is not None and position.consumed == 0:  # a resumed epoch has saved states
+            position = replace(
+                parts.source.skipped(replace(position, consumed=0), skip), batches=skip
+            )
+        # a resumed epoch has saved states
+        if parts.equalise is not None and position.consumed == 0:
             parts.equalise()
         self._set_seeds(position)
-        position = parts.source.begin(position if position.workers_ran is None else replace(position, workers_ran=None))
+        position = parts.source.begin(
+            position
+            if position.workers_ran is None
+            else replace(position, workers_ran=None)
+        )
         parts.iteration.enter(position)
         items = parts.source.open(position)
         cursor = parts.cursor
@@ -196,9 +217,12 @@ class Loader(DataLoader[Any]):
             None,
         )
         size, total = parts.source.size(), parts.total_batch_size
-        is_length_known = size is not None and total is not None  # the length of a stream is not asked for
+        # the length of a stream is not asked for
+        is_length_known = size is not None and total is not None
         steps = parts.source.steps() if is_length_known else None
-        cursor.pads_like = None if steps is None else (size, position.consumed, total, steps)
+        cursor.pads_like = (
+            None if steps is None else (size, position.consumed, total, steps)
+        )
         if not opened:
             parts.clock.loaders.opening(cursor)
         return items if parts.move is None else parts.move(items), position
@@ -207,7 +231,10 @@ class Loader(DataLoader[Any]):
         """Yield the batches to the end of the epoch; after a rollback, from the new position to this epoch's end."""
         cursor = self.parts.cursor
         if cursor.num_again:  # the resumed epoch had completed this pass
-            cursor.num_again, cursor.num_ended = cursor.num_again - 1, cursor.num_ended + 1
+            cursor.num_again, cursor.num_ended = (
+                cursor.num_again - 1,
+                cursor.num_ended + 1,
+            )
             return
         for tell in self.parts.clock.parts.pass_begins:
             tell(cursor)
@@ -221,12 +248,24 @@ class Loader(DataLoader[Any]):
                     return
                 if callable(close := getattr(items, "close", None)):
                     close()
-                items, pass_start = self._begin(0 if self.parts.iteration.upcoming().consumed else self.parts.skip)
+                items, pass_start = self._begin(
+                    0 if self.parts.iteration.upcoming().consumed else self.parts.skip
+                )
 
-    def _pass(self, items: Iterator[Item], pass_start: Position, num_rollbacks: int) -> Iterator[Any]:
+    def _pass(
+        self, items: Iterator[Item], pass_start: Position, num_rollbacks: int
+    ) -> Iterator[Any]:
         """Yield the batches of these items; stop early when the run was rolled back."""
-        cursor, iteration, clock = self.parts.cursor, self.parts.iteration, self.parts.clock
-        active, run_parts, total = clock.loaders, clock.parts, self.parts.total_batch_size
+        cursor, iteration, clock = (
+            self.parts.cursor,
+            self.parts.iteration,
+            self.parts.clock,
+        )
+        active, run_parts, total = (
+            clock.loaders,
+            clock.parts,
+            self.parts.total_batch_size,
+        )
         for batch, padding, last, source_state in items:
             if iteration.start is pass_start:  # not superseded by a later pass
                 iteration.steps += 1
@@ -235,12 +274,16 @@ class Loader(DataLoader[Any]):
                     continue
             active.moving(cursor)
             cursor.batch += 1
-            cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
+            cursor.num_real, cursor.num_rows = (
+                (None, None) if padding is None else padding
+            )
             cursor.at_end, cursor.given = last, batch
             cursor.num_samples = total
             if last:
                 source, steps = self.parts.source, iteration.steps
-                cursor.num_samples = samples_of_last_batch(source, pass_start, steps, cursor, total, self.batch_size)
+                cursor.num_samples = samples_of_last_batch(
+                    source, pass_start, steps, cursor, total, self.batch_size
+                )
             cursor.passes_at_batch = clock.num_passes
             for tell in run_parts.batch_ready:
                 tell(cursor)
@@ -262,7 +305,9 @@ class Loader(DataLoader[Any]):
         ):  # else it is the state after this draw
             self._draw_workers_seed()
         if engine is not self:
-            engine.generator = torch.Generator().manual_seed(derive_seed(position.seed, position.epoch, parts.shard, 1))
+            engine.generator = torch.Generator().manual_seed(
+                derive_seed(position.seed, position.epoch, parts.shard, 1)
+            )
         forward_epoch(self.dataset, position.epoch)
 
     def _draw_workers_seed(self) -> None:
@@ -281,7 +326,11 @@ class Loader(DataLoader[Any]):
     def _has_workers(self) -> bool:
         """Return True if persistent workers run, or ran when the loaded position was saved."""
         ran = self.parts.iteration.start.workers_ran
-        return self.parts.source.engine.__dict__["_iterator"] is not None if ran is None else ran
+        return (
+            self.parts.source.engine.__dict__["_iterator"] is not None
+            if ran is None
+            else ran
+        )
 
     def _remembered(self, position: Position) -> Position:
         """Return `position`, before the first batch, with the state that the next iteration would start from."""
@@ -304,7 +353,10 @@ class Loader(DataLoader[Any]):
         """Return the global batch that contains this rank's batch number `steps` since `start`."""
         if self.parts.source.unit == "stream":
             return (start.epoch, start.batches + steps - 1, start.batches + steps)
-        first, end = (self.parts.source.skipped(start, number).consumed for number in (steps - 1, steps))
+        first, end = (
+            self.parts.source.skipped(start, number).consumed
+            for number in (steps - 1, steps)
+        )
         return (start.epoch, first, end)
 
     def number(self, start: Position, steps: int) -> int | None:
@@ -322,11 +374,15 @@ class Loader(DataLoader[Any]):
     def _is_left_out(self) -> bool:
         epoch, first, end = self.batch_range(*self.current())
         return any(
-            left_out_range[0] == epoch and left_out_range[1] < end and first < left_out_range[2]
+            left_out_range[0] == epoch
+            and left_out_range[1] < end
+            and first < left_out_range[2]
             for left_out_range in self.parts.iteration.left_out
         )
 
-    def samples(self, start: Position | None = None, steps: int = 0) -> list[int] | None:
+    def samples(
+        self, start: Position | None = None, steps: int = 0
+    ) -> list[int] | None:
         """Return the dataset indices of a batch of this rank: of the one in use, or of batch number `steps` since `start`.
 
         None when they cannot be computed: for a stream, or a custom sampler. Padding is excluded.
@@ -334,23 +390,39 @@ class Loader(DataLoader[Any]):
         if start is None:
             start, steps = self.current()
         assignment = getattr(self.parts.source, "assignment", None)
-        return None if assignment is None or steps == 0 else assignment.batch_of(start, steps - 1)
+        return (
+            None
+            if assignment is None or steps == 0
+            else assignment.batch_of(start, steps - 1)
+        )
 
     def __len__(self) -> int:
         steps = self.parts.source.steps()
         if steps is None:
-            kind = "its dataset is a stream" if isinstance(self.dataset, IterableDataset) else "its sampler has none"
-            raise TypeError(f"this loader has no length: {kind}. Count batches while iterating, or implement __len__.")
+            kind = (
+                "its dataset is a stream"
+                if isinstance(self.dataset, IterableDataset)
+                else "its sampler has none"
+            )
+            raise TypeError(
+                f"this loader has no length: {kind}. Count batches while iterating, or implement __len__."
+            )
         return max(steps - self.parts.skip, 0)
 
     def is_running(self) -> bool:
         """Return True if a pass over this loader runs."""
-        return any(map(partial(is_, self.parts.cursor), self.parts.clock.loaders.watched))
+        return any(
+            map(partial(is_, self.parts.cursor), self.parts.clock.loaders.watched)
+        )
 
     def is_midway(self) -> bool:
         """Return True if a resume starts inside an epoch: a pass runs, was left by `break`, or was resumed but not run."""
         iteration = self.parts.iteration
-        return iteration.start.consumed > 0 if iteration.fresh else self.parts.cursor.left or self.is_running()
+        return (
+            iteration.start.consumed > 0
+            if iteration.fresh
+            else self.parts.cursor.left or self.is_running()
+        )
 
     def end_pass(self, resumed: bool = False) -> None:
         """Reset the count of an epoch's passes and end a pass left by `break`: the next pass starts the next epoch.
@@ -377,9 +449,19 @@ class Loader(DataLoader[Any]):
         if source.unit == "stream" or steps is None or size is None:
             return position.batches
         first, every = replace(position, consumed=0), range(steps + 1)
-        done = bisect_right(every, position.consumed, key=lambda number: source.skipped(first, number).consumed) - 1
-        left = bisect_left(every, size, key=lambda number: source.skipped(position, number).consumed)
-        return max(done, steps - left)  # with another world size, steps need not start where the saved ones ended
+        done = (
+            bisect_right(
+                every,
+                position.consumed,
+                key=lambda number: source.skipped(first, number).consumed,
+            )
+            - 1
+        )
+        left = bisect_left(
+            every, size, key=lambda number: source.skipped(position, number).consumed
+        )
+        # with another world size, steps need not start where the saved ones ended
+        return max(done, steps - left)
 
     def set_epoch(self, epoch: int) -> None:
         """Start at `epoch` when iterated next; without a call, every pass takes the next epoch."""
@@ -388,7 +470,8 @@ class Loader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loop on this rank as JSON values, sufficient for an exact resume."""
         iteration = self.parts.iteration
-        if self.parts.cursor.cut and not iteration.fresh:  # the loop that read it is over, so its pass is too
+        # the loop that read it is over, so its pass is too
+        if self.parts.cursor.cut and not iteration.fresh:
             iteration.place(iteration.upcoming())
         if iteration.iterator is not None and iteration.iterator() is None:
             self._end_unread_pass()
@@ -402,8 +485,14 @@ class Loader(DataLoader[Any]):
             position = source.reached(position, steps, iteration.source_state)
         elif iteration.fresh or not iteration.steps:
             position = self._remembered(position)
-        ran = self._has_workers() if self.persistent_workers and not position.consumed else None
-        position = replace(position, batches=iteration.start.batches + steps, workers_ran=ran)
+        ran = (
+            self._has_workers()
+            if self.persistent_workers and not position.consumed
+            else None
+        )
+        position = replace(
+            position, batches=iteration.start.batches + steps, workers_ran=ran
+        )
         state = encode(position, source.unit, source.size())
         if (reading := getattr(source, "reading", None)) is not None:
             state["reading"] = dict(reading)
@@ -449,7 +538,11 @@ class Loader(DataLoader[Any]):
 
     def skipping(self, num_batches: int) -> Loader:
         """Return the same loader, starting every epoch `num_batches` later; it shares this loader's position."""
-        parts = replace(self.parts, source=self.parts.source.copied(), skip=self.parts.skip + num_batches)
+        parts = replace(
+            self.parts,
+            source=self.parts.source.copied(),
+            skip=self.parts.skip + num_batches,
+        )
         loader = copy.copy(self)
         loader.__dict__.update(_iterator=None, parts=parts)
         return loader

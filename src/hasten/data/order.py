@@ -26,7 +26,13 @@ from hasten.data.batch_plan import Indices, Shuffle, derive_seed
 from hasten.data.carried_state import SamplerState
 from hasten.data.foreign import length_of, plainly
 from hasten.data.position import Part, Position, Witness
-from hasten.data.random_states import OwnRng, RandomStates, States, decode_states, encode_states
+from hasten.data.random_states import (
+    OwnRng,
+    RandomStates,
+    States,
+    decode_states,
+    encode_states,
+)
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
 # Any in this file: samplers and units are objects of the user.
@@ -76,7 +82,11 @@ class ComputedOrder:
         return position
 
     def seek(self, position: Position) -> Callable[[Indices], Indices]:
-        return Shuffle(self.size(), position.seed, position.epoch).at if self.shuffled else lambda positions: positions
+        return (
+            Shuffle(self.size(), position.seed, position.epoch).at
+            if self.shuffled
+            else lambda positions: positions
+        )
 
     def draw(self, position: Position) -> Iterator[int]:
         index_at, size = self.seek(position), self.size()
@@ -89,7 +99,8 @@ class SeededOrder:
 
     as_torch = False
 
-    def __init__(self, sampler: Any) -> None:  # Any: three classes of torch that share only `generator`
+    # Any: three classes of torch that share only `generator`
+    def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
     def size(self) -> int:
@@ -103,7 +114,9 @@ class SeededOrder:
 
     def draw(self, position: Position) -> Iterator[int]:
         sampler = copy.copy(self._sampler)
-        sampler.generator = torch.Generator().manual_seed(derive_seed(position.seed, position.epoch))
+        sampler.generator = torch.Generator().manual_seed(
+            derive_seed(position.seed, position.epoch)
+        )
         return iter(sampler)
 
 
@@ -169,7 +182,11 @@ class SharedOrder:
     def begin(self, position: Position) -> Position:
         self._again = None
         if position.generator is None:
-            states = {"process": encode_states(self._process.read())} if self.as_torch else {}
+            states = (
+                {"process": encode_states(self._process.read())}
+                if self.as_torch
+                else {}
+            )
             return replace(position, generator=self._state.capture() | states)
         if self.as_torch and position.consumed and "process" in position.generator:
             self._again = decode_states(position.generator["process"])
@@ -186,20 +203,30 @@ class SharedOrder:
     def draw(self, position: Position) -> Iterator[Any]:  # Any: units are of any type
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(position.epoch)
-        with closing(OwnRng(derive_seed(position.seed, position.epoch), self._process)) as rng:
+        with closing(
+            OwnRng(derive_seed(position.seed, position.epoch), self._process)
+        ) as rng:
             rng.place(self._again)
             yield from self._drawn(position, rng)
 
-    def _drawn(self, position: Position, rng: OwnRng) -> Iterator[Any]:  # Any: units are of any type
+    # Any: units are of any type
+    def _drawn(self, position: Position, rng: OwnRng) -> Iterator[Any]:
         units: Iterator[Any] | None = None
         self._first_units = []
         drawn = 0
         while True:
-            is_seeded = not self.as_torch or (self._again is not None and drawn < position.consumed)
-            if not is_seeded and self._comm.size == 1:  # as torch draws: each unit when it is needed
+            is_seeded = not self.as_torch or (
+                self._again is not None and drawn < position.consumed
+            )
+            # as torch draws: each unit when it is needed
+            if not is_seeded and self._comm.size == 1:
                 yield from self._noted(iter(self._sampler) if units is None else units)
                 return
-            most = min(_CHUNK, position.consumed - drawn) if is_seeded and self.as_torch else _CHUNK
+            most = (
+                min(_CHUNK, position.consumed - drawn)
+                if is_seeded and self.as_torch
+                else _CHUNK
+            )
             chunk: list[Any] = []
             error: Exception | None = None
             if self._comm.rank == 0:
@@ -207,7 +234,8 @@ class SharedOrder:
                     with self._apart(rng) if is_seeded else nullcontext():
                         units = iter(self._sampler) if units is None else units
                         chunk = list(islice(units, most))
-                except Exception as raised:  # errors of the user's sampler must reach the waiting ranks
+                # errors of the user's sampler must reach the waiting ranks
+                except Exception as raised:
                     error = raised
             chunk = self._share(chunk, error)
             if drawn == 0:
@@ -232,7 +260,10 @@ class SharedOrder:
 
     def _check(self, position: Position, chunk: list[Any]) -> None:
         """Raise DataError when the saved run's order started with other units."""
-        if position.witness is None or _witness(chunk[: position.witness[0]]) == position.witness:
+        if (
+            position.witness is None
+            or _witness(chunk[: position.witness[0]]) == position.witness
+        ):
             return
         raise DataError(
             f"{type(self._sampler).__name__} drew a different order for epoch {position.epoch} than in the saved run, so samples would be "
@@ -242,7 +273,9 @@ class SharedOrder:
 
     def _share(self, chunk: list[Any], error: Exception | None) -> list[Any]:
         if self._comm.size > 1:
-            peer_error, chunk = self._comm.broadcast_object((None if error is None else repr(error), chunk))
+            peer_error, chunk = self._comm.broadcast_object(
+                (None if error is None else repr(error), chunk)
+            )
             if peer_error is not None and error is None:
                 raise PeerFailedError(
                     f"the sampler raised {peer_error} on rank {self._comm.ranks[0]}, which draws for all ranks, so this rank has no indices. "
@@ -281,7 +314,9 @@ class PartOrder:
     exchange their counts after every 1024 units, because a sampler may yield more or fewer than its length says.
     """
 
-    def __init__(self, order: SampleOrder, comm: Comm, sizes: list[int | None], fit: Fit) -> None:
+    def __init__(
+        self, order: SampleOrder, comm: Comm, sizes: list[int | None], fit: Fit
+    ) -> None:
         self.inner = order
         self._comm = comm
         self._sizes = sizes
@@ -305,7 +340,10 @@ class PartOrder:
 
     def part(self, num_parts: int) -> Part:
         """Return the shard as recorded in positions; a sampler's length may change from epoch to epoch."""
-        return (num_parts, None if isinstance(self.inner, SharedOrder) else self.inner.size())
+        return (
+            num_parts,
+            None if isinstance(self.inner, SharedOrder) else self.inner.size(),
+        )
 
     def num_real(self) -> int | None:
         """Return the number of units of the shard itself; None while it is unknown and no padding was yielded."""
@@ -344,7 +382,9 @@ class PartOrder:
                 self._num_drawn = num_yielded + len(chunk)
             yield from chunk[:most]
             for unit_index in range(num_yielded + len(chunk), num_yielded + most):
-                yield first_units[(unit_index - (self._num_drawn or 0)) % len(first_units)]
+                yield first_units[
+                    (unit_index - (self._num_drawn or 0)) % len(first_units)
+                ]
             num_yielded += most
             if most < _CHUNK:
                 return
@@ -358,13 +398,20 @@ class PartOrder:
         chunk: list[Any] = []
         try:
             chunk = list(islice(units, _CHUNK))
-        except Exception as raised:  # errors of the user's sampler must reach the waiting ranks
+        # errors of the user's sampler must reach the waiting ranks
+        except Exception as raised:
             error = raised
-        own_count = torch.tensor([_FAILED if error is not None else len(chunk)], dtype=torch.int64)
+        own_count = torch.tensor(
+            [_FAILED if error is not None else len(chunk)], dtype=torch.int64
+        )
         counts: list[int] = self._comm.all_gather(own_count).flatten().tolist()
         if error is not None:
             raise error
-        failed = [self._comm.ranks[member] for member, count in enumerate(counts) if count == _FAILED]
+        failed = [
+            self._comm.ranks[member]
+            for member, count in enumerate(counts)
+            if count == _FAILED
+        ]
         if failed:
             raise PeerFailedError(
                 f"the sampler raised on rank(s) {', '.join(map(str, failed))}, so this rank would wait for them at the end of "
@@ -373,7 +420,9 @@ class PartOrder:
         return chunk, counts
 
     def _refuse_empty(self, counts: list[int], num_yielded: int) -> None:
-        empty = [self._comm.ranks[member] for member, count in enumerate(counts) if not count]
+        empty = [
+            self._comm.ranks[member] for member, count in enumerate(counts) if not count
+        ]
         if self._fit == "longest" and not num_yielded and 0 < len(empty) < len(counts):
             raise empty_part(empty, len(counts))
 
@@ -406,14 +455,24 @@ def order_of(
         return ComputedOrder(sampler, shuffled=False)
     if as_torch:
         return SharedOrder(sampler, comm, as_torch=True)
-    if plainly(sampler, RandomSampler) and seekable and not sampler.replacement and sampler._num_samples is None:
+    if (
+        plainly(sampler, RandomSampler)
+        and seekable
+        and not sampler.replacement
+        and sampler._num_samples is None
+    ):
         return ComputedOrder(sampler, shuffled=True)
-    if any(plainly(sampler, kind) for kind in _SEEDED_ALIKE) and sampler.generator is None:
+    if (
+        any(plainly(sampler, kind) for kind in _SEEDED_ALIKE)
+        and sampler.generator is None
+    ):
         return SeededOrder(sampler)
     return SharedOrder(sampler, comm)
 
 
-def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool) -> None:
+def check_distributed(
+    sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool
+) -> None:
     """Raise unless the user's DistributedSampler splits samples as the mesh does."""
     if dispatch:
         raise ConfigError(

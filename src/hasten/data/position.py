@@ -82,7 +82,8 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
         value = getattr(position, field.name)
         if field.name in ("epoch", "consumed", "seed") or value != field.default:
             state[field.name] = list(value) if isinstance(value, tuple) else value
-    if unit != "stream" or not position.consumed:  # of other loaders, another world size has another number
+    # of other loaders, another world size has another number
+    if unit != "stream" or not position.consumed:
         state.pop("batches", None)
     return state
 
@@ -117,7 +118,8 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
             f"the loader's state counts {state['unit']}, and this loader counts {unit}: its dataset or batch sampler is of a different "
             "kind, so the position is invalid. Prepare the loader of the saved run."
         )
-    sizes = "part" not in state and (size is not None or unit == "stream")  # shards are compared when they are read
+    # shards are compared when they are read
+    sizes = "part" not in state and (size is not None or unit == "stream")
     if state["consumed"] and sizes and state["size"] != size:
         raise DataError(
             f"the loader's state is {state['consumed']} {unit} into an epoch of {state['size']}, and this loader's "
@@ -132,4 +134,6 @@ def _check_stream(state: Mapping[str, Any]) -> None:
     stream = msgspec.convert(state, _StreamRecord)
     for values in (stream.positions, stream.states, stream.rngs, stream.origins):
         if values is not None and len(values) != stream.workers:
-            raise msgspec.ValidationError(f"{len(values)} values for {stream.workers} workers - at `$.stream`")
+            raise msgspec.ValidationError(
+                f"{len(values)} values for {stream.workers} workers - at `$.stream`"
+            )

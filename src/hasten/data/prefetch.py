@@ -23,13 +23,19 @@ that much pageable memory into its command buffer without waiting; a side stream
 _TIMED_COPIES: Final = 8
 _PATIENCE_S: Final = 0.5e-3
 """Synchronous copies that block the host longer than this wait for the device, and use the side stream instead."""
-_WORTH_A_THREAD: Final = 1 << 20  # bytes of unpinned tensors from which on staging runs in a thread
+# bytes of unpinned tensors from which on staging runs in a thread
+_WORTH_A_THREAD: Final = 1 << 20
 
 
 class InLine:
     """Copier of batches on the current stream on request, as long as that does not block the host."""
 
-    def __init__(self, device: torch.device, skip_keys: Collection[str] = (), limit: int = _IN_LINE_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        skip_keys: Collection[str] = (),
+        limit: int = _IN_LINE_BYTES,
+    ) -> None:
         self._device = device
         self.skip_keys = skip_keys
         # CUDA has read pageable memory when the call returns; for other devices this is unknown
@@ -46,7 +52,9 @@ class InLine:
     def copy(self, batch: Any) -> Any:
         """Return the batch on the device."""
         if self._timed >= _TIMED_COPIES:
-            return trees.to_device(batch, self._device, self._non_blocking, self.skip_keys)
+            return trees.to_device(
+                batch, self._device, self._non_blocking, self.skip_keys
+            )
         begun = time.perf_counter()
         moved = trees.to_device(batch, self._device, self._non_blocking, self.skip_keys)
         self._fastest_s = min(self._fastest_s, time.perf_counter() - begun)
@@ -59,7 +67,9 @@ class InLine:
 class Slot:
     """Pinned buffers and an event for one copy at a time; they are reused when that copy is complete."""
 
-    def __init__(self, done: torch.Event, allocate: Callable[[int], Tensor] | None = None) -> None:
+    def __init__(
+        self, done: torch.Event, allocate: Callable[[int], Tensor] | None = None
+    ) -> None:
         self.done = done
         """Event recorded on the side stream after the slot's latest copy."""
         self.used = False
@@ -78,7 +88,13 @@ class Slot:
         """Return `x` in pinned memory, from which it can be copied asynchronously."""
         if x.device.type != "cpu" or not x.numel() or x.is_pinned():
             return x
-        if type(x) is not Tensor or x.requires_grad or not x.is_contiguous() or x.is_conj() or x.is_neg():
+        if (
+            type(x) is not Tensor
+            or x.requires_grad
+            or not x.is_contiguous()
+            or x.is_conj()
+            or x.is_neg()
+        ):
             return x.pin_memory()
         index = self._next
         self._next += 1
@@ -89,14 +105,18 @@ class Slot:
         if view.shape != x.shape or view.dtype != x.dtype:
             if self._buffers[index].nbytes < x.nbytes:
                 self._buffers[index] = self._allocate(x.nbytes)
-            view = self._views[index] = self._buffers[index][: x.nbytes].view(x.dtype).view(x.shape)
+            view = self._views[index] = (
+                self._buffers[index][: x.nbytes].view(x.dtype).view(x.shape)
+            )
         return view.copy_(x)
 
 
 class CopyStream:
     """A side stream that copies batches to the device; memory is not reused while either side needs it."""
 
-    def __init__(self, device: torch.device, depth: int, skip_keys: Collection[str] = ()) -> None:
+    def __init__(
+        self, device: torch.device, depth: int, skip_keys: Collection[str] = ()
+    ) -> None:
         self._device = device
         self._skip_keys = frozenset(skip_keys)
         self._stream = torch.Stream(device=device)
@@ -113,7 +133,8 @@ class CopyStream:
         leaves = trees.leaves(batch)
         if not self._guarded and _opaque(leaves):
             self._guarded = True
-        if self._guarded:  # synchronously: memory is allocated here, before the user's next work can free any
+        # synchronously: memory is allocated here, before the user's next work can free any
+        if self._guarded:
             return self._copy(batch, slot, self._reader_event())
         if _unpinned_bytes(leaves) < _WORTH_A_THREAD:
             return self._copy(batch, slot)
@@ -138,7 +159,9 @@ class CopyStream:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
-    def _copy(self, batch: Any, slot: Slot, reader_event: torch.Event | None = None) -> tuple[Any, Slot]:
+    def _copy(
+        self, batch: Any, slot: Slot, reader_event: torch.Event | None = None
+    ) -> tuple[Any, Slot]:
         slot.take()
         pinned = _pin(batch, self._skip_keys, slot)
         with self._stream:
@@ -167,7 +190,9 @@ Sent = tuple[Any, Slot] | Future[tuple[Any, Slot]]
 class Prefetch:
     """Move that puts batches on the device: small ones on request, large ones `depth` batches ahead."""
 
-    def __init__(self, device: torch.device, depth: int, skip_keys: Collection[str] = ()) -> None:
+    def __init__(
+        self, device: torch.device, depth: int, skip_keys: Collection[str] = ()
+    ) -> None:
         self._device = device
         self._depth = depth
         self._skip_keys = skip_keys
@@ -183,7 +208,9 @@ class Prefetch:
                 return
             yield in_line.copy(batch), real, last, state
 
-    def _ahead(self, first: Item, items: Iterator[Item], in_line: InLine) -> Iterator[Item]:
+    def _ahead(
+        self, first: Item, items: Iterator[Item], in_line: InLine
+    ) -> Iterator[Item]:
         """Yield the first large batch and those after it; small ones stay in order and are copied synchronously."""
         queue: deque[tuple[Padding | None, bool, Any]] = deque()
         with Queue(self._device, self._depth, in_line) as batches:
@@ -213,13 +240,26 @@ class Queue:
         """Append a batch, and start its copy if it is large."""
         small = self._in_line.takes(batch)
         if not small and self._copy_stream is None:
-            self._copy_stream = CopyStream(self._device, self._depth, self._in_line.skip_keys)
-        self._batches.append((batch if small or self._copy_stream is None else self._copy_stream.send(batch), small))
+            self._copy_stream = CopyStream(
+                self._device, self._depth, self._in_line.skip_keys
+            )
+        self._batches.append(
+            (
+                batch
+                if small or self._copy_stream is None
+                else self._copy_stream.send(batch),
+                small,
+            )
+        )
 
     def popleft(self) -> Any:
         """Return the first batch, on the device."""
         batch, small = self._batches.popleft()
-        return self._in_line.copy(batch) if small or self._copy_stream is None else self._copy_stream.hand_over(batch)
+        return (
+            self._in_line.copy(batch)
+            if small or self._copy_stream is None
+            else self._copy_stream.hand_over(batch)
+        )
 
     def __enter__(self) -> Queue:
         return self
@@ -288,7 +328,10 @@ def _pin(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
     if not trees.is_container(batch):
         pin = getattr(batch, "pin_memory", None)
         return pin() if callable(pin) else batch
-    items = [item if key in skip_keys else _pin(item, skip_keys, slot) for key, item in trees.children(batch)]
+    items = [
+        item if key in skip_keys else _pin(item, skip_keys, slot)
+        for key, item in trees.children(batch)
+    ]
     return trees.rebuild(batch, items)
 
 
@@ -307,7 +350,9 @@ def _unpinned_bytes(leaves: list[Any]) -> int:
 def _opaque(leaves: list[Any]) -> bool:
     """Return True if any object can be moved but has no `record_stream`."""
     return any(
-        hasattr(leaf, "to") and not hasattr(leaf, "record_stream") for leaf in leaves if not isinstance(leaf, Tensor)
+        hasattr(leaf, "to") and not hasattr(leaf, "record_stream")
+        for leaf in leaves
+        if not isinstance(leaf, Tensor)
     )
 
 

@@ -19,7 +19,8 @@ from hasten.errors import DataError
 
 # Any in this file: states of three libraries, in three formats.
 _PYTHON_WORDS: Final = 625
-_NUMPY_BYTES: Final = 624 * 4 + 4  # numpy's MT19937: its words, then its index among them
+# numpy's MT19937: its words, then its index among them
+_NUMPY_BYTES: Final = 624 * 4 + 4
 
 NumpyState = dict[str, Any]
 """A state of np.random, as `np.random.get_state(legacy=False)` returns it."""
@@ -35,7 +36,11 @@ class States(NamedTuple):
     def same(self, earlier: States) -> bool:
         """Return True if nothing was drawn between the two, of which the second was read first."""
         # NumpyGenerator.read returns the same object while nothing is drawn
-        return self.numpy is earlier.numpy and self.python == earlier.python and torch.equal(self.torch, earlier.torch)
+        return (
+            self.numpy is earlier.numpy
+            and self.python == earlier.python
+            and torch.equal(self.torch, earlier.torch)
+        )
 
 
 class NumpyGenerator:
@@ -49,7 +54,9 @@ class NumpyGenerator:
 
     def __init__(self, bits: Any = None) -> None:
         self.bits: Any = np.random.MT19937(0) if bits is None else bits
-        self._comparable = isinstance(self.bits, np.random.MT19937) and _is_known_layout()
+        self._comparable = (
+            isinstance(self.bits, np.random.MT19937) and _is_known_layout()
+        )
         self._state: NumpyState | None = None
         self._memory: bytes | None = None
 
@@ -62,7 +69,12 @@ class NumpyGenerator:
     def read(self) -> NumpyState:
         """Return the state of this generator, which is installed; the same object while nothing is drawn."""
         state, memory = self._state, self._read_memory()
-        if state is not None and memory is not None and memory == self._memory and not state["has_gauss"]:
+        if (
+            state is not None
+            and memory is not None
+            and memory == self._memory
+            and not state["has_gauss"]
+        ):
             return state
         self._state, self._memory = np.random.get_state(legacy=False), memory
         return self._state
@@ -115,7 +127,8 @@ class RandomStates:
     _unused: list[NumpyGenerator] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_outside": None, "_unused": []}  # generators of another process are not installed in this one
+        # generators of another process are not installed in this one
+        return {"_outside": None, "_unused": []}
 
     def read(self) -> States:
         """Return the current states. Raises: DataError if np.random draws from a generator that cannot be saved."""
@@ -174,11 +187,15 @@ class OwnRng:
     def entered(self) -> Iterator[None]:
         """Context manager that draws from these states; only np.random's are restored on exit (see RandomStates.kept)."""
         outside_bits = _installed()
-        numpy = self._numpy = self._process.borrow() if self._numpy is None else self._numpy
+        numpy = self._numpy = (
+            self._process.borrow() if self._numpy is None else self._numpy
+        )
         if self._states is None:
             numpy.install()
             seed_everything(self._seed)
-            self._states = States(torch.get_rng_state(), random.getstate(), numpy.read())
+            self._states = States(
+                torch.get_rng_state(), random.getstate(), numpy.read()
+            )
         else:
             torch.set_rng_state(self._states.torch)
             random.setstate(self._states.python)
@@ -224,7 +241,11 @@ def encode_states(states: States) -> dict[str, Any]:
     return {
         "torch": _text(bytes(states.torch.numpy())),
         "python": [version, _text(np.array(words, dtype=np.uint32).tobytes()), gauss],
-        "numpy": [_text(_words_and_index(states.numpy)), states.numpy["has_gauss"], states.numpy["gauss"]],
+        "numpy": [
+            _text(_words_and_index(states.numpy)),
+            states.numpy["has_gauss"],
+            states.numpy["gauss"],
+        ],
     }
 
 
@@ -249,7 +270,9 @@ def decode_states(saved: Mapping[str, Any]) -> States:
             "gauss": float(cached),
         }
         np.random.RandomState().set_state(numpy)
-        state = torch.from_numpy(np.frombuffer(base64.b64decode(saved["torch"]), dtype=np.uint8).copy())
+        state = torch.from_numpy(
+            np.frombuffer(base64.b64decode(saved["torch"]), dtype=np.uint8).copy()
+        )
         torch.Generator().set_state(state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(

@@ -13,7 +13,16 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from hasten.comm.local import LocalComm
 from hasten.config.sections.loop import DataLoaderConfiguration
-from hasten.data.batch_plan import ALONE, DataRanks, Indices, LoaderPlan, cut, plan_batches, plan_rows, reading_of
+from hasten.data.batch_plan import (
+    ALONE,
+    DataRanks,
+    Indices,
+    LoaderPlan,
+    cut,
+    plan_batches,
+    plan_rows,
+    reading_of,
+)
 from hasten.data.foreign import plainly
 from hasten.data.order import (
     ComputedOrder,
@@ -56,7 +65,9 @@ class Assignment:
     @property
     def part(self) -> Part | None:
         """The shard of this rank, if the data is sharded already."""
-        return self.order.part(self.stride) if isinstance(self.order, PartOrder) else None
+        return (
+            self.order.part(self.stride) if isinstance(self.order, PartOrder) else None
+        )
 
     @property
     def unit(self) -> Unit:
@@ -76,7 +87,9 @@ class Assignment:
             order = order.fitted(fit_of(even, self.plan.drop_last))
         return replace(self, order=order, plan=replace(self.plan, even=even))
 
-    def index_batches(self, position: Position, ends: bool = True) -> Iterator[IndexBatch]:
+    def index_batches(
+        self, position: Position, ends: bool = True
+    ) -> Iterator[IndexBatch]:
         """Yield this rank's batches from `position` to the end of its epoch.
 
         Without `ends` none is marked as the last, and no unit is drawn before it is needed.
@@ -87,12 +100,21 @@ class Assignment:
         seek = self._seek(position)
         if seek is not None:
             computed_batches = self._sought(seek, start)
-            return self._padded(computed_batches, start) if isinstance(self.order, PartOrder) else computed_batches
+            return (
+                self._padded(computed_batches, start)
+                if isinstance(self.order, PartOrder)
+                else computed_batches
+            )
         shards = [self.plan.shard]
-        index_batches = (round_[0] for round_ in self._drawn(self.order.draw(position), start, shards, ends))
+        index_batches = (
+            round_[0]
+            for round_ in self._drawn(self.order.draw(position), start, shards, ends)
+        )
         if self.split is not None:
             index_batches = (
-                None if index_batch is None else self._share_of(index_batch, self.split[1])
+                None
+                if index_batch is None
+                else self._share_of(index_batch, self.split[1])
                 for index_batch in index_batches
             )
         return (index_batch for index_batch in index_batches if index_batch is not None)
@@ -104,12 +126,18 @@ class Assignment:
             return None
         share = self.plan.share(size, step, self._start(position))
         real = self._num_real(share.real, share.first)
-        indices: list[int] = seek(np.arange(share.first, share.first + real, dtype=np.int64)).tolist()
+        indices: list[int] = seek(
+            np.arange(share.first, share.first + real, dtype=np.int64)
+        ).tolist()
         return indices
 
     def reading(self) -> dict[str, Any] | None:
         """Return the settings that `plan.find` needs besides the position; None when batches cannot be computed."""
-        if self.form == "batches" or self.split is not None or not isinstance(self.order, ComputedOrder):
+        if (
+            self.form == "batches"
+            or self.split is not None
+            or not isinstance(self.order, ComputedOrder)
+        ):
             return None
         return reading_of(self.plan, self.order.shuffled)
 
@@ -119,8 +147,13 @@ class Assignment:
         seek = self._seek(position)
         if seek is not None:
             shards = range(self.plan.num_shards)
-            return map(list, zip_longest(*(self._sought(seek, start, shard) for shard in shards)))
-        rounds = self._drawn(self.order.draw(position), start, range(self.plan.num_shards))
+            return map(
+                list,
+                zip_longest(*(self._sought(seek, start, shard) for shard in shards)),
+            )
+        rounds = self._drawn(
+            self.order.draw(position), start, range(self.plan.num_shards)
+        )
         return rounds if self.split is None else map(self._shares_of, rounds)
 
     def _start(self, position: Position) -> int:
@@ -141,7 +174,9 @@ class Assignment:
             return
         if saved is None or current_part is None or saved[0] != current_part[0]:
             was, current_words = (
-                "the whole data" if shard_part is None else f"one of {shard_part[0]} parts"
+                "the whole data"
+                if shard_part is None
+                else f"one of {shard_part[0]} parts"
                 for shard_part in (saved, current_part)
             )
             advice = (
@@ -158,17 +193,25 @@ class Assignment:
             f"its order is different, so samples would be repeated or lost. Restore the part, or start a new epoch."
         )
 
-    def _padded(self, index_batches: Iterator[IndexBatch], done: int) -> Iterator[IndexBatch]:
+    def _padded(
+        self, index_batches: Iterator[IndexBatch], done: int
+    ) -> Iterator[IndexBatch]:
         """Yield the batches of indices of a shard, with units past its end marked as padding."""
         for indices, real, last in index_batches:
             rows = len(indices) if self.form == "rows" else 1
-            yield (indices, self._real_or_none(rows if real is None else real, rows, done), last)
+            yield (
+                indices,
+                self._real_or_none(rows if real is None else real, rows, done),
+                last,
+            )
             done += self.plan.rows
 
     def _seek(self, position: Position) -> Callable[[Indices], Indices] | None:
         return self.order.seek(position) if self.form != "batches" else None
 
-    def _sought(self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None) -> Iterator[IndexBatch]:
+    def _sought(
+        self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None
+    ) -> Iterator[IndexBatch]:
         plan = self.plan if shard is None else replace(self.plan, shard=shard)
         size = self.order.size()
         assert size is not None, "an order that can be computed has a size"
@@ -199,26 +242,48 @@ class Assignment:
             passed += plan.global_batch
             # torch draws a batch's indices when it is read: a step that certainly exists is not drawn early
             ahead = ends and (size is None or passed >= size)
-            ahead = ahead or (self.fill is not None and self._is_short(block, self.fill))
+            ahead = ahead or (
+                self.fill is not None and self._is_short(block, self.fill)
+            )
             following = self._following(units, block) if ahead else None
-            yield [self._index_batch(block, following, first_units, shard, done) for shard in shards]
+            yield [
+                self._index_batch(block, following, first_units, shard, done)
+                for shard in shards
+            ]
             done += plan.rows
             block = self._following(units, block) if following is None else following
 
     def _following(self, units: Iterator[Any], block: list[Any]) -> list[Any]:
-        return list(islice(units, self.plan.global_batch)) if len(block) == self.plan.global_batch else []
+        return (
+            list(islice(units, self.plan.global_batch))
+            if len(block) == self.plan.global_batch
+            else []
+        )
 
     def _index_batch(
-        self, block: list[Any], following: list[Any] | None, first_units: list[Any], shard: int, done: int
+        self,
+        block: list[Any],
+        following: list[Any] | None,
+        first_units: list[Any],
+        shard: int,
+        done: int,
     ) -> IndexBatch | None:
         plan, rows = self.plan, self.fill
-        if rows and plan.even and not plan.drop_last and following == [] and self._is_short(block, rows):
+        if (
+            rows
+            and plan.even
+            and not plan.drop_last
+            and following == []
+            and self._is_short(block, rows)
+        ):
             filled = self._filled(rows, block, first_units, shard)
             return filled if self._num_real(1, done) else (filled[0], 0, filled[2])
         own_units, real = self._take(block, first_units, shard)
         if not own_units:
             return None
-        last = following is not None and not self._take(following, first_units, shard)[0]
+        last = (
+            following is not None and not self._take(following, first_units, shard)[0]
+        )
         return (
             own_units if self.form == "rows" else own_units[0],
             self._real_or_none(real, len(own_units), done),
@@ -228,16 +293,27 @@ class Assignment:
     def _is_short(self, block: list[Any], rows: int) -> bool:
         return len(block) < self.plan.global_batch or len(block[-1]) < rows
 
-    def _filled(self, rows: int, block: list[Any], first_units: list[Any], shard: int) -> IndexBatch:
+    def _filled(
+        self, rows: int, block: list[Any], first_units: list[Any], shard: int
+    ) -> IndexBatch:
         """Return a rank's share of the last batches together, filled with rows from the start of the epoch."""
-        left, first = ([row for batch in batches for row in batch] for batches in (block, first_units))
-        share = cut(len(left), self.plan.num_shards, shard, True, rows * self.plan.num_shards)
+        left, first = (
+            [row for batch in batches for row in batch]
+            for batches in (block, first_units)
+        )
+        share = cut(
+            len(left), self.plan.num_shards, shard, True, rows * self.plan.num_shards
+        )
         own_rows = left[share.first : share.first + rows]
         pads = range(max(share.first, len(left)), share.first + rows)
-        own_rows.extend(first[(row_index - len(left)) % len(first)] for row_index in pads)
+        own_rows.extend(
+            first[(row_index - len(left)) % len(first)] for row_index in pads
+        )
         return (own_rows, None if share.real == rows else share.real, True)
 
-    def _take(self, block: list[Any], first_units: list[Any], shard: int) -> tuple[list[Any], int]:
+    def _take(
+        self, block: list[Any], first_units: list[Any], shard: int
+    ) -> tuple[list[Any], int]:
         """Return a rank's share of a block, padded from the start of the epoch, and the number of real units in it."""
         plan = self.plan
         if not block or (len(block) < plan.global_batch and plan.drop_last):
@@ -245,7 +321,10 @@ class Assignment:
         share = cut(len(block), plan.num_shards, shard, plan.even, plan.whole)
         own_units = block[share.first : share.first + share.rows]
         pads = range(max(share.first, len(block)), share.first + share.rows)
-        own_units.extend(first_units[(unit_index - len(block)) % len(first_units)] for unit_index in pads)
+        own_units.extend(
+            first_units[(unit_index - len(block)) % len(first_units)]
+            for unit_index in pads
+        )
         return own_units, share.real
 
     def _real_or_none(self, real: int, rows: int, done: int) -> int | None:
@@ -254,8 +333,14 @@ class Assignment:
 
     def _num_real(self, real: int, done: int) -> int:
         """Return the number of the `real` units from index `done` of this rank's order on that are not padding."""
-        num_own_units = self.order.num_real() if isinstance(self.order, DistributedOrder | PartOrder) else None
-        return real if num_own_units is None else min(max(num_own_units - done, 0), real)
+        num_own_units = (
+            self.order.num_real()
+            if isinstance(self.order, DistributedOrder | PartOrder)
+            else None
+        )
+        return (
+            real if num_own_units is None else min(max(num_own_units - done, 0), real)
+        )
 
     def _shares_of(self, round_: list[IndexBatch | None]) -> list[IndexBatch | None]:
         assert self.split is not None, "only split assignments share batches"
@@ -312,20 +397,40 @@ def assignment_of(
     order = order_of(sampler, seekable=seekable, comm=comm, as_torch=as_torch)
     stride = 1
     if isinstance(order, DistributedOrder):
-        check_distributed(order.sampler, data_ranks.num_shards, data_ranks.shard, dispatch)
+        check_distributed(
+            order.sampler, data_ranks.num_shards, data_ranks.shard, dispatch
+        )
         stride, data_ranks, split = data_ranks.num_shards, ALONE, False
     elif sharded:
-        stride, order = data_ranks.num_shards, _part(order, ctx, config.even_batches, _drops_last(batches))
+        stride, order = (
+            data_ranks.num_shards,
+            _part(order, ctx, config.even_batches, _drops_last(batches)),
+        )
     if not plainly(batches, BatchSampler):
-        return _whole_batches(order, batches, config, ALONE if sharded else data_ranks, split, stride)
+        return _whole_batches(
+            order, batches, config, ALONE if sharded else data_ranks, split, stride
+        )
     batch_size = batches.batch_size
     if isinstance(order, PartOrder):  # the rank's rows of each step, all from its shard
-        batch_size, data_ranks, split = _plan(batch_size, batches, config, data_ranks, split).rows, ALONE, False
-    return Assignment(order, _plan(batch_size, batches, config, data_ranks, split), "rows", stride=stride)
+        batch_size, data_ranks, split = (
+            _plan(batch_size, batches, config, data_ranks, split).rows,
+            ALONE,
+            False,
+        )
+    return Assignment(
+        order,
+        _plan(batch_size, batches, config, data_ranks, split),
+        "rows",
+        stride=stride,
+    )
 
 
 def _plan(
-    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, data_ranks: DataRanks, split: bool
+    batch_size: int,
+    batches: BatchSampler,
+    config: DataLoaderConfiguration,
+    data_ranks: DataRanks,
+    split: bool,
 ) -> LoaderPlan:
     return plan_rows(
         batch_size=batch_size,
@@ -351,7 +456,11 @@ def _whole_batches(
     fill = getattr(batches, "batch_size", None) if config.pad == "full" else None
     if fill is None:
         items = "batch_size=None: the dataset's items are whole batches"
-        what = items if batches is None else f"{type(batches).__name__}, a batch sampler without batch_size"
+        what = (
+            items
+            if batches is None
+            else f"{type(batches).__name__}, a batch sampler without batch_size"
+        )
         refuse_full_padding(config, what)
     plan = plan_batches(
         num_shards=data_ranks.num_shards,
@@ -361,15 +470,23 @@ def _whole_batches(
         drop_last=_drops_last(batches),
         even=config.even_batches,
     )
-    shares = (data_ranks.num_shards, data_ranks.shard) if split and batches is not None else None
-    return Assignment(order, plan, "items" if batches is None else "batches", shares, stride, fill)
+    shares = (
+        (data_ranks.num_shards, data_ranks.shard)
+        if split and batches is not None
+        else None
+    )
+    return Assignment(
+        order, plan, "items" if batches is None else "batches", shares, stride, fill
+    )
 
 
 def _drops_last(batches: Any) -> bool:  # Any: the user's batch sampler
     return bool(getattr(batches, "drop_last", False))
 
 
-def _part(order: SampleOrder, ctx: ProcessContext, even: bool, drop_last: bool) -> PartOrder:
+def _part(
+    order: SampleOrder, ctx: ProcessContext, even: bool, drop_last: bool
+) -> PartOrder:
     """Return the order of this rank's shard, with the sizes of all shards.
 
     Raises: DataError on every rank when a shard is empty while others are not.
@@ -414,7 +531,9 @@ class PlannedSampler(BatchSampler):
     def __len__(self) -> int:
         steps = self.assignment.steps()
         if steps is None:
-            raise TypeError("the number of batches is unknown: the loader's sampler has no length")
+            raise TypeError(
+                "the number of batches is unknown: the loader's sampler has no length"
+            )
         return steps
 
     def set_epoch(self, epoch: int) -> None:
@@ -431,17 +550,23 @@ class Feed:
         self._index_batches: Iterator[IndexBatch] = iter(())
         self._seeds: Iterator[int] | None = None
 
-    def load(self, index_batches: Iterator[IndexBatch], seeds: Iterator[int] | None) -> deque[IndexBatch]:
+    def load(
+        self, index_batches: Iterator[IndexBatch], seeds: Iterator[int] | None
+    ) -> deque[IndexBatch]:
         """Make the next iteration yield `index_batches`, with seeds for workers; return the queue of its records."""
         self.notes = deque()
         self._index_batches, self._seeds = index_batches, seeds
         return self.notes
 
     def __iter__(self) -> Iterator[Any]:
-        return self._hand_out(self.notes, self._index_batches, self._seeds)  # bound now, not at the first draw
+        # bound now, not at the first draw
+        return self._hand_out(self.notes, self._index_batches, self._seeds)
 
     def _hand_out(
-        self, notes: deque[IndexBatch], index_batches: Iterator[IndexBatch], seeds: Iterator[int] | None
+        self,
+        notes: deque[IndexBatch],
+        index_batches: Iterator[IndexBatch],
+        seeds: Iterator[int] | None,
     ) -> Iterator[Any]:
         if seeds is None:
             for index_batch in index_batches:
@@ -450,5 +575,8 @@ class Feed:
             return
         for index_batch in index_batches:
             notes.append(index_batch)
-            picked: Picked = (index_batch[0] if self._batched else [index_batch[0]], next(seeds))
+            picked: Picked = (
+                index_batch[0] if self._batched else [index_batch[0]],
+                next(seeds),
+            )
             yield picked

@@ -26,7 +26,10 @@ class SkippedBatches(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if type(self.batch_sampler) is BatchSampler and type(self.sampler) is SequentialSampler:
+        if (
+            type(self.batch_sampler) is BatchSampler
+            and type(self.sampler) is SequentialSampler
+        ):
             start = self.skip_batches * self.batch_size
             left = range(start, max(len(self.sampler), start))
             return iter(BatchSampler(left, self.batch_size, self.drop_last))
@@ -62,19 +65,30 @@ class SkippingLoader(DataLoader[Any]):
         return max(super().__len__() - self.skip_batches, 0)
 
 
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+def skip_first_batches(
+    dataloader: DataLoader[Any], num_batches: int = 0
+) -> DataLoader[Any]:
     """Return the loader, starting `num_batches` later in every epoch, with all settings preserved.
 
     Counts from the start of the epoch: on a prepared loader, a position loaded before is replaced, not added to.
     """
     if num_batches < 0:
-        raise ConfigError(f"skip_first_batches got num_batches={num_batches}; batches can be skipped forwards only.")
+        raise ConfigError(
+            f"skip_first_batches got num_batches={num_batches}; batches can be skipped forwards only."
+        )
     if isinstance(dataloader, Loader):
         return dataloader.skipping(num_batches)
-    if dataloader._dataset_kind:  # torch's number for a stream, whose samplers carry no indices
+    # torch's number for a stream, whose samplers carry no indices
+    if dataloader._dataset_kind:
         stream = SkippingLoader.__new__(SkippingLoader)
-        stream.__dict__.update(dataloader.__dict__, _iterator=None, skip_batches=num_batches)
+        stream.__dict__.update(
+            dataloader.__dict__, _iterator=None, skip_batches=num_batches
+        )
         return stream
     if dataloader.batch_sampler is None:
-        return engine_of(dataloader, sampler=SkippedItems(dataloader.sampler, num_batches))
-    return engine_of(dataloader, batch_sampler=SkippedBatches(dataloader.batch_sampler, num_batches))
+        return engine_of(
+            dataloader, sampler=SkippedItems(dataloader.sampler, num_batches)
+        )
+    return engine_of(
+        dataloader, batch_sampler=SkippedBatches(dataloader.batch_sampler, num_batches)
+    )

@@ -177,25 +177,40 @@ class IndexedSource:
     def open(self, position: Position) -> Generator[Item]:
         return self.read(self.assignment.index_batches(position), position)
 
-    def read(self, index_batches: Iterator[IndexBatch], position: Position) -> Generator[Item]:
+    def read(
+        self, index_batches: Iterator[IndexBatch], position: Position
+    ) -> Generator[Item]:
         """Yield the batches of the given batches of indices, which start at `position`."""
         if not self._loader.num_workers and self._ahead == "never":
             notes = self._feed.load(index_batches, None)
             return self._read(iter(self.engine), notes, position)
         plan = self.assignment.plan
-        first = position.consumed // (plan.global_batch * self.assignment.stride) * self._batches_per_step
+        first = (
+            position.consumed
+            // (plan.global_batch * self.assignment.stride)
+            * self._batches_per_step
+        )
         seed_of = partial(
-            seed_of_batch, position.seed, position.epoch, plan.shard if self._shard is None else self._shard
+            seed_of_batch,
+            position.seed,
+            position.epoch,
+            plan.shard if self._shard is None else self._shard,
         )
         if self._loader.num_workers:
             notes = self._feed.load(index_batches, map(seed_of, count(first)))
             return self._read(iter(self.engine), notes, position)
         notes, batches = self._feed.load(index_batches, None), iter(self.engine)
         switch = ReadAhead(position.ahead) if self._ahead == "when large" else None
-        return self._read(self._seeded(batches, seed_of, first, switch), notes, position, switch)
+        return self._read(
+            self._seeded(batches, seed_of, first, switch), notes, position, switch
+        )
 
     def _seeded(
-        self, batches: Iterator[Any], seed_of: Callable[[int], int], first: int, switch: ReadAhead | None
+        self,
+        batches: Iterator[Any],
+        seed_of: Callable[[int], int],
+        first: int,
+        switch: ReadAhead | None,
     ) -> Iterator[Any]:
         """Yield batches read ahead in this process: each under a separate seed, as in a worker.
 
@@ -223,7 +238,9 @@ class IndexedSource:
         consumed *= stride
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
         ahead = source_state.now if isinstance(source_state, ReadAhead) else start.ahead
-        return replace(start, consumed=consumed, witness=witness, ahead=ahead, part=shard_part)
+        return replace(
+            start, consumed=consumed, witness=witness, ahead=ahead, part=shard_part
+        )
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
@@ -233,10 +250,21 @@ class IndexedSource:
 
     def copied(self, even: bool | None = None) -> IndexedSource:
         assignment = self.assignment.evened(even)
-        return IndexedSource(self._loader, assignment, self._rank, self._batches_per_step, self._ahead, self._shard)
+        return IndexedSource(
+            self._loader,
+            assignment,
+            self._rank,
+            self._batches_per_step,
+            self._ahead,
+            self._shard,
+        )
 
     def _read(
-        self, batches: Iterator[Any], notes: deque[IndexBatch], position: Position, switch: ReadAhead | None = None
+        self,
+        batches: Iterator[Any],
+        notes: deque[IndexBatch],
+        position: Position,
+        switch: ReadAhead | None = None,
     ) -> Generator[Item]:
         is_whole_batch = self.assignment.form == "items"
         take = notes.popleft
@@ -246,7 +274,8 @@ class IndexedSource:
                 batch = next(batches)
             except StopIteration:
                 return
-            except Exception as error:  # of the user's dataset or a worker: any type, re-raised unchanged
+            # of the user's dataset or a worker: any type, re-raised unchanged
+            except Exception as error:
                 self._explain(error, notes, position, number)
             if not notes:
                 raise DataError(
@@ -256,26 +285,45 @@ class IndexedSource:
                 )
             indices, real, last = take()
             number += 1
-            yield batch, None if real is None else Padding(real, None if is_whole_batch else len(indices)), last, switch
+            yield (
+                batch,
+                None
+                if real is None
+                else Padding(real, None if is_whole_batch else len(indices)),
+                last,
+                switch,
+            )
 
-    def _explain(self, error: Exception, notes: deque[IndexBatch], position: Position, number: int) -> NoReturn:
+    def _explain(
+        self,
+        error: Exception,
+        notes: deque[IndexBatch],
+        position: Position,
+        number: int,
+    ) -> NoReturn:
         """Add rank, epoch, batch and indices to the error as a note, and re-raise it."""
         where = f"rank {self._rank}, epoch {position.epoch}, batch {number} after position {position.consumed}"
         indices = notes[0][0] if notes else "unknown"
         if isinstance(indices, list) and len(indices) > _SHOWN_INDICES:
-            indices = f"{indices[:_SHOWN_INDICES]} and {len(indices) - _SHOWN_INDICES} more"
-        error.add_note(f"hasten: reading failed on {where}; dataset indices of that batch: {indices}.")
+            indices = (
+                f"{indices[:_SHOWN_INDICES]} and {len(indices) - _SHOWN_INDICES} more"
+            )
+        error.add_note(
+            f"hasten: reading failed on {where}; dataset indices of that batch: {indices}."
+        )
         raise error
 
 
 def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     """Return a copy of the user's loader with the settings in `replaced` changed and no workers started."""
-    if is_torchdata(loader):  # it counts a position itself; ours counts batches returned to users
+    # it counts a position itself; ours counts batches returned to users
+    if is_torchdata(loader):
         engine: DataLoader[Any] = DataLoader.__new__(DataLoader)
         engine.__dict__.update(loader.__dict__)
     else:
         engine = copy.copy(loader)
-    engine.__dict__.update(_iterator=None, **replaced)  # DataLoader refuses plain assignment after construction
+    # DataLoader refuses plain assignment after construction
+    engine.__dict__.update(_iterator=None, **replaced)
     return engine
 
 
@@ -326,7 +374,11 @@ class WorkerDataset(Forwarding):
         indices, seed = picked
         seed_everything(seed)
         fetch = getattr(self.hasten_dataset, "__getitems__", None)
-        return fetch(indices) if fetch else [_sample(self.hasten_dataset, index) for index in indices]
+        return (
+            fetch(indices)
+            if fetch
+            else [_sample(self.hasten_dataset, index) for index in indices]
+        )
 
     def __getitem__(self, picked: Picked) -> Any:
         (index,), seed = picked
@@ -364,7 +416,9 @@ def samples_of_last_batch(
     size = source.size()
     if size is not None:
         return min(max(size - start.consumed - (num_batches - 1) * total, 0), total)
-    num_real = trees.batch_size(cursor.given) if cursor.num_real is None else cursor.num_real
+    num_real = (
+        trees.batch_size(cursor.given) if cursor.num_real is None else cursor.num_real
+    )
     if num_real is None or not batch_size:
         return total
     return min(num_real * total // batch_size, total)
@@ -377,7 +431,8 @@ def forward_epoch(target: object, epoch: int) -> None:
         set_epoch(epoch)
 
 
-def plain_move(put: Callable[[Any], Any]) -> Callable[[Iterable[Item]], Iterator[Item]]:  # Any: a batch of the user's
+# Any: a batch of the user's
+def plain_move(put: Callable[[Any], Any]) -> Callable[[Iterable[Item]], Iterator[Item]]:
     """Return a move that transfers one batch at a time, when it is requested."""
 
     def move(items: Iterable[Item]) -> Iterator[Item]:

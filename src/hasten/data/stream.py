@@ -13,11 +13,23 @@ from torch.utils.data import DataLoader
 from hasten import trees
 from hasten.comm.base import Comm
 from hasten.data.batch_plan import Padding, derive_seed
-from hasten.data.foreign import COUNTED, counted_states, has_fixed_shard_order, length_of, shares_epochs
+from hasten.data.foreign import (
+    COUNTED,
+    counted_states,
+    has_fixed_shard_order,
+    length_of,
+    shares_epochs,
+)
 from hasten.data.position import Position, Unit
 from hasten.data.random_states import RandomStates, decode_states, encode_states
 from hasten.data.source import Item, engine_of, own_copy, own_generator
-from hasten.data.stream_shard import BlockCollate, Cutting, StreamShard, StreamState, WorkerState
+from hasten.data.stream_shard import (
+    BlockCollate,
+    Cutting,
+    StreamShard,
+    StreamState,
+    WorkerState,
+)
 from hasten.errors import DataError, PeerFailedError
 
 # Any in this file: batches and dataset states are objects of the user.
@@ -32,7 +44,14 @@ class StreamSource:
 
     unit: Unit = "stream"
 
-    def __init__(self, loader: DataLoader[Any], cutting: Cutting, dataset: Any, comm: Comm, rank: int) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        cutting: Cutting,
+        dataset: Any,
+        comm: Comm,
+        rank: int,
+    ) -> None:
         self._loader = loader
         self._cutting = cutting
         self._dataset = dataset
@@ -43,7 +62,8 @@ class StreamSource:
         self._shard = StreamShard(dataset, cutting, loader.num_workers, self._process)
         fixed = has_fixed_shard_order(loader.dataset)
         self._made_with = self._shard.hasten_carried.capture() if fixed else None
-        self._ends: list[Any] = [None] * self._num_workers  # states of the datasets of persistent workers
+        # states of the datasets of persistent workers
+        self._ends: list[Any] = [None] * self._num_workers
         self.engine = engine_of(
             loader,
             dataset=self._shard,
@@ -71,7 +91,10 @@ class StreamSource:
         persistent = self._loader.num_workers and self._loader.persistent_workers
         current_origin = self._shard.hasten_carried.capture()
         workers = tuple(
-            WorkerState(origin=(end if persistent and end is not None else current_origin)) for end in self._ends
+            WorkerState(
+                origin=(end if persistent and end is not None else current_origin)
+            )
+            for end in self._ends
         )
         return (
             position
@@ -83,7 +106,9 @@ class StreamSource:
         twin = self.copied()
         twin.engine.generator = own_generator(position)
         start = twin._decode(position)
-        beginning = StreamState(tuple(WorkerState(origin=worker.origin) for worker in start.workers), 0)
+        beginning = StreamState(
+            tuple(WorkerState(origin=worker.origin) for worker in start.workers), 0
+        )
         carried = self._shard.hasten_carried
         saved_state = carried.capture()
         if all(worker.origin is None for worker in start.workers):
@@ -91,7 +116,8 @@ class StreamSource:
         items = twin._items(beginning, position)
         item = next(items, None)
         items.close()  # ends its workers
-        carried.restore(saved_state)  # without workers, the dataset itself has been read
+        # without workers, the dataset itself has been read
+        carried.restore(saved_state)
         return None if item is None else item[0]
 
     def open(self, position: Position) -> Iterator[Item]:
@@ -101,10 +127,12 @@ class StreamSource:
         # Ranks with separate shards may run out before others, and then repeat the epoch's first batch.
         pads = agrees and cutting.sharing != "strided" and not cutting.drop_last
         first = self.first(position) if pads and start.position else None
-        if position.stream is not None:  # persistent workers of an earlier epoch do not see the new start
+        # persistent workers of an earlier epoch do not see the new start
+        if position.stream is not None:
             self.engine.__dict__["_iterator"] = None
         if first is not None and shares_epochs(self._loader.dataset):
-            self._comm.barrier("first batch of a stream")  # the first iterator has counted the epoch on every rank
+            # the first iterator has counted the epoch on every rank
+            self._comm.barrier("first batch of a stream")
         items = self._items(start, position)
         if not agrees:
             return looking_ahead(items)
@@ -114,13 +142,19 @@ class StreamSource:
         """Yield the batches from a state on."""
         shard = self._shard
         shard.hasten_serial += 1
-        shard.hasten_control.copy_(torch.tensor([position.epoch, shard.hasten_serial, derive_seed(position.seed)]))
+        shard.hasten_control.copy_(
+            torch.tensor(
+                [position.epoch, shard.hasten_serial, derive_seed(position.seed)]
+            )
+        )
         shard.hasten_start = start
         with nullcontext() if self._loader.num_workers else self._process.kept():
             blocks = iter(self.engine)
         return self._read(blocks, start, position)
 
-    def reached(self, start: Position, steps: int, source_state: StreamState) -> Position:
+    def reached(
+        self, start: Position, steps: int, source_state: StreamState
+    ) -> Position:
         return self._encode(start, source_state)
 
     def _encode(self, position: Position, state: StreamState) -> Position:
@@ -133,59 +167,91 @@ class StreamSource:
         if (states := self._states(position, workers)) is not None:
             stream["states"] = states
         if any(worker.rng is not None for worker in workers):
-            stream["rngs"] = [None if worker.rng is None else encode_states(worker.rng) for worker in workers]
+            stream["rngs"] = [
+                None if worker.rng is None else encode_states(worker.rng)
+                for worker in workers
+            ]
         if any(worker.origin is not None for worker in workers):
             stream["origins"] = [worker.origin for worker in workers]
         if self._cutting.sharing != "strided":
             stream["shards"] = self._cutting.num_shards
         return replace(position, consumed=state.position, stream=stream)
 
-    def _states(self, position: Position, workers: tuple[WorkerState, ...]) -> list[Any] | None:
+    def _states(
+        self, position: Position, workers: tuple[WorkerState, ...]
+    ) -> list[Any] | None:
         """Return the states of the workers' streams; None if they are read again up to their positions."""
         states = [worker.state for worker in workers]
         if COUNTED not in states:
             return states if any(state is not None for state in states) else None
-        if any(state is None and worker.position for state, worker in zip(states, workers, strict=True)):
+        if any(
+            state is None and worker.position
+            for state, worker in zip(states, workers, strict=True)
+        ):
             return None
         positions = [worker.position for worker in workers]
-        return counted_states(self._loader.dataset, positions, position.epoch, self._cutting.num_shards)
+        return counted_states(
+            self._loader.dataset, positions, position.epoch, self._cutting.num_shards
+        )
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         rounds, num_extra = divmod(num_batches, self._num_workers)
         size = self._cutting.plan.global_batch
         origins = (start.stream or {}).get("origins", (None,))
         workers = tuple(
-            WorkerState((rounds + (worker < num_extra)) * size, origin=origins[worker % len(origins)])
+            WorkerState(
+                (rounds + (worker < num_extra)) * size,
+                origin=origins[worker % len(origins)],
+            )
             for worker in range(self._num_workers)
         )
         return self._encode(start, StreamState(workers, num_extra))
 
     def change(self, name: str, value: Any) -> None:
-        setattr(self.engine, name, BlockCollate(value, self._cutting) if name == "collate_fn" else value)
+        setattr(
+            self.engine,
+            name,
+            BlockCollate(value, self._cutting) if name == "collate_fn" else value,
+        )
 
     def copied(self, even: bool | None = None) -> StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
-        return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank)
+        return StreamSource(
+            self._loader, cutting, self._dataset, self._comm, self._rank
+        )
 
     def _decode(self, position: Position) -> StreamState:
         if position.stream is None:
             return StreamState((WorkerState(),) * self._num_workers, 0)
         saved, stream = position.stream["workers"], position.stream
         origins = stream.get("origins", (None,) * saved)
-        if self._made_with is not None and any(origin not in (None, self._made_with) for origin in origins):
+        if self._made_with is not None and any(
+            origin not in (None, self._made_with) for origin in origins
+        ):
             raise DataError(
                 "the stream's shards are shuffled without a seed, or with a different one than in the saved run, so their order cannot "
                 "be reproduced and samples would be lost or read twice. Give shuffle() the seed of "
                 "the saved run; without one, start a new epoch with loader.set_epoch() instead of a loaded state."
             )
-        if not any(stream["positions"]):  # the start of an epoch, for any number of workers and ranks
+        # the start of an epoch, for any number of workers and ranks
+        if not any(stream["positions"]):
             return StreamState(
-                tuple(WorkerState(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0
+                tuple(
+                    WorkerState(origin=origins[worker % saved])
+                    for worker in range(self._num_workers)
+                ),
+                0,
             )
         self._check(stream)
-        rngs = [None if rng is None else decode_states(rng) for rng in stream.get("rngs", (None,) * saved)]
+        rngs = [
+            None if rng is None else decode_states(rng)
+            for rng in stream.get("rngs", (None,) * saved)
+        ]
         states = stream.get("states", (None,) * saved)
-        return StreamState(tuple(map(WorkerState, stream["positions"], states, rngs, origins)), stream["turn"])
+        return StreamState(
+            tuple(map(WorkerState, stream["positions"], states, rngs, origins)),
+            stream["turn"],
+        )
 
     def _check(self, stream: Mapping[str, Any]) -> None:
         """Raise DataError unless a position inside an epoch was saved with as many workers and the same sharding."""
@@ -205,7 +271,9 @@ class StreamSource:
                 f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
 
-    def _read(self, blocks: Iterator[Any], start: StreamState, position: Position) -> Generator[Item]:
+    def _read(
+        self, blocks: Iterator[Any], start: StreamState, position: Position
+    ) -> Generator[Item]:
         workers = list(start.workers)
         number = 0
         in_process = not self._loader.num_workers
@@ -215,7 +283,8 @@ class StreamSource:
                     block = next(blocks)
             except StopIteration:
                 return
-            except Exception as error:  # of the user's dataset or a worker: any type, re-raised unchanged
+            # of the user's dataset or a worker: any type, re-raised unchanged
+            except Exception as error:
                 error.add_note(
                     f"hasten: reading the stream failed on rank {self._rank}, epoch {position.epoch}, batch {number} after "
                     f"element {position.consumed}."
@@ -230,7 +299,12 @@ class StreamSource:
                 continue
             workers[worker] = state
             number += 1
-            yield batch, padding, False, StreamState(tuple(workers), (worker + 1) % self._num_workers)
+            yield (
+                batch,
+                padding,
+                False,
+                StreamState(tuple(workers), (worker + 1) % self._num_workers),
+            )
 
 
 def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
@@ -260,17 +334,28 @@ def agreed(
     if first is None and item is not None:
         first = trees.map_leaves(own_copy, item[0])
     gathered = _share_ends(
-        comm, _FAILED if error else _MORE if item is not None else _ENDED if start.position else _EMPTY
+        comm,
+        _FAILED
+        if error
+        else _MORE
+        if item is not None
+        else _ENDED
+        if start.position
+        else _EMPTY,
     )
     _raise_failures(gathered, error, comm)
     has_next = _has_next_step(gathered, comm, drop_last)
     state = start
     while has_next:
         batch, padding, _, state = (
-            (trees.map_leaves(own_copy, first), Padding(0, None), False, state) if item is None else item
+            (trees.map_leaves(own_copy, first), Padding(0, None), False, state)
+            if item is None
+            else item
         )
         item, error = _next(items)
-        gathered = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED)
+        gathered = _share_ends(
+            comm, _FAILED if error else _MORE if item is not None else _ENDED
+        )
         _raise_failures(gathered, error, comm)
         has_next = _has_next_step(gathered, comm, drop_last)
         yield batch, padding, not has_next, state
@@ -285,14 +370,18 @@ def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
 
 
 def _share_ends(comm: Comm, own_end: int) -> list[int]:
-    gathered: list[int] = comm.all_gather(torch.tensor([own_end], dtype=torch.int64)).flatten().tolist()
+    gathered: list[int] = (
+        comm.all_gather(torch.tensor([own_end], dtype=torch.int64)).flatten().tolist()
+    )
     return gathered
 
 
 def _raise_failures(gathered: list[int], error: Exception | None, comm: Comm) -> None:
     if error is not None:
         raise error
-    failed = [comm.ranks[member] for member, end in enumerate(gathered) if end == _FAILED]
+    failed = [
+        comm.ranks[member] for member, end in enumerate(gathered) if end == _FAILED
+    ]
     if failed:
         raise PeerFailedError(
             f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank cannot take a step with them. See the "
@@ -308,7 +397,11 @@ def _has_next_step(gathered: list[int], comm: Comm, drop_last: bool) -> bool:
             f"step. Give the dataset at least {len(gathered)} shards, or samples for every rank; "
             f"drop_last=True ends the epoch with the shortest rank, even_batches=False ends each rank separately."
         )
-    return all(end == _MORE for end in gathered) if drop_last else any(end == _MORE for end in gathered)
+    return (
+        all(end == _MORE for end in gathered)
+        if drop_last
+        else any(end == _MORE for end in gathered)
+    )
 
 
 def ended(item: Item) -> Item:

@@ -118,7 +118,9 @@ class Cutting:
             how="shard",
             num_shards=1 if has_own_shard else self.num_shards,
             shard=0 if has_own_shard else self.shard,
-            global_batch=self.rows if has_own_shard else self.step or self.rows * self.num_shards,
+            global_batch=self.rows
+            if has_own_shard
+            else self.step or self.rows * self.num_shards,
             drop_last=self.drop_last,
             even=self.even,
             pad="full" if has_own_shard and self.num_shards > 1 else self.pad,
@@ -128,7 +130,9 @@ class Cutting:
 class StreamShard(Forwarding, IterableDataset[SampleBlock]):
     """This rank's blocks of a stream, in whole rounds, so that positions mean the same on every rank."""
 
-    def __init__(self, dataset: Any, cutting: Cutting, num_workers: int, process: RandomStates) -> None:
+    def __init__(
+        self, dataset: Any, cutting: Cutting, num_workers: int, process: RandomStates
+    ) -> None:
         self.hasten_cutting = cutting
         self.hasten_process = process
         self.hasten_start: StreamState | None = None
@@ -138,33 +142,46 @@ class StreamShard(Forwarding, IterableDataset[SampleBlock]):
         if num_workers:
             self.hasten_control.share_memory_()  # type: ignore[no-untyped-call]
         self.hasten_dataset = dataset
-        self.hasten_carried = CarriedState(dataset, attributes=not is_hub_stream(dataset))
+        self.hasten_carried = CarriedState(
+            dataset, attributes=not is_hub_stream(dataset)
+        )
 
     def __iter__(self) -> Iterator[SampleBlock]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         epoch, serial, seed = self.hasten_control.tolist()
-        dataset, cutting, carried = self.hasten_dataset, self.hasten_cutting, self.hasten_carried
+        dataset, cutting, carried = (
+            self.hasten_dataset,
+            self.hasten_cutting,
+            self.hasten_carried,
+        )
         if info is not None:
             set_epoch = getattr(dataset, "set_epoch", None)
             if callable(set_epoch):
                 own_epoch(dataset)
                 set_epoch(epoch)
         start = self.hasten_start if self.hasten_serial == serial else None
-        state, turn = (WorkerState(), 0) if start is None else (start.workers[worker], start.turn)
-        if state.origin is not None or state.position:  # without an origin, nothing had changed since prepare
+        state, turn = (
+            (WorkerState(), 0) if start is None else (start.workers[worker], start.turn)
+        )
+        # without an origin, nothing had changed since prepare
+        if state.origin is not None or state.position:
             carried.restore(state.origin)
         state = state._replace(origin=carried.capture())
         # Ranks that read the same elements draw the same numbers; so do ranks that shuffle before they split.
         alike = cutting.sharing in ("strided", "given")
-        seed_numbers = (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
+        seed_numbers = (
+            (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
+        )
         rng = OwnRng(derive_seed(*seed_numbers, 3), self.hasten_process)
         begin_anew(dataset, epoch)
         with rng.entered():
             stream = _part_of(dataset, cutting, worker, num_workers)
         cutter = _Cutter(stream, cutting, worker, rng, (seed, epoch))
-        end = carried if info is not None else None  # in a single process, the dataset itself can be inspected
-        return cutter.blocks(state, worker < turn, end)  # evaluated now, not when a block is requested
+        # in a single process, the dataset itself can be inspected
+        end = carried if info is not None else None
+        # evaluated now, not when a block is requested
+        return cutter.blocks(state, worker < turn, end)
 
 
 def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> Any:
@@ -178,32 +195,60 @@ def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> A
 class _Cutter:
     """Iterator of this rank's blocks of one worker's stream, with separate random states."""
 
-    def __init__(self, stream: Any, cutting: Cutting, worker: int, rng: OwnRng, seeds: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        stream: Any,
+        cutting: Cutting,
+        worker: int,
+        rng: OwnRng,
+        seeds: tuple[int, int],
+    ) -> None:
         self._stream = stream
         self._worker = worker
         self._rng = rng
         self._seeds = seeds
         self._batched = cutting.batched
         self._plan = plan = cutting.plan
-        self._shards = range(plan.num_shards) if cutting.every else range(plan.shard, plan.shard + 1)
-        self._names = self._shards if cutting.every else (cutting.shard,)  # of the ranks, in the seeds of their batches
-        self._num_first = plan.max_padding if plan.even and (plan.num_shards > 1 or plan.pad == "full") else 0
+        self._shards = (
+            range(plan.num_shards)
+            if cutting.every
+            else range(plan.shard, plan.shard + 1)
+        )
+        # of the ranks, in the seeds of their batches
+        self._names = self._shards if cutting.every else (cutting.shard,)
+        self._num_first = (
+            plan.max_padding
+            if plan.even and (plan.num_shards > 1 or plan.pad == "full")
+            else 0
+        )
         in_worker = get_worker_info() is not None
         self._shares_epochs = shares_epochs(stream)
         # Workers do not come to the end together, where they would start an iterator for the epoch's first elements.
-        self._counted = has_counted_state(stream) and not (self._shares_epochs and in_worker and self._num_first)
-        self._trusted = has_plain_state(stream) and not state_loses_samples(stream, in_worker)
+        self._counted = has_counted_state(stream) and not (
+            self._shares_epochs and in_worker and self._num_first
+        )
+        self._trusted = has_plain_state(stream) and not state_loses_samples(
+            stream, in_worker
+        )
         # The state of a stream of `datasets` includes its generators. For other streams this is unknown, so those that
         # draw random numbers are read again up to the position instead.
-        self._watched = CarriedState(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
+        self._watched = (
+            CarriedState(stream, attributes=False)
+            if self._trusted and not is_hub_stream(stream)
+            else None
+        )
         self._drawn_from = None if self._watched is None else self._watched.capture()
 
-    def blocks(self, start: WorkerState, had_turn: bool, end: CarriedState | None) -> Iterator[SampleBlock]:
+    def blocks(
+        self, start: WorkerState, had_turn: bool, end: CarriedState | None
+    ) -> Iterator[SampleBlock]:
         """Yield the blocks from a position on; a worker reports its position before the user gets any of them."""
         with closing(self._rng):
             yield from self._blocks(start, had_turn, end)
 
-    def _blocks(self, start: WorkerState, had_turn: bool, end: CarriedState | None) -> Iterator[SampleBlock]:
+    def _blocks(
+        self, start: WorkerState, had_turn: bool, end: CarriedState | None
+    ) -> Iterator[SampleBlock]:
         if end is not None:
             yield SampleBlock((), self._worker, start, blank="begin")
         if had_turn:
@@ -231,16 +276,27 @@ class _Cutter:
             state = self._state() if full else None
             position += round_.taken
             rng = self._rng.state() if state is not None else None
-            samples = tuple(self._samples_of(round_, first_elements, shard, position) for shard in self._shards)
+            samples = tuple(
+                self._samples_of(round_, first_elements, shard, position)
+                for shard in self._shards
+            )
             if any(samples):
-                yield SampleBlock(samples, self._worker, WorkerState(position, state, rng, start.origin))
+                yield SampleBlock(
+                    samples,
+                    self._worker,
+                    WorkerState(position, state, rng, start.origin),
+                )
             if not full:
                 break
         carried = None if end is None else end.capture()
         if carried is not None:
-            yield SampleBlock((), self._worker, WorkerState(position, origin=carried), blank="end")
+            yield SampleBlock(
+                (), self._worker, WorkerState(position, origin=carried), blank="end"
+            )
 
-    def _samples_of(self, round_: _Round, first_elements: list[Any], shard: int, position: int) -> RankSamples | None:
+    def _samples_of(
+        self, round_: _Round, first_elements: list[Any], shard: int, position: int
+    ) -> RankSamples | None:
         """Return the samples of one rank in a round that ends at `position`, padded with the epoch's first elements."""
         share = self._plan.part(round_.taken, shard=shard)
         if not share.rows:
@@ -249,21 +305,26 @@ class _Cutter:
         own_samples = round_.held[share.first - round_.begin : end - round_.begin]
         pads = range(max(share.first, round_.taken), end)
         own_samples.extend(
-            first_elements[(element_index - round_.taken) % len(first_elements)] for element_index in pads
+            first_elements[(element_index - round_.taken) % len(first_elements)]
+            for element_index in pads
         )
         name = self._names[shard - self._shards.start]
         seed = derive_seed(*self._seeds, name, self._worker, position, 4)
         return RankSamples(
-            own_samples if self._batched else own_samples[0], None if share.real == share.rows else share.real, seed
+            own_samples if self._batched else own_samples[0],
+            None if share.real == share.rows else share.real,
+            seed,
         )
 
     def _seek(self, start: WorkerState) -> tuple[list[Any], Iterator[Any]]:
         """Return the epoch's first elements, if padding may need them, and the stream from the position on."""
         stream = self._stream
-        if start.state is not None and self._shares_epochs:  # first elements are read at the end, if at all
+        # first elements are read at the end, if at all
+        if start.state is not None and self._shares_epochs:
             continue_from(stream, start.state, self._seeds[1])
             return [], chain(iter(stream))
-        elements: Iterator[Any] = chain(iter(stream))  # chain stays exhausted: litdata streams restart on the next call
+        # chain stays exhausted: litdata streams restart on the next call
+        elements: Iterator[Any] = chain(iter(stream))
         if not start.position:
             return [], elements
         first_elements = list(islice(elements, min(self._num_first, start.position)))
@@ -287,7 +348,9 @@ class _Cutter:
             return None
         if self._watched is None:
             return self._stream.state_dict()
-        if self._rng.state() is not None or self._watched.generators_changed(self._drawn_from):
+        if self._rng.state() is not None or self._watched.generators_changed(
+            self._drawn_from
+        ):
             self._trusted = False
             return None
         return copy.deepcopy(self._stream.state_dict())
@@ -303,10 +366,13 @@ class BlockCollate:
     def __call__(self, block: SampleBlock) -> tuple[Any, Padding | None, SampleBlock]:
         """Return (batch, padding, block without samples); if one rank reads for all, a list of (batch, padding)."""
         rank_batches = [
-            None if rank_samples is None else self._collated(rank_samples) for rank_samples in block.samples
+            None if rank_samples is None else self._collated(rank_samples)
+            for rank_samples in block.samples
         ]
         batch, padding = (
-            (rank_batches, None) if self.cutting.every else (rank_batches and rank_batches[0]) or (None, None)
+            (rank_batches, None)
+            if self.cutting.every
+            else (rank_batches and rank_batches[0]) or (None, None)
         )
         return batch, padding, block._replace(samples=())
 
@@ -314,9 +380,13 @@ class BlockCollate:
         seed_everything(rank_samples.seed)
         batch = self.collate_fn(rank_samples.samples)
         rows = len(rank_samples.samples) if self.cutting.batched else None
-        padding = None if rank_samples.real is None else Padding(rank_samples.real, rows)
+        padding = (
+            None if rank_samples.real is None else Padding(rank_samples.real, rows)
+        )
         if self.cutting.split is not None:
-            batch, padding = split_batch(batch, *self.cutting.split, even=self.cutting.even)
+            batch, padding = split_batch(
+                batch, *self.cutting.split, even=self.cutting.even
+            )
         return batch, padding
 
 
@@ -329,12 +399,25 @@ def split_batch(
         return batch, padding
     share = cut(size, num_shards, shard, even)
     if share.first + share.rows <= size:
-        real = share.rows if padding is None else min(max(padding.real - share.first, 0), share.rows)
-        rows = trees.slice_rows(batch, slice(share.first, share.first + share.rows), size)
+        real = (
+            share.rows
+            if padding is None
+            else min(max(padding.real - share.first, 0), share.rows)
+        )
+        rows = trees.slice_rows(
+            batch, slice(share.first, share.first + share.rows), size
+        )
         return rows, None if real == share.rows else Padding(real, share.rows)
     row_indices = torch.arange(share.first, share.first + share.rows) % size
-    wrapped = trees.map_tensors(lambda x: x[row_indices.to(x.device)] if x.ndim and x.shape[0] == size else x, batch)
-    real = share.real if padding is None else min(max(padding.real - share.first, 0), share.real)
+    wrapped = trees.map_tensors(
+        lambda x: x[row_indices.to(x.device)] if x.ndim and x.shape[0] == size else x,
+        batch,
+    )
+    real = (
+        share.real
+        if padding is None
+        else min(max(padding.real - share.first, 0), share.real)
+    )
     return wrapped, Padding(real, share.rows)
 
 
@@ -350,15 +433,25 @@ class _Round(NamedTuple):
     """Number of elements in the round."""
 
 
-def _round(elements: Iterator[Any], plan: LoaderPlan, shards: range, num_first: int) -> _Round:
+def _round(
+    elements: Iterator[Any], plan: LoaderPlan, shards: range, num_first: int
+) -> _Round:
     """Read one round and hold the elements that may belong to these ranks.
 
     The last round may be shorter and is then spread over the ranks, so a rank's share is known when the round ends.
     The longer the round, the fewer of its first elements can belong to a rank: at most a quarter of a round is held.
     """
     full = plan.part(plan.global_batch, shard=shards[-1])
-    end, first, held_elements, begin, taken = full.first + full.rows, [], deque[Any](), 0, 0
-    while taken < end and (piece := list(islice(elements, min(full.rows, end - taken)))):
+    end, first, held_elements, begin, taken = (
+        full.first + full.rows,
+        [],
+        deque[Any](),
+        0,
+        0,
+    )
+    while taken < end and (
+        piece := list(islice(elements, min(full.rows, end - taken)))
+    ):
         first += piece[: max(num_first - taken, 0)]
         held_elements.extend(piece)
         taken += len(piece)

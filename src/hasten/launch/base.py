@@ -144,11 +144,18 @@ class LaunchPlan:
             lines.append("restarts: " + str(self.supervision.max_restarts))
         for planned in self.files:
             text = planned.text if planned.public else masked(planned.text)
-            lines += [f"file {planned.path}:", *("    " + row for row in text.splitlines())]
+            lines += [
+                f"file {planned.path}:",
+                *("    " + row for row in text.splitlines()),
+            ]
         index = 0
         for proc in self.procs:
             last = index + proc.count - 1
-            title = f"process {index}" if proc.count == 1 else f"processes {index}-{last} (LOCAL_RANK counts up)"
+            title = (
+                f"process {index}"
+                if proc.count == 1
+                else f"processes {index}-{last} (LOCAL_RANK counts up)"
+            )
             index = last + 1
             lines += [
                 f"{title}:",
@@ -163,11 +170,19 @@ class LaunchPlan:
 
 def _meeting_words(meeting: Meeting) -> str:
     if meeting.alone:
-        return f"one machine, {meeting.address}, " + (f"port {meeting.port}" if meeting.port else "a free port")
+        return f"one machine, {meeting.address}, " + (
+            f"port {meeting.port}" if meeting.port else "a free port"
+        )
     low, high = meeting.min_machines, meeting.max_machines
     count = f"{high} machines" if low == high else f"{low} to {high} machines"
-    rank = "this machine's rank is assigned there" if meeting.machine_rank is None else f"rank {meeting.machine_rank}"
-    options = "".join(f", {name}={value}" for name, value in sorted(meeting.options.items()))
+    rank = (
+        "this machine's rank is assigned there"
+        if meeting.machine_rank is None
+        else f"rank {meeting.machine_rank}"
+    )
+    options = "".join(
+        f", {name}={value}" for name, value in sorted(meeting.options.items())
+    )
     return (
         f"{count} at {meeting.address}:{meeting.port} ({meeting.kind}), {rank}, "
         f"waiting up to {meeting.join_timeout_s:g} s{options}"
@@ -226,7 +241,9 @@ class LaunchTarget:
     """True if the program runs in a container image or on other machines, so that this one needs neither its script nor its packages."""
     outlives_machines: Callable[[LaunchRequest], bool] | None = None
     """Return whether the job continues when a machine is lost; then one launcher on each machine starts all of its processes."""
-    plan_machine: Callable[[LaunchRequest, Host, JobShape], LaunchPlan | None] | None = None
+    plan_machine: (
+        Callable[[LaunchRequest, Host, JobShape], LaunchPlan | None] | None
+    ) = None
     """Plan the processes of this machine, of a job that no target was chosen for; None leaves that to hasten."""
 
 
@@ -236,7 +253,11 @@ _MEMORY: Final = (
     (Path("/proc/meminfo"), r"^MemTotal:\s+(\d+) kB", 1024),
     (Path("/sys/fs/cgroup/memory.max"), r"^(\d+)$", 1),
 )
-_VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_VISIBLE: Final = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +341,9 @@ def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
         return "cuda", count, names[0]
     if (count := _rocm_count()) and (count := _visible(env, count)):
         return "rocm", count, "AMD GPU"
-    if count := len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]):
+    if count := len(
+        [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
+    ):
         return "tpu", count, "TPU"
     if count := len(list(Path("/dev").glob("davinci[0-9]*"))):
         return "npu", count, "Ascend NPU"
@@ -333,11 +356,18 @@ def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:
 
 def _nvidia_names() -> list[str]:
     """Return one name per NVIDIA device (or MIG slice), as reported by the driver; empty without a working driver."""
-    if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/nvidiactl").exists() and not _is_wsl():
+    if (
+        not Path("/proc/driver/nvidia/version").exists()
+        and not Path("/dev/nvidiactl").exists()
+        and not _is_wsl()
+    ):
         return []
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return [_nvidia_model(folder) for folder in sorted(Path("/proc/driver/nvidia/gpus").glob("*"))]
+        return [
+            _nvidia_model(folder)
+            for folder in sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
+        ]
     listing = _output([tool, "-L"])
     slices = re.findall(r"^\s+(MIG [^\s:]+)", listing, re.MULTILINE)
     return slices or re.findall(r"^GPU \d+: (.+?) \(UUID", listing, re.MULTILINE)
@@ -348,7 +378,9 @@ def _is_wsl() -> bool:
 
 
 def _nvidia_model(folder: Path) -> str:
-    model_match = re.search(r"^Model:\s*(.+)$", (folder / "information").read_text(), re.MULTILINE)
+    model_match = re.search(
+        r"^Model:\s*(.+)$", (folder / "information").read_text(), re.MULTILINE
+    )
     return model_match[1] if model_match else "NVIDIA GPU"
 
 
@@ -359,7 +391,9 @@ def _rocm_count() -> int:
 
 
 def _xpu_count() -> int:
-    return len(re.findall(r"Device ID|\|\s*\d+\s*\|", _output(["xpu-smi", "discovery"])))
+    return len(
+        re.findall(r"Device ID|\|\s*\d+\s*\|", _output(["xpu-smi", "discovery"]))
+    )
 
 
 def _visible(env: Mapping[str, str], present: int) -> int:
@@ -367,7 +401,9 @@ def _visible(env: Mapping[str, str], present: int) -> int:
     for name in _VISIBLE:
         if name in env:
             ids = [item for item in env[name].split(",") if item.strip()]
-            stop = next((i for i, item in enumerate(ids) if item.strip() == "-1"), len(ids))
+            stop = next(
+                (i for i, item in enumerate(ids) if item.strip() == "-1"), len(ids)
+            )
             return min(stop, present)
     return present
 
@@ -375,6 +411,8 @@ def _visible(env: Mapping[str, str], present: int) -> int:
 def _output(command: list[str]) -> str:
     """Return the output of a command; empty if it fails, as it does on a machine without a working driver."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

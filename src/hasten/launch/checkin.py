@@ -77,7 +77,10 @@ def gather_reports(
     """
     if store.add(f"claim/{index}", 1) > 1:
         rival_report = Report.decode(store.get(f"report/{index}"))
-        _fail(store, f"{_place(report)} and {_place(rival_report)} both claim to be {name(index)} of {count}")
+        _fail(
+            store,
+            f"{_place(report)} and {_place(rival_report)} both claim to be {name(index)} of {count}",
+        )
     store.set(f"report/{index}", report.encode())
     _wait_for_all(store, count, timeout_s=timeout_s, name=name, waiting=waiting)
     return [Report.decode(store.get(f"report/{i}")) for i in range(count)]
@@ -90,7 +93,12 @@ def _fail(store: Store, words: str) -> None:
 
 
 def _wait_for_all(
-    store: Store, count: int, *, timeout_s: float, name: Callable[[int], str], waiting: Callable[[str], None]
+    store: Store,
+    count: int,
+    *,
+    timeout_s: float,
+    name: Callable[[int], str],
+    waiting: Callable[[str], None],
 ) -> None:
     """Wait until all participants have reported, logging the missing ones; raise if any of them found a fault."""
     start, next_word = time.monotonic(), 5.0
@@ -119,35 +127,55 @@ def disagreements(reports: Sequence[Report]) -> list[str]:
     """Return one line per difference in settings, code or versions, with the machines and the values."""
     differences: list[str] = []
     if len({r.config for r in reports}) > 1:
-        differences += _setting_differences(reports) or [_values("the settings", reports, lambda r: r.config)]
+        differences += _setting_differences(reports) or [
+            _values("the settings", reports, lambda r: r.config)
+        ]
     if len({r.code for r in reports}) > 1:
         programs = sorted({r.program for r in reports})
-        differences.append(_values(f"the code of {', '.join(programs)}", reports, lambda r: r.code))
+        differences.append(
+            _values(f"the code of {', '.join(programs)}", reports, lambda r: r.code)
+        )
     for package in sorted({p for r in reports for p in r.versions}):
         if len({r.versions.get(package) for r in reports}) > 1:
-            differences.append(_values(package, reports, lambda r, p=package: r.versions.get(p, "absent")))  # type: ignore[misc]
+            differences.append(
+                _values(
+                    package,
+                    reports,
+                    lambda r, p=package: r.versions.get(p, "absent"),  # type: ignore[misc]
+                )
+            )
     return differences
 
 
 def _setting_differences(reports: Sequence[Report]) -> list[str]:
     names = sorted({name for r in reports for name in r.settings})
     return [
-        _values(f"the setting {name}", reports, lambda r, n=name: r.settings.get(n, "its default"))  # type: ignore[misc]
+        _values(
+            f"the setting {name}",
+            reports,
+            lambda r, n=name: r.settings.get(n, "its default"),  # type: ignore[misc]
+        )
         for name in names
         if len({r.settings.get(name) for r in reports}) > 1
     ]
 
 
-def _values(subject: str, reports: Sequence[Report], read: Callable[[Report], str]) -> str:
+def _values(
+    subject: str, reports: Sequence[Report], read: Callable[[Report], str]
+) -> str:
     """Return `what` followed by each value and the hosts that have it, the most common value first."""
     holders: dict[str, list[str]] = {}
     for report in reports:
         holders.setdefault(read(report), []).append(report.host)
     ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-    return f"{subject}: " + "; ".join(f"{value} on {', '.join(dict.fromkeys(hosts))}" for value, hosts in ordered)
+    return f"{subject}: " + "; ".join(
+        f"{value} on {', '.join(dict.fromkeys(hosts))}" for value, hosts in ordered
+    )
 
 
-def check_agreement(reports: Sequence[Report], expected_world_size: int | None = None) -> None:
+def check_agreement(
+    reports: Sequence[Report], expected_world_size: int | None = None
+) -> None:
     """Raise unless all participants can train together.
 
     Raises: LaunchError that lists every difference, or the actual number of processes if it is not the requested one.
@@ -170,12 +198,17 @@ def check_agreement(reports: Sequence[Report], expected_world_size: int | None =
 def rank_table(reports: Sequence[Report], unit: str = "machine") -> str:
     """Return an aligned table of the machines (or the tasks of another launcher) and the ranks on each."""
     rows = [(unit, "ranks", "host", "address", "device")]
-    for index, (report, first) in enumerate(zip(reports, _first_ranks(reports), strict=True)):
+    for index, (report, first) in enumerate(
+        zip(reports, _first_ranks(reports), strict=True)
+    ):
         last = first + report.num_processes - 1
         ranks = str(first) if last == first else f"{first}-{last}"
         rows.append((str(index), ranks, report.host, report.address, report.device))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def _first_ranks(reports: Iterable[Report]) -> list[int]:
@@ -205,7 +238,15 @@ _PACKAGES: Final = (
 _LOCAL: Final = frozenset(
     f"launch.{name}"
     for name in (
-        *("machine_rank", "processes_per_machine", "gpu_ids", "num_cpu_threads_per_process", "log_dir", "tee", "quiet"),
+        *(
+            "machine_rank",
+            "processes_per_machine",
+            "gpu_ids",
+            "num_cpu_threads_per_process",
+            "log_dir",
+            "tee",
+            "quiet",
+        ),
         *(
             "num_processes",
             "num_machines",
@@ -234,7 +275,9 @@ SOURCE: Final = "source.txt"
 """File with the function's source in that folder; machines compare their cells by it."""
 
 
-def make_report(plan: LaunchPlan, config: Config, host: Host, *, is_alone: bool) -> Report:
+def make_report(
+    plan: LaunchPlan, config: Config, host: Host, *, is_alone: bool
+) -> Report:
     """Return this machine's report; without the digests on a single machine, which has nothing to compare with."""
     count = sum(proc.count for proc in plan.procs)
     device = f"cpu ({host.cores} cores)" if config.cpu else host.device_words
@@ -249,9 +292,13 @@ def make_report(plan: LaunchPlan, config: Config, host: Host, *, is_alone: bool)
         machine_rank=plan.meeting.machine_rank if plan.meeting else None,
         config=_digest(repr(sorted(settings.items())).encode()),
         code=code_digest(plan.target),
-        program="the notebook's function" if plan.target.name == CELL else plan.target.name,
+        program="the notebook's function"
+        if plan.target.name == CELL
+        else plan.target.name,
         versions=package_versions(),
-        settings={name: str(masked_value(name, value)) for name, value in settings.items()},
+        settings={
+            name: str(masked_value(name, value)) for name, value in settings.items()
+        },
     )
 
 
@@ -291,7 +338,8 @@ def code_digest(target: Target) -> str:
         if file.suffix == ".py":
             todo += _local_imports(file_contents[file], path.parent)
     digested_parts = (
-        f"{file.relative_to(path.parent)}\0".encode() + text for file, text in sorted(file_contents.items())
+        f"{file.relative_to(path.parent)}\0".encode() + text
+        for file, text in sorted(file_contents.items())
     )
     return _digest(b"\0".join(digested_parts))
 
@@ -322,11 +370,18 @@ def _local_imports(source: bytes, folder: Path) -> list[Path]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            names += [
+                node.module,
+                *(f"{node.module}.{alias.name}" for alias in node.names),
+            ]
     imported_files: list[Path] = []
     for name in names:
         base = folder.joinpath(*name.split("."))
-        imported_files += [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
+        imported_files += [
+            file
+            for file in (base.with_suffix(".py"), base / "__init__.py")
+            if file.is_file()
+        ]
     return imported_files
 
 

@@ -55,7 +55,8 @@ _SECONDARY: Final = re.compile(
 
 PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module imports torch
 
-STALLED: Final = 86  # hasten.extensions.watch.observe.STALLED, whose module imports torch
+# hasten.extensions.watch.observe.STALLED, whose module imports torch
+STALLED: Final = 86
 
 # (pattern in the traceback or log, hint)
 _HINTS: Final = (
@@ -142,9 +143,17 @@ def end_after_signal(number: int, codes: Sequence[int | None]) -> tuple[int, str
 
     Processes that all end by themselves after SIGTERM or SIGUSR1 have handled it: the run is to be started again, as after exit code 85.
     """
-    if number not in (signal.SIGTERM, signal.SIGUSR1) or not codes or not set(codes) <= {0, PREEMPTED}:
+    if (
+        number not in (signal.SIGTERM, signal.SIGUSR1)
+        or not codes
+        or not set(codes) <= {0, PREEMPTED}
+    ):
         return 128 + number, "were ended"
-    end_text = "have saved and exited" if set(codes) == {PREEMPTED} else "have exited without an error"
+    end_text = (
+        "have saved and exited"
+        if set(codes) == {PREEMPTED}
+        else "have exited without an error"
+    )
     return PREEMPTED, f"{end_text}; restart the job to continue"
 
 
@@ -159,10 +168,13 @@ def end_words(code: int) -> str:
     return f"killed by {name}" if -code == signal.SIGKILL else f"signal {name}"
 
 
-def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, time: float) -> Failure:
+def read_failure(
+    rank: int, host: str, code: int, pid: int, *, error_file: str, time: float
+) -> Failure:
     """Return the failure of a rank, including the error that the rank recorded, if any."""
     recorded = _recorded(Path(error_file)) if error_file else {}
-    if recorded and code == -signal.SIGTERM:  # the rank had already failed when the launcher stopped it
+    # the rank had already failed when the launcher stopped it
+    if recorded and code == -signal.SIGTERM:
         code = 1
     return Failure(
         rank=rank,
@@ -181,7 +193,8 @@ def _recorded(path: Path) -> dict[str, Any]:
     """Return the error that hasten's bootstrap or torch's @record wrote in the failing process; empty without one."""
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError):  # killed before or during the write: only the exit code is known
+    # killed before or during the write: only the exit code is known
+    except (OSError, ValueError):
         return {}
     if "hasten" in data:
         return dict(data["hasten"])
@@ -197,7 +210,11 @@ def _recorded(path: Path) -> dict[str, Any]:
 
 
 def render_failure(
-    failures: Sequence[Failure], *, python: str = "python", full: bool = False, lost: Sequence[str] = ()
+    failures: Sequence[Failure],
+    *,
+    python: str = "python",
+    full: bool = False,
+    lost: Sequence[str] = (),
 ) -> str:
     """Return the report of a failed job: summary, hint, and finally the traceback of the first failure.
 
@@ -205,27 +222,56 @@ def render_failure(
     """
     first = first_failure(failures)
     if first.code == STALLED:
-        words = first.summary.partition(": ")[2] or "the ranks waited for each other without progress"
+        words = (
+            first.summary.partition(": ")[2]
+            or "the ranks waited for each other without progress"
+        )
         return f"the job was ended because it stalled: {words}.\nThe full report is above; docs/trust.md explains it."
-    later_failures = sorted((f for f in failures if f != first and f.code != 0), key=lambda f: f.rank)
-    order_text = "failed first" if first.code else "exited first, while other ranks still needed it"
-    lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) {order_text}: {end_words(first.code)}"]
+    later_failures = sorted(
+        (f for f in failures if f != first and f.code != 0), key=lambda f: f.rank
+    )
+    order_text = (
+        "failed first"
+        if first.code
+        else "exited first, while other ranks still needed it"
+    )
+    lines = [
+        f"rank {first.rank} on {first.host} (pid {first.pid}) {order_text}: {end_words(first.code)}"
+    ]
     if lost:
-        lines = [f"{' and '.join(lost)} no longer responds: probably the first failure, check it", *lines]
+        lines = [
+            f"{' and '.join(lost)} no longer responds: probably the first failure, check it",
+            *lines,
+        ]
     lines += [f"  {line}" for line in _summaries(later_failures)]
     if hint := hint_for(first, python):
         lines.append(f"hint: {hint}")
     for later_failure in later_failures:
         if full and later_failure.traceback:
-            lines += ["", f"rank {later_failure.rank} on {later_failure.host}:", later_failure.traceback.rstrip()]
+            lines += [
+                "",
+                f"rank {later_failure.rank} on {later_failure.host}:",
+                later_failure.traceback.rstrip(),
+            ]
     lines.append("")
-    if not first.code and (echo := next((f for f in later_failures if f.traceback), None)):
-        lines += [f"traceback of rank {echo.rank} on {echo.host}, which lost the connection:", echo.traceback.rstrip()]
+    if not first.code and (
+        echo := next((f for f in later_failures if f.traceback), None)
+    ):
+        lines += [
+            f"traceback of rank {echo.rank} on {echo.host}, which lost the connection:",
+            echo.traceback.rstrip(),
+        ]
     elif first.traceback:
-        title = "traceback" if first.traceback.startswith("Traceback") else "error"  # a program that never started
-        lines += [f"{title} of rank {first.rank} on {first.host}:", first.traceback.rstrip()]
+        # a program that never started
+        title = "traceback" if first.traceback.startswith("Traceback") else "error"
+        lines += [
+            f"{title} of rank {first.rank} on {first.host}:",
+            first.traceback.rstrip(),
+        ]
     else:
-        lines.append(f"rank {first.rank} has no Python traceback; its last output is above.")
+        lines.append(
+            f"rank {first.rank} has no Python traceback; its last output is above."
+        )
     return "\n".join(lines)
 
 
@@ -236,8 +282,14 @@ def _summaries(failures: Sequence[Failure]) -> list[str]:
         if failure.stopped:
             words = "stopped by the launcher"
         else:
-            first_sentence = failure.summary.splitlines()[-1].partition(". ")[0] if failure.summary else ""
-            words = end_words(failure.code) + (f": {first_sentence}" if first_sentence else "")
+            first_sentence = (
+                failure.summary.splitlines()[-1].partition(". ")[0]
+                if failure.summary
+                else ""
+            )
+            words = end_words(failure.code) + (
+                f": {first_sentence}" if first_sentence else ""
+            )
         groups.setdefault(words, []).append(failure.rank)
     return [f"{ranks_in_words(ranks)}: {words}" for words, ranks in groups.items()]
 
@@ -261,4 +313,6 @@ def failure_words(first: Failure, *, many_machines: bool = False) -> str:
         return f"rank {first.rank}{host} failed: {first.summary} (its traceback is in the output above)"
     if not first.code:
         return f"rank {first.rank}{host} ended early, while other ranks still needed it; see the output above"
-    return f"rank {first.rank}{host} failed: {end_words(first.code)}; see the output above"
+    return (
+        f"rank {first.rank}{host} failed: {end_words(first.code)}; see the output above"
+    )

@@ -49,7 +49,9 @@ class SignalGuard:
         self._first: tuple[int, float] | None = None
         self._ended = threading.Event()
         self._read, self._write = os.pipe()
-        self._thread = threading.Thread(target=self._watch, name="hasten-signal-guard", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="hasten-signal-guard", daemon=True
+        )
         self._old_fd = -1
         self._old_handlers: dict[int, object] = {}
         self._settled = False
@@ -57,13 +59,18 @@ class SignalGuard:
     def __enter__(self) -> Self:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
-        self._old_handlers = {number: signal.signal(number, self._raise) for number in STOPPING}
+        self._old_handlers = {
+            number: signal.signal(number, self._raise) for number in STOPPING
+        }
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._ended.set()
         signal.set_wakeup_fd(self._old_fd)
@@ -99,7 +106,9 @@ class SignalGuard:
             for number in self._signals():
                 if self._first is None:
                     self._first = (number, time.monotonic())
-                elif not (self._lets_save and number in SAVING and self._first[0] in SAVING):
+                elif not (
+                    self._lets_save and number in SAVING and self._first[0] in SAVING
+                ):
                     self._end(number, "a second signal")
             if self._first is not None:
                 number, since = self._first
@@ -115,7 +124,9 @@ class SignalGuard:
             return []
 
     def _end(self, number: int, why: str) -> None:
-        self._last_words(f"{signal.Signals(number).name}, {why}: all processes are killed now")
+        self._last_words(
+            f"{signal.Signals(number).name}, {why}: all processes are killed now"
+        )
         kill_groups(self._groups())
         os._exit(128 + number)
 

@@ -17,7 +17,15 @@ from hasten.config.source import SettingEntry
 from hasten.errors import ConfigError, MissingPackageError
 from hasten.extension import package_of
 from hasten.launch import torchrun
-from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Target, look
+from hasten.launch.base import (
+    Host,
+    JobShape,
+    LaunchPlan,
+    LaunchRequest,
+    LaunchTarget,
+    Target,
+    look,
+)
 from hasten.launch.cluster import slurm
 from hasten.launch.run import complete, execute
 from hasten.launch.shape import decide
@@ -86,7 +94,9 @@ def prepare(
         raise ConfigError(
             "no script was given, so there is nothing to start: `launch [settings] script.py`. See `launch --help`."
         )
-    target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
+    target = Target(
+        words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python
+    )
     request = LaunchRequest(
         resolved.config,
         target,
@@ -100,10 +110,16 @@ def prepare(
         if not launch.no_python:
             _check_engine(resolved.config)
         _check_script(target)
-    for surveying_target in _machine_targets() if launch_target is None else [launch_target]:
+    for surveying_target in (
+        _machine_targets() if launch_target is None else [launch_target]
+    ):
         if surveying_target.survey is not None:
             host = surveying_target.survey(request, host)
-    plan = make_plan(request, host) if launch_target is None else launch_target.plan(request, host)
+    plan = (
+        make_plan(request, host)
+        if launch_target is None
+        else launch_target.plan(request, host)
+    )
     return Job(request, resolved, host, complete(plan, host.env), launch_target)
 
 
@@ -128,9 +144,15 @@ def _check_script(target: Target) -> None:
     if path.exists():
         return
     folder = Path(target.name).parent
-    names = [str(folder / p.name) for p in folder.glob("*.py")] if folder.is_dir() else []
+    names = (
+        [str(folder / p.name) for p in folder.glob("*.py")] if folder.is_dir() else []
+    )
     similar_names = get_close_matches(target.name, names, n=1)
-    hint = f"did you mean {similar_names[0]}?" if similar_names else f"the current folder is {Path.cwd()}."
+    hint = (
+        f"did you mean {similar_names[0]}?"
+        if similar_names
+        else f"the current folder is {Path.cwd()}."
+    )
     raise ConfigError(
         f"the script {target.name!r} does not exist; {hint} (For a module give -m, for a program --no_python.)"
     )
@@ -190,7 +212,9 @@ def _launcher(request: LaunchRequest, shape: JobShape) -> OwnLauncher:
                 "Start it with srun, or write a batch script with --submit slurm."
             )
         return "torchrun"
-    if launch.launcher == "single" and (shape.num_processes > 1 or shape.max_machines > 1):
+    if launch.launcher == "single" and (
+        shape.num_processes > 1 or shape.max_machines > 1
+    ):
         raise ConfigError(
             f"launcher=single starts one process, but {shape.num_processes} on {shape.max_machines} machine(s) were requested. "
             f"Remove launcher, or set num_processes to 1."
@@ -205,7 +229,13 @@ def _launcher(request: LaunchRequest, shape: JobShape) -> OwnLauncher:
 
 def _needs_agent(launch: LaunchConfig) -> bool:
     """Return whether a setting needs the elastic agent; a single process is otherwise started without it."""
-    meeting = (launch.rdzv_conf, launch.rdzv_endpoint, launch.rdzv_id, launch.log_dir, launch.tee)
+    meeting = (
+        launch.rdzv_conf,
+        launch.rdzv_endpoint,
+        launch.rdzv_id,
+        launch.log_dir,
+        launch.tee,
+    )
     plain = LaunchConfig()
     return (
         launch.max_restarts > 0

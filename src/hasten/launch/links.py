@@ -34,14 +34,22 @@ def read(path: Path | str) -> Links:
     Raises: ConfigError for a file that cannot be read, has missing or unknown fields, or holds an invalid speed.
     """
     try:
-        content: Any = yaml.safe_load(Path(path).read_text("utf-8"))  # Any: arbitrary file content
+        # Any: arbitrary file content
+        content: Any = yaml.safe_load(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"the link speeds in {path} cannot be read: {str(error).splitlines()[0]}; measure them with `hasten test --links {path}`."
         ) from error
     names = {spec.name for spec in fields(Links)}
-    speeds = [content.get(name) for name in ("node_gb_s", "network_gb_s")] if isinstance(content, dict) else []
-    good = all(speed is None or (isinstance(speed, int | float) and speed > 0) for speed in speeds)
+    speeds = (
+        [content.get(name) for name in ("node_gb_s", "network_gb_s")]
+        if isinstance(content, dict)
+        else []
+    )
+    good = all(
+        speed is None or (isinstance(speed, int | float) and speed > 0)
+        for speed in speeds
+    )
     if not isinstance(content, dict) or content.keys() != names or not good:
         raise ConfigError(
             f"{path} does not hold link speeds (the fields are {', '.join(sorted(names))}, speeds are above 0), so it says nothing about "

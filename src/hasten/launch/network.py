@@ -38,7 +38,9 @@ def owns_address(address: str) -> bool:
         address_infos = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return False
-    return any(_can_bind(family, sockaddr) for family, _, _, _, sockaddr in address_infos)
+    return any(
+        _can_bind(family, sockaddr) for family, _, _, _, sockaddr in address_infos
+    )
 
 
 def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
@@ -53,9 +55,12 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 def address_towards(peer: str) -> str:
     """Return this machine's address on the route to `peer`; `peer` itself if there is no route."""
     try:
-        family, _, _, _, sockaddr = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, sockaddr = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-            probe.connect(sockaddr)  # a datagram socket sends nothing here, it only selects the route
+            # a datagram socket sends nothing here, it only selects the route
+            probe.connect(sockaddr)
             return str(probe.getsockname()[0])
     except OSError:
         return peer
@@ -64,7 +69,11 @@ def address_towards(peer: str) -> str:
 def address_for_others(peer: str) -> str:
     """Return the address by which other machines reach this one; `peer` if this machine owns it."""
     local_address = address_towards(peer)
-    return peer if local_address.startswith("127.") and not is_loopback(peer) else local_address
+    return (
+        peer
+        if local_address.startswith("127.") and not is_loopback(peer)
+        else local_address
+    )
 
 
 def interface_of(address: str) -> str | None:
@@ -80,7 +89,8 @@ def _interface_address(name: str) -> str | None:
         request = array.array("B", struct.pack("256s", name.encode()[:15]))
         try:
             fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request, True)
-        except OSError:  # an interface without an IPv4 address, or a system without this call
+        # an interface without an IPv4 address, or a system without this call
+        except OSError:
             return None
     return socket.inet_ntoa(request[20:24].tobytes())
 

@@ -35,7 +35,9 @@ def run(folder: Path) -> None:
     """Call the notebook's function; the first rank writes its return value to the folder."""
     # Written by the notebook's process into a folder that only its user can open.
     function, args, sources = pickle.loads((folder / CALL).read_bytes())
-    linecache.cache.update({name: (len(lines), None, lines, name) for name, lines in sources.items()})
+    linecache.cache.update(
+        {name: (len(lines), None, lines, name) for name, lines in sources.items()}
+    )
     result = function(*args)
     if Topology.from_env(environment.snapshot()).is_main:
         _keep(result, folder / RESULT)
@@ -113,7 +115,16 @@ def notebook_launcher(
         home = Path(folder)
         (home / CALL).write_bytes(_packed(function, tuple(args)))
         (home / SOURCE).write_text(_source_of(function))
-        command = [sys.executable, "-m", "hasten.cli.main", "launch", *flags, "-m", CELL, folder]
+        command = [
+            sys.executable,
+            "-m",
+            "hasten.cli.main",
+            "launch",
+            *flags,
+            "-m",
+            CELL,
+            folder,
+        ]
         code = _run(command, home / _VERDICT)
         if code != 0:
             raise LaunchError(_failure_words(home / _VERDICT, code))
@@ -122,13 +133,17 @@ def notebook_launcher(
         return pickle.loads(result.read_bytes()) if result.exists() else None
 
 
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> Any:
     """Run `function(*args)` in `num_processes` CPU processes and return the first rank's result, for tests."""
     return notebook_launcher(function, args, num_processes=num_processes, cpu=True)
 
 
 def _flags(**settings: object) -> list[str]:
-    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+    return [
+        f"--{name}={value}" for name, value in settings.items() if value is not None
+    ]
 
 
 def _pairs(conf: Mapping[str, Any] | str | None) -> str | None:
@@ -160,7 +175,11 @@ def _source_of(function: Callable[..., Any]) -> str:
 
 def _cell_sources() -> dict[str, list[str]]:
     """Return the source of the notebook's cells, which exist in no file, so that remote tracebacks can show it."""
-    entries = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None]
+    entries = [
+        (name, entry)
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    ]
     return {name: entry[2] for name, entry in entries if not Path(name).exists()}
 
 
@@ -184,7 +203,8 @@ def _run(command: Sequence[str], verdict_file: Path) -> int:
         try:
             _copy_output(launcher)
             return launcher.wait()
-        except BaseException:  # on any interruption of the cell, stop the processes first
+        # on any interruption of the cell, stop the processes first
+        except BaseException:
             _stop(launcher)
             raise
 
@@ -213,7 +233,9 @@ def _failure_words(verdict_file: Path, code: int) -> str:
         return f"the processes ended with exit code {code} without reporting an error; see the output above."
     words = verdict_file.read_text()
     names = [
-        f"{setting_name} is {argument_name}" for setting_name, argument_name in _NAMES_HERE if setting_name in words
+        f"{setting_name} is {argument_name}"
+        for setting_name, argument_name in _NAMES_HERE
+        if setting_name in words
     ]
     return f"{words} (In a notebook {', '.join(names)}.)" if names else words
 

@@ -24,7 +24,12 @@ from hasten.launch import failure as verdict
 from hasten.launch import network
 from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc
 from hasten.launch.checkin import Report, make_report
-from hasten.launch.failure import end_after_signal, end_words, read_failure, render_failure
+from hasten.launch.failure import (
+    end_after_signal,
+    end_words,
+    read_failure,
+    render_failure,
+)
 from hasten.launch.guard import SAVING, STOPPING, Interrupted, SignalGuard, kill_groups
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
@@ -87,11 +92,21 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
     """Return the plan with GLOO_SOCKET_IFNAME set to the network interface that reaches the other machines."""
     if plan.meeting is None or "GLOO_SOCKET_IFNAME" in env:
         return plan
-    local = "127.0.0.1" if plan.meeting.alone else network.address_towards(plan.meeting.address)
-    name = network.interface_of(local) if plan.meeting.alone or not local.startswith("127.") else None
+    local = (
+        "127.0.0.1"
+        if plan.meeting.alone
+        else network.address_towards(plan.meeting.address)
+    )
+    name = (
+        network.interface_of(local)
+        if plan.meeting.alone or not local.startswith("127.")
+        else None
+    )
     if name is None:
         return plan
-    procs = tuple(replace(p, env={**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs)
+    procs = tuple(
+        replace(p, env={**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs
+    )
     note = f"GLOO_SOCKET_IFNAME={name}: the interface of {local}"
     return replace(plan, procs=procs, notes=(*plan.notes, note))
 
@@ -179,11 +194,22 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
             variables[environment.MEMORY_FOLDER] = str(memory)
         outside = environment.snapshot()
         # Torch reads its log level when imported; without this, the launcher's store warns about every unnamed client.
-        environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})
-        agent = import_module("hasten.launch.elastic.agent")  # imports torch, which planning does not need
-        handled = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))}
-        environment.replace({**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())})
-        run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = agent.run_agent
+        environment.replace(
+            {"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside}
+        )
+        # imports torch, which planning does not need
+        agent = import_module("hasten.launch.elastic.agent")
+        handled = {
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(
+                number.name for number in (*STOPPING, signal.SIGQUIT)
+            )
+        }
+        environment.replace(
+            {**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())}
+        )
+        run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = (
+            agent.run_agent
+        )
         return run_agent(plan, report, say)
 
 
@@ -191,15 +217,24 @@ def _run_watched(proc: Proc, stop_grace_s: float) -> int:
     """Run one hasten worker and report its failure."""
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
         error_file = str(Path(scratch) / "error.json")
-        env = {**environment.snapshot(), **proc.env, ERROR_FILE: error_file, LAUNCHER_PID: str(os.getpid())}
+        env = {
+            **environment.snapshot(),
+            **proc.env,
+            ERROR_FILE: error_file,
+            LAUNCHER_PID: str(os.getpid()),
+        }
         code, pid, stopped_by = _wait(proc.argv, env, stop_grace_s)
         if stopped_by is not None:
             code, end_text = end_after_signal(stopped_by, [code])
-            say(f"{signal.Signals(stopped_by).name}: all processes of this machine {end_text}")
+            say(
+                f"{signal.Signals(stopped_by).name}: all processes of this machine {end_text}"
+            )
             return code
         if code == 0:
             return 0
-        failure = read_failure(0, socket.gethostname(), code, pid, error_file=error_file, time=time.time())
+        failure = read_failure(
+            0, socket.gethostname(), code, pid, error_file=error_file, time=time.time()
+        )
         failure = replace(failure, stopped=False)
         verdict.leave(verdict.failure_words(failure))
         if failure.traceback or code < 0:
@@ -209,7 +244,9 @@ def _run_watched(proc: Proc, stop_grace_s: float) -> int:
 
 def _run_foreign(proc: Proc, stop_grace_s: float) -> int:
     """Run another launcher's command, which reports the failures of its processes itself."""
-    code, _, stopped_by = _wait(proc.argv, {**environment.snapshot(), **proc.env}, stop_grace_s)
+    code, _, stopped_by = _wait(
+        proc.argv, {**environment.snapshot(), **proc.env}, stop_grace_s
+    )
     if stopped_by is not None:
         return 128 + stopped_by
     if code != 0:
@@ -217,7 +254,9 @@ def _run_foreign(proc: Proc, stop_grace_s: float) -> int:
     return 128 - code if code < 0 else code
 
 
-def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) -> tuple[int, int, int | None]:
+def _wait(
+    argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float
+) -> tuple[int, int, int | None]:
     """Run a command, forwarding signals, and kill its group on failure; return exit code, pid and the stop signal."""
     try:
         child = subprocess.Popen(argv, env=env, start_new_session=True)
@@ -226,7 +265,12 @@ def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) ->
             f"{argv[0]} cannot be started: {error.strerror}. Check that it is installed and on PATH."
         ) from error
     stopped_by: int | None = None
-    guard = SignalGuard(lambda: [child.pid], grace_s=_GRACE_S, saving_grace_s=stop_grace_s, last_words=say)
+    guard = SignalGuard(
+        lambda: [child.pid],
+        grace_s=_GRACE_S,
+        saving_grace_s=stop_grace_s,
+        last_words=say,
+    )
     try:
         with guard:
             while True:

@@ -33,7 +33,9 @@ def decide(request: LaunchRequest, host: Host) -> JobShape:
     rank = _machine_rank(launch, allocation, high)
     use_cpu = config.cpu or host.device == "cpu"
     _check_devices(request, host)
-    count, expected, why = _processes(request, host, allocation, high, elastic=low != high)
+    count, expected, why = _processes(
+        request, host, allocation, high, elastic=low != high
+    )
     notes.append(why)
     env = {CONFIG: request.handoff} if request.handoff else {}
     if launch.gpu_ids != "all" and not use_cpu:
@@ -61,13 +63,21 @@ def elsewhere(request: LaunchRequest, host: Host, per_machine: int | None) -> Jo
     env = {CONFIG: request.handoff} if request.handoff else {}
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-    return JobShape(num_processes=per_machine or 1, env=tuple(sorted(env.items())), notes=(note,) if note else ())
+    return JobShape(
+        num_processes=per_machine or 1,
+        env=tuple(sorted(env.items())),
+        notes=(note,) if note else (),
+    )
 
 
-def worker_argv(target: Target, host: Host, bootstrap: str = "hasten.launch.worker") -> tuple[str, ...]:
+def worker_argv(
+    target: Target, host: Host, bootstrap: str = "hasten.launch.worker"
+) -> tuple[str, ...]:
     """Return the command of one process: the program itself, or Python with hasten's bootstrap before it."""
     if target.no_python and target.module:
-        raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
+        raise ConfigError(
+            "--module and --no_python contradict each other: a module needs Python. Give one of them."
+        )
     if target.no_python:
         return (target.name, *target.args)
     module = ("-m",) if target.module else ()
@@ -94,7 +104,9 @@ def _machines(launch: LaunchConfig, allocation: Allocation) -> tuple[int, int]:
     return allocation.min_machines, allocation.num_machines
 
 
-def _machine_rank(launch: LaunchConfig, allocation: Allocation, machines: int) -> int | None:
+def _machine_rank(
+    launch: LaunchConfig, allocation: Allocation, machines: int
+) -> int | None:
     if machines == 1:
         if launch.machine_rank:
             raise ConfigError(
@@ -102,7 +114,11 @@ def _machine_rank(launch: LaunchConfig, allocation: Allocation, machines: int) -
                 "or remove machine_rank."
             )
         return 0
-    rank = launch.machine_rank if launch.machine_rank is not None else allocation.machine_rank
+    rank = (
+        launch.machine_rank
+        if launch.machine_rank is not None
+        else allocation.machine_rank
+    )
     if rank is not None and rank >= machines:
         raise ConfigError(
             f"machine_rank={rank} with {machines} machines: ranks count from 0 to {machines - 1}. "
@@ -114,9 +130,13 @@ def _machine_rank(launch: LaunchConfig, allocation: Allocation, machines: int) -
 def _check_devices(request: LaunchRequest, host: Host) -> None:
     launch, config = request.config.launch, request.config
     if config.cpu and launch.multi_gpu:
-        raise ConfigError("cpu and multi_gpu contradict each other. Remove one of them.")
+        raise ConfigError(
+            "cpu and multi_gpu contradict each other. Remove one of them."
+        )
     if config.cpu and launch.gpu_ids != "all":
-        raise ConfigError(f"cpu and gpu_ids={_ids(launch)} contradict each other. Remove one of them.")
+        raise ConfigError(
+            f"cpu and gpu_ids={_ids(launch)} contradict each other. Remove one of them."
+        )
     if launch.multi_gpu and host.device == "cpu":
         raise ConfigError(
             f"multi_gpu was requested, but no usable accelerator was found on {host.name}. "
@@ -137,15 +157,26 @@ def _check_devices(request: LaunchRequest, host: Host) -> None:
 
 
 def _processes(
-    request: LaunchRequest, host: Host, allocation: Allocation, machines: int, *, elastic: bool
+    request: LaunchRequest,
+    host: Host,
+    allocation: Allocation,
+    machines: int,
+    *,
+    elastic: bool,
 ) -> tuple[int, int | None, str]:
     """Return the processes on this machine, the total if a number was given, and the reason."""
     launch = request.config.launch
     per, total = launch.processes_per_machine, launch.num_processes
     if per is not None:
         if total is not None and machines == 1 and total != per:
-            raise ConfigError(f"num_processes={total} contradicts processes_per_machine={per}. Give one of them.")
-        return _fits(request, host, per), total, f"{per} on this machine: processes_per_machine"
+            raise ConfigError(
+                f"num_processes={total} contradicts processes_per_machine={per}. Give one of them."
+            )
+        return (
+            _fits(request, host, per),
+            total,
+            f"{per} on this machine: processes_per_machine",
+        )
     if total is not None:
         if elastic:
             raise ConfigError(
@@ -159,13 +190,25 @@ def _processes(
             )
         local_count = total // machines
         split = f"{total} / {machines} machines" if machines > 1 else "num_processes"
-        return _fits(request, host, local_count), total, f"{local_count} on this machine: {split}"
+        return (
+            _fits(request, host, local_count),
+            total,
+            f"{local_count} on this machine: {split}",
+        )
     if allocation.per_machine is not None:
-        return allocation.per_machine, None, f"{allocation.per_machine} on this machine: {allocation.source}"
+        return (
+            allocation.per_machine,
+            None,
+            f"{allocation.per_machine} on this machine: {allocation.source}",
+        )
     if request.config.cpu or host.device == "cpu":
         return 1, None, "1 on this machine: the CPU (give num_processes for more)"
     count = host.num_devices if launch.gpu_ids == "all" else len(launch.gpu_ids)
-    return count, None, f"{count} on this machine: one for each device ({host.device_words})"
+    return (
+        count,
+        None,
+        f"{count} on this machine: one for each device ({host.device_words})",
+    )
 
 
 def _fits(request: LaunchRequest, host: Host, count: int) -> int:
@@ -206,7 +249,11 @@ def _threads(launch: LaunchConfig, host: Host, count: int) -> tuple[int | None, 
 
 
 def _ids(launch: LaunchConfig) -> str:
-    return launch.gpu_ids if isinstance(launch.gpu_ids, str) else ",".join(map(str, launch.gpu_ids))
+    return (
+        launch.gpu_ids
+        if isinstance(launch.gpu_ids, str)
+        else ",".join(map(str, launch.gpu_ids))
+    )
 
 
 def _allocation_words(allocation: Allocation) -> str:
@@ -222,7 +269,13 @@ def read_allocation(env: Mapping[str, str]) -> Allocation:
 
     Raises: TopologyError if the variables contradict each other.
     """
-    return _elastic_pods(env) or _pods(env) or _tasks(env) or _lsf_hosts(env) or Allocation()
+    return (
+        _elastic_pods(env)
+        or _pods(env)
+        or _tasks(env)
+        or _lsf_hosts(env)
+        or Allocation()
+    )
 
 
 def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
@@ -233,8 +286,17 @@ def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
     rank = env.get("PET_NODE_RANK") or env.get("JOB_COMPLETION_INDEX", "")
     per = env.get("PET_NPROC_PER_NODE", "")
     endpoint = env.get("PET_RDZV_ENDPOINT", "")
-    address = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR") or endpoint.rpartition(":")[0] or None
-    port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT") or endpoint.rpartition(":")[2]
+    address = (
+        env.get("PET_MASTER_ADDR")
+        or env.get("MASTER_ADDR")
+        or endpoint.rpartition(":")[0]
+        or None
+    )
+    port = (
+        env.get("PET_MASTER_PORT")
+        or env.get("MASTER_PORT")
+        or endpoint.rpartition(":")[2]
+    )
     if high == 1 and not per.isdecimal():
         return None
     return Allocation(
@@ -253,7 +315,11 @@ def _pods(env: Mapping[str, str]) -> Allocation | None:
     address = env.get("MASTER_ADDR") or jobset_host(env)
     if "LOCAL_RANK" in env or not address:
         return None
-    for rank_name, size_name in (("NODE_RANK", "NNODES"), ("RANK", "WORLD_SIZE"), ("JOB_COMPLETION_INDEX", "NNODES")):
+    for rank_name, size_name in (
+        ("NODE_RANK", "NNODES"),
+        ("RANK", "WORLD_SIZE"),
+        ("JOB_COMPLETION_INDEX", "NNODES"),
+    ):
         rank, size = env.get(rank_name, ""), env.get(size_name, "")
         if rank.isdecimal() and size.isdecimal() and int(size) > 1:
             if int(rank) >= int(size):
@@ -299,7 +365,10 @@ def _lsf_hosts(env: Mapping[str, str]) -> Allocation | None:
     name = env.get("HOSTNAME", "")
     if len(hosts) < 2 or "LSB_JOBID" not in env:
         return None
-    rank = next((i for i, host in enumerate(hosts) if host.split(".")[0] == name.split(".")[0]), None)
+    rank = next(
+        (i for i, host in enumerate(hosts) if host.split(".")[0] == name.split(".")[0]),
+        None,
+    )
     job = env.get("LSB_JOBID", "0")
     return Allocation(
         source="LSF",
@@ -320,7 +389,9 @@ def split_range(text: str, name: str = "--nnodes") -> tuple[int, int]:
     high = high or low
     if low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high):
         return int(low), int(high)
-    raise ConfigError(f"{name}={text!r} is not a number of machines; write one number, or min:max such as 2:4.")
+    raise ConfigError(
+        f"{name}={text!r} is not a number of machines; write one number, or min:max such as 2:4."
+    )
 
 
 def _split_address(rendezvous: str | None) -> tuple[str | None, int | None]:

@@ -19,7 +19,10 @@ CORE_TARGETS: Final = (
 
 def all_targets() -> list[LaunchTarget]:
     """Return the launch targets of the core and of extensions."""
-    return [*CORE_TARGETS, *(offer.load() for offer in extension.offers("launch_targets").values())]
+    return [
+        *CORE_TARGETS,
+        *(offer.load() for offer in extension.offers("launch_targets").values()),
+    ]
 
 
 def choose_target(request: LaunchRequest) -> LaunchTarget | None:
@@ -28,7 +31,8 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
     Raises: ConfigError for a name that is no launch target, or settings of a target that is not used.
     """
     targets = all_targets()
-    chosen_targets = [target for target in targets if target.is_chosen(request)]  # all, since each may refuse settings
+    # all, since each may refuse settings
+    chosen_targets = [target for target in targets if target.is_chosen(request)]
     if len(chosen_targets) > 1:
         chosen_names = " and ".join(sorted(target.name for target in chosen_targets))
         raise ConfigError(
@@ -40,7 +44,10 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
     names = [target.name for target in targets]
     if launch.submit is not None:
         raise _unknown_name("submit", launch.submit, names)
-    machine_launchers = [*OWN_LAUNCHERS, *(target.name for target in targets if target.plan_machine is not None)]
+    machine_launchers = [
+        *OWN_LAUNCHERS,
+        *(target.name for target in targets if target.plan_machine is not None),
+    ]
     if launch.launcher not in machine_launchers:
         raise _unknown_name("launcher", launch.launcher, [*OWN_LAUNCHERS, *names])
     return None
@@ -48,5 +55,11 @@ def choose_target(request: LaunchRequest) -> LaunchTarget | None:
 
 def _unknown_name(setting: str, value: str, names: list[str]) -> ConfigError:
     similar_names = get_close_matches(value, names, n=1)
-    hint = f"did you mean {similar_names[0]!r}?" if similar_names else f"installed are {', '.join(sorted(names))}."
-    return ConfigError(f"{setting}={value!r} names no launch target, so nothing can start the processes; {hint}")
+    hint = (
+        f"did you mean {similar_names[0]!r}?"
+        if similar_names
+        else f"installed are {', '.join(sorted(names))}."
+    )
+    return ConfigError(
+        f"{setting}={value!r} names no launch target, so nothing can start the processes; {hint}"
+    )

@@ -7,7 +7,16 @@ from typing import Final
 
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, Meeting, MeetingKind, Proc, Supervision
+from hasten.launch.base import (
+    Host,
+    JobShape,
+    LaunchPlan,
+    LaunchRequest,
+    Meeting,
+    MeetingKind,
+    Proc,
+    Supervision,
+)
 from hasten.launch.shape import worker_argv
 from hasten.runtime.topology import DEFAULT_PORT
 
@@ -25,7 +34,8 @@ def plan(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
     meeting = make_meeting(request, host, shape, notes)
     env = dict(shape.env)
     if meeting.kind == "c10d":
-        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the shared store would give restarted workers stale addresses
+        # the shared store would give restarted workers stale addresses
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return LaunchPlan(
         launcher="torchrun",
         procs=(Proc(argv, env, shape.num_processes),),
@@ -64,18 +74,31 @@ def supervision(request: LaunchRequest, shape: JobShape) -> Supervision:
     )
 
 
-def make_meeting(request: LaunchRequest, host: Host, shape: JobShape, notes: list[str]) -> Meeting:
+def make_meeting(
+    request: LaunchRequest, host: Host, shape: JobShape, notes: list[str]
+) -> Meeting:
     """Return the rendezvous of the machines; notes are added to `notes`."""
     launch = request.config.launch
     options = parse_options(launch.rdzv_conf)
-    timeout_s = _seconds(options.pop("join_timeout", None) or options.pop("timeout", None))
+    timeout_s = _seconds(
+        options.pop("join_timeout", None) or options.pop("timeout", None)
+    )
     kind = _kind(launch, shape, notes)
     address, port = _endpoint(launch, shape)
-    run_id = launch.rdzv_id or host.env.get("SLURM_JOB_ID") or host.env.get("JOBSET_NAME") or "hasten"
+    run_id = (
+        launch.rdzv_id
+        or host.env.get("SLURM_JOB_ID")
+        or host.env.get("JOBSET_NAME")
+        or "hasten"
+    )
     if shape.min_machines != shape.max_machines and launch.max_restarts == 0:
-        notes.append("max_restarts=0: losing a machine ends the job; set --max_restarts to continue with the others")
+        notes.append(
+            "max_restarts=0: losing a machine ends the job; set --max_restarts to continue with the others"
+        )
     if not launch.same_network and shape.max_machines > 1:
-        notes.append(f"same_network=false has no effect: every machine must reach {address}:{port}")
+        notes.append(
+            f"same_network=false has no effect: every machine must reach {address}:{port}"
+        )
     if options and kind == "fixed":
         raise ConfigError(
             f"rdzv_conf has {', '.join(sorted(options))}, which the static rendezvous does not support; it supports join_timeout. "
@@ -107,7 +130,9 @@ def _endpoint(launch: LaunchConfig, shape: JobShape) -> tuple[str, int]:
     """Return the address and port of machine 0."""
     host, _, port_text = (launch.rdzv_endpoint or "").rpartition(":")
     if launch.rdzv_endpoint and not (host and port_text.isdecimal()):
-        raise ConfigError(f"rdzv_endpoint={launch.rdzv_endpoint!r} is not host:port, such as 10.0.0.1:29500.")
+        raise ConfigError(
+            f"rdzv_endpoint={launch.rdzv_endpoint!r} is not host:port, such as 10.0.0.1:29500."
+        )
     address = launch.main_process_ip or host or shape.allocation.address
     port = launch.main_process_port
     if port is None and port_text:
@@ -174,4 +199,6 @@ def _seconds(text: str | None) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise ConfigError(f"rdzv_conf join_timeout={text!r} is not a number of seconds.") from error
+        raise ConfigError(
+            f"rdzv_conf join_timeout={text!r} is not a number of seconds."
+        ) from error

@@ -71,7 +71,9 @@ def _keep_exit_code() -> None:
 def recording_hook(path: Path, fallback: Hook) -> Hook:
     """Return an excepthook that writes the exception to `path` instead of printing it; if writing fails, it prints."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return  # the launcher was interrupted and reports it
         try:
@@ -85,7 +87,9 @@ def recording_hook(path: Path, fallback: Hook) -> Hook:
 def trimming_hook(printing: Hook) -> Hook:
     """Return an excepthook that prints the exception as plain Python would, without hasten's frames."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         user_trace = without_bootstrap(trace, error)
         printing(kind, error.with_traceback(user_trace), user_trace)
 
@@ -95,20 +99,28 @@ def trimming_hook(printing: Hook) -> Hook:
 def write_error(path: Path, error: BaseException, trace: TracebackType | None) -> None:
     """Write `error` in the format read by torch's elastic agent, with hasten's additional fields."""
     # Without a frame of the user's program the message is sufficient; the cause is in hasten or runpy.
-    text = "".join(traceback.format_exception(type(error), error, trace, chain=trace is not None))
+    text = "".join(
+        traceback.format_exception(type(error), error, trace, chain=trace is not None)
+    )
     if len(text) > _MAX_TRACEBACK_CHARS:
         half = _MAX_TRACEBACK_CHARS // 2
         text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
     # An error that all ranks raise together has a `__cause__` only on the ranks that failed themselves.
     echo = isinstance(error, HastenError) and error.agreed and error.__cause__ is None
-    last_words.write_error(path, "".join(traceback.format_exception_only(type(error), error)).strip(), text, echo=echo)
+    last_words.write_error(
+        path,
+        "".join(traceback.format_exception_only(type(error), error)).strip(),
+        text,
+        echo=echo,
+    )
 
 
 def _enable_faulthandler() -> None:
     """Print the Python stack on a crash in native code, if stderr is a real file."""
     try:
         faulthandler.enable()
-    except (OSError, ValueError, AttributeError):  # stderr without a descriptor: only the extra stack is lost
+    # stderr without a descriptor: only the extra stack is lost
+    except (OSError, ValueError, AttributeError):
         return
 
 
@@ -128,21 +140,27 @@ def die_with(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def without_bootstrap(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
+def without_bootstrap(
+    trace: TracebackType | None, error: BaseException
+) -> TracebackType | None:
     """Return the traceback without the leading frames of hasten, of runpy and of the import system.
 
     None if no other frame is left and the message explains the problem with the program: it cannot be compiled, found or read,
     or hasten rejected it.
     """
     user_trace = trace
-    while user_trace is not None and _is_bootstrap(user_trace.tb_frame.f_code.co_filename):
+    while user_trace is not None and _is_bootstrap(
+        user_trace.tb_frame.f_code.co_filename
+    ):
         user_trace = user_trace.tb_next
     tells = isinstance(error, SyntaxError | ImportError | OSError | HastenError)
     return user_trace or (None if tells else trace)
 
 
 def _is_bootstrap(file: str) -> bool:
-    return file.startswith(("<frozen runpy", "<frozen importlib")) or Path(file).is_relative_to(_PACKAGE)
+    return file.startswith(("<frozen runpy", "<frozen importlib")) or Path(
+        file
+    ).is_relative_to(_PACKAGE)
 
 
 def _run_script(script: str, args: list[str]) -> None:
@@ -156,7 +174,8 @@ def _run_script(script: str, args: list[str]) -> None:
     try:
         code = compile(path.read_bytes(), full, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        if not getattr(error, "filename", None):  # such as for NUL characters: Python does not name the file
+        # such as for NUL characters: Python does not name the file
+        if not getattr(error, "filename", None):
             error.add_note(f"in {full}")
         raise
     sys.argv[:] = [script, *args]
@@ -165,7 +184,8 @@ def _run_script(script: str, args: list[str]) -> None:
 
 
 def _set_first_path(folder: str) -> None:
-    if not sys.flags.safe_path:  # under -P and PYTHONSAFEPATH plain Python adds no folder either
+    # under -P and PYTHONSAFEPATH plain Python adds no folder either
+    if not sys.flags.safe_path:
         sys.path[0] = folder
 
 
@@ -177,7 +197,13 @@ def _run_as_main(code: CodeType, script: str) -> None:
     loader = SourceFileLoader("__main__", script)
     namespace.clear()
     namespace.update(
-        kept_names, __loader__=loader, __file__=script, __spec__=None, __package__=None, __doc__=None, __cached__=None
+        kept_names,
+        __loader__=loader,
+        __file__=script,
+        __spec__=None,
+        __package__=None,
+        __doc__=None,
+        __cached__=None,
     )
     exec(code, namespace)
 

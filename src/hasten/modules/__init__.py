@@ -11,5 +11,6 @@ from hasten.lazy import exports
 
 __all__: tuple[str, ...] = ()
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+# hidden from type checkers, which would otherwise accept any attribute
+if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(__name__, {}, extensible=True)

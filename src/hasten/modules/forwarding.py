@@ -32,7 +32,8 @@ class Forward:
     inner: Callable[..., Any]
     module: nn.Module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
 
     @property
@@ -45,14 +46,19 @@ class Forward:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if not isinstance(state["inner"], Forward) and FORWARD not in _overridden(self.module):
-            state["inner"] = None  # the forward of the class: restored through the module
+        if not isinstance(state["inner"], Forward) and FORWARD not in _overridden(
+            self.module
+        ):
+            # the forward of the class: restored through the module
+            state["inner"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if state["inner"] is None:
-            self.__dict__["inner"] = getattr(type(self.module), FORWARD).__get__(self.module)
+            self.__dict__["inner"] = getattr(type(self.module), FORWARD).__get__(
+                self.module
+            )
 
 
 class GraphForward:
@@ -71,7 +77,8 @@ class GraphForward:
         bound: Callable[..., Any] = self.__func__.__get__(self.module)
         return bound
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.module, *args, **kwargs)
 
 
@@ -82,7 +89,9 @@ class LateHead(Forward):
     gathered_by: ref[Any] | None = None  # Any: FSDP2's class of a module
     """Module whose shard group has the head's weight; it frees the weight at the end of its forward."""
 
-    def split_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
+    def split_logits(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup
+    ) -> Tensor:
         """Return the logits of a head of which this rank holds some rows. Ranks: the group."""
         raise NotImplementedError
 
@@ -101,7 +110,8 @@ def replace(module: nn.Module, forward: Forward) -> None:
     forward.module = module
     own = isinstance(module, GraphModule) and FORWARD not in module.__dict__
     forward.inner = GraphForward(module) if own else module.forward
-    for name in ("__name__", "__qualname__", "__doc__"):  # as functools.wraps() would copy them
+    # as functools.wraps() would copy them
+    for name in ("__name__", "__qualname__", "__doc__"):
         forward.__dict__[name] = getattr(forward.inner, name, "forward")
     module.__dict__[FORWARD] = forward
 
@@ -118,7 +128,9 @@ def find(module: nn.Module, tag: str) -> Forward | None:
 
 def is_dispatched(model: nn.Module) -> bool:
     """Return whether the model is spread over several devices or streamed."""
-    return find(model, PLACED) is not None or any(find(module, STREAMED) is not None for module in model.modules())
+    return find(model, PLACED) is not None or any(
+        find(module, STREAMED) is not None for module in model.modules()
+    )
 
 
 def restore(module: nn.Module, tag: str) -> bool:

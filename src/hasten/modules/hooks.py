@@ -24,7 +24,9 @@ class ModelHook:
         """Initialise the module when the hook is attached; returns the module."""
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Args, Kwargs]:
         """Return the arguments of the forward; called before it."""
         return args, kwargs
 
@@ -48,7 +50,9 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Args, Kwargs]:
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
@@ -72,7 +76,8 @@ class HookForward(forwarding.Forward):
     def __init__(self, hook: ModelHook) -> None:
         self.hook = hook
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.hook.pre_forward(self.module, *args, **kwargs)
         if self.hook.no_grad:
             with torch.no_grad():
@@ -88,11 +93,16 @@ def hook_of(module: nn.Module) -> ModelHook | None:
     return forward.hook if isinstance(forward, HookForward) else None
 
 
-def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+def add_hook_to_module(
+    module: nn.Module, hook: ModelHook, append: bool = False
+) -> nn.Module:
     """Attach `hook` to a module's forward; it replaces an earlier hook unless `append` is set."""
     earlier = hook_of(module)
     if earlier is not None and append:
-        chain = [*(earlier.hooks if isinstance(earlier, SequentialHook) else [earlier]), hook]
+        chain = [
+            *(earlier.hooks if isinstance(earlier, SequentialHook) else [earlier]),
+            hook,
+        ]
         forwarding.restore(module, HookForward.tag)
         module = hook.init_hook(module)
         forwarding.replace(module, HookForward(SequentialHook(*chain)))
@@ -119,7 +129,12 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 class LayerwiseCastingHook(ModelHook):
     """Hook that stores a layer's weights in a small dtype and computes in a larger one."""
 
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
+    def __init__(
+        self,
+        storage_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        non_blocking: bool = False,
+    ) -> None:
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
@@ -127,7 +142,9 @@ class LayerwiseCastingHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Args, Kwargs]:
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         cast = (self._cast(args), self._cast(kwargs))
         return cast[0], cast[1]
@@ -140,4 +157,6 @@ class LayerwiseCastingHook(ModelHook):
         return module.to(dtype=self.compute_dtype)
 
     def _cast(self, tree: Any) -> Any:
-        return map_tensors(lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, tree)
+        return map_tensors(
+            lambda x: x.to(self.compute_dtype) if x.is_floating_point() else x, tree
+        )

@@ -29,15 +29,22 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+def init_on_device(
+    device: torch.device | str | int, include_buffers: bool | None = None
+) -> Iterator[None]:
     """Context manager that creates the parameters of new modules, with `include_buffers` also buffers, on `device`."""
     with _placed(torch.device(device), bool(include_buffers), {}):
         yield
 
 
 @contextmanager
-def _placed(device: torch.device, include_buffers: bool, built: dict[int, nn.Module]) -> Iterator[None]:
-    register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
+def _placed(
+    device: torch.device, include_buffers: bool, built: dict[int, nn.Module]
+) -> Iterator[None]:
+    register_parameter, register_buffer = (
+        nn.Module.register_parameter,
+        nn.Module.register_buffer,
+    )
     # One parameter for all names of a tied one. Replaced parameters are freed, so the whole model never takes memory.
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
@@ -47,13 +54,16 @@ def _placed(device: torch.device, include_buffers: bool, built: dict[int, nn.Mod
             return
         built[id(module)] = module
         known = moved.get(id(param))
-        if known is None or known[0]() is not param:  # Python reuses the ids of freed objects
+        # Python reuses the ids of freed objects
+        if known is None or known[0]() is not param:
             there = param if param.device == device else _like(param, device)
             known = moved[id(param)] = (weakref.ref(param), there)
             moved[id(there)] = (weakref.ref(there), there)
         module._parameters[name] = known[1]
 
-    def buffer(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+    def buffer(
+        module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True
+    ) -> None:
         register_buffer(module, name, tensor, persistent=persistent)
         if tensor is not None:
             module._buffers[name] = tensor.to(device)
@@ -77,7 +87,9 @@ def _like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     attributes = dict(param.__dict__)
     kind = type(param)
     if kind is nn.Parameter:
-        fresh = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
+        fresh = nn.Parameter(
+            param.detach().to(device), requires_grad=param.requires_grad
+        )
     else:
         fresh = kind(param.detach().to(device), requires_grad=param.requires_grad)
     fresh.__dict__.update(attributes)
@@ -88,11 +100,17 @@ class _EmptyWeightsError(PrepareError, RuntimeError):
     """Error for a forward with weights on the meta device; torch's own error for it is a RuntimeError."""
 
 
-def refuse_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_meta(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Raise in a forward pre-hook if real inputs meet meta weights; the hook removes itself once the weights are loaded."""
     if "forward" in module.__dict__:
         return  # the replacement of the forward may load the weights itself
-    empty = [name for name, param in module._parameters.items() if param is not None and param.is_meta]
+    empty = [
+        name
+        for name, param in module._parameters.items()
+        if param is not None and param.is_meta
+    ]
     if empty:
         if any(not tensor.is_meta for tensor in tensors((args, kwargs))):
             raise _EmptyWeightsError(

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-_WRAPPER_PARTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_WRAPPER_PARTS: Final = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+)
 """Attributes in which torch's wrappers store the wrapped module; models of users do not have such names."""
 _WRAPPER_CLASSES: Final = (DistributedDataParallel, DataParallel)
 """Wrappers that store the module as `module`, a name that a user's model may have as well."""
@@ -45,7 +47,9 @@ def canonical_name(name: str, model: nn.Module | None = None) -> str:
     kept: list[str] = []
     here: object = model
     for part in parts:
-        wrapped = part in _WRAPPER_PARTS or (part == "module" and isinstance(here, _WRAPPER_CLASSES))
+        wrapped = part in _WRAPPER_PARTS or (
+            part == "module" and isinstance(here, _WRAPPER_CLASSES)
+        )
         if not wrapped:
             kept.append(part)
         here = _child(here, part)
@@ -57,13 +61,17 @@ def _child(module: object, part: str) -> object:
     return module._modules.get(part) if isinstance(module, nn.Module) else None
 
 
-def named_parameters(model: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(
+    model: nn.Module, *, tied: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters with their canonical names, in the model's order; with `tied`, under all their names."""
     for name, parameter in model.named_parameters(remove_duplicate=not tied):
         yield canonical_name(name, model), parameter
 
 
-def named_buffers(model: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, Tensor]]:
+def named_buffers(
+    model: nn.Module, *, tied: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers with their canonical names, in the model's order; with `tied`, under all their names."""
     for name, buffer in model.named_buffers(remove_duplicate=not tied):
         yield canonical_name(name, model), buffer
@@ -111,7 +119,8 @@ class StagePart:
 
 def stage_part(model: nn.Module) -> StagePart | None:
     """Return the portion of the whole model that `model` holds; None for a whole model."""
-    if (own := model.__dict__.get("stage_part")) is not None:  # split by an engine, not by a forward of hasten
+    # split by an engine, not by a forward of hasten
+    if (own := model.__dict__.get("stage_part")) is not None:
         found: StagePart = own
         return found
     if forwarding.FORWARD not in model.__dict__:
@@ -137,12 +146,16 @@ def whole_of(value: DTensor) -> Tensor:
     replicate = placements().Replicate()
     for axis, placement in enumerate(value.placements):
         if placement != replicate:
-            lying = [replicate if other == axis else known for other, known in enumerate(value.placements)]
+            lying = [
+                replicate if other == axis else known
+                for other, known in enumerate(value.placements)
+            ]
             value = value.redistribute(placements=lying)
     return value.to_local()
 
 
-def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor that wraps its local memory
+# Any: DTensor is a Tensor that wraps its local memory
+def local_tensor(tensor: Any) -> Tensor:
     """Return the plain memory behind a tensor on this rank."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
@@ -154,9 +167,13 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     """
     if not is_dtensor(parameter) or local.shape != local_tensor(parameter).shape:
         return local
-    made: Any = torch.empty_like(parameter, dtype=local.dtype, device=local.device, requires_grad=False)
+    made: Any = torch.empty_like(
+        parameter, dtype=local.dtype, device=local.device, requires_grad=False
+    )
     # under autograd, to_local() returns a view, whose memory is not the one to replace
-    made._local_tensor.set_(local.untyped_storage(), local.storage_offset(), local.shape, local.stride())
+    made._local_tensor.set_(
+        local.untyped_storage(), local.storage_offset(), local.shape, local.stride()
+    )
     return made  # type: ignore[no-any-return]
 
 

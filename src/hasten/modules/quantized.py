@@ -35,7 +35,11 @@ def is_torchao(tensor: Tensor) -> bool:
     """Return True for a quantized tensor of torchao, which is made of plain tensors; one that is cast while it trains is none."""
     tensor = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     library, _, part = type(tensor).__module__.partition(".")
-    return library == "torchao" and not part.startswith("float8.") and hasattr(tensor, "__tensor_flatten__")
+    return (
+        library == "torchao"
+        and not part.startswith("float8.")
+        and hasattr(tensor, "__tensor_flatten__")
+    )
 
 
 def is_bitsandbytes(tensor: Tensor) -> bool:
@@ -58,7 +62,8 @@ def to_bytes(tensor: Tensor) -> tuple[Tensor, ByteLayout]:
     position = 0
     for name in names:
         piece = getattr(whole, name).contiguous()
-        raw = piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
+        # a single value may have any stride
+        raw = piece.as_strided((piece.numel(),), (1,)).view(torch.uint8)
         rest = -len(raw) % _ALIGNED
         inner.append((name, piece.dtype, piece.shape, position))
         pieces += [raw, raw.new_zeros(rest)]
@@ -75,7 +80,9 @@ def from_bytes(data: Tensor, layout: ByteLayout) -> Tensor:
         length = shape.numel() * dtype.itemsize
         inner[name] = flat.narrow(0, start, length).view(dtype).view(shape)
     context = _on_device(layout.context, data.device)
-    made: Tensor = layout.kind.__tensor_unflatten__(inner, context, layout.size, layout.stride)
+    made: Tensor = layout.kind.__tensor_unflatten__(
+        inner, context, layout.size, layout.stride
+    )
     return made
 
 
@@ -93,7 +100,11 @@ def _on_device(context: Any, device: torch.device) -> Any:
         return device
     if isinstance(context, Mapping):
         return {key: _on_device(value, device) for key, value in context.items()}
-    if is_dataclass(context) and not isinstance(context, type) and any(f.name == "device" for f in fields(context)):
+    if (
+        is_dataclass(context)
+        and not isinstance(context, type)
+        and any(f.name == "device" for f in fields(context))
+    ):
         return replace(context, device=device)
     return context
 
@@ -114,7 +125,9 @@ class UnpackedInForward:
         _check_bytes(layer, self._name)
         if held.dtype == torch.uint8 and type(held.data) is Tensor:
             self._bytes = held
-            layer._parameters[self._name] = nn.Parameter(from_bytes(held.data, self._layout), requires_grad=False)
+            layer._parameters[self._name] = nn.Parameter(
+                from_bytes(held.data, self._layout), requires_grad=False
+            )
 
     def _restore(self, layer: nn.Module, inputs: object, outputs: object) -> None:
         if self._bytes is not None:
@@ -149,7 +162,8 @@ class PackedLayers:
     def _pack_four_bit(self, prefix: str, layer: Any, device: torch.device) -> None:
         weight = layer.weight
         _check_frozen(f"{prefix}.weight", weight)
-        layer.state_dict()  # undoes the layout that bitsandbytes uses for inference on some processors
+        # undoes the layout that bitsandbytes uses for inference on some processors
+        layer.state_dict()
         state = getattr(layer.weight, _STATE_ATTRIBUTE, None)
         if state is None or weight.is_meta:
             raise PrepareError(
@@ -161,7 +175,8 @@ class PackedLayers:
         self.num_bytes += len(data)
         layer.weight = nn.Parameter(data, requires_grad=False)
         layer.quant_state, layer.quant_storage = state, torch.uint8
-        layer.support_avx512bf16_for_cpu = False  # that layout cannot be gathered from shards
+        # that layout cannot be gathered from shards
+        layer.support_avx512bf16_for_cpu = False
         layer.register_forward_pre_hook(_check_four_bit)
         self._four_bit.append(layer)
 
@@ -208,8 +223,12 @@ def frozen_integers() -> Iterator[None]:
     """
     before = vars(nn.Parameter)["__new__"]
 
-    def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
-        whole = isinstance(data, Tensor) and not (data.is_floating_point() or data.is_complex())
+    def new(
+        cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True
+    ) -> Any:
+        whole = isinstance(data, Tensor) and not (
+            data.is_floating_point() or data.is_complex()
+        )
         return before.__func__(cls, data, requires_grad and not whole)
 
     nn.Parameter.__new__ = new  # type: ignore[method-assign,assignment]
@@ -245,9 +264,17 @@ def restore_states_on_load(model: nn.Module) -> None:
 
 def _restore_state(layer: Any, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     start = f"{prefix}weight."
-    entries = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+    entries = {
+        key.removeprefix(start): value
+        for key, value in state.items()
+        if key.startswith(start)
+    }
     if entries:
-        known = layer.quant_state if layer.quant_state is not None else layer.weight.quant_state
+        known = (
+            layer.quant_state
+            if layer.quant_state is not None
+            else layer.weight.quant_state
+        )
         made = type(known).from_dict(qs_dict=entries, device=known.absmax.device)
         for old, new in zip(state_tensors(known), state_tensors(made), strict=True):
             old.copy_(new)

@@ -36,7 +36,11 @@ def swap_where(
     done: list[str] = []
     fresh: dict[int, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not name or any(name.startswith(f"{outer}.") for outer in done) or not wanted(name, module):
+        if (
+            not name
+            or any(name.startswith(f"{outer}.") for outer in done)
+            or not wanted(name, module)
+        ):
             continue
         if id(module) not in fresh:
             fresh[id(module)] = make(name, module)
@@ -47,7 +51,9 @@ def swap_where(
 
 def linear_names(model: nn.Module) -> list[str]:
     """Return the names of the model's linear layers, in order of registration."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    ]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -57,14 +63,18 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
             continue
         classes = {type(child) for child in module}
-        if len(classes) == 1 and any(True for child in module for _ in child.children()):
+        if len(classes) == 1 and any(
+            True for child in module for _ in child.children()
+        ):
             found.update((id(child), child) for child in module)
     return list(found.values())
 
 
 def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
     """Return the number of parameters; shared ones count once."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
+    return sum(
+        p.numel() for p in model.parameters() if p.requires_grad or not trainable_only
+    )
 
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
@@ -74,7 +84,9 @@ def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def named_tensors(model: nn.Module, persistent_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(
+    model: nn.Module, persistent_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer under every name it has, shared ones repeated."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -82,7 +94,9 @@ def named_tensors(model: nn.Module, persistent_only: bool = False) -> Iterator[t
             yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def own_buffers(module: nn.Module, persistent_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def own_buffers(
+    module: nn.Module, persistent_only: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers registered on the module itself; with `persistent_only`, only those in its state dict."""
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if not persistent_only or name not in module._non_persistent_buffers_set:
@@ -90,7 +104,9 @@ def own_buffers(module: nn.Module, persistent_only: bool = False) -> Iterator[tu
 
 
 def module_bytes(
-    model: nn.Module, dtype: torch.dtype | None = None, special_dtypes: Mapping[str, torch.dtype] | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    special_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, int]:
     """Return the bytes of each module, parameter and buffer by name; the empty name is the whole model.
 
@@ -106,13 +122,24 @@ def module_bytes(
     return {name: sum(sizes.values()) for name, sizes in held.items()}
 
 
-_DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUTS: Final = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 def may_draw(model: nn.Module) -> bool:
     """Return whether any module has a dropout rate above zero, as a layer or as an attribute passed to attention."""
     for module in model.modules():
-        rates = [value for name, value in vars(module).items() if "drop" in name.lower() and isinstance(value, float)]
+        rates = [
+            value
+            for name, value in vars(module).items()
+            if "drop" in name.lower() and isinstance(value, float)
+        ]
         if isinstance(module, _DROPOUTS):
             rates.append(module.p)
         if any(rate > 0 for rate in rates):

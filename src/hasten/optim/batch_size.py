@@ -64,7 +64,9 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
     """Return True if `exception` reports that memory ran out."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
+    return isinstance(exception, RuntimeError) and any(
+        text in str(exception) for text in _OUT_OF_MEMORY
+    )
 
 
 @overload
@@ -108,7 +110,9 @@ def find_executable_batch_size(
             "keep_global_batch=True needs the accelerator whose accumulation steps are to grow; without it the batch "
             "would silently shrink. Pass accelerator=accelerator."
         )
-    search = _Search(starting_batch_size, reduce_batch_size_fn, accelerator, keep_global_batch)
+    search = _Search(
+        starting_batch_size, reduce_batch_size_fn, accelerator, keep_global_batch
+    )
     if function is None:
         return lambda wrapped: _searching(wrapped, search)
     return _searching(function, search)
@@ -119,7 +123,11 @@ def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., A
     def run(*args: Any, **kwargs: Any) -> Any:  # Any: arguments of the user's function
         _check_arguments(function, args)
         size = search.start
-        steps = search.accelerator.gradient_accumulation_steps if search.accelerator is not None else 1
+        steps = (
+            search.accelerator.gradient_accumulation_steps
+            if search.accelerator is not None
+            else 1
+        )
         while size > 0:
             _free_memory()
             if search.keep_global_batch:
@@ -128,7 +136,9 @@ def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., A
             if fits:
                 return value
             smaller = _next_size(search, size)
-            log.warning("batch size %d does not fit into memory; trying %d", size, smaller)
+            log.warning(
+                "batch size %d does not fit into memory; trying %d", size, smaller
+            )
             size = smaller
         raise StepError(
             f"{_name(function)} ran out of memory at every batch size from {search.start} down to zero; nothing is "
@@ -139,12 +149,17 @@ def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., A
 
 
 def _attempt(
-    function: Callable[..., Any], size: int, search: _Search, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    size: int,
+    search: _Search,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[bool, Any]:
     value, error = None, None
     try:
         value = function(size, *args, **kwargs)
-    except Exception as raised:  # sent to the other ranks; all but a lack of memory are re-raised
+    # sent to the other ranks; all but a lack of memory are re-raised
+    except Exception as raised:
         if not should_reduce_batch_size(raised):
             error = raised
         fits = False
@@ -155,11 +170,15 @@ def _attempt(
         if error is not None:
             raise error
         return fits, value
-    verdicts = comm.all_gather_object("fits" if fits else ("failed" if error is not None else "memory"))
+    verdicts = comm.all_gather_object(
+        "fits" if fits else ("failed" if error is not None else "memory")
+    )
     if error is not None:
         raise error
     if "failed" in verdicts:
-        failed = [comm.ranks[i] for i, verdict in enumerate(verdicts) if verdict == "failed"]
+        failed = [
+            comm.ranks[i] for i, verdict in enumerate(verdicts) if verdict == "failed"
+        ]
         raise StepError(
             f"{_name(function)} raised on rank(s) {failed} at batch size {size}, for another reason than memory; this "
             "rank stops with them. See their error."
@@ -180,7 +199,10 @@ def _next_size(search: _Search, size: int) -> int:
 def _takes_a_size(reduce: Callable[..., int]) -> bool:
     """Return True if the function needs an argument; functions that count themselves do not."""
     parameters = inspect.signature(reduce).parameters.values()
-    return any(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in parameters)
+    return any(
+        one.default is one.empty and one.kind is not one.VAR_KEYWORD
+        for one in parameters
+    )
 
 
 def _set_steps(search: _Search, size: int, steps: int) -> None:
@@ -199,7 +221,10 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> Non
         for p in inspect.signature(function).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values())
+    variadic = any(
+        p.kind is p.VAR_POSITIONAL
+        for p in inspect.signature(function).parameters.values()
+    )
     if not variadic and len(names) < len(args) + 1:
         raise TypeError(
             f"{_name(function)} takes {names}, but was called with {len(args)} positional argument(s) besides the "

@@ -44,10 +44,14 @@ def clip_norm(
     chosen = as_list(parameters)
     special = error_if_nonfinite or (foreach, across, counts) != (None, None, None)
     if not special and not any(is_dtensor(parameter.grad) for parameter in chosen):
-        plain: Tensor = torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+        plain: Tensor = torch.nn.utils.clip_grad_norm_(
+            chosen, max_norm, norm_type=norm_type
+        )
         return plain
     with torch.no_grad():
-        return _clip_over_ranks(chosen, max_norm, norm_type, error_if_nonfinite, foreach, across, counts)
+        return _clip_over_ranks(
+            chosen, max_norm, norm_type, error_if_nonfinite, foreach, across, counts
+        )
 
 
 def _clip_over_ranks(
@@ -62,7 +66,11 @@ def _clip_over_ranks(
     """Clip gradients that are sharded, or have a norm that torch's function does not know."""
     grads = gradients(clipped_parameters)
     counted = (
-        grads if counts is None else gradients([parameter for parameter in clipped_parameters if counts(parameter)])
+        grads
+        if counts is None
+        else gradients(
+            [parameter for parameter in clipped_parameters if counts(parameter)]
+        )
     )
     total = global_norm(counted, norm_type, foreach=foreach, across=across)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -75,15 +83,27 @@ def _clip_over_ranks(
 
 
 def global_norm(
-    grads: Sequence[Tensor], norm_type: float = 2.0, *, foreach: bool | None = None, across: Comm | None = None
+    grads: Sequence[Tensor],
+    norm_type: float = 2.0,
+    *,
+    foreach: bool | None = None,
+    across: Comm | None = None,
 ) -> Tensor:
     """Return the norm of all gradients as one vector, as a plain tensor that is equal on every rank."""
     by_place: dict[object, list[Tensor]] = {}
     for grad in grads:
         by_place.setdefault(_place(grad), []).append(grad)
     norms = [_norm(same, norm_type, foreach) for same in by_place.values()]
-    device = norms[0].device if norms else (across.device if across is not None else torch.device("cpu"))
-    total = norms[0] if len(norms) == 1 else combine([norm.to(device) for norm in norms], norm_type, device)
+    device = (
+        norms[0].device
+        if norms
+        else (across.device if across is not None else torch.device("cpu"))
+    )
+    total = (
+        norms[0]
+        if len(norms) == 1
+        else combine([norm.to(device) for norm in norms], norm_type, device)
+    )
     if across is not None and across.size > 1:
         total = combine(list(across.all_gather(total)), norm_type, device)
     return total
@@ -101,7 +121,9 @@ def _place(grad: Tensor) -> object:
     """Return the key that groups gradients for one norm: the mesh and the kind of placements, or the device."""
     if not is_dtensor(grad):
         return grad.device
-    return grad.device_mesh, tuple("split" if _is_split(p) else str(p) for p in grad.placements)
+    return grad.device_mesh, tuple(
+        "split" if _is_split(p) else str(p) for p in grad.placements
+    )
 
 
 def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
@@ -111,19 +133,31 @@ def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor
         plain: Tensor = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
         return plain
     if any(placement.is_partial() for placement in first.placements):
-        grads = [grad.redistribute(placements=_summed(grad)) for grad in grads if is_dtensor(grad)]
+        grads = [
+            grad.redistribute(placements=_summed(grad))
+            for grad in grads
+            if is_dtensor(grad)
+        ]
     parts = [grad.to_local() for grad in grads if is_dtensor(grad)]
-    mine = [part for part in parts if part.numel()]  # a rank may hold no row of a small parameter
-    norm = torch.nn.utils.get_total_norm(mine, norm_type, foreach=foreach) if mine else parts[0].new_zeros(())
+    # a rank may hold no row of a small parameter
+    mine = [part for part in parts if part.numel()]
+    norm = (
+        torch.nn.utils.get_total_norm(mine, norm_type, foreach=foreach)
+        if mine
+        else parts[0].new_zeros(())
+    )
     kind = "max" if math.isinf(norm_type) else "sum"
     total = norm if kind == "max" else norm**norm_type
     tensor = placements()
     for dim, placement in enumerate(first.placements):
         if _is_split(placement):
             lying = [
-                tensor.Partial(kind) if other == dim else tensor.Replicate() for other in range(len(first.placements))
+                tensor.Partial(kind) if other == dim else tensor.Replicate()
+                for other in range(len(first.placements))
             ]
-            total = tensor.DTensor.from_local(total, first.device_mesh, lying, run_check=False).full_tensor()
+            total = tensor.DTensor.from_local(
+                total, first.device_mesh, lying, run_check=False
+            ).full_tensor()
     return total if kind == "max" else total ** (1.0 / norm_type)
 
 
@@ -134,10 +168,15 @@ def _is_split(placement: Placement) -> bool:
 
 def _summed(grad: DTensor) -> list[Placement]:
     tensor = placements()
-    return [tensor.Replicate() if placement.is_partial() else placement for placement in grad.placements]
+    return [
+        tensor.Replicate() if placement.is_partial() else placement
+        for placement in grad.placements
+    ]
 
 
-def scale_down(grads: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:
+def scale_down(
+    grads: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None
+) -> None:
     """Multiply the gradients by max_norm / total if total is larger, without a device synchronization."""
     if not grads or math.isinf(max_norm):
         return
@@ -152,7 +191,9 @@ def scale_down(grads: list[Tensor], max_norm: float, total: Tensor, foreach: boo
 
 
 @torch.no_grad()
-def clip_value(parameters: Tensor | Iterable[Tensor], limit: float, foreach: bool | None = None) -> None:
+def clip_value(
+    parameters: Tensor | Iterable[Tensor], limit: float, foreach: bool | None = None
+) -> None:
     """Clamp every element of the gradients to [-limit, limit]."""
     for same in alike(gradients(as_list(parameters))):
         if foreach is False:

@@ -79,7 +79,11 @@ class StepClock:
     def __getstate__(self) -> tuple[None, dict[str, Any]]:  # Any: values of the fields
         """Return what a copy counts with; parts, optimizers and the position of the loop are only the original's."""
         state = {field.name: getattr(self, field.name) for field in fields(self)}
-        return None, state | {"read_position": None, "parts": RunParts(), "_holders": []}
+        return None, state | {
+            "read_position": None,
+            "parts": RunParts(),
+            "_holders": [],
+        }
 
     @property
     def active(self) -> LoaderCursor | None:
@@ -110,7 +114,9 @@ class StepClock:
     def is_open(self) -> bool:
         """True if a window has begun and its update has not been made: a save stores the state at its beginning."""
         window = self._window
-        return (window.micro > 0 and not window.closed) or (window.losses > 0 and self._waiting())
+        return (window.micro > 0 and not window.closed) or (
+            window.losses > 0 and self._waiting()
+        )
 
     @property
     def may_clear(self) -> bool:
@@ -120,7 +126,9 @@ class StepClock:
         other micro-steps' gradients.
         """
         window = self._window
-        return self.interrupted or (self.boundary and (window.before == 0 or window.losses > window.before))
+        return self.interrupted or (
+            self.boundary and (window.before == 0 or window.losses > window.before)
+        )
 
     @property
     def crowded(self) -> bool:
@@ -165,7 +173,9 @@ class StepClock:
             yield
             is_exhausted = True
         finally:
-            loaders.closed(cursor, is_exhausted, trained=self.num_passes > cursor.passes_before)
+            loaders.closed(
+                cursor, is_exhausted, trained=self.num_passes > cursor.passes_before
+            )
             for tell in self.parts.pass_ends:
                 tell(cursor)
 
@@ -173,7 +183,9 @@ class StepClock:
         """Keep the loop's position before the loader of `cursor` moves, if the next micro-step opens a window of several."""
         if self.every == 1 or self.read_position is None or self.is_open:
             return
-        if self.position is None or not self.loaders.has_moved_since(self._position_time, besides=cursor):
+        if self.position is None or not self.loaders.has_moved_since(
+            self._position_time, besides=cursor
+        ):
             self._position_time = self.loaders.now
             self.position = self.read_position()
 
@@ -183,19 +195,30 @@ class StepClock:
         A change of `every` takes effect with the next window. Raises: StepError inside a window of other models.
         """
         window = self._window
-        if window.closed or window.micro == 0:  # 0: its first micro-step was rolled back
-            if self.position is None and self.every > 1 and self.read_position is not None:
+        # 0: its first micro-step was rolled back
+        if window.closed or window.micro == 0:
+            if (
+                self.position is None
+                and self.every > 1
+                and self.read_position is not None
+            ):
                 self.position = self.read_position()
             window = self._open()
             window.models = models
-        elif window.models is not models and window.models != models and self.checks_models:
+        elif (
+            window.models is not models
+            and window.models != models
+            and self.checks_models
+        ):
             _refuse_other_models(window, models)
         window.micro += 1
         window.before = window.losses
         window.turn = 0
         self.interrupted = False
         at_end = self.loaders.tick(window.micro > 1)
-        window.closed = self.boundary = window.micro >= window.every or (at_end and self.sync_with_dataloader)
+        window.closed = self.boundary = window.micro >= window.every or (
+            at_end and self.sync_with_dataloader
+        )
         self.pending = self.boundary and self.correction_due()
         return self.boundary
 
@@ -226,15 +249,18 @@ class StepClock:
         Raises: StepError when weighted and unweighted losses are mixed in one window.
         """
         window = self._window
-        if window.closed and window.micro == 0:  # no accumulate(): an optimizer has used the last window
-            if weight is None and window.weighted is False:  # the hot path: plain windows have equal settings
+        # no accumulate(): an optimizer has used the last window
+        if window.closed and window.micro == 0:
+            # the hot path: plain windows have equal settings
+            if weight is None and window.weighted is False:
                 window.closed, window.every = False, self.every
             else:
                 waiting = window.losses
                 window = self._open()
                 window.losses = waiting
                 self.pending = False
-        elif window.micro == window.losses == 0:  # nothing was divided by an earlier length
+        # nothing was divided by an earlier length
+        elif window.micro == window.losses == 0:
             window.every = self.every
         if window.weighted is None:
             window.weighted = weight is not None
@@ -306,14 +332,22 @@ class StepClock:
         return any(
             not holder.spent
             and self.num_updates - holder.called_at < _RECENT
-            and (not holder.readable or any(p.grad is not None for p in holder.parameters))
+            and (
+                not holder.readable
+                or any(p.grad is not None for p in holder.parameters)
+            )
             for holder in self.holders()
         )
 
     def begin_anew(self) -> None:
         """Forget the current window: the next micro-step opens a new one."""
         self._open()
-        self.boundary, self.pending, self.interrupted, self.position = True, False, False, None
+        self.boundary, self.pending, self.interrupted, self.position = (
+            True,
+            False,
+            False,
+            None,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that outlives a window as plain JSON values."""
@@ -331,7 +365,10 @@ class StepClock:
 
 
 def _refuse_other_models(window: Window, models: Sequence[object]) -> None:
-    first, second = (" and ".join(type(model).__name__ for model in group) for group in (window.models, models))
+    first, second = (
+        " and ".join(type(model).__name__ for model in group)
+        for group in (window.models, models)
+    )
     raise StepError(
         f"accumulate() was entered for {second} in the middle of an accumulation window of {first}: an Accelerator has one window, which counts "
         f"the micro-steps of all its models. Use one block for both in every micro-step, accumulate(first, second)."
@@ -340,7 +377,11 @@ def _refuse_other_models(window: Window, models: Sequence[object]) -> None:
 
 def check_every(every: object) -> None:
     """Raise ConfigError unless `every` is a valid window length."""
-    if not isinstance(every, int) or isinstance(every, bool) or not 1 <= every <= MAX_MICRO_STEPS:
+    if (
+        not isinstance(every, int)
+        or isinstance(every, bool)
+        or not 1 <= every <= MAX_MICRO_STEPS
+    ):
         raise ConfigError(
             f"gradient_accumulation_steps={every!r} is not a whole number of at least 1 and at most {MAX_MICRO_STEPS}; a window of that "
             f"length never ends. Set it to 1 to update after every backward()."

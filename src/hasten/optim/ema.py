@@ -30,7 +30,9 @@ class AverageState(torch.optim.Optimizer):
         self.swapped = False
         """True while the model holds the averaged weights instead of the trained ones."""
         for parameter in parameters:
-            self.state[parameter][_KEY] = parameter.detach().to(torch.float32, copy=True)
+            self.state[parameter][_KEY] = parameter.detach().to(
+                torch.float32, copy=True
+            )
 
     def refuse_if_swapped(self, act: str) -> None:
         """Raise StepError if the model holds the averaged weights, which `act` would take for the trained ones."""
@@ -47,17 +49,28 @@ class AverageState(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # Any: as in torch
         """Return the averages by index of their parameter, the averaged buffers and the number of updates."""
-        return {**super().state_dict(), "num_updates": dict(self.num_updates), "buffers": dict(self.buffers)}
+        return {
+            **super().state_dict(),
+            "num_updates": dict(self.num_updates),
+            "buffers": dict(self.buffers),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # Any: as in torch
         """Load averages, buffers and counters."""
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        for parameter, values in self.state.items():  # torch casts state to the parameter's dtype
+        super().load_state_dict(
+            {key: state_dict[key] for key in ("state", "param_groups")}
+        )
+        # torch casts state to the parameter's dtype
+        for parameter, values in self.state.items():
             values[_KEY] = values[_KEY].to(torch.float32)
             assert values[_KEY].shape == parameter.shape
-        self.num_updates = {str(key): int(value) for key, value in state_dict["num_updates"].items()}
+        self.num_updates = {
+            str(key): int(value) for key, value in state_dict["num_updates"].items()
+        }
         self.buffers = {
-            name: state_dict["buffers"].get(name, value).to(value.device, torch.float32, copy=True)
+            name: state_dict["buffers"]
+            .get(name, value)
+            .to(value.device, torch.float32, copy=True)
             for name, value in self.buffers.items()
         }
 
@@ -89,14 +102,26 @@ class EMA(RunPart):
         _check(decay, every, start)
         self._model, self._decay, self._every, self._start = model, decay, every, start
         self._average_buffers = average_buffers
-        if (engine := next((o for o in optimizers if isinstance(o.optimizer, EngineOptimizer)), None)) is not None:
+        if (
+            engine := next(
+                (o for o in optimizers if isinstance(o.optimizer, EngineOptimizer)),
+                None,
+            )
+        ) is not None:
             raise ConfigError(
                 f"ema() does not work with {type(engine.optimizer).__name__}: the engine holds the weights in a layout of "
                 "its own, so that they cannot be averaged beside it. Use strategy='ddp' or 'fsdp'."
             )
-        optimized_ids = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        optimized_ids = {
+            id(p)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         averaged = [
-            p for p in model.parameters() if p.is_floating_point() and (id(p) in optimized_ids or not only_trained)
+            p
+            for p in model.parameters()
+            if p.is_floating_point() and (id(p) in optimized_ids or not only_trained)
         ]
         if not optimized_ids & {id(p) for p in averaged}:
             raise ConfigError(
@@ -111,7 +136,12 @@ class EMA(RunPart):
         self._averaged_by: list[tuple[PreparedOptimizer, str, list[Tensor]]] = []
         """Optimizers that update averaged parameters, each with its key in the state and these parameters."""
         for index, optimizer in enumerate(optimizers):
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in averaged_ids]
+            parameters = [
+                p
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if id(p) in averaged_ids
+            ]
             if parameters:
                 self.state.num_updates[str(index)] = 0
                 self._averaged_by.append((optimizer, str(index), parameters))
@@ -128,7 +158,9 @@ class EMA(RunPart):
                 self._update(key, parameters, with_buffers=index == 0)
 
     @torch.no_grad()
-    def _update(self, key: str, parameters: Sequence[Tensor], with_buffers: bool) -> None:
+    def _update(
+        self, key: str, parameters: Sequence[Tensor], with_buffers: bool
+    ) -> None:
         """Average the parameters of one optimizer after its update."""
         if self.state.swapped:
             raise StepError(
@@ -144,7 +176,10 @@ class EMA(RunPart):
             decay = self._decay(num_seen) if callable(self._decay) else self._decay
             weight = 1.0 - decay
         averages = [self.state.average(parameter) for parameter in parameters]
-        current = [local_tensor(parameter.detach()).to(torch.float32) for parameter in parameters]
+        current = [
+            local_tensor(parameter.detach()).to(torch.float32)
+            for parameter in parameters
+        ]
         torch._foreach_lerp_(averages, current, weight)
         if with_buffers:
             for name, buffer in self._float_buffers():
@@ -164,9 +199,16 @@ class EMA(RunPart):
         are averaged. Ranks: every rank that holds a shard.
         """
         if self.state.swapped:
-            raise StepError("`ema.swapped()` was entered twice; the inner block would swap the weights back.")
-        pairs = [(local_tensor(p.detach()), self.state.average(p)) for p in self.state.param_groups[0]["params"]]
-        pairs += [(buffer, self.state.buffers[name]) for name, buffer in self._float_buffers()]
+            raise StepError(
+                "`ema.swapped()` was entered twice; the inner block would swap the weights back."
+            )
+        pairs = [
+            (local_tensor(p.detach()), self.state.average(p))
+            for p in self.state.param_groups[0]["params"]
+        ]
+        pairs += [
+            (buffer, self.state.buffers[name]) for name, buffer in self._float_buffers()
+        ]
         trained_values = [value.clone() for value, _ in pairs]
         self.state.swapped = True
         try:
@@ -176,7 +218,9 @@ class EMA(RunPart):
             yield self._model
         finally:
             with torch.no_grad():
-                for (value, _), trained_value in zip(pairs, trained_values, strict=True):
+                for (value, _), trained_value in zip(
+                    pairs, trained_values, strict=True
+                ):
                     value.copy_(trained_value)
             self.state.swapped = False
 
@@ -187,4 +231,6 @@ def _check(decay: Decay, every: int, start: int) -> None:
             f"ema(decay={decay}) is outside [0, 1): the average keeps this fraction of itself at every update; 0.999 is usual."
         )
     if every < 1 or start < 0:
-        raise ConfigError(f"ema(every={every}, start={start}): every must be 1 or more, and start 0 or more updates.")
+        raise ConfigError(
+            f"ema(every={every}, start={start}): every must be 1 or more, and start 0 or more updates."
+        )

@@ -42,7 +42,10 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
     def numbered_groups(self) -> list[dict[str, Any]]:
         """Return the groups with indices for parameters, counted through all groups, as in torch's state dicts."""
         numbers = itertools.count()
-        return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        return [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in self.param_groups
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -65,7 +68,10 @@ def refuse_late_backward() -> NoReturn:
     )
 
 
-def put_where_used(key: str, value: Any, group: Mapping[str, Any], device: torch.device) -> Any:  # Any: a stored value
+# Any: a stored value
+def put_where_used(
+    key: str, value: Any, group: Mapping[str, Any], device: torch.device
+) -> Any:
     """Return a copy of a stored value on the device where an optimizer with the group's options expects it.
 
     torch counts steps in host memory, except for kernels that read the count on the device.
@@ -79,6 +85,11 @@ def put_where_used(key: str, value: Any, group: Mapping[str, Any], device: torch
 class Placeholder(torch.optim.Optimizer):
     """Placeholder for an optimizer that an engine builds from its configuration."""
 
-    def __init__(self, params: Any, **options: Any) -> None:  # Any: parameters or groups of them; numbers
-        super().__init__(params, {key: value for key, value in options.items() if value is not None})
-        self.options = {key: value for key, value in options.items() if value is not None}
+    # Any: parameters or groups of them; numbers
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(
+            params, {key: value for key, value in options.items() if value is not None}
+        )
+        self.options = {
+            key: value for key, value in options.items() if value is not None
+        }

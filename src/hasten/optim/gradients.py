@@ -21,7 +21,9 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
     """Return each gradient with its version counter, which any write increments."""
-    return [(p.grad, 0 if p.grad is None else _part(p.grad)._version) for p in parameters]
+    return [
+        (p.grad, 0 if p.grad is None else _part(p.grad)._version) for p in parameters
+    ]
 
 
 def _part(grad: Tensor) -> Tensor:
@@ -34,16 +36,23 @@ def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     for grad in grads:
         local_part = _part(grad)
         local_part = local_part._values() if local_part.is_sparse else local_part
-        parts_by_place.setdefault((local_part.device, local_part.dtype), []).append(local_part)
+        parts_by_place.setdefault((local_part.device, local_part.dtype), []).append(
+            local_part
+        )
     return list(parts_by_place.values())
 
 
 @torch.no_grad()
 def multiply(param_groups: Iterable[dict[str, Any]], factor: float | Tensor) -> None:
     """Multiply all gradients by `factor`, in place."""
-    for alike_gradients in alike(grad for group in param_groups for grad in gradients(group["params"])):
+    for alike_gradients in alike(
+        grad for group in param_groups for grad in gradients(group["params"])
+    ):
         torch._foreach_mul_(
-            alike_gradients, factor.to(alike_gradients[0].device) if isinstance(factor, Tensor) else factor
+            alike_gradients,
+            factor.to(alike_gradients[0].device)
+            if isinstance(factor, Tensor)
+            else factor,
         )
 
 
@@ -53,7 +62,9 @@ _Gradients = tuple[Tensor | None, ...]
 _LEAF: Final = "AccumulateGrad"
 
 
-def zero_if_weightless(loss: Tensor, weight: float | Tensor, joined: bool = False) -> AbstractContextManager[None]:
+def zero_if_weightless(
+    loss: Tensor, weight: float | Tensor, joined: bool = False
+) -> AbstractContextManager[None]:
     """Return a context manager for the backward of `loss` in which gradients are zero if `weight` is zero.
 
     Multiplying by zero is not enough: zero times the nan of a mean over nothing is nan. A weight in host memory is
@@ -69,21 +80,27 @@ def zero_if_weightless(loss: Tensor, weight: float | Tensor, joined: bool = Fals
 def leave_if_weightless(loss: Tensor, weight: float | Tensor) -> None:
     """Make a later backward of `loss` produce zeros if `weight` is zero."""
     if loss.grad_fn is not None and not (_readable(weight) and float(weight) != 0):
-        _hook(loss.grad_fn, *_change(weight, joined=False))  # the hooks are freed with the graph
+        # the hooks are freed with the graph
+        _hook(loss.grad_fn, *_change(weight, joined=False))
 
 
 def _readable(weight: float | Tensor) -> bool:
     return not isinstance(weight, Tensor) or weight.device.type == "cpu"
 
 
-def _change(weight: float | Tensor, joined: bool) -> tuple[int | None, Callable[[_Gradients], _Gradients]]:
+def _change(
+    weight: float | Tensor, joined: bool
+) -> tuple[int | None, Callable[[_Gradients], _Gradients]]:
     """Return the depth down to which gradients are changed, and the change."""
     if not isinstance(weight, Tensor) or _readable(weight):
         return _DEPTH if joined else None, _zeros
     counts = weight.detach().reshape(()) != 0
 
     def guarded(grads: _Gradients) -> _Gradients:
-        return tuple(g if g is None else torch.where(counts.to(g.device), g, torch.zeros_like(g)) for g in grads)
+        return tuple(
+            g if g is None else torch.where(counts.to(g.device), g, torch.zeros_like(g))
+            for g in grads
+        )
 
     return _DEPTH, guarded
 
@@ -93,7 +110,9 @@ def _zeros(grads: _Gradients) -> _Gradients:
 
 
 @contextmanager
-def _hooked(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]) -> Iterator[None]:
+def _hooked(
+    root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]
+) -> Iterator[None]:
     """Context manager that changes the gradients returned by every node from the root on, down to some depth.
 
     The gradients that parameters receive are not changed: their hooks run in between, and a hook that averages over
@@ -107,13 +126,26 @@ def _hooked(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradi
             handle.remove()
 
 
-def _hook(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]) -> list[Any]:
+def _hook(
+    root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]
+) -> list[Any]:
     handles: list[Any] = []  # Any: torch names no type for them
     level, seen = [root], {root}
     while level and depth != 0:
-        handles += [node.register_hook(lambda handed, _: change(handed)) for node in level]
-        behind = dict.fromkeys(after for node in level for after, _ in node.next_functions if after is not None)
-        level = [node for node in behind if node not in seen and not node.name().endswith(_LEAF)]
+        handles += [
+            node.register_hook(lambda handed, _: change(handed)) for node in level
+        ]
+        behind = dict.fromkeys(
+            after
+            for node in level
+            for after, _ in node.next_functions
+            if after is not None
+        )
+        level = [
+            node
+            for node in behind
+            if node not in seen and not node.name().endswith(_LEAF)
+        ]
         seen.update(level)
         depth = None if depth is None else depth - 1
     return handles
@@ -145,7 +177,12 @@ class Unowned:
     not be multiplied again. If nothing will be multiplied (no accumulation, weight or loss scale), they stay in .grad.
     """
 
-    def __init__(self, clock: WindowCorrection, precision: Precision, optimizers: Sequence[GradientHolder]) -> None:
+    def __init__(
+        self,
+        clock: WindowCorrection,
+        precision: Precision,
+        optimizers: Sequence[GradientHolder],
+    ) -> None:
         self._clock = clock
         self._precision = precision
         self._optimizers = optimizers
@@ -158,7 +195,9 @@ class Unowned:
 
     def learn(self, models: Iterable[nn.Module]) -> None:
         """Record the parameters of the prepared models."""
-        self.known = list(dict.fromkeys(p for model in models for p in model.parameters()))
+        self.known = list(
+            dict.fromkeys(p for model in models for p in model.parameters())
+        )
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that take gradients and belong to no optimizer."""
@@ -202,7 +241,9 @@ class Unowned:
         if factor is not None:
             multiply([{"params": parameters}], factor)
         for parameter, grad in self.earlier.items():
-            parameter.grad = grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
+            parameter.grad = (
+                grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
+            )
 
     def close(self, applied: bool) -> None:
         """End the window. If its update was skipped, its gradients are dropped. Ranks: every rank."""
@@ -239,7 +280,9 @@ class UnownedState(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # Any: as in torch
         """Restore the gradients."""
         super().load_state_dict(state_dict)
-        self._unowned.restore({parameter: values["gradient"] for parameter, values in self.state.items()})
+        self._unowned.restore(
+            {parameter: values["gradient"] for parameter, values in self.state.items()}
+        )
 
 
 def drop_gradients(model: nn.Module) -> None:

@@ -98,13 +98,19 @@ class ActiveLoaders:
         self.now += 1
         cursor.moved = self.now
         if len(self.watched) > 1:
-            cursor.partners.update(id(other) for other in self.watched if other is not cursor)
+            cursor.partners.update(
+                id(other) for other in self.watched if other is not cursor
+            )
 
     def has_moved_since(self, time: int, besides: LoaderCursor) -> bool:
         """Return True if a loader that is being iterated, other than that of `besides`, has returned a batch since `time`."""
-        return any(cursor.moved > time for cursor in self.watched if cursor is not besides)
+        return any(
+            cursor.moved > time for cursor in self.watched if cursor is not besides
+        )
 
-    def closed(self, cursor: LoaderCursor, exhausted: bool, trained: bool = False) -> None:
+    def closed(
+        self, cursor: LoaderCursor, exhausted: bool, trained: bool = False
+    ) -> None:
         """Record the end of an iteration, by exhaustion or by leaving the loop; `trained` if it had backward passes."""
         for index in range(len(self.watched) - 1, -1, -1):
             if self.watched[index] is cursor:
@@ -114,14 +120,24 @@ class ActiveLoaders:
         if exhausted:
             self._exhausted, self.exhausted_at = cursor, self.now
             self.num_ended += trained
-            cursor.num_ended += all(id(cursor) in other.partners for other in self.watched)
+            cursor.num_ended += all(
+                id(cursor) in other.partners for other in self.watched
+            )
         else:
             cursor.cut = id(self._exhausted) in cursor.partners
             cursor.left = trained and not cursor.cut
         if exhausted and self.watched:
             leader = self._leader
-            unused = leader is not None and leader.moved > self._ticked and id(cursor) in leader.partners
-            if leader is not None and unused and any(one is leader for one in self.watched):
+            unused = (
+                leader is not None
+                and leader.moved > self._ticked
+                and id(cursor) in leader.partners
+            )
+            if (
+                leader is not None
+                and unused
+                and any(one is leader for one in self.watched)
+            ):
                 self._cut_short = (leader, leader.opened)
 
     def active(self) -> list[LoaderCursor]:
@@ -133,7 +149,8 @@ class ActiveLoaders:
             cursor
             for cursor in watched
             if not any(
-                other.opened > max(cursor.moved, cursor.opened) and id(other) not in cursor.partners
+                other.opened > max(cursor.moved, cursor.opened)
+                and id(other) not in cursor.partners
                 for other in watched
                 if other is not cursor
             )
@@ -152,7 +169,8 @@ class ActiveLoaders:
         active = self.active()
         first = active[0] if active else None
         if first is not None and any(
-            cursor.pads_like is None or (cursor.pads_like, cursor.batch) != (first.pads_like, first.batch)
+            cursor.pads_like is None
+            or (cursor.pads_like, cursor.batch) != (first.pads_like, first.batch)
             for cursor in active[1:]
         ):
             raise DataError(
@@ -182,7 +200,11 @@ class ActiveLoaders:
         moved_cursors = [cursor for cursor in active if cursor.moved > self._ticked]
         if moved_cursors:
             return min(moved_cursors, key=lambda cursor: cursor.moved)
-        return self._leader if any(cursor is self._leader for cursor in active) else active[-1]
+        return (
+            self._leader
+            if any(cursor is self._leader for cursor in active)
+            else active[-1]
+        )
 
     def _check_cut(self, within_window: bool) -> None:
         assert self._cut_short is not None, "asked only when a leader was cut short"

@@ -59,7 +59,9 @@ class LossWeights:
         if self.unit is None:
             self.unit = agree_on_unit(weight, self.comm)
         place = window.turn if window.micro > 0 or window.every == 1 else 0
-        if place in window.factors or any(not holder.spent and holder.settled_in(window.serial) for holder in holders):
+        if place in window.factors or any(
+            not holder.spent and holder.settled_in(window.serial) for holder in holders
+        ):
             raise StepError(
                 "backward() came after this window's gradients were clipped, unscaled or stepped; its share would be "
                 "wrong. Call backward() for every loss of the window first."
@@ -94,11 +96,18 @@ class LossWeights:
         totals, ranks = [window.weights[place] for place in places], 1
         if self.comm is not None and self.comm.size > 1:
             ranks = self.comm.size
-            totals = list(self.comm.all_reduce(torch.stack([_as_scalar(w, self.comm.device) for w in totals])))
+            totals = list(
+                self.comm.all_reduce(
+                    torch.stack([_as_scalar(w, self.comm.device) for w in totals])
+                )
+            )
         scale = ranks * self.unit * window.every
         for place, total in zip(places, totals, strict=True):
-            if isinstance(total, Tensor):  # a loss of weight zero has zero gradients: leave them
-                window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
+            # a loss of weight zero has zero gradients: leave them
+            if isinstance(total, Tensor):
+                window.factors[place] = torch.where(
+                    total == 0, torch.ones_like(total), scale / total
+                )
             else:
                 window.factors[place] = scale / total if total else 1.0
 

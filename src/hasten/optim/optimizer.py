@@ -32,7 +32,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
     Groups, state, hooks and options are those of the inner optimizer.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, clock: StepClock, precision: Precision) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, clock: StepClock, precision: Precision
+    ) -> None:
         # Optimizer.__init__ is not called: it would build separate groups and hooks beside the inner optimizer's.
         self.optimizer = inner
         self.last: StepResult | None = None
@@ -127,14 +129,19 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @property
     def untouched(self) -> bool:
         """True if training has not started: no step was attempted and no backward has run."""
-        return self.num_attempts == 0 and self._clock.boundary and self._clock.in_flight == 0
+        return (
+            self.num_attempts == 0
+            and self._clock.boundary
+            and self._clock.in_flight == 0
+        )
 
     @property
     def acts_now(self) -> bool:
         """True if the current micro-step ends its window."""
         return self._clock.boundary
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: the inner optimizer's result
+    # Any: the inner optimizer's result
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters if the window ends here; return the inner optimizer's result.
 
         Ranks: every rank, as for the backward before it.
@@ -191,11 +198,21 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def counts(self) -> tuple[StepResult | None, int, int, int, bool]:
         """Return the host-side counters of updates."""
-        return self.last, self.num_attempts, self.num_updates, self.called_at, self.spent
+        return (
+            self.last,
+            self.num_attempts,
+            self.num_updates,
+            self.called_at,
+            self.spent,
+        )
 
-    def restore_counts(self, counts: tuple[StepResult | None, int, int, int, bool]) -> None:
+    def restore_counts(
+        self, counts: tuple[StepResult | None, int, int, int, bool]
+    ) -> None:
         """Restore the counters."""
-        self.last, self.num_attempts, self.num_updates, self.called_at, self.spent = counts
+        self.last, self.num_attempts, self.num_updates, self.called_at, self.spent = (
+            counts
+        )
         self.skipped = self.step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -213,14 +230,22 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _gradient_versions(self) -> object:
         """Return a value that changes when a backward reaches these parameters."""
-        return versions(self.parameters) if self._engine is None else self._engine.num_passes
+        return (
+            versions(self.parameters)
+            if self._engine is None
+            else self._engine.num_passes
+        )
 
     def _refuse_lost_gradients(self) -> None:
         """Raise StepError if zero_grad() would have to clear the gradients of one loss and keep those of earlier micro-steps."""
         clock, seen_gradients = self._clock, self._seen_gradients
         self._seen_gradients = None
         if seen_gradients is None:
-            is_late = clock.boundary and clock.shared and clock.in_flight > clock.num_earlier_losses
+            is_late = (
+                clock.boundary
+                and clock.shared
+                and clock.in_flight > clock.num_earlier_losses
+            )
         else:
             is_late = not _are_same(seen_gradients, self._gradient_versions())
         if is_late:
@@ -259,7 +284,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters of all groups."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
     def settled_in(self, serial: int) -> bool:
         """Return True if the gradients are unscaled and normalised for this window."""
@@ -293,8 +322,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _explain(self, error: Exception) -> None:
         """Raise a StepError in place of torch's error about an operation that sharded tensors do not support."""
-        sharded = any(hasattr(parameter, "to_local") for parameter in self.parameters)  # only sharded tensors have it
-        if sharded and any(word in str(error) for word in ("DTensor", "Sharding propagation", "sharding strategy")):
+        # only sharded tensors have it
+        sharded = any(hasattr(parameter, "to_local") for parameter in self.parameters)
+        if sharded and any(
+            word in str(error)
+            for word in ("DTensor", "Sharding propagation", "sharding strategy")
+        ):
             first = str(error).splitlines()[0]
             raise StepError(
                 f"{type(self.optimizer).__name__} cannot update sharded parameters: it uses an operation that torch's "
@@ -304,7 +337,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _refuse_unscaled_gradients(self) -> None:
         """Raise StepError for the gradients of a plain loss.backward() under fp16."""
-        if self._clock.in_flight or self.spent or not any(p.grad is not None for p in self.parameters):
+        if (
+            self._clock.in_flight
+            or self.spent
+            or not any(p.grad is not None for p in self.parameters)
+        ):
             return
         raise StepError(
             f"{type(self.optimizer).__name__} has gradients of a loss that was not scaled, as mixed_precision='fp16' needs; dividing them by the scale "
@@ -316,7 +353,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._refuse_unscaled_gradients()
         try:
             engine = self._engine
-            result = self._precision.step(self.optimizer) if engine is None else engine.apply()
+            result = (
+                self._precision.step(self.optimizer)
+                if engine is None
+                else engine.apply()
+            )
         except (RuntimeError, NotImplementedError) as error:
             self._explain(error)
             raise
@@ -364,7 +405,9 @@ def _are_same(first: object, second: object) -> bool:
     return all(a is b and m == n for (a, m), (b, n) in zip(first, second, strict=True))
 
 
-def settle(parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]) -> None:
+def settle(
+    parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]
+) -> None:
     """Settle every optimizer that owns one of `parameters`, before their gradients are read or clipped.
 
     Ranks: every rank.
@@ -372,5 +415,9 @@ def settle(parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]
     due_optimizers = [optimizer for optimizer in optimizers if optimizer.due]
     parameter_ids = {id(p) for p in parameters} if due_optimizers else ()
     for optimizer in due_optimizers:
-        if any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"]):
+        if any(
+            id(p) in parameter_ids
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ):
             optimizer.settle()

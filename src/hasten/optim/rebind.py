@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import PrepareError
-from hasten.modules.names import is_dtensor, like_parameter, local_tensor, placements, plain_name, stage_part
+from hasten.modules.names import (
+    is_dtensor,
+    like_parameter,
+    local_tensor,
+    placements,
+    plain_name,
+    stage_part,
+)
 
 Convert = Callable[[str, str, Tensor, Tensor], Tensor]
 """(parameter name, state key, old value, new parameter) -> the value for the new parameter."""
@@ -26,7 +33,9 @@ class OptimizerRecord:
     state: dict[str, dict[str, Any]]
 
     @classmethod
-    def write(cls, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> OptimizerRecord:
+    def write(
+        cls, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> OptimizerRecord:
         """Record the optimizer's groups and state by the names its parameters have in `models`.
 
         Raises: PrepareError naming the parameters that are in none of the models.
@@ -46,7 +55,10 @@ class OptimizerRecord:
         return cls(tuple(groups), state)
 
     def bind(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], convert: Convert | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: Sequence[nn.Module],
+        convert: Convert | None = None,
     ) -> None:
         """Assign the parameters that have the recorded names in `models` now to the optimizer, with their state.
 
@@ -58,7 +70,9 @@ class OptimizerRecord:
         old: list[Tensor] = []
         now: list[Tensor] = []
         for group, names in zip(optimizer.param_groups, self.groups, strict=True):
-            kept = names if not away else tuple(name for name in names if name not in away)
+            kept = (
+                names if not away else tuple(name for name in names if name not in away)
+            )
             if not parameters.keys() >= set(kept):
                 raise _gone(optimizer, kept, parameters)
             fresh.append(list(map(parameters.__getitem__, kept)))
@@ -76,8 +90,11 @@ class OptimizerRecord:
             if name in away:
                 continue
             parameter = parameters[name]
-            optimizer.state[parameter] = _converted(name, values, parameter, convert or convert_state)
-        if "_params" in optimizer.__dict__:  # LBFGS stores its one group's parameters a second time
+            optimizer.state[parameter] = _converted(
+                name, values, parameter, convert or convert_state
+            )
+        # LBFGS stores its one group's parameters a second time
+        if "_params" in optimizer.__dict__:
             optimizer.__dict__["_params"] = optimizer.param_groups[0]["params"]
 
 
@@ -102,23 +119,34 @@ def parameters_of(models: Sequence[nn.Module]) -> tuple[dict[str, Tensor], set[s
 
 def has_dtensors(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether parameters of the optimizer are DTensors."""
-    return any(map(is_dtensor, chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))))
+    return any(
+        map(
+            is_dtensor,
+            chain.from_iterable(map(itemgetter("params"), optimizer.param_groups)),
+        )
+    )
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
     """Move state to the device of its parameters, which may have been moved in place since."""
     for parameter, values in optimizer.state.items():
         moved = {
-            key: _as_its_parameter(value.to(parameter.device) if value.ndim else value, parameter)
+            key: _as_its_parameter(
+                value.to(parameter.device) if value.ndim else value, parameter
+            )
             for key, value in values.items()
             if isinstance(value, Tensor)
         }
         values.update(moved)
 
 
-def _converted(name: str, values: Mapping[str, Any], parameter: Tensor, convert: Convert) -> dict[str, Any]:
+def _converted(
+    name: str, values: Mapping[str, Any], parameter: Tensor, convert: Convert
+) -> dict[str, Any]:
     return {
-        key: convert(name, key, value, parameter) if isinstance(value, Tensor) else value
+        key: convert(name, key, value, parameter)
+        if isinstance(value, Tensor)
+        else value
         for key, value in values.items()
     }
 
@@ -134,7 +162,9 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
     if is_dtensor(parameter) and not is_dtensor(value):
         whole = value.to(parameter.device)
         spread: Callable[..., Tensor] = placements().distribute_tensor
-        made = spread(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        made = spread(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
         return like_parameter(local_tensor(made).to(parameter.device), parameter)
     return value.to(parameter.device)
 
@@ -142,10 +172,18 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
 def _as_its_parameter(value: Tensor, parameter: Tensor) -> Tensor:
     """Return state made for half-precision weights, in float32 if its parameter has become a float32 master."""
     half = value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if half and value.shape == parameter.shape and parameter.dtype == torch.float32 else value
+    return (
+        value.float()
+        if half and value.shape == parameter.shape and parameter.dtype == torch.float32
+        else value
+    )
 
 
-def _gone(optimizer: torch.optim.Optimizer, names: Iterable[str], parameters: Mapping[str, Tensor]) -> PrepareError:
+def _gone(
+    optimizer: torch.optim.Optimizer,
+    names: Iterable[str],
+    parameters: Mapping[str, Tensor],
+) -> PrepareError:
     name = next(name for name in names if name not in parameters)
     return PrepareError(
         f"{type(optimizer).__name__} holds parameter {name!r}, which the prepared model no longer has; it cannot "
@@ -154,9 +192,13 @@ def _gone(optimizer: torch.optim.Optimizer, names: Iterable[str], parameters: Ma
     )
 
 
-def _not_prepared(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> PrepareError:
+def _not_prepared(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> PrepareError:
     unknown = list(_unknown(optimizer, names))
-    shown = "; ".join(unknown[:5]) + (f"; and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+    shown = "; ".join(unknown[:5]) + (
+        f"; and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+    )
     return PrepareError(
         f"{type(optimizer).__name__} has parameters of a model that is not prepared: {shown}. Their gradients "
         "would be neither synchronised nor on the right device. Pass their model to prepare() too, before or "
@@ -164,10 +206,16 @@ def _not_prepared(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str])
     )
 
 
-def _unknown(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterable[str]:
+def _unknown(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> Iterable[str]:
     for index, group in enumerate(optimizer.param_groups):
         known = group.get("param_names") or [None] * len(group["params"])
-        for place, (parameter, label) in enumerate(zip(group["params"], known, strict=True)):
+        for place, (parameter, label) in enumerate(
+            zip(group["params"], known, strict=True)
+        ):
             if parameter not in names:
-                where = f"group {index}, parameter {place}, shape {tuple(parameter.shape)}"
+                where = (
+                    f"group {index}, parameter {place}, shape {tuple(parameter.shape)}"
+                )
                 yield f"{label!r} ({where})" if label else where

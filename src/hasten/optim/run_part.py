@@ -32,11 +32,13 @@ class RunPart:
     """Reason why `join_uneven_inputs()` cannot be used with this part, and what to do; empty if it can."""
 
     # -- construction and prepare() -----------------------------------------------------------------------------------
-    def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
+    # Any: arguments of an Accelerator
+    def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments that replace those given to an Accelerator. Only parts of `in_every_run` are asked."""
         return given
 
-    def built(self, run: Any) -> None:  # Any: hasten.accelerator.components.Components, in an upper layer
+    # Any: hasten.accelerator.components.Components, in an upper layer
+    def built(self, run: Any) -> None:
         """Begin: the Accelerator is complete. `run.accelerator` is held weakly by threads and callbacks."""
 
     def preparing(self, objects: Objects) -> Objects:
@@ -47,7 +49,8 @@ class RunPart:
         """Return what a `prepare()` returns in place of the prepared objects."""
         return objects
 
-    def source(self, source: Any) -> Any:  # Any: a hasten.data.source.BatchSource, in an upper layer
+    # Any: a hasten.data.source.BatchSource, in an upper layer
+    def source(self, source: Any) -> Any:
         """Return the source from which the first prepared loader reads; with such a part, no batch is moved ahead of its use."""
         return source
 
@@ -117,7 +120,8 @@ class RunPart:
     def after_load(self, error: BaseException | None) -> None:
         """Handle the end of a `load_state` that has loaded a checkpoint, or has failed."""
 
-    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: numbers, strings and tensors
+    # Any: numbers, strings and tensors
+    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return the values that `log()` hands to the trackers; None for none. Ranks: those that call `log()`."""
         return values
 
@@ -125,7 +129,8 @@ class RunPart:
         """Return values for progress bars, `hasten top` and metrics, in any thread, without waiting."""
         return {}
 
-    def progress(self, bar: object, reading: Any, closed: bool) -> None:  # Any: a hasten.progress.meter.MeterReading
+    # Any: a hasten.progress.meter.MeterReading
+    def progress(self, bar: object, reading: Any, closed: bool) -> None:
         """Handle the display of a progress bar, which may be `closed` with it. Ranks: main only."""
 
     def stalled(self, seconds: float, over: bool) -> None:
@@ -135,7 +140,11 @@ class RunPart:
         """End, in `end_training()`, before the trackers are closed."""
 
 
-EVENTS: Final = tuple(name for name, value in vars(RunPart).items() if callable(value) and not name.startswith("_"))
+EVENTS: Final = tuple(
+    name
+    for name, value in vars(RunPart).items()
+    if callable(value) and not name.startswith("_")
+)
 
 
 class RunParts:
@@ -188,7 +197,8 @@ class RunParts:
 
     def _set(self, members: tuple[RunPart, ...]) -> None:
         self.members = members
-        listeners: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}  # Any: each event's result
+        # Any: each event's result
+        listeners: dict[str, list[Callable[..., Any]]] = {event: [] for event in EVENTS}
         for member in members:
             for event in events_of(member):
                 listeners[event].append(getattr(member, event))
@@ -197,7 +207,11 @@ class RunParts:
 
     def names(self, event: str) -> str:
         """Return the names of the parts that act at an event."""
-        return ", ".join(type(member).__name__ for member in self.members if event in events_of(member))
+        return ", ".join(
+            type(member).__name__
+            for member in self.members
+            if event in events_of(member)
+        )
 
     def read_status(self) -> dict[str, float | str]:
         """Return the values of all parts for displays, in any thread."""
@@ -208,23 +222,34 @@ class RunParts:
 
     def read_numbers(self) -> dict[str, float]:
         """Return the numbers among these values, in any thread."""
-        return {name: value for name, value in self.read_status().items() if not isinstance(value, str)}
+        return {
+            name: value
+            for name, value in self.read_status().items()
+            if not isinstance(value, str)
+        }
 
     def __str__(self) -> str:
         """Return the parts with their events, one a line."""
-        return "\n".join(f"{type(member).__name__}: {', '.join(events_of(member))}" for member in self.members)
+        return "\n".join(
+            f"{type(member).__name__}: {', '.join(events_of(member))}"
+            for member in self.members
+        )
 
 
 def events_of(part: RunPart) -> list[str]:
     """Return the events that a part overrides and needs."""
     events = []
     for event in EVENTS:
-        if getattr(type(part), event) is not getattr(RunPart, event) and event not in part.unused_events:
+        if (
+            getattr(type(part), event) is not getattr(RunPart, event)
+            and event not in part.unused_events
+        ):
             events.append(event)
     return events
 
 
-@cache  # scripts create Accelerators without arguments from hasten, so these parts are process-wide
+# scripts create Accelerators without arguments from hasten, so these parts are process-wide
+@cache
 def parts_of_every_run() -> list[RunPart]:
     """Return the parts of all Accelerators that this process creates; empty in training."""
     return []

@@ -25,7 +25,9 @@ class PreparedScheduler(LRScheduler):
     counts as it does in torch.
     """
 
-    def __init__(self, inner: Any, optimizer: PreparedOptimizer | None, follow: bool = True) -> None:
+    def __init__(
+        self, inner: Any, optimizer: PreparedOptimizer | None, follow: bool = True
+    ) -> None:
         # Any: ReduceLROnPlateau and third-party schedulers share no base class with the others.
         # LRScheduler.__init__ is not called: it would take a first step and write to the optimizer's groups.
         self.scheduler = inner
@@ -40,12 +42,15 @@ class PreparedScheduler(LRScheduler):
         assert self._initial_state is not None, "the length is known"
         state, rates = copy.deepcopy(self._initial_state)
         self.scheduler.load_state_dict(state)
-        for group, rate in zip(self.scheduler.optimizer.param_groups, rates, strict=False):
+        for group, rate in zip(
+            self.scheduler.optimizer.param_groups, rates, strict=False
+        ):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        with warnings.catch_warnings():  # torch warns of steps before the optimizer's first one
+        # torch warns of steps before the optimizer's first one
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for _ in range(num_steps):
                 self.scheduler.step()
@@ -58,7 +63,9 @@ class PreparedScheduler(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer was updated since the last advance."""
         optimizer = self._follows
-        if optimizer is not None and (optimizer.num_attempts or not optimizer.untouched):
+        if optimizer is not None and (
+            optimizer.num_attempts or not optimizer.untouched
+        ):
             if optimizer.num_updates == self._seen:
                 return
             self._seen = optimizer.num_updates
@@ -104,7 +111,9 @@ def _copy_state(scheduler: Any) -> tuple[dict[str, Any], list[float]]:
     return copy.deepcopy(scheduler.state_dict()), rates
 
 
-def steps_reached(num_steps: int, saved_length: int, length: int, epochs: Iterable[tuple[int, int]]) -> int:
+def steps_reached(
+    num_steps: int, saved_length: int, length: int, epochs: Iterable[tuple[int, int]]
+) -> int:
     """Return the position in a schedule of `length` steps that corresponds to `num_steps` of `saved_length`.
 
     `epochs` are the updates of an epoch, and those of it that are left, of each loader that is inside an epoch. They tell
@@ -112,7 +121,9 @@ def steps_reached(num_steps: int, saved_length: int, length: int, epochs: Iterab
     """
     reached = num_steps * length // saved_length
     for num_updates, num_left in epochs:
-        reached = max(reached, reached // num_updates * num_updates + num_updates - num_left)
+        reached = max(
+            reached, reached // num_updates * num_updates + num_updates - num_left
+        )
     return min(reached, length)
 
 
@@ -130,12 +141,34 @@ def total_of(scheduler: Any) -> int | None:
     """Return the number of steps after which a schedule ends; None if it has no end, or only warms up."""
     if isinstance(scheduler, torch_schedules.SequentialLR):
         last = total_of(scheduler._schedulers[-1])
-        return None if last is None else last + int(scheduler.state_dict()["_milestones"][-1])
+        return (
+            None
+            if last is None
+            else last + int(scheduler.state_dict()["_milestones"][-1])
+        )
     if isinstance(scheduler, torch_schedules.LinearLR):
-        return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
+        return (
+            int(scheduler.total_iters)
+            if scheduler.end_factor < scheduler.start_factor
+            else None
+        )
     if isinstance(scheduler, torch_schedules.LambdaLR):
-        return next((total for total in map(_of_function, scheduler.lr_lambdas) if total is not None), None)
-    found = next((getattr(scheduler, name) for kind, name in _LENGTHS if isinstance(scheduler, kind)), None)
+        return next(
+            (
+                total
+                for total in map(_of_function, scheduler.lr_lambdas)
+                if total is not None
+            ),
+            None,
+        )
+    found = next(
+        (
+            getattr(scheduler, name)
+            for kind, name in _LENGTHS
+            if isinstance(scheduler, kind)
+        ),
+        None,
+    )
     return int(found) if isinstance(found, int | float) else None
 
 
@@ -176,8 +209,12 @@ def explain_wrong_length(scheduler: Any, length: LoopLength) -> str | None:
     total = total_of(scheduler)
     if not total or not length.num_prepared:
         return None
-    epochs = _epochs(total, length.num_batches, 1) or _epochs(total, length.num_batches, length.every)
-    if not 0 < epochs <= _MOST_EPOCHS or not _differ_by_factor(total, length.num_updates(epochs)):
+    epochs = _epochs(total, length.num_batches, 1) or _epochs(
+        total, length.num_batches, length.every
+    )
+    if not 0 < epochs <= _MOST_EPOCHS or not _differ_by_factor(
+        total, length.num_updates(epochs)
+    ):
         return None
     formula = f"{length.num_prepared} batches on each of {length.num_processes} process(es), gradient_accumulation_steps={length.every}"
     words = (
@@ -199,5 +236,9 @@ def _differ_by_factor(total: int, num_updates: int) -> bool:
 def _epochs(total: int, num_batches: int, every: int) -> int:
     """Return the whole number of epochs that has this many steps; 0 if there is none."""
     epochs = round(total * every / num_batches)
-    fits = (num_batches * epochs // every, -(-num_batches * epochs // every), -(-num_batches // every) * epochs)
+    fits = (
+        num_batches * epochs // every,
+        -(-num_batches * epochs // every),
+        -(-num_batches // every) * epochs,
+    )
     return epochs if total in fits else 0

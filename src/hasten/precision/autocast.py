@@ -24,13 +24,20 @@ class AutocastForward(forwarding.Forward):
 
     tag = "autocast"
 
-    def __init__(self, device_type: str, dtype: torch.dtype, cache: bool | None, keep_outputs: bool) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        cache: bool | None,
+        keep_outputs: bool,
+    ) -> None:
         self.device_type = device_type
         self.dtype = dtype
         self.cache = cache
         self.keep_outputs = keep_outputs
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             with torch.autocast(self.device_type, self.dtype, cache_enabled=self.cache):
                 outputs = self.inner(*args, **kwargs)
@@ -45,7 +52,10 @@ class AutocastForward(forwarding.Forward):
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward with autocast set directly: a third of the context manager's cost, safe with nesting and threads."""
         device_type = self.device_type
-        was_enabled, previous_dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        was_enabled, previous_dtype = (
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+        )
         cached_before = torch.is_autocast_cache_enabled()
         torch.set_autocast_enabled(device_type, True)
         torch.set_autocast_dtype(device_type, self.dtype)
@@ -91,7 +101,13 @@ class AutocastPrecision:
         if self._kwargs.enabled and forwarding.find(model, AutocastForward.tag) is None:
             keep_outputs = self._kwargs.output_dtype == "keep"
             forwarding.replace(
-                model, AutocastForward(self._device_type, self.dtype, self._kwargs.cache_enabled, keep_outputs)
+                model,
+                AutocastForward(
+                    self._device_type,
+                    self.dtype,
+                    self._kwargs.cache_enabled,
+                    keep_outputs,
+                ),
             )
         return model
 
@@ -99,16 +115,22 @@ class AutocastPrecision:
         forwarding.restore(model, AutocastForward.tag)
         return model
 
-    def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+    def forward_context(
+        self, kwargs: AutocastKwargs | None = None
+    ) -> AbstractContextManager[None]:
         settings = kwargs or self._kwargs
         return torch.autocast(
-            self._device_type, self.dtype, enabled=settings.enabled, cache_enabled=settings.cache_enabled
+            self._device_type,
+            self.dtype,
+            enabled=settings.enabled,
+            cache_enabled=settings.cache_enabled,
         )
 
     def scale(self, loss: Tensor) -> Tensor:
         if self.scaler is None:
             return loss
-        if self.scaler.due and self._in_flight() <= 1:  # gradients of one window must share one scale
+        # gradients of one window must share one scale
+        if self.scaler.due and self._in_flight() <= 1:
             self.scaler.update()
         return self.scaler.scale(loss.float() if loss.dtype in _HALF_DTYPES else loss)
 
@@ -137,7 +159,9 @@ def refuse_half_weights(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.dtype == torch.float16
     ]
     if half_parameters:
-        remaining = "" if len(half_parameters) == 1 else f" and {len(half_parameters) - 1} more"
+        remaining = (
+            "" if len(half_parameters) == 1 else f" and {len(half_parameters) - 1} more"
+        )
         raise PrecisionError(
             f"parameter {half_parameters[0]!r}{remaining} is float16 and trainable; under fp16 the weights stay float32 and only the "
             f"compute is cast, because small updates vanish in float16. Call model.float() before prepare(), freeze "

@@ -50,7 +50,9 @@ class Precision(Protocol):
         """Restore the model's original forward; `convert` never changes weights, so nothing else is undone."""
         ...
 
-    def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+    def forward_context(
+        self, kwargs: AutocastKwargs | None = None
+    ) -> AbstractContextManager[None]:
         """Return a context manager that computes in this precision, for code outside a prepared model."""
         ...
 
@@ -94,7 +96,9 @@ class FullPrecision:
     def restore(self, model: nn.Module) -> nn.Module:
         return model
 
-    def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+    def forward_context(
+        self, kwargs: AutocastKwargs | None = None
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:

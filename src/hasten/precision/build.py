@@ -8,7 +8,12 @@ from typing import assert_never
 import torch
 
 from hasten.comm.base import Comm
-from hasten.config.sections.loop import AutocastKwargs, FP8Config, GradScalerKwargs, PrecisionType
+from hasten.config.sections.loop import (
+    AutocastKwargs,
+    FP8Config,
+    GradScalerKwargs,
+    PrecisionType,
+)
 from hasten.errors import PrecisionError
 from hasten.precision.base import FullPrecision, Precision
 from hasten.runtime.devices import kind_of
@@ -41,7 +46,8 @@ def build_precision(
             precision = FullPrecision()
         case "bf16":
             check_autocast(spec, torch.bfloat16, device)
-            from hasten.precision.autocast import AutocastPrecision  # a run in full precision needs none of it
+            # a run in full precision needs none of it
+            from hasten.precision.autocast import AutocastPrecision
 
             precision = AutocastPrecision(spec, device, torch.bfloat16, kwargs)
         case "fp16":
@@ -49,8 +55,14 @@ def build_precision(
             from hasten.precision.autocast import AutocastPrecision  # the same
             from hasten.precision.scaler import LossScaler  # the same
 
-            loss_scaler = LossScaler(device, scaler or GradScalerKwargs(), comm) if scales else None
-            precision = AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
+            loss_scaler = (
+                LossScaler(device, scaler or GradScalerKwargs(), comm)
+                if scales
+                else None
+            )
+            precision = AutocastPrecision(
+                spec, device, torch.float16, kwargs, loss_scaler, in_flight
+            )
         case "fp8":
             from hasten.precision.fp8 import Fp8Precision  # the same
 
@@ -74,7 +86,11 @@ def check_autocast(spec: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raise if `device` cannot compute in `dtype`."""
     if dtype in kind_of(device).autocast and _can_compute_in(dtype, device):
         return
-    supported_settings = [repr(setting) for setting in [*supported_half_precisions(device), "no"] if setting != spec]
+    supported_settings = [
+        repr(setting)
+        for setting in [*supported_half_precisions(device), "no"]
+        if setting != spec
+    ]
     raise PrecisionError(
         f"mixed_precision={spec!r} cannot run on {device}: it has no {dtype} arithmetic, and emulating it would be "
         f"slower than float32. Use mixed_precision={' or '.join(supported_settings)} on this device."

@@ -10,7 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hasten.config.sections.loop import AORecipeKwargs, AutocastKwargs, FP8Config, PrecisionType, TERecipeKwargs
+from hasten.config.sections.loop import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    FP8Config,
+    PrecisionType,
+    TERecipeKwargs,
+)
 from hasten.errors import PrecisionError
 from hasten.modules import forwarding, surgery
 from hasten.optional import available, need
@@ -30,7 +36,13 @@ class Fp8Precision:
     spec: PrecisionType = "fp8"
     scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, device: torch.device, config: FP8Config, kwargs: AutocastKwargs, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        config: FP8Config,
+        kwargs: AutocastKwargs,
+        sharded: bool = False,
+    ) -> None:
         self.backend = choose_backend(config.backend)
         check_device(device, self.backend)
         self._device = device
@@ -47,7 +59,12 @@ class Fp8Precision:
                     "not multiples of 16. The model would train in bf16 and cost more. Set skip_first_and_last=False, "
                     "pass a module_filter_func, or use mixed_precision='bf16'."
                 )
-            log.info("fp8 (%s): %d linear layers converted, first %r", self.backend, len(names), names[0])
+            log.info(
+                "fp8 (%s): %d linear layers converted, first %r",
+                self.backend,
+                len(names),
+                names[0],
+            )
             model.__dict__[_MARK] = True
         return self._bf16.convert(model)
 
@@ -55,7 +72,9 @@ class Fp8Precision:
         forwarding.restore(model, TEForward.tag)
         return self._bf16.restore(model)
 
-    def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+    def forward_context(
+        self, kwargs: AutocastKwargs | None = None
+    ) -> AbstractContextManager[None]:
         return self._bf16.forward_context(kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -75,7 +94,12 @@ class Fp8Precision:
 
     def _convert_layers(self, model: nn.Module) -> list[str]:
         if self.backend == "ao":
-            return convert_ao(model, self._config.ao, emulate=self._device.type == "cpu", sharded=self._sharded)
+            return convert_ao(
+                model,
+                self._config.ao,
+                emulate=self._device.type == "cpu",
+                sharded=self._sharded,
+            )
         return convert_te(model, self._config.te)
 
 
@@ -92,13 +116,17 @@ def choose_backend(wanted: Literal["auto", "ao", "te"]) -> Literal["ao", "te"]:
 def check_device(device: torch.device, backend: Literal["ao", "te"]) -> None:
     """Raise if `device` has no fp8 arithmetic (torchao emulates it on the CPU)."""
     if device.type == "cpu" and backend == "ao":
-        log.warning("fp8 on the CPU is emulated: right for trying a script out, slower than float32")
+        log.warning(
+            "fp8 on the CPU is emulated: right for trying a script out, slower than float32"
+        )
         return
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or (major, minor) >= (8, 9):
             return
-        name = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+        name = (
+            f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+        )
         able = "'bf16', 'fp16' and 'no'" if major >= 8 else "'fp16' and 'no'"
         raise PrecisionError(
             f"mixed_precision='fp8' needs compute capability 8.9 or newer; {name} has no fp8 arithmetic. "
@@ -106,26 +134,37 @@ def check_device(device: torch.device, backend: Literal["ao", "te"]) -> None:
         )
     raise PrecisionError(
         f"mixed_precision='fp8' ({backend}) cannot run on a {device.type} device; it needs an NVIDIA or AMD GPU with "
-        f"fp8 arithmetic. Use mixed_precision='bf16' here" + (", or fp8 backend 'ao'." if device.type == "cpu" else ".")
+        f"fp8 arithmetic. Use mixed_precision='bf16' here"
+        + (", or fp8 backend 'ao'." if device.type == "cpu" else ".")
     )
 
 
-def layer_filter(model: nn.Module, recipe: AORecipeKwargs) -> Callable[[nn.Module, str], bool]:
+def layer_filter(
+    model: nn.Module, recipe: AORecipeKwargs
+) -> Callable[[nn.Module, str], bool]:
     """Return a predicate of the layers to convert: the user's filter, or all linear layers but the first and the last."""
     if recipe.module_filter_func is not None:
         return recipe.module_filter_func
     linear_names = surgery.linear_names(model)
-    skipped_names = {linear_names[0], linear_names[-1]} if recipe.skip_first_and_last and linear_names else set()
+    skipped_names = (
+        {linear_names[0], linear_names[-1]}
+        if recipe.skip_first_and_last and linear_names
+        else set()
+    )
 
     def is_converted(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or name in skipped_names:
             return False
-        return module.out_features % 16 == 0 and (recipe.pad_inner_dim or module.in_features % 16 == 0)
+        return module.out_features % 16 == 0 and (
+            recipe.pad_inner_dim or module.in_features % 16 == 0
+        )
 
     return is_converted
 
 
-def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded: bool) -> list[str]:
+def convert_ao(
+    model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded: bool
+) -> list[str]:
     """Convert the model's linear layers to torchao's with the same parameters; returns their names."""
     ao = need("torchao.float8", ">=0.12", "mixed_precision='fp8'")
     if recipe.config is not None:
@@ -135,7 +174,8 @@ def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded:
     else:
         gathers_in_float8 = recipe.enable_fsdp_float8_all_gather
         config = ao.Float8LinearConfig(
-            pad_inner_dim=recipe.pad_inner_dim, enable_fsdp_float8_all_gather=gathers_in_float8
+            pad_inner_dim=recipe.pad_inner_dim,
+            enable_fsdp_float8_all_gather=gathers_in_float8,
         )
     if config.enable_fsdp_float8_all_gather and not sharded:
         config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
@@ -146,13 +186,18 @@ def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded:
 
     def choose_and_note(module: nn.Module, name: str) -> bool:
         is_chosen = (
-            isinstance(module, nn.Linear) and bool(name) and is_converted(module, name) and not _is_chunked(module)
+            isinstance(module, nn.Linear)
+            and bool(name)
+            and is_converted(module, name)
+            and not _is_chunked(module)
         )
         if is_chosen:
             converted_names.append(name)
         return is_chosen
 
-    ao.convert_to_float8_training(model, module_filter_fn=choose_and_note, config=config)
+    ao.convert_to_float8_training(
+        model, module_filter_fn=choose_and_note, config=config
+    )
     return converted_names
 
 
@@ -166,43 +211,63 @@ class TEForward(forwarding.Forward):
 
     tag = "transformer_engine"
 
-    def __init__(self, recipe: Any, in_eval: bool) -> None:  # Any: a recipe of Transformer Engine
+    # Any: a recipe of Transformer Engine
+    def __init__(self, recipe: Any, in_eval: bool) -> None:
         self.recipe = recipe
         self.in_eval = in_eval
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         enabled = self.module.training or self.in_eval
         te = need("transformer_engine.pytorch")
-        context = te.fp8_autocast(enabled=True, fp8_recipe=self.recipe) if enabled else nullcontext()
+        context = (
+            te.fp8_autocast(enabled=True, fp8_recipe=self.recipe)
+            if enabled
+            else nullcontext()
+        )
         with context:
             return self.inner(*args, **kwargs)
 
 
 def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
     """Convert the model's linear layers to Transformer Engine's with the same parameters; returns their names."""
-    te = need("transformer_engine.pytorch", why="mixed_precision='fp8' with backend 'te'")
+    te = need(
+        "transformer_engine.pytorch", why="mixed_precision='fp8' with backend 'te'"
+    )
 
     def is_converted(name: str, module: nn.Module) -> bool:
-        has_fitting_size = type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+        has_fitting_size = (
+            type(module) is nn.Linear
+            and module.in_features % 16 == 0
+            and module.out_features % 16 == 0
+        )
         return has_fitting_size and not _is_chunked(module)
 
     def make_te_linear(name: str, module: nn.Module) -> nn.Module:
         assert isinstance(module, nn.Linear)
         te_linear: nn.Module = te.Linear(
-            module.in_features, module.out_features, bias=module.bias is not None, params_dtype=module.weight.dtype
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            params_dtype=module.weight.dtype,
         )
         for parameter_name, parameter in module.named_parameters(recurse=False):
             te_linear.register_parameter(parameter_name, parameter)
         return te_linear
 
     converted_names = surgery.swap_where(model, is_converted, make_te_linear)
-    forwarding.replace(model, TEForward(te_recipe(recipe), recipe.use_autocast_during_eval))
+    forwarding.replace(
+        model, TEForward(te_recipe(recipe), recipe.use_autocast_during_eval)
+    )
     return converted_names
 
 
 def te_recipe(recipe: TERecipeKwargs) -> Any:  # Any: classes of Transformer Engine
     """Return the settings as a recipe of Transformer Engine."""
-    recipe_module = need("transformer_engine.common.recipe", why="mixed_precision='fp8' with backend 'te'")
+    recipe_module = need(
+        "transformer_engine.common.recipe",
+        why="mixed_precision='fp8' with backend 'te'",
+    )
     fp8_format = getattr(recipe_module.Format, recipe.fp8_format)
     if recipe.use_mxfp8_block_scaling:
         return recipe_module.MXFP8BlockScaling(fp8_format=fp8_format)

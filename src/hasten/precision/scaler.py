@@ -29,7 +29,9 @@ class LossScaler(torch.amp.GradScaler):
     in_flight: Callable[[], int] = staticmethod(int)
     """Returns the number of losses whose gradients no optimizer has used yet; meanwhile the scale does not change."""
 
-    def __init__(self, device: torch.device, kwargs: GradScalerKwargs, comm: Comm | None = None) -> None:
+    def __init__(
+        self, device: torch.device, kwargs: GradScalerKwargs, comm: Comm | None = None
+    ) -> None:
         super().__init__(
             device.type,
             init_scale=kwargs.init_scale,
@@ -56,7 +58,11 @@ class LossScaler(torch.amp.GradScaler):
         """
         if not self._enabled or self._optimizer_stage(optimizer) is not OptState.READY:
             return
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        if any(
+            parameter.grad is not None
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             super().unscale_(optimizer)
         self._share_overflow(optimizer)
 
@@ -74,10 +80,16 @@ class LossScaler(torch.amp.GradScaler):
         self._store_overflow_flags(optimizer)
         self._overflowed |= has_overflow
         self.due = True
-        return StepResult(applied=not has_overflow, scale=self._known_scale, value=step_value)
+        return StepResult(
+            applied=not has_overflow, scale=self._known_scale, value=step_value
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "in_flight"}
+        return {
+            name: value
+            for name, value in super().__getstate__().items()
+            if name != "in_flight"
+        }
 
     def get_scale(self) -> float:
         """Return the scale as the latest step has left it; waits for the device."""
@@ -96,14 +108,28 @@ class LossScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adjust the scale: down after an overflow, up after enough steps without one."""
         self.due = False
-        has_checked_gradients = any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+        has_checked_gradients = any(
+            state["found_inf_per_device"]
+            for state in self._per_optimizer_states.values()
+        )
         if not self._enabled or (new_scale is None and not has_checked_gradients):
             return
         super().update(new_scale)
-        self._skipped_updates = self._skipped_updates + 1 if self._overflowed and new_scale is None else 0
-        self._good_steps = 0 if self._overflowed or new_scale is not None else self._good_steps + 1
-        if self._overflowed or new_scale is not None or self._good_steps >= self._growth_interval:
-            self._known_scale, self._good_steps = self.get_scale(), self._get_growth_tracker()
+        self._skipped_updates = (
+            self._skipped_updates + 1 if self._overflowed and new_scale is None else 0
+        )
+        self._good_steps = (
+            0 if self._overflowed or new_scale is not None else self._good_steps + 1
+        )
+        if (
+            self._overflowed
+            or new_scale is not None
+            or self._good_steps >= self._growth_interval
+        ):
+            self._known_scale, self._good_steps = (
+                self.get_scale(),
+                self._get_growth_tracker(),
+            )
         self._overflowed = False
         self._check_skipped_updates()
 
@@ -121,8 +147,14 @@ class LossScaler(torch.amp.GradScaler):
                 stacklevel=2,
             )
         scale_is_zero = self._known_scale < torch.finfo(torch.float32).tiny
-        if scale_is_zero or (self._max_skipped is not None and self._skipped_updates >= self._max_skipped):
-            limit_words = "has run out" if scale_is_zero else f"reached scaler.max_skipped_steps={self._max_skipped}"
+        if scale_is_zero or (
+            self._max_skipped is not None and self._skipped_updates >= self._max_skipped
+        ):
+            limit_words = (
+                "has run out"
+                if scale_is_zero
+                else f"reached scaler.max_skipped_steps={self._max_skipped}"
+            )
             raise LossScaleError(
                 f"fp16: {self._skipped_updates} updates in a row were skipped because gradients were inf or nan ({limit_words}); the "
                 f"loss scale is {self._known_scale:g}, so that scaling is not the cause and no parameter has changed "
@@ -134,19 +166,28 @@ class LossScaler(torch.amp.GradScaler):
         """Restore a saved scale."""
         super().load_state_dict(state_dict)
         if self._enabled:
-            self._known_scale, self._good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
+            self._known_scale, self._good_steps = (
+                float(state_dict["scale"]),
+                int(state_dict["_growth_tracker"]),
+            )
         self._per_optimizer_states.clear()
         self._overflowed = self.due = False
         self._skipped_updates = 0
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's gradient shards; torch's method does not support shards and full tensors together."""
         overflow_flags: dict[torch.device, Tensor] = {}
         gradients_by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in _local_gradients(optimizer):
-            gradients_by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+            gradients_by_kind.setdefault((gradient.device, gradient.dtype), []).append(
+                gradient
+            )
         with torch.no_grad():
             for (device, dtype), gradients in gradients_by_kind.items():
                 if dtype == torch.float16 and not allow_fp16:
@@ -161,7 +202,9 @@ class LossScaler(torch.amp.GradScaler):
                 ]  # a rank may hold no row of a small parameter
                 if nonempty_gradients:
                     torch._amp_foreach_non_finite_check_and_unscale_(
-                        nonempty_gradients, overflow_flags[device], inv_scale.to(device, non_blocking=True)
+                        nonempty_gradients,
+                        overflow_flags[device],
+                        inv_scale.to(device, non_blocking=True),
                     )
         return overflow_flags
 
@@ -169,10 +212,12 @@ class LossScaler(torch.amp.GradScaler):
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
         return stage
 
-    def _overflow_flags(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
-        overflow_flags: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
-            "found_inf_per_device"
-        ]
+    def _overflow_flags(
+        self, optimizer: torch.optim.Optimizer
+    ) -> dict[torch.device, torch.Tensor]:
+        overflow_flags: dict[torch.device, torch.Tensor] = self._per_optimizer_states[
+            id(optimizer)
+        ]["found_inf_per_device"]
         return overflow_flags
 
     def _share_overflow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -181,7 +226,11 @@ class LossScaler(torch.amp.GradScaler):
         if self._comm is None:
             return
         flags = list(overflow_flags.values())
-        largest_flag = torch.stack([flag.to(self._comm.device) for flag in flags]).max() if flags else torch.zeros(())
+        largest_flag = (
+            torch.stack([flag.to(self._comm.device) for flag in flags]).max()
+            if flags
+            else torch.zeros(())
+        )
         shared_flag = self._comm.all_reduce(largest_flag.to(self._comm.device), "max")
         if not flags:
             overflow_flags[self._comm.device] = shared_flag.reshape(1)
@@ -205,7 +254,8 @@ def _local_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
             if gradient is None:
                 continue
             if gradient.is_sparse:
-                if gradient.dtype is torch.float16:  # summing duplicates may overflow, so check the sums
+                # summing duplicates may overflow, so check the sums
+                if gradient.dtype is torch.float16:
                     parameter.grad = gradient = gradient.coalesce()
                 yield gradient._values()
             else:

@@ -31,7 +31,8 @@ class BarContext:
 
     display: Display
     is_main: bool = True
-    replicas: int = 1  # processes that read different samples; rates are totals over all of them
+    # processes that read different samples; rates are totals over all of them
+    replicas: int = 1
     memory: MemoryGauge | None = None
     pulse: BackwardTimer | None = None
     watch: StragglerWatch | None = None
@@ -67,7 +68,11 @@ class Progress(Generic[T]):
         cursor = getattr(iterable, "cursor", None)
         self._cursor = cursor if isinstance(cursor, LoaderCursor) else None
         self._initial = initial
-        self._meter = Meter(_length(iterable) if total is None else total, time.perf_counter(), initial or 0)
+        self._meter = Meter(
+            _length(iterable) if total is None else total,
+            time.perf_counter(),
+            initial or 0,
+        )
         self._late = LateScalars()
         self._open = True
         self._hint = ""  # of the bar whose steps are slow, not of enclosing bars
@@ -79,7 +84,9 @@ class Progress(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self._iterable is None:
-            raise ConfigError("progress() has no iterable to iterate over; pass one, or call update() directly.")
+            raise ConfigError(
+                "progress() has no iterable to iterate over; pass one, or call update() directly."
+            )
         pulse = self._here.pulse
         if pulse is not None:
             pulse.asked()
@@ -118,7 +125,9 @@ class Progress(Generic[T]):
         if self._open:
             self._open = False
             if self._here.is_main:
-                last = self._complete(self._meter.read_all(time.perf_counter(), self._desc), wait=True)
+                last = self._complete(
+                    self._meter.read_all(time.perf_counter(), self._desc), wait=True
+                )
                 self._here.display.close(last)
                 for show in self._here.parts.progress:
                     show(self, last, True)
@@ -129,7 +138,10 @@ class Progress(Generic[T]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -147,7 +159,8 @@ class Progress(Generic[T]):
         if here.watch is not None and here.pulse is not None:
             known_straggler = here.watch.found
             here.watch.tick(now_s, here.pulse)
-            if here.watch.found is not known_straggler:  # checked again, in a step of this bar
+            # checked again, in a step of this bar
+            if here.watch.found is not known_straggler:
                 self._hint = str(here.watch.found)
         display = here.display
         if here.is_main and now_s >= display.next_draw_s:
@@ -179,7 +192,8 @@ class Progress(Generic[T]):
         return new
 
 
-def _length(iterable: Iterable[Any] | None) -> int | None:  # Any: only its length is used
+# Any: only its length is used
+def _length(iterable: Iterable[Any] | None) -> int | None:
     try:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:  # an iterable without a length
@@ -187,7 +201,8 @@ def _length(iterable: Iterable[Any] | None) -> int | None:  # Any: only its leng
 
 
 def _rows(batch: Any) -> int:  # Any: a batch of any type
-    if type(batch) is dict or isinstance(batch, Mapping):  # the common batch, without a full traversal
+    # the common batch, without a full traversal
+    if type(batch) is dict or isinstance(batch, Mapping):
         for value in batch.values():
             if isinstance(value, Tensor) and value.ndim:
                 return value.shape[0]

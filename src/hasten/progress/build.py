@@ -27,19 +27,26 @@ class ProgressMaker:
         self.pulse = BackwardTimer(ctx.device)
         parts.add(self.pulse)
         self._watch = straggler_watch(ctx)
-        self._console = error_console()  # one for all bars: nested bars share the screen
+        # one for all bars: nested bars share the screen
+        self._console = error_console()
         self._make_display = DisplayMaker(self._console, is_main=ctx.topology.rank == 0)
 
-    def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:  # Any: options of `progress`
+    # Any: options of `progress`
+    def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:
         if options.get("console") is None and options.get("every_s") is None:
             options["display"] = self._make_display()
         options = {"console": self._console, "parts": self._parts, **options}
-        return progress(iterable, ctx=self._ctx, pulse=self.pulse, watch=self._watch, **options)
+        return progress(
+            iterable, ctx=self._ctx, pulse=self.pulse, watch=self._watch, **options
+        )
 
 
-def straggler_watch(ctx: ProcessContext, every_s: float = 10.0) -> StragglerWatch | None:
+def straggler_watch(
+    ctx: ProcessContext, every_s: float = 10.0
+) -> StragglerWatch | None:
     """Return a straggler watch over the ranks of the world, or None with a single rank or without a store."""
-    store = getattr(ctx.world, "store", None)  # not part of Comm: only the straggler hint needs it
+    # not part of Comm: only the straggler hint needs it
+    store = getattr(ctx.world, "store", None)
     if ctx.world.size < 2 or store is None:
         return None
     return StragglerWatch(StoreNotes(store), ctx.world.rank, ctx.world.size, every_s)
@@ -67,7 +74,8 @@ def progress(
     """
     is_main = ctx.topology.rank == 0
     here = BarContext(
-        display=display or DisplayMaker(console or error_console(), is_main=is_main, every_s=every_s)(),
+        display=display
+        or DisplayMaker(console or error_console(), is_main=is_main, every_s=every_s)(),
         is_main=is_main,
         replicas=ctx.mesh.size(*BATCH),
         memory=MemoryGauge(ctx.device) if is_main else None,
@@ -75,4 +83,12 @@ def progress(
         watch=watch,
         parts=parts or RunParts(),
     )
-    return Progress(iterable, here=here, total=total, initial=initial, desc=desc, samples=samples, tokens=tokens)
+    return Progress(
+        iterable,
+        here=here,
+        total=total,
+        initial=initial,
+        desc=desc,
+        samples=samples,
+        tokens=tokens,
+    )

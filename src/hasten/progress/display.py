@@ -48,7 +48,9 @@ class TerminalDisplay:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(rendered(reading, self._console.options.ascii_only), refresh=True)
+        self._live.update(
+            rendered(reading, self._console.options.ascii_only), refresh=True
+        )
 
     def note(self, line: str) -> None:
         """Print a line above the bar."""
@@ -65,7 +67,11 @@ class TerminalDisplay:
 def rendered(reading: MeterReading, ascii_only: bool = False) -> Text:
     """Return the bar of a terminal with the hint under it: one text, which rich draws three times faster than a table."""
     mark = "-" if ascii_only else "━"
-    done = _WIDTH if reading.total is None else min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
+    done = (
+        _WIDTH
+        if reading.total is None
+        else min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
+    )
     bar = Text.assemble(
         (f"{reading.desc} " if reading.desc else "", "bold"),
         (mark * done, "bar.complete"),
@@ -124,9 +130,14 @@ class NotebookOutput:
         if len(self._readings) > _MAX_BARS:
             del self._readings[next(iter(self._readings))]
         readings = self._readings.values()
-        content = {"text/plain": "\n".join(map(text.line, readings)), "text/html": "<br>".join(map(_markup, readings))}
+        content = {
+            "text/plain": "\n".join(map(text.line, readings)),
+            "text/html": "<br>".join(map(_markup, readings)),
+        }
         if self._handle is None:
-            self._handle = need("IPython.display").display(content, raw=True, display_id=True)
+            self._handle = need("IPython.display").display(
+                content, raw=True, display_id=True
+            )
         else:
             self._handle.update(content, raw=True)
 
@@ -155,7 +166,11 @@ class NotebookDisplay:
 
 
 def _markup(reading: MeterReading) -> str:
-    bar = "" if reading.total is None else f'<progress value="{reading.step}" max="{max(reading.total, 1)}"></progress>'
+    bar = (
+        ""
+        if reading.total is None
+        else f'<progress value="{reading.step}" max="{max(reading.total, 1)}"></progress>'
+    )
     hint = f"<br><b>{html.escape(reading.hint)}</b>" if reading.hint else ""
     details = html.escape(" · ".join(text.parts(reading)))
     return f"<code>{html.escape(reading.desc)} {bar} {html.escape(text.count(reading))} {details}{hint}</code>"
@@ -189,7 +204,9 @@ def error_console() -> Console:
 class DisplayMaker:
     """Factory of displays that fit the output of one console; their bars share a notebook's output, or a log file's lines."""
 
-    def __init__(self, console: Console, *, is_main: bool = True, every_s: float | None = None) -> None:
+    def __init__(
+        self, console: Console, *, is_main: bool = True, every_s: float | None = None
+    ) -> None:
         self._console = console
         self._interval = {} if every_s is None else {"every_s": every_s}
         self._shared: NoDisplay | LineDisplay | None = None
@@ -205,4 +222,8 @@ class DisplayMaker:
         """Return the display of a new bar."""
         if self._notebook is not None:
             return NotebookDisplay(self._notebook, **self._interval)
-        return TerminalDisplay(self._console, **self._interval) if self._shared is None else self._shared
+        return (
+            TerminalDisplay(self._console, **self._interval)
+            if self._shared is None
+            else self._shared
+        )

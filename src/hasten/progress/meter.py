@@ -81,7 +81,11 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = None if device.type == "cpu" or kind_of(device).lazy else torch.get_device_module(device)
+        self._module = (
+            None
+            if device.type == "cpu" or kind_of(device).lazy
+            else torch.get_device_module(device)
+        )
         self.total_bytes = self._total()
 
     def used_bytes(self) -> int | None:
@@ -104,4 +108,5 @@ def _resident_bytes() -> int:
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others kilobytes
+    # macOS counts bytes, others kilobytes
+    return peak if sys.platform == "darwin" else peak * 1024

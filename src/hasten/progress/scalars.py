@@ -20,11 +20,15 @@ def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     numbers: list[float] = [0.0] * len(tensors)
     for indices in groups.values():
-        if kind_of(tensors[indices[0]].device).lazy:  # stacking would compile a program for each number of tensors
+        # stacking would compile a program for each number of tensors
+        if kind_of(tensors[indices[0]].device).lazy:
             for index in indices:
                 numbers[index] = float(tensors[index])
             continue
-        flat = [tensor if tensor.ndim == 0 else tensor.reshape(()) for tensor in (tensors[i] for i in indices)]
+        flat = [
+            tensor if tensor.ndim == 0 else tensor.reshape(())
+            for tensor in (tensors[i] for i in indices)
+        ]
         with torch.no_grad():
             stacked = torch.stack(flat)
         for index, number in zip(indices, stacked.tolist(), strict=True):
@@ -58,12 +62,18 @@ class LateScalars:
 
     def _send(self) -> None:
         """Start a copy to the host."""
-        waiting = {n: v for n, v in self._given.items() if isinstance(v, Tensor) and _travels(v)}
+        waiting = {
+            n: v
+            for n, v in self._given.items()
+            if isinstance(v, Tensor) and _travels(v)
+        }
         if not waiting:
             return
         device = next(iter(waiting.values())).device
         names = [name for name, value in waiting.items() if value.device == device]
-        stacked = torch.stack([waiting[name].detach().float().reshape(()) for name in names])
+        stacked = torch.stack(
+            [waiting[name].detach().float().reshape(()) for name in names]
+        )
         self._sent = (names, HostCopy(stacked))
 
     def _collect(self, wait: bool) -> None:

@@ -50,7 +50,10 @@ class BackwardTimer(RunPart):
     """
 
     def __init__(
-        self, device: torch.device, every_s: float = 10.0, clock: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device,
+        every_s: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._asynchronous = device.type != "cpu" and not kind_of(device).lazy
         self._every_s, self._clock = every_s, clock
@@ -101,22 +104,33 @@ class Straggler:
         )
 
 
-def find_straggler(times_s: Mapping[int, float], factor: float = 1.3, at_least_s: float = 1e-3) -> Straggler | None:
+def find_straggler(
+    times_s: Mapping[int, float], factor: float = 1.3, at_least_s: float = 1e-3
+) -> Straggler | None:
     """Return the slowest rank, if its time is `factor` times the median of the others and `at_least_s` longer."""
     if len(times_s) < 2:
         return None
     slowest = max(times_s, key=lambda rank: times_s[rank])
-    usual = statistics.median(seconds for rank, seconds in times_s.items() if rank != slowest)
+    usual = statistics.median(
+        seconds for rank, seconds in times_s.items() if rank != slowest
+    )
     seconds = times_s[slowest]
-    return Straggler(slowest, seconds, usual) if seconds > factor * usual and seconds - usual > at_least_s else None
+    return (
+        Straggler(slowest, seconds, usual)
+        if seconds > factor * usual and seconds - usual > at_least_s
+        else None
+    )
 
 
 class StragglerWatch:
     """Watch that periodically posts this rank's time, and on the main process reads those of all ranks."""
 
-    def __init__(self, notes: Notes, rank: int, size: int, every_s: float = 10.0) -> None:
+    def __init__(
+        self, notes: Notes, rank: int, size: int, every_s: float = 10.0
+    ) -> None:
         self._notes, self._rank, self._size, self._every_s = notes, rank, size, every_s
-        self._next_s = time.perf_counter() + min(every_s, 2.0)  # the first check is early
+        # the first check is early
+        self._next_s = time.perf_counter() + min(every_s, 2.0)
         self.found: Straggler | None = None
         self.named: set[int] = set()
         """Ranks that have been named in lines of text."""
@@ -132,11 +146,14 @@ class StragglerWatch:
         try:
             self._notes.post(f"pace/{self._rank}", f"{mean:.6f}")
             times = self._read_all() if self._rank == 0 else {}
-        except (DistError, RuntimeError):  # the store is gone: training will report it, and a hint may be missing
+        # the store is gone: training will report it, and a hint may be missing
+        except (DistError, RuntimeError):
             self._next_s = float("inf")
             return False
         known_straggler, self.found = self.found, find_straggler(times)
-        return self.found is not None and (known_straggler is None or known_straggler.rank != self.found.rank)
+        return self.found is not None and (
+            known_straggler is None or known_straggler.rank != self.found.rank
+        )
 
     def _read_all(self) -> dict[int, float]:
         notes = {rank: self._notes.read(f"pace/{rank}") for rank in range(self._size)}

@@ -49,7 +49,11 @@ def parts(reading: MeterReading) -> list[str]:
     if reading.mfu is not None:
         shown.append(f"mfu {reading.mfu:.1%}")
     if reading.memory_bytes is not None:
-        of_total = f"/{gigabytes(reading.memory_total_bytes)}" if reading.memory_total_bytes else ""
+        of_total = (
+            f"/{gigabytes(reading.memory_total_bytes)}"
+            if reading.memory_total_bytes
+            else ""
+        )
         shown.append(f"mem {gigabytes(reading.memory_bytes)}{of_total} GB")
     eta = "" if reading.total is None else f"<{clock(reading.eta_s)}"
     shown.append(f"{clock(reading.elapsed_s)}{eta}")

@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 # Any in this file: batches of any type, and operators of torch.
 TokenCount = Callable[[Any], int]
 DTYPES: Final = ("fp8", "bf16", "fp16", "fp32", "other")
-_SHORT: Final = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
+_SHORT: Final = MappingProxyType(
+    {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+)
 _FIELDS: Final = ("labels", "input_ids")
 """Fields of a batch that hold its tokens, in order of preference."""
 _SPAN: Final = 32
@@ -50,7 +52,9 @@ class StepFlops(TorchDispatchMode):
         self.open = True
         """True while operations are counted."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # counted when it calls operators on this rank's part
@@ -104,7 +108,10 @@ class Throughput(RunPart):
         flops_per_token: float | None = None,
         num_optimizers: Callable[[], int] = lambda: 1,
     ) -> None:
-        for name, value in (("peak_tflops", peak_tflops), ("flops_per_token", flops_per_token)):
+        for name, value in (
+            ("peak_tflops", peak_tflops),
+            ("flops_per_token", flops_per_token),
+        ):
             if value is not None and not value > 0:
                 raise ConfigError(
                     f"track_throughput({name}={value!r}) is not a positive number, so that the share of the peak has no meaning; "
@@ -125,7 +132,8 @@ class Throughput(RunPart):
         self._stance: Any = None
         self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_SPAN)
         self._updates = self._tokens = self._samples = 0
-        self._first_counted = (0, 0, 0)  # updates, tokens and samples before the counted ones
+        # updates, tokens and samples before the counted ones
+        self._first_counted = (0, 0, 0)
         self._cycle = 1
         self._passes = clock.num_passes
         self._batch_counted = self._between = False
@@ -169,7 +177,9 @@ class Throughput(RunPart):
     def status(self) -> dict[str, float]:
         """Return the known values by the names that trackers get: `tokens_per_second` and `mfu`."""
         known_values = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
-        return {name: value for name, value in known_values.items() if value is not None}
+        return {
+            name: value for name, value in known_values.items() if value is not None
+        }
 
     def _rate(self, column: int) -> float | None:
         if len(self._marks) < 2:
@@ -185,7 +195,10 @@ class Throughput(RunPart):
         if self._entry is None:
             return None
         tf32 = torch.get_float32_matmul_precision() != "highest"
-        return sum(number / (self._entry.peak(dtype, tf32) * ranks) for dtype, number in flops.items())
+        return sum(
+            number / (self._entry.peak(dtype, tf32) * ranks)
+            for dtype, number in flops.items()
+        )
 
     # -- the loop --------------------------------------------------------------------------------------------------
     def attach(self) -> None:
@@ -214,7 +227,11 @@ class Throughput(RunPart):
         needs_count = self.flops is None and self._given is None and self._mode is None
         if needs_count and trained and self._between and not cursor.at_end:
             self._begin()
-        self._passes, self._batch_counted, self._between = self._clock.num_passes, False, False
+        self._passes, self._batch_counted, self._between = (
+            self._clock.num_passes,
+            False,
+            False,
+        )
 
     def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Record an update."""
@@ -223,7 +240,11 @@ class Throughput(RunPart):
         self._updates += 1
         self._between = True
         mode = self._mode
-        if mode is not None and mode.open and self._updates - self._first_counted[0] >= self._cycle:
+        if (
+            mode is not None
+            and mode.open
+            and self._updates - self._first_counted[0] >= self._cycle
+        ):
             mode.open = False
             self.tokens_counted = self._tokens - self._first_counted[1]
             self._samples_counted = self._samples - self._first_counted[2]
@@ -231,7 +252,9 @@ class Throughput(RunPart):
         if mode is not None and not mode.open:
             self.end()
             self._marks.clear()  # counting has slowed these updates down
-        self._marks.append((time.perf_counter(), self._updates, self._tokens, self._samples))
+        self._marks.append(
+            (time.perf_counter(), self._updates, self._tokens, self._samples)
+        )
 
     def end(self) -> None:
         """Stop counting; rates stay readable."""
@@ -244,7 +267,9 @@ class Throughput(RunPart):
     def _count(self, cursor: LoaderCursor) -> None:
         if not self._batch_counted and cursor.given is not None:
             self._batch_counted = True
-            self._tokens += cursor.sum_over_ranks(self._number(cursor.given), self._ctx.mesh.size(*BATCH))
+            self._tokens += cursor.sum_over_ranks(
+                self._number(cursor.given), self._ctx.mesh.size(*BATCH)
+            )
             self._samples += cursor.num_samples or 0
 
     def _number(self, batch: Any) -> int:
@@ -258,7 +283,10 @@ class Throughput(RunPart):
                 "tensor of tokens, or give a function of the batch."
             )
         names = _FIELDS if self._tokens_of is None else (self._tokens_of,)
-        tokens = next((fields[name] for name in names if isinstance(fields.get(name), Tensor)), None)
+        tokens = next(
+            (fields[name] for name in names if isinstance(fields.get(name), Tensor)),
+            None,
+        )
         return 0 if tokens is None else tokens.numel()
 
     def _begin(self) -> None:
@@ -277,9 +305,13 @@ class Throughput(RunPart):
         """Sum the counted operations over ranks, once. Ranks: every rank, in the same update."""
         device = self._ctx.device
         kind = torch.float32 if device.type == "mps" else torch.float64
-        own_counts = torch.tensor([mode.counted[name] for name in DTYPES], dtype=kind, device=device)
+        own_counts = torch.tensor(
+            [mode.counted[name] for name in DTYPES], dtype=kind, device=device
+        )
         total = self._ctx.world.all_reduce(own_counts).tolist()
-        self.flops = {name: number for name, number in zip(DTYPES, total, strict=True) if number}
+        self.flops = {
+            name: number for name, number in zip(DTYPES, total, strict=True) if number
+        }
         if not self.flops and self._ctx.is_main:
             log.info(
                 "mfu is not shown: no operation of an update has a formula in torch's table; give flops_per_token="

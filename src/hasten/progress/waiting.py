@@ -17,7 +17,11 @@ _BACK: Final = "\r\x1b[2K\x1b[1A"
 
 @contextmanager
 def waiting_line(
-    text: Callable[[float], str], stream: TextIO | None = None, *, after_s: float = 1.0, every_s: float = 0.5
+    text: Callable[[float], str],
+    stream: TextIO | None = None,
+    *,
+    after_s: float = 1.0,
+    every_s: float = 0.5,
 ) -> Iterator[None]:
     """Context manager that shows `text(seconds)` under the output so far, redrawn by a thread, and erases it at the end.
 

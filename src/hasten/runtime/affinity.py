@@ -62,33 +62,55 @@ def plan(
 
     Raises: ConfigError for a device on a node that does not exist.
     """
-    usable = {number: frozenset(cpus & allowed) for number, cpus in sorted(nodes.items()) if cpus & allowed}
+    usable = {
+        number: frozenset(cpus & allowed)
+        for number, cpus in sorted(nodes.items())
+        if cpus & allowed
+    }
     if device_node is not None and device_node not in nodes:
-        raise ConfigError(f"the device is on NUMA node {device_node}, but this machine has {sorted(nodes)}.")
+        raise ConfigError(
+            f"the device is on NUMA node {device_node}, but this machine has {sorted(nodes)}."
+        )
     if len(usable) < 2:
-        why = "the system does not tell its NUMA nodes" if not nodes else "all usable cores are on one NUMA node"
+        why = (
+            "the system does not tell its NUMA nodes"
+            if not nodes
+            else "all usable cores are on one NUMA node"
+        )
         return AffinityPlan(None, f"cores left as they are: {why}")
     if device_node is not None:
         if device_node not in usable:
             return AffinityPlan(
-                None, f"cores left as they are: none of the allowed ones is on NUMA node {device_node} of the device"
+                None,
+                f"cores left as they are: none of the allowed ones is on NUMA node {device_node} of the device",
             )
-        return AffinityPlan(usable[device_node], f"the cores of NUMA node {device_node}, where the device is")
+        return AffinityPlan(
+            usable[device_node],
+            f"the cores of NUMA node {device_node}, where the device is",
+        )
     if local_world_size == 1:
-        return AffinityPlan(None, "cores left as they are: a single process without a device may use them all")
+        return AffinityPlan(
+            None,
+            "cores left as they are: a single process without a device may use them all",
+        )
     number = list(usable)[local_rank * len(usable) // local_world_size]
     return AffinityPlan(
-        usable[number], f"the cores of NUMA node {number}, the share of local rank {local_rank} of {local_world_size}"
+        usable[number],
+        f"the cores of NUMA node {number}, the share of local rank {local_rank} of {local_world_size}",
     )
 
 
-def set_affinity(local_rank: int, local_world_size: int, pci_address: str | None = None) -> AffinityPlan:
+def set_affinity(
+    local_rank: int, local_world_size: int, pci_address: str | None = None
+) -> AffinityPlan:
     """Pin this process to the cores near its device; return the plan, with the cores and the reason.
 
     `pci_address` is that of the process's device, if it has one.
     """
     if not hasattr(os, "sched_setaffinity"):
-        return AffinityPlan(None, "cores left as they are: this system has no call to choose them")
+        return AffinityPlan(
+            None, "cores left as they are: this system has no call to choose them"
+        )
     chosen = plan(
         local_rank,
         local_world_size,

@@ -67,7 +67,13 @@ class RankRegistration:
     """Registration of all ranks in the store, before the process group is formed."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, limit: timedelta, ended: EndedRanks = dict, address: str = ""
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        limit: timedelta,
+        ended: EndedRanks = dict,
+        address: str = "",
     ) -> None:
         self._store = store
         self._rank = rank
@@ -124,10 +130,16 @@ class RankRegistration:
         return registered
 
     def _refuse_ended(self, key: str) -> None:
-        codes = {rank: code for rank, code in self._ended().items() if not self._is_registered(rank)}
+        codes = {
+            rank: code
+            for rank, code in self._ended().items()
+            if not self._is_registered(rank)
+        }
         if not codes or self._store.check([key]):
             return
-        shown_codes = ", ".join(sorted({f"exit code {code}" for code in codes.values()}))
+        shown_codes = ", ".join(
+            sorted({f"exit code {code}" for code in codes.values()})
+        )
         raise PeerFailedError(
             f"{ranks_in_words(sorted(codes))} ended ({shown_codes}) before making an Accelerator, so the other ranks would wait for it in vain. "
             "Let every rank make the Accelerator before it may leave: look for a sys.exit or return that depends on the rank."
@@ -136,7 +148,9 @@ class RankRegistration:
     def _report_missing(self, waited_s: float) -> None:
         if any(self._is_registered(lower_rank) for lower_rank in range(self._rank)):
             return
-        missing_ranks = [rank for rank in range(self._size) if not self._is_registered(rank)]
+        missing_ranks = [
+            rank for rank in range(self._size) if not self._is_registered(rank)
+        ]
         if missing_ranks:
             plain_log.warning(
                 "rank %d of %d waits for %s at %s (%.0f s)",
@@ -191,7 +205,8 @@ def start(
         return _joined(_actual(topology), device, mesh_of, settings)
     mesh = mesh_of(1)
     world = LocalComm(device)
-    return ProcessContext(topology, mesh, device, world, lambda *axes: world)  # along any axes it is alone
+    # along any axes it is alone
+    return ProcessContext(topology, mesh, device, world, lambda *axes: world)
 
 
 @functools.cache  # registered once; torch and Python have no way to remove the callback
@@ -204,14 +219,29 @@ def _freeze_garbage_of_forks() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
-def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings: GroupSettings) -> ProcessContext:
+def _joined(
+    topology: Topology, device: torch.device, mesh_of: MeshOf, settings: GroupSettings
+) -> ProcessContext:
     group = dist.group.WORLD
-    assert group is not None, "torch.distributed is initialised, so it has a world group"
-    notes = _get_default_store()  # the only access to the store of a group that was started by other code
+    assert group is not None, (
+        "torch.distributed is initialised, so it has a world group"
+    )
+    # the only access to the store of a group that was started by other code
+    notes = _get_default_store()
     collectives = CollectiveRecord()
-    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, settings.codec, collectives)
+    world: Comm = ProcessGroupComm(
+        group, notes, device, settings.timeout_s, settings.codec, collectives
+    )
     mesh = mesh_of(topology.world_size)
-    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, settings.codec, collectives)
+    groups = Groups(
+        mesh,
+        topology.rank,
+        world,
+        notes,
+        settings.timeout_s,
+        settings.codec,
+        collectives,
+    )
     return ProcessContext(topology, mesh, device, world, groups, collectives)
 
 
@@ -232,7 +262,9 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
         ended = functools.partial(launcher_files.ended_ranks, env.snapshot())
         RankRegistration(notes, rank, size, within, ended, url).wait()
     except (RuntimeError, ValueError, OSError) as error:
-        raise CommError(_why_not_met(url, topology, settings, time.monotonic() - start, error)) from error
+        raise CommError(
+            _why_not_met(url, topology, settings, time.monotonic() - start, error)
+        ) from error
     found.set_timeout(within)
     dist.init_process_group(
         settings.backend or _backend(device),
@@ -257,15 +289,26 @@ def _leave(rank: int, size: int, serves: bool, pid: int) -> None:
     stop()
     if notes is None:
         return
-    with suppress(*store.LOST):  # losing this message is harmless, and a killed rank cannot send it
+    # losing this message is harmless, and a killed rank cannot send it
+    with suppress(*store.LOST):
         if not serves:
             notes.set(f"hasten/left/{rank}", "1")
-        elif getattr(sys, "last_value", None) is None:  # after an error this rank exits without waiting
+        # after an error this rank exits without waiting
+        elif getattr(sys, "last_value", None) is None:
             notes.wait([f"hasten/left/{other}" for other in range(1, size)], _LINGER)
 
 
-def _why_not_met(url: str, topology: Topology, settings: GroupSettings, elapsed_s: float, error: BaseException) -> str:
-    who, reason = f"rank {topology.rank} of {topology.world_size}", str(error).strip().partition("\n")[0]
+def _why_not_met(
+    url: str,
+    topology: Topology,
+    settings: GroupSettings,
+    elapsed_s: float,
+    error: BaseException,
+) -> str:
+    who, reason = (
+        f"rank {topology.rank} of {topology.world_size}",
+        str(error).strip().partition("\n")[0],
+    )
     if "EADDRINUSE" in str(error) or "already in use" in str(error):
         return (
             f"{who} cannot serve the meeting at {url}: another program uses this port, often a run that is still alive. Without it "
@@ -282,22 +325,34 @@ def _why_not_met(url: str, topology: Topology, settings: GroupSettings, elapsed_
     )
 
 
-def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, int, int]:
+def _meet(
+    url: str, topology: Topology, within: timedelta
+) -> tuple[dist.Store, int, int]:
     """Return the rendezvous store, rank and world size; rank 0 serves the store only on the address's interface."""
     place = urlsplit(url)
     if place.scheme == "tcp" and place.hostname and place.port is not None:
-        if store.is_loopback(place.hostname) and (name := store.loopback_interface()) is not None:
-            env.put_default("GLOO_SOCKET_IFNAME", name)  # every rank is on this machine: use only the loopback
+        if (
+            store.is_loopback(place.hostname)
+            and (name := store.loopback_interface()) is not None
+        ):
+            # every rank is on this machine: use only the loopback
+            env.put_default("GLOO_SOCKET_IFNAME", name)
             env.put_default("NCCL_SOCKET_IFNAME", name)
         serves = topology.is_main and not place.query and not _served_by_launcher()
         if serves and place.port:
             try:
-                return store.serve(place.hostname, place.port, within), topology.rank, topology.world_size
+                return (
+                    store.serve(place.hostname, place.port, within),
+                    topology.rank,
+                    topology.world_size,
+                )
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
                 # this process may already serve a store there, which torch finds and shares
-    found: tuple[dist.Store, int, int] = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=within))
+    found: tuple[dist.Store, int, int] = next(
+        dist.rendezvous(url, topology.rank, topology.world_size, timeout=within)
+    )
     return found
 
 
@@ -313,7 +368,11 @@ def _url(topology: Topology) -> str:
             "MASTER_ADDR and MASTER_PORT nor a cluster's variables are set. Start the script with `hasten launch`, "
             "or set MASTER_ADDR and MASTER_PORT on every rank."
         )
-    return topology.rendezvous if "://" in topology.rendezvous else f"tcp://{topology.rendezvous}"
+    return (
+        topology.rendezvous
+        if "://" in topology.rendezvous
+        else f"tcp://{topology.rendezvous}"
+    )
 
 
 def _backend(device: torch.device) -> str:

@@ -52,14 +52,23 @@ def all_reduced(num_bytes: float, ranks: int) -> float:
     return 2 * exchanged(num_bytes, ranks)
 
 
-def held_bytes(mesh: MeshSpec, weights: Weights, *, item: int = 4, moments: int = 2, sharded: bool = True) -> Held:
+def held_bytes(
+    mesh: MeshSpec,
+    weights: Weights,
+    *,
+    item: int = 4,
+    moments: int = 2,
+    sharded: bool = True,
+) -> Held:
     """Return the bytes of parameters, gradients and optimizer state (`moments` per parameter) on each rank.
 
     With `sharded`, parameters are sharded where the mesh allows it; otherwise data-parallel ranks hold replicas (DDP).
     """
     _, shards, parts = mesh.expert_sizes
     around = mesh.size(*SHARD) if sharded else 1
-    number = (weights.whole + weights.split / mesh.tp) / around + weights.experts / (shards * parts)
+    number = (weights.whole + weights.split / mesh.tp) / around + weights.experts / (
+        shards * parts
+    )
     return Held(number * item, number * item, number * item * moments)
 
 
@@ -89,13 +98,19 @@ def data_traffic(
         (weights.experts / mesh.ep, copies, shards),
     )
     for number, copied, spread in parts:
-        once = gathers * exchanged(number * item, spread) + exchanged(number * reduce_item, spread)
+        once = gathers * exchanged(number * item, spread) + exchanged(
+            number * reduce_item, spread
+        )
         _add(sent, Axis.DP_SHARD, micro_steps * once)
-        _add(sent, Axis.DP_REPLICATE, all_reduced(number * reduce_item / spread, copied))
+        _add(
+            sent, Axis.DP_REPLICATE, all_reduced(number * reduce_item / spread, copied)
+        )
     return _some(sent)
 
 
-def tensor_traffic(mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 0, item: int = 4) -> Traffic:
+def tensor_traffic(
+    mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 0, item: int = 4
+) -> Traffic:
     """Return the bytes that tensor-parallel layers send in one micro-step of `tokens`.
 
     `summed` is the sum of the widths that are all-reduced: outputs of row-wise layers (and of embeddings), and inputs of
@@ -115,10 +130,16 @@ def _some(sent: Traffic) -> Traffic:
 
 def shown(sent: Traffic) -> str:
     """Return the bytes by axis as text: `dp_shard 1.5 MiB, ep 0.2 KiB`."""
-    return ", ".join(f"{axis} {size(num_bytes)}" for axis, num_bytes in sent.items()) or "nothing"
+    return (
+        ", ".join(f"{axis} {size(num_bytes)}" for axis, num_bytes in sent.items())
+        or "nothing"
+    )
 
 
 def size(num_bytes: float) -> str:
     """Return a number of bytes with a suitable unit."""
-    unit = next((unit for unit in _UNITS if abs(num_bytes) < 1024 * 1024 ** _UNITS.index(unit)), _UNITS[-1])
+    unit = next(
+        (unit for unit in _UNITS if abs(num_bytes) < 1024 * 1024 ** _UNITS.index(unit)),
+        _UNITS[-1],
+    )
     return f"{num_bytes / 1024 ** _UNITS.index(unit):.{0 if unit == 'bytes' else 1}f} {unit}"

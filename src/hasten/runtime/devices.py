@@ -39,7 +39,14 @@ KINDS: Final = (
     DeviceKind("musa", "mccl"),
     DeviceKind("sdaa", "tccl"),
     DeviceKind("mtia", "hccl"),
-    DeviceKind("xla", "gloo", indexed=False, autocast=(torch.bfloat16,), side_streams=False, lazy=True),
+    DeviceKind(
+        "xla",
+        "gloo",
+        indexed=False,
+        autocast=(torch.bfloat16,),
+        side_streams=False,
+        lazy=True,
+    ),
 )
 
 
@@ -49,14 +56,18 @@ def kind_of(device: torch.device | str) -> DeviceKind:
     return next((kind for kind in KINDS if kind.type == name), DeviceKind(name, None))
 
 
-def choose_device(local_rank: int, cpu: bool = False, wanted: str | None = None) -> torch.device:
+def choose_device(
+    local_rank: int, cpu: bool = False, wanted: str | None = None
+) -> torch.device:
     """Return the device of this process: the CPU if requested, else the host's accelerator with index `local_rank`.
 
     Raises: DeviceError when the device does not exist.
     """
     if wanted is not None:
         return _wanted(wanted, local_rank)
-    accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
+    accelerator = (
+        None if cpu else torch.accelerator.current_accelerator(check_available=True)
+    )
     if accelerator is None:
         return torch.device("cpu")
     return _numbered(accelerator.type, local_rank)
@@ -68,8 +79,14 @@ def _wanted(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
-        there = "only the CPU" if accelerator is None else f"{accelerator.type!r} and the CPU"
-        raise DeviceError(f"device {wanted!r} was asked for, but this machine has {there}; choose one of those.")
+        there = (
+            "only the CPU"
+            if accelerator is None
+            else f"{accelerator.type!r} and the CPU"
+        )
+        raise DeviceError(
+            f"device {wanted!r} was asked for, but this machine has {there}; choose one of those."
+        )
     return device if ":" in wanted else _numbered(device.type, local_rank)
 
 
@@ -96,8 +113,11 @@ def pci_address(device: torch.device) -> str | None:
     """Return the device's PCI address in the notation of /sys; None if torch does not provide it."""
     if device.type != "cuda":
         return None
-    found: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs omit the PCI fields
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    # Any: torch's stubs omit the PCI fields
+    found: Any = torch.cuda.get_device_properties(device)
+    return (
+        f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    )
 
 
 def empty_cache(device: torch.device) -> None:

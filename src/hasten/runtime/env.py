@@ -50,13 +50,19 @@ def home(env: Mapping[str, str]) -> Path:
     if given := env.get(HOME):
         return Path(given)
     cache = env.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path(env.get("HOME", "~")).expanduser() / ".cache") / "hasten"
+    return (
+        Path(cache) if cache else Path(env.get("HOME", "~")).expanduser() / ".cache"
+    ) / "hasten"
 
 
 def runtime_folder(env: Mapping[str, str]) -> Path:
     """Return the user's folder for sockets: in XDG_RUNTIME_DIR, else in the temporary folder, named by the user id."""
     given = env.get("XDG_RUNTIME_DIR")
-    return Path(given) / "hasten" if given else Path(gettempdir()) / f"hasten-{os.geteuid()}"
+    return (
+        Path(given) / "hasten"
+        if given
+        else Path(gettempdir()) / f"hasten-{os.geteuid()}"
+    )
 
 
 def log_level(env: Mapping[str, str]) -> str | None:
@@ -82,7 +88,9 @@ def flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
     word = value.strip().lower()
     if word in _TRUE or word in _FALSE:
         return word in _TRUE
-    raise ConfigError(f"{name}={value!r} is neither yes nor no, so it would be guessed; set {name} to 1 or 0.")
+    raise ConfigError(
+        f"{name}={value!r} is neither yes nor no, so it would be guessed; set {name} to 1 or 0."
+    )
 
 
 def put_default(name: str, value: str) -> bool:

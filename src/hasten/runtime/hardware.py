@@ -57,14 +57,18 @@ class AcceleratorEntry:
             "bf16": self.tflops_bf16,
             "fp16": self.tflops_bf16,
             "fp8": self.tflops_fp8 or self.tflops_bf16,
-            "fp32": (self.tflops_tf32 or self.tflops_fp32) if tf32 else self.tflops_fp32,
+            "fp32": (self.tflops_tf32 or self.tflops_fp32)
+            if tf32
+            else self.tflops_fp32,
         }
         return peaks.get(dtype, self.tflops_fp32) * 1e12
 
     def flops(self, dtype: str, tf32: bool = False) -> float:
         """Return the floating-point operations per second that matrix products of `dtype` reach."""
         on_matrix_units = dtype in ("bf16", "fp16", "fp8") or (dtype == "fp32" and tf32)
-        return self.peak(dtype, tf32) * (self.matmul_share if on_matrix_units else self.fp32_share)
+        return self.peak(dtype, tf32) * (
+            self.matmul_share if on_matrix_units else self.fp32_share
+        )
 
 
 def _known(*entries: AcceleratorEntry) -> MappingProxyType[str, AcceleratorEntry]:
@@ -190,7 +194,9 @@ KNOWN: Final = _known(
 )
 """Accelerators known to hasten, by name."""
 
-_ALIASES: Final = MappingProxyType({"4090": "rtx4090", "v5e": "tpu-v5e", "tpuv5e": "tpu-v5e", "a100-80gb": "a100"})
+_ALIASES: Final = MappingProxyType(
+    {"4090": "rtx4090", "v5e": "tpu-v5e", "tpuv5e": "tpu-v5e", "a100-80gb": "a100"}
+)
 
 
 def find(name: str, own: Mapping[str, AcceleratorEntry] = KNOWN) -> AcceleratorEntry:
@@ -199,13 +205,19 @@ def find(name: str, own: Mapping[str, AcceleratorEntry] = KNOWN) -> AcceleratorE
     Raises: ConfigError that lists the known names.
     """
     by_plain = {_plain(key): entry for key, entry in own.items()}
-    by_plain |= {_plain(alias): own[key] for alias, key in _ALIASES.items() if key in own}
+    by_plain |= {
+        _plain(alias): own[key] for alias, key in _ALIASES.items() if key in own
+    }
     if _plain(name) in by_plain:
         return by_plain[_plain(name)]
     words = re.findall("[a-z0-9]+", name.lower())
     if "40gb" in words and "a100" in words and "a100-40gb" in own:
         return own["a100-40gb"]
-    joined = ["".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)]
+    joined = [
+        "".join(words[start:end])
+        for start in range(len(words))
+        for end in range(start + 1, len(words) + 1)
+    ]
     if inside := [key for key in by_plain if key in joined]:
         return by_plain[max(inside, key=len)]
     near = get_close_matches(name.lower(), list(own), n=1, cutoff=0.5)

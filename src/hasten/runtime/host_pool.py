@@ -36,7 +36,11 @@ class HostPool:
     def __init__(self, pinned: bool, pinned_bytes: int | None = None) -> None:
         """Create an empty pool; `pinned_bytes` limits the page-locked memory, by default to a share of what is free."""
         self._pin = pinned
-        self._bound = int(PINNED_SHARE * free_host_bytes()) if pinned_bytes is None else pinned_bytes
+        self._bound = (
+            int(PINNED_SHARE * free_host_bytes())
+            if pinned_bytes is None
+            else pinned_bytes
+        )
         self._lock = threading.Lock()
         self._ready: list[Tensor] = []
         self._adopted: dict[int, Tensor] = {}
@@ -49,9 +53,13 @@ class HostPool:
     def reserve(self, num_bytes: int) -> None:
         """Allocate slabs for about `num_bytes` in parallel, and log the time, since page-locking is slow."""
         slabs = max(1, -(-num_bytes // SLAB_BYTES))
-        slab_bytes = self._size = SLAB_BYTES if slabs > 1 else _power_of_two(max(num_bytes, ALIGN_BYTES))
+        slab_bytes = self._size = (
+            SLAB_BYTES if slabs > 1 else _power_of_two(max(num_bytes, ALIGN_BYTES))
+        )
         started = time.perf_counter()
-        with ThreadPoolExecutor(min(_MOST_THREADS, slabs), thread_name_prefix="hasten-pin") as pool:
+        with ThreadPoolExecutor(
+            min(_MOST_THREADS, slabs), thread_name_prefix="hasten-pin"
+        ) as pool:
             self._ready += list(pool.map(self._take, [slab_bytes] * slabs))
         if self._pin and num_bytes > SLAB_BYTES:
             log.info(
@@ -88,7 +96,10 @@ class HostPool:
         with self._lock:
             said, self._pin = not self._pin, False
         if not said:
-            log.warning("%s Further offloaded weights use ordinary memory, which is slower to copy to the device.", why)
+            log.warning(
+                "%s Further offloaded weights use ordinary memory, which is slower to copy to the device.",
+                why,
+            )
 
     def adopt(self, tensor: Tensor) -> tuple[Tensor, int] | None:
         """Return the slab and offset of a tensor that is page-locked already; None if it must be copied."""
@@ -97,14 +108,19 @@ class HostPool:
         storage = tensor.untyped_storage()
         slab = self._adopted.get(storage.data_ptr())
         if slab is None:
-            slab = self._adopted[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+            slab = self._adopted[storage.data_ptr()] = torch.empty(
+                0, dtype=torch.uint8
+            ).set_(storage)
         start = int(tensor.storage_offset()) * tensor.element_size()
         return (slab, start) if start % ALIGN_BYTES == 0 else None
 
     def cut(self, num_bytes: int) -> tuple[Tensor, int, Tensor]:
         """Allocate bytes for one tensor; returns the slab, the offset in it and the bytes."""
         if self._slab is None or self._used + num_bytes > self._slab.numel():
-            fits = next((i for i, slab in enumerate(self._ready) if slab.numel() >= num_bytes), None)
+            fits = next(
+                (i for i, slab in enumerate(self._ready) if slab.numel() >= num_bytes),
+                None,
+            )
             size = max(_power_of_two(num_bytes), min(self._size, SLAB_BYTES))
             self._slab = self._ready.pop(fits) if fits is not None else self._take(size)
             self._used = 0
@@ -125,9 +141,18 @@ def free_host_bytes() -> int:
     if available("psutil"):  # reads the same on Linux, and knows other systems
         free = int(need("psutil").virtual_memory().available)
     elif meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text("utf-8").splitlines())
+        lines = dict(
+            line.split(":", 1) for line in meminfo.read_text("utf-8").splitlines()
+        )
         free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text("utf-8").strip()).isdigit():
+    limit, used = (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory.current"),
+    )
+    if (
+        limit.is_file()
+        and used.is_file()
+        and (text := limit.read_text("utf-8").strip()).isdigit()
+    ):
         free = min(free, max(int(text) - int(used.read_text("utf-8")), 0))
     return free

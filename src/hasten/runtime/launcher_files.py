@@ -39,7 +39,8 @@ def ended_ranks(env: Mapping[str, str]) -> dict[int, int]:
 def _write(name: str, text: str, env: Mapping[str, str]) -> None:
     if folder := env.get(environment.MEMORY_FOLDER):
         draft = Path(folder) / f"{name}.draft"
-        with suppress(OSError):  # memory may be full: ranks then notice the problem later, by timeout
+        # memory may be full: ranks then notice the problem later, by timeout
+        with suppress(OSError):
             draft.write_text(text)
             draft.replace(Path(folder) / name)
 
@@ -62,7 +63,11 @@ def write_error(path: Path, summary: str, text: str, *, echo: bool = False) -> N
     Raises: OSError if the file cannot be written.
     """
     now = time.time()
-    message = {"message": summary, "errorCode": 1, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}}
+    message = {
+        "message": summary,
+        "errorCode": 1,
+        "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
     own = {"time": now, "traceback": text, "summary": summary, "echo": echo}

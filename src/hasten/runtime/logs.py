@@ -29,23 +29,29 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
         """Return whether a record of this level would be logged on a process that logs."""
-        if not self._settled:  # on first use, because loggers are created when modules are imported
+        # on first use, because loggers are created when modules are imported
+        if not self._settled:
             self._settled = True
             if name := env.log_level(env.snapshot()):
                 self.logger.setLevel(name)
         return self.logger.isEnabledFor(level)
 
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:  # Any: as in logging
+    # Any: as in logging
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log on the main process, or on the ranks given by the keywords.
 
         Raises: CommError if `in_order` is requested before there is a process group.
         """
-        main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        main_only, in_order = (
+            kwargs.pop("main_process_only", True),
+            kwargs.pop("in_order", False),
+        )
         enabled = self.isEnabledFor(level)
         in_order = in_order and not main_only
         if not enabled and not in_order:
             return
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
+        # the caller's line, not this one
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         rank, world_size = _place()
         if not main_only and world_size > 1:
             msg = f"[RANK {rank}] {msg}"
@@ -56,7 +62,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             if in_order and world_size > 1:
                 _barrier(rank, world_size)
 
-    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:  # Any: as in logging
+    # Any: as in logging
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning the first time that this logger receives it."""
         key = (str(msg), repr(args))
         if key not in self._said:
@@ -85,7 +92,11 @@ def show_logs(level: str | int = "INFO") -> Callable[[], None]:
     handler: logging.Handler | None = None
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+        handler.setFormatter(
+            logging.Formatter(
+                "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
+            )
+        )
         logger.addHandler(handler)
 
     def undo() -> None:
@@ -104,12 +115,14 @@ def on_main(action: Callable[[], object]) -> None:
 
 def _place() -> tuple[int, int]:
     """Return rank and world size: of the process group if there is one, else from the environment."""
-    dist = sys.modules.get("torch.distributed")  # not imported here: a log line must not take seconds
+    # not imported here: a log line must not take seconds
+    dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     try:
         topology = Topology.from_env(env.snapshot())
-    except TopologyError:  # reported when the process group is started; the log line must not be lost
+    # reported when the process group is started; the log line must not be lost
+    except TopologyError:
         return 0, 1
     return topology.rank, topology.world_size
 
@@ -148,16 +161,33 @@ class StartUp:
 
 def banner(facts: StartUp) -> str:
     """Return the facts as text, for the start of a run in debug mode."""
-    rows: list[tuple[str, str]] = [("device", facts.device), ("backend", facts.backend or "none: one process")]
+    rows: list[tuple[str, str]] = [
+        ("device", facts.device),
+        ("backend", facts.backend or "none: one process"),
+    ]
     rows += [("mesh", line) for line in facts.mesh]
     rows += [("wrapping", line) for line in facts.wrapping or ("no model prepared",)]
     rows += [("modules", line) for line in facts.modules]
     rows += [("memory", line) for line in facts.memory]
     rows += [("sampler", line) for line in facts.sampler or ("no loader prepared",)]
-    step = "every batch" if facts.accumulation == 1 else f"every {facts.accumulation} batches"
-    rows += [("accumulation", f"{facts.accumulation} (one update {step})"), ("precision", facts.precision)]
+    step = (
+        "every batch"
+        if facts.accumulation == 1
+        else f"every {facts.accumulation} batches"
+    )
+    rows += [
+        ("accumulation", f"{facts.accumulation} (one update {step})"),
+        ("precision", facts.precision),
+    ]
     own = facts.precision == "no" or facts.masters == "keep"
-    rows.append(("weights", "trained in the model's own dtype" if own else "trained in float32 (master_weights=fp32)"))
+    rows.append(
+        (
+            "weights",
+            "trained in the model's own dtype"
+            if own
+            else "trained in float32 (master_weights=fp32)",
+        )
+    )
     rows += [("note", line) for line in facts.notes]
     shown, last = [], ""
     for label, value in rows:

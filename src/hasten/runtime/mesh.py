@@ -33,7 +33,8 @@ class _OfWorld:
 
     def __init__(self) -> None:
         self._world: weakref.ref[dist.ProcessGroup] | None = None
-        self._made: dict[Hashable, Any] = {}  # Any: groups and meshes, each under a key of its kind
+        # Any: groups and meshes, each under a key of its kind
+        self._made: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         world = dist.group.WORLD
@@ -55,7 +56,9 @@ class _OfWorld:
 def _forget_layouts() -> None:
     """Clear DTensor's caches, which identify a mesh by its shape: results in a new world would refer to old groups."""
     if "torch.distributed.tensor" in sys.modules:
-        clear: Callable[[], None] = need("torch.distributed.tensor.debug")._clear_sharding_prop_cache
+        clear: Callable[[], None] = need(
+            "torch.distributed.tensor.debug"
+        )._clear_sharding_prop_cache
         clear()
 
 
@@ -74,7 +77,9 @@ def group_of(ranks: Sequence[int], timeout_s: float | None = None) -> dist.Proce
 
     def make() -> dist.ProcessGroup:
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=limit, use_local_synchronization=True
+        )
         return group
 
     return once(("group", tuple(ranks), timeout_s), make)
@@ -119,9 +124,18 @@ class Groups:
         return self._made[peers]
 
     def _make(self, peers: tuple[int, ...]) -> Comm:
-        assert self._store is not None, "a group of several ranks needs a process group and its store"
+        assert self._store is not None, (
+            "a group of several ranks needs a process group and its store"
+        )
         group = group_of(peers, self._timeout_s)
-        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s, self._codec, self._trail)
+        return ProcessGroupComm(
+            group,
+            self._store,
+            self._world.device,
+            self._timeout_s,
+            self._codec,
+            self._trail,
+        )
 
 
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
@@ -136,12 +150,19 @@ def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
         atexit.register(stop)
     spec = replace(spec, dp_shard=spec.size(*SHARD), cp=1)
-    return _mesh(device, tuple(spec.size(axis) for axis in AXES), tuple(str(axis) for axis in AXES))
+    return _mesh(
+        device,
+        tuple(spec.size(axis) for axis in AXES),
+        tuple(str(axis) for axis in AXES),
+    )
 
 
-def _mesh(device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _mesh(
+    device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
     return once(
-        ("mesh", device.type, sizes, names), lambda: dist.init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        ("mesh", device.type, sizes, names),
+        lambda: dist.init_device_mesh(device.type, sizes, mesh_dim_names=names),
     )
 
 
@@ -157,7 +178,10 @@ class WorldMesh:
         if self._whole is None:
             self._whole = device_mesh(ctx.mesh, ctx.device)
         names, whole = tuple(str(axis) for axis in axes), self._whole
-        return once(("part of", whole.device_type, tuple(whole.shape), names), lambda: whole[names])
+        return once(
+            ("part of", whole.device_type, tuple(whole.shape), names),
+            lambda: whole[names],
+        )
 
     def experts(self, ctx: ProcessContext) -> DeviceMesh:
         """Return the mesh of data-parallel ranks for experts: replicas, shards, and `ep`. Ranks: every rank."""

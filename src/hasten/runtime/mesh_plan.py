@@ -95,17 +95,29 @@ class MeshSpec:
         `dp_replicate=None` means -1 if no other axis is -1, else 1. `ep=-1` means all data-parallel ranks.
         Raises: ConfigError if two axes are -1, or the sizes do not divide the world size.
         """
-        if world_size == 1 and (pp, dp_replicate, dp_shard, cp, tp, ep) == (1, None, 1, 1, 1, 1):
+        if world_size == 1 and (pp, dp_replicate, dp_shard, cp, tp, ep) == (
+            1,
+            None,
+            1,
+            1,
+            1,
+            1,
+        ):
             return cls()
         if world_size < 1:
-            raise ConfigError(f"world_size={world_size} is not a number of processes; it must be at least 1.")
+            raise ConfigError(
+                f"world_size={world_size} is not a number of processes; it must be at least 1."
+            )
         sizes = {Axis.PP: pp, Axis.DP_SHARD: dp_shard, Axis.CP: cp, Axis.TP: tp}
         if dp_replicate is None:
             dp_replicate = 1 if FILL in sizes.values() else FILL
         sizes[Axis.DP_REPLICATE] = dp_replicate
         filled = _fill(world_size, sizes)
         everyone = filled[Axis.DP_REPLICATE] * filled[Axis.DP_SHARD]
-        return cls(**{str(axis): size for axis, size in filled.items()}, ep=everyone if ep == FILL else ep)
+        return cls(
+            **{str(axis): size for axis, size in filled.items()},
+            ep=everyone if ep == FILL else ep,
+        )
 
     @property
     def world_size(self) -> int:
@@ -139,14 +151,20 @@ class MeshSpec:
 
     def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only along `axes`, including `rank`, ascending."""
-        base = rank - sum(step * self._stride(axis) for axis, step in self.coordinate(rank).items() if axis in axes)
+        base = rank - sum(
+            step * self._stride(axis)
+            for axis, step in self.coordinate(rank).items()
+            if axis in axes
+        )
         return tuple(base + offset for offset in self._offsets(_ordered(axes)))
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return every set of peers along `axes`: a partition of the world, ordered by first rank."""
         members = self._offsets(_ordered(axes))
         rest = [axis for axis in AXES if axis not in axes]
-        return tuple(tuple(first + offset for offset in members) for first in self._offsets(rest))
+        return tuple(
+            tuple(first + offset for offset in members) for first in self._offsets(rest)
+        )
 
     @property
     def expert_sizes(self) -> tuple[int, int, int]:
@@ -167,11 +185,17 @@ class MeshSpec:
         offsets = [0]
         for axis in axes:
             stride = self._stride(axis)
-            offsets = [base + step * stride for base in offsets for step in range(getattr(self, axis))]
+            offsets = [
+                base + step * stride
+                for base in offsets
+                for step in range(getattr(self, axis))
+            ]
         return offsets
 
     def _check_rank(self, rank: int) -> None:
-        assert 0 <= rank < self.world_size, f"rank {rank} is outside the mesh of {self.world_size} ranks: {self}"
+        assert 0 <= rank < self.world_size, (
+            f"rank {rank} is outside the mesh of {self.world_size} ranks: {self}"
+        )
 
 
 def divisors(number: int) -> list[int]:
@@ -182,14 +206,20 @@ def divisors(number: int) -> list[int]:
 
 def _check_experts(mesh: MeshSpec) -> None:
     """Raise unless the experts can be divided among consecutive data-parallel ranks."""
-    replicas, shards, others = mesh.dp_replicate, mesh.dp_shard, (Axis.PP, Axis.CP, Axis.TP)
+    replicas, shards, others = (
+        mesh.dp_replicate,
+        mesh.dp_shard,
+        (Axis.PP, Axis.CP, Axis.TP),
+    )
     beside = [axis for axis in others if mesh.size(axis) > 1]
     if beside:
         raise ConfigError(
             f"ep={mesh.ep} was asked for with {beside[0]}={mesh.size(beside[0])}; experts are divided among data-parallel "
             f"ranks only in this version. Set {beside[0]}_size=1, or ep_size=1."
         )
-    fitting = sorted({*divisors(shards), *(shards * more for more in divisors(replicas))})
+    fitting = sorted(
+        {*divisors(shards), *(shards * more for more in divisors(replicas))}
+    )
     if mesh.ep not in fitting:
         raise ConfigError(
             f"ep={mesh.ep} does not fit dp_replicate={replicas} and dp_shard={shards}: experts are divided among the "
@@ -203,7 +233,10 @@ def _ordered(axes: tuple[Axis, ...]) -> list[Axis]:
 
 def _fill(world_size: int, sizes: dict[Axis, int]) -> dict[Axis, int]:
     """Return `sizes` with the FILL axis replaced by its size, checked against the world size."""
-    shown = ", ".join(f"{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1) or "all sizes 1"
+    shown = (
+        ", ".join(f"{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1)
+        or "all sizes 1"
+    )
     for axis in AXES:
         if sizes[axis] != FILL and (sizes[axis] < 1 or world_size % sizes[axis]):
             raise ConfigError(
@@ -248,7 +281,8 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         pp=degrees.get("pp", sizes.pp_size),
         dp_replicate=replicate,
         dp_shard=1 if shard is None else shard,
-        cp=degrees.get("cp", sizes.cp_size if sizes.sp_size == 1 else sizes.sp_size),  # one of them at most
+        # one of them at most
+        cp=degrees.get("cp", sizes.cp_size if sizes.sp_size == 1 else sizes.sp_size),
         tp=degrees.get("tp", sizes.tp_size),
         ep=sizes.ep_size,
     )
@@ -267,7 +301,11 @@ def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:
 
     An axis whose size is not set takes the context's size; but strategy='fsdp' needs an axis to shard over.
     """
-    asked = [name for name in _AXES_OF_SIZES if getattr(config.parallelism, name) not in (None, 1)]
+    asked = [
+        name
+        for name in _AXES_OF_SIZES
+        if getattr(config.parallelism, name) not in (None, 1)
+    ]
     wanted = mesh_of(config, local_world_size, mesh.world_size) if asked else mesh
     for name in asked:
         axis = _AXES_OF_SIZES[name]
@@ -286,7 +324,9 @@ def check_mesh(config: Config, local_world_size: int, mesh: MeshSpec) -> None:
 
 def mesh_title(mesh: MeshSpec) -> str:
     """Return the axes larger than one, with their sizes; empty for one process."""
-    axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)
+    axes = " x ".join(
+        f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1
+    )
     return axes if mesh.ep == 1 else f"{axes} (experts over ep {mesh.ep})"
 
 
@@ -296,13 +336,23 @@ def mesh_table(mesh: MeshSpec, local_world_size: int) -> list[str]:
     experts = ["ep"] if mesh.ep > 1 else []
     rows = [["rank", "machine", *(str(axis) for axis in axes), *experts]]
     world = mesh.world_size
-    listed = range(world) if world <= _SHOWN else [*range(_SHOWN // 2), *range(world - _SHOWN // 2, world)]
+    listed = (
+        range(world)
+        if world <= _SHOWN
+        else [*range(_SHOWN // 2), *range(world - _SHOWN // 2, world)]
+    )
     for rank in listed:
         where = mesh.coordinate(rank)
-        places = [*(str(where[axis]) for axis in axes), *(str(mesh.expert_index(rank)) for _ in experts)]
+        places = [
+            *(str(where[axis]) for axis in axes),
+            *(str(mesh.expert_index(rank)) for _ in experts),
+        ]
         rows.append([str(rank), str(rank // local_world_size), *places])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     if world > _SHOWN:
         lines.insert(1 + _SHOWN // 2, f"... {world - _SHOWN} more ranks")
     return lines

@@ -49,11 +49,15 @@ def user_secret(env: Mapping[str, str]) -> bytes | None:
     Raises: ConfigError for a file that others can read or that is not the user's.
     """
     path = environment.home(env) / _FILE
-    with suppress(OSError):  # a home folder that is not writable: an existing secret is still used
+    # a home folder that is not writable: an existing secret is still used
+    with suppress(OSError):
         _make(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # no secret: the caller continues without one, and reports the consequences
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )
+    # no secret: the caller continues without one, and reports the consequences
+    except OSError:
         return None
     try:
         _check_private(path, os.fstat(descriptor))
@@ -80,7 +84,11 @@ def _make(path: Path) -> None:
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+    if (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not found.st_mode & 0o077
+    ):
         return
     raise ConfigError(
         f"{path} must be a file of your own that nobody else can read (it has mode {found.st_mode & 0o777:03o}, owner "

@@ -28,7 +28,13 @@ _LARGEST_SEED: Final = 2**63 - 1
 _CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False, *, rank: int | None = None) -> int:
+def set_seed(
+    seed: int,
+    device_specific: bool = False,
+    deterministic: bool = False,
+    *,
+    rank: int | None = None,
+) -> int:
     """Seed python, numpy, torch and every device; return the seed used on this rank.
 
     `device_specific` adds the rank, so that ranks draw different numbers (`rank` defaults to that of the process).
@@ -41,7 +47,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # also seeds every accelerator supported by torch
-    if "torch_xla" in sys.modules:  # torch does not seed XLA devices; strategy='xla' starts from torch's seed
+    # torch does not seed XLA devices; strategy='xla' starts from torch's seed
+    if "torch_xla" in sys.modules:
         need("torch_xla").manual_seed(seed)
     if deterministic:
         _make_deterministic()
@@ -49,9 +56,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def _checked(seed: object) -> int:
-    if not isinstance(seed, bool) and isinstance(seed, Integral) and 0 <= int(seed) <= _LARGEST_SEED:
+    if (
+        not isinstance(seed, bool)
+        and isinstance(seed, Integral)
+        and 0 <= int(seed) <= _LARGEST_SEED
+    ):
         return int(seed)
-    wrong = "is negative" if isinstance(seed, Integral) and int(seed) < 0 else "is no seed"
+    wrong = (
+        "is negative" if isinstance(seed, Integral) and int(seed) < 0 else "is no seed"
+    )
     raise ConfigError(
         f"seed={seed!r} {wrong}: not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
     )
@@ -59,7 +72,9 @@ def _checked(seed: object) -> int:
 
 def _make_deterministic() -> None:
     if torch.cuda.is_available() and env.put_default(_CUBLAS, ":4096:8"):
-        log.info("set %s=:4096:8, without which cuBLAS refuses to be deterministic", _CUBLAS)
+        log.info(
+            "set %s=:4096:8, without which cuBLAS refuses to be deterministic", _CUBLAS
+        )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -92,7 +107,9 @@ class RngState:
         """Return the current state of all generators; of the devices, only that of `device`, used by this process."""
         place = torch.device(device)
         numpy = np.random.get_state(legacy=False)
-        return cls.of(random.getstate(), numpy, torch.get_rng_state(), place, device_state(place))
+        return cls.of(
+            random.getstate(), numpy, torch.get_rng_state(), place, device_state(place)
+        )
 
     @classmethod
     def of(
@@ -106,19 +123,31 @@ class RngState:
         """Return the state of generators from what `random.getstate`, `np.random.get_state` and the others returned."""
         version, words, gauss = python
         return cls(
-            python={"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            python={
+                "version": version,
+                "words": torch.tensor(words, dtype=torch.int64),
+                "gauss": gauss,
+            },
             numpy={
                 "kind": str(numpy["bit_generator"]),
-                "words": torch.from_numpy(np.asarray(numpy["state"]["key"]).astype(np.int64)),
+                "words": torch.from_numpy(
+                    np.asarray(numpy["state"]["key"]).astype(np.int64)
+                ),
                 "position": int(numpy["state"]["pos"]),
                 "has_gauss": int(numpy["has_gauss"]),
                 "gauss": float(numpy["gauss"]),
             },
             cpu=cpu,
-            device=None if on_device is None else {"type": device.type, "state": on_device},
+            device=None
+            if on_device is None
+            else {"type": device.type, "state": on_device},
         )
 
-    def restore(self, device: torch.device | str = "cpu", missing: Literal["error", "warn"] = "error") -> None:
+    def restore(
+        self,
+        device: torch.device | str = "cpu",
+        missing: Literal["error", "warn"] = "error",
+    ) -> None:
         """Set all generators to this state.
 
         `missing` selects the behaviour if the state was captured on another kind of device, so that the generator of
@@ -128,16 +157,30 @@ class RngState:
         place = torch.device(device)
         saved = "cpu" if self.device is None else str(self.device["type"])
         self.check_device(place, missing)
-        random.setstate((self.python["version"], tuple(self.python["words"].tolist()), self.python["gauss"]))
+        random.setstate(
+            (
+                self.python["version"],
+                tuple(self.python["words"].tolist()),
+                self.python["gauss"],
+            )
+        )
         n = self.numpy
         np.random.set_state(
-            (n["kind"], n["words"].numpy().astype(np.uint32), n["position"], n["has_gauss"], n["gauss"])
+            (
+                n["kind"],
+                n["words"].numpy().astype(np.uint32),
+                n["position"],
+                n["has_gauss"],
+                n["gauss"],
+            )
         )
         torch.set_rng_state(self.cpu)
         if self.device is not None and saved == place.type:
             _set_device_state(place, self.device["state"])
 
-    def check_device(self, device: torch.device, missing: Literal["error", "warn"] = "error") -> None:
+    def check_device(
+        self, device: torch.device, missing: Literal["error", "warn"] = "error"
+    ) -> None:
         """Raise DeviceError, or warn, if the state was captured on another kind of device."""
         saved = "cpu" if self.device is None else str(self.device["type"])
         if saved == device.type:
@@ -147,13 +190,20 @@ class RngState:
             f"draws there will differ from the run that was saved"
         )
         if missing == "error":
-            raise DeviceError(f"{message}. Resume on {saved!r}, or accept it by restoring with missing='warn'.")
+            raise DeviceError(
+                f"{message}. Resume on {saved!r}, or accept it by restoring with missing='warn'."
+            )
         log.warning("%s.", message)
 
     def to_tree(self) -> dict[str, Any]:  # Any: a tree of tensors and JSON values
         """Return the state as nested dicts of tensors and JSON values."""
         device = None if self.device is None else dict(self.device)
-        return {"python": dict(self.python), "numpy": dict(self.numpy), "torch": self.cpu, "device": device}
+        return {
+            "python": dict(self.python),
+            "numpy": dict(self.numpy),
+            "torch": self.cpu,
+            "device": device,
+        }
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> RngState:
@@ -180,7 +230,10 @@ class RngState:
                 cpu=_words(tree["torch"], torch.uint8, None),
                 device=None
                 if device is None
-                else {"type": str(device["type"]), "state": _words(device["state"], torch.uint8, None)},
+                else {
+                    "type": str(device["type"]),
+                    "state": _words(device["state"], torch.uint8, None),
+                },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptCheckpointError(
@@ -190,9 +243,20 @@ class RngState:
 
 
 def _words(value: object, dtype: torch.dtype, count: int | None) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype != dtype or value.dim() != 1 or count not in (None, len(value)):
-        shape = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"expected a {dtype} vector{f' of {count}' if count else ''}, found {shape}")
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype != dtype
+        or value.dim() != 1
+        or count not in (None, len(value))
+    ):
+        shape = (
+            (value.dtype, tuple(value.shape))
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
+        raise ValueError(
+            f"expected a {dtype} vector{f' of {count}' if count else ''}, found {shape}"
+        )
     return value.cpu()
 
 
@@ -201,9 +265,13 @@ def device_state(device: torch.device) -> Tensor | None:
     if device.type == "cpu":
         return None
     if device.type == "xla":
-        return torch.tensor(list(_settled_xla_seed().to_bytes(8, "little")), dtype=torch.uint8)
+        return torch.tensor(
+            list(_settled_xla_seed().to_bytes(8, "little")), dtype=torch.uint8
+        )
     module = torch.get_device_module(device)
-    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    state: Tensor = (
+        module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    )
     return state.cpu()
 
 
@@ -226,7 +294,9 @@ def _settled_xla_seed() -> int:
 
 def _set_device_state(device: torch.device, state: Tensor) -> None:
     if device.type == "xla":
-        need("torch_xla.core.xla_model").set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
+        need("torch_xla.core.xla_model").set_rng_state(
+            int.from_bytes(bytes(state.tolist()), "little")
+        )
         return
     module = torch.get_device_module(device)
     if device.type == "mps":
@@ -236,7 +306,10 @@ def _set_device_state(device: torch.device, state: Tensor) -> None:
 
 
 def synchronize_rng_states(
-    types: Sequence[str], comm: Comm, generator: torch.Generator | None = None, src: int = 0
+    types: Sequence[str],
+    comm: Comm,
+    generator: torch.Generator | None = None,
+    src: int = 0,
 ) -> None:
     """Broadcast the generator states of member `src` to every member of `comm`.
 
@@ -252,7 +325,9 @@ def synchronize_rng_states(
         )
     state = RngState.capture(comm.device)
     mine: dict[str, Any] = {
-        name: state.to_tree()[name] for name in ("python", "numpy", "torch", "device") if name in kinds
+        name: state.to_tree()[name]
+        for name in ("python", "numpy", "torch", "device")
+        if name in kinds
     }
     if "generator" in kinds and generator is not None:
         mine["generator"] = generator.get_state()

@@ -48,7 +48,9 @@ def join(address: str, port: int, timeout: timedelta) -> TCPStore:
 
     Raises: DistError if no server answers in time.
     """
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
 
 
 def is_loopback(address: str) -> bool:
@@ -65,14 +67,18 @@ def loopback_interface() -> str | None:
 def _listener(address: str, port: int, alone: bool) -> socket.socket:
     resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     local = alone or is_loopback(address)
-    for family, _, _, _, sockaddr in sorted(resolved, key=lambda found: found[0] != socket.AF_INET):
+    for family, _, _, _, sockaddr in sorted(
+        resolved, key=lambda found: found[0] != socket.AF_INET
+    ):
         if is_loopback(str(sockaddr[0])) and not local:
-            continue  # many Linux machines resolve their name to 127.0.1.1, which no other machine reaches
+            # many Linux machines resolve their name to 127.0.1.1, which no other machine reaches
+            continue
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(sockaddr)
-            listener.listen(_BACKLOG)  # if two processes bind at the same moment, the second fails only here
+            # if two processes bind at the same moment, the second fails only here
+            listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
             if error.errno in _NOT_OURS:
@@ -91,4 +97,6 @@ def _everywhere(address: str, port: int) -> socket.socket:
     )
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+    return socket.create_server(
+        ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual
+    )

@@ -146,7 +146,9 @@ class HostCopy:
         if not source.is_cpu:
             lanes = _lanes_of_thread(source.device, get_ident())
             lanes.follow_current_stream()
-            self._values = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._values = torch.empty(
+                source.shape, dtype=source.dtype, pin_memory=source.is_cuda
+            )
             self._arrived = lanes.store([(self._values, source)])
 
     def is_ready(self) -> bool:

@@ -31,7 +31,9 @@ def number(env: Mapping[str, str], name: str) -> int | None:
 
 def first(env: Mapping[str, str], *names: str) -> int | None:
     """Return the number in the first variable of `names` that is set."""
-    return next((found for name in names if (found := number(env, name)) is not None), None)
+    return next(
+        (found for name in names if (found := number(env, name)) is not None), None
+    )
 
 
 def companion(env: Mapping[str, str], name: str, beside: str) -> int:
@@ -50,7 +52,9 @@ def missing(env: Mapping[str, str], name: str, beside: str) -> TopologyError:
     )
 
 
-def contradiction(env: Mapping[str, str], name: str, other: str, why: str) -> TopologyError:
+def contradiction(
+    env: Mapping[str, str], name: str, other: str, why: str
+) -> TopologyError:
     """Return the error for two variables that contradict each other."""
     return TopologyError(
         f"{name}={env.get(name)} contradicts {other}={env.get(other)}: {why}. "
@@ -82,7 +86,13 @@ class Topology:
 
     def __post_init__(self) -> None:
         _check_range("rank", self.rank, "world_size", self.world_size, self.source)
-        _check_range("local_rank", self.local_rank, "local_world_size", self.local_world_size, self.source)
+        _check_range(
+            "local_rank",
+            self.local_rank,
+            "local_world_size",
+            self.local_world_size,
+            self.source,
+        )
         if self.local_world_size > self.world_size:
             raise TopologyError(
                 f"local_world_size={self.local_world_size} exceeds world_size={self.world_size} (read from "
@@ -90,7 +100,9 @@ class Topology:
                 f"Make the variables agree, or unset those that another launcher left behind."
             )
         if self.node_rank < 0:
-            raise TopologyError(f"node_rank={self.node_rank} is negative; nodes are counted from 0.")
+            raise TopologyError(
+                f"node_rank={self.node_rank} is negative; nodes are counted from 0."
+            )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
@@ -129,16 +141,25 @@ class Topology:
 
 def _torch(env: Mapping[str, str]) -> Topology | None:
     """Return the topology in RANK and WORLD_SIZE, with or without LOCAL_RANK; None where LOCAL_RANK=-1 stands alone."""
-    if env.get("LOCAL_RANK") == "-1" and "RANK" not in env:  # scripts for several processes say so that there is one
+    # scripts for several processes say so that there is one
+    if env.get("LOCAL_RANK") == "-1" and "RANK" not in env:
         return None
-    rank, world_size = companion(env, "RANK", "LOCAL_RANK"), companion(env, "WORLD_SIZE", "RANK")
+    rank, world_size = (
+        companion(env, "RANK", "LOCAL_RANK"),
+        companion(env, "WORLD_SIZE", "RANK"),
+    )
     node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
     if "LOCAL_RANK" not in env:
         return _torch_without_local_rank(env, rank, world_size)
     local_world_size = _local_world_size(env, world_size)
     groups = number(env, "GROUP_WORLD_SIZE")
     if node_rank is not None and groups is not None and node_rank >= groups:
-        raise contradiction(env, "GROUP_RANK", "GROUP_WORLD_SIZE", "a node's number is below the number of nodes")
+        raise contradiction(
+            env,
+            "GROUP_RANK",
+            "GROUP_WORLD_SIZE",
+            "a node's number is below the number of nodes",
+        )
     return Topology(
         rank=rank,
         world_size=world_size,
@@ -151,7 +172,9 @@ def _torch(env: Mapping[str, str]) -> Topology | None:
     )
 
 
-def _torch_without_local_rank(env: Mapping[str, str], rank: int, world_size: int) -> Topology:
+def _torch_without_local_rank(
+    env: Mapping[str, str], rank: int, world_size: int
+) -> Topology:
     """Return the topology of one process per pod, or of several started manually on one machine."""
     per_node = env.get("PET_NPROC_PER_NODE", "1")
     if per_node != "1":
@@ -169,7 +192,12 @@ def _torch_without_local_rank(env: Mapping[str, str], rank: int, world_size: int
         node_rank=0 if here else rank,
         rendezvous=_rendezvous(env, alone=world_size == 1),
         source="torch" if here else "kubernetes",
-        note=note + ("MASTER_ADDR is this machine, so every rank is on it" if here else "one process on each node"),
+        note=note
+        + (
+            "MASTER_ADDR is this machine, so every rank is on it"
+            if here
+            else "one process on each node"
+        ),
     )
 
 
@@ -203,28 +231,49 @@ class _Names:
 
 
 _MPI: Final = (
-    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    _Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    _Names(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Names(
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
 _OPEN_MPI_JOB: Final = "OMPI_MCA_ess_base_jobid"
-_JSM: Final = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+_JSM: Final = _Names(
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
 
 
 def _mpi(env: Mapping[str, str]) -> Topology | None:
     if _JSM.rank in env:
-        return None  # jsrun sets Open MPI's variables too, but only the JSM variables include the hosts
+        # jsrun sets Open MPI's variables too, but only the JSM variables include the hosts
+        return None
     names = next((n for n in _MPI if n.rank in env and n.local_rank in env), None)
     return _from_names(env, names, "mpi") if names else None
 
 
 def _lsf(env: Mapping[str, str]) -> Topology:
     found = _from_names(env, _JSM, "lsf")
-    hosts = env.get("LSB_MCPU_HOSTS", "").split()[::2] or env.get("LSB_HOSTS", "").split()
+    hosts = (
+        env.get("LSB_MCPU_HOSTS", "").split()[::2] or env.get("LSB_HOSTS", "").split()
+    )
     # The first host of an LSF job runs the batch script; if it is a launch node it holds no ranks (one slot only).
     slots = env.get("LSB_MCPU_HOSTS", "").split()[1::2]
-    host = next((h for h, n in zip(hosts, slots, strict=False) if n != "1"), hosts[0] if hosts else None)
+    host = next(
+        (h for h, n in zip(hosts, slots, strict=False) if n != "1"),
+        hosts[0] if hosts else None,
+    )
     port = _job_port(env, "LSB_JOBID", None)
     return replace(found, rendezvous=found.rendezvous or _address(env, host, port))
 
@@ -241,8 +290,14 @@ def _pmi(env: Mapping[str, str]) -> Topology:
 
 
 def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topology:
-    rank, world_size = companion(env, names.rank, names.size), companion(env, names.size, names.rank)
-    local_rank, local_world_size = number(env, names.local_rank), number(env, names.local_size)
+    rank, world_size = (
+        companion(env, names.rank, names.size),
+        companion(env, names.size, names.rank),
+    )
+    local_rank, local_world_size = (
+        number(env, names.local_rank),
+        number(env, names.local_size),
+    )
     if local_rank is None or local_world_size is None:
         raise TopologyError(
             f"{names.rank}={rank} is set without {names.local_rank} and {names.local_size}, so the place of this process on "
@@ -257,7 +312,9 @@ def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topolo
         local_rank=local_rank,
         local_world_size=local_world_size,
         node_rank=rank // max(local_world_size, 1) if node_rank is None else node_rank,
-        rendezvous=_address(env, "127.0.0.1" if local_world_size == world_size else None, port),
+        rendezvous=_address(
+            env, "127.0.0.1" if local_world_size == world_size else None, port
+        ),
         source=source,
     )
 
@@ -266,10 +323,17 @@ def _slurm(env: Mapping[str, str]) -> Topology:
     """Return the topology of a task of srun. The batch script also has SLURM_PROCID=0, but no step: one process."""
     if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
         asked = env.get("SLURM_NTASKS", "1")
-        note = f"SLURM_NTASKS={asked}, but srun did not start this process: it is alone" if asked != "1" else ""
+        note = (
+            f"SLURM_NTASKS={asked}, but srun did not start this process: it is alone"
+            if asked != "1"
+            else ""
+        )
         return Topology(source="single", note=note)
     rank, world_size = companion(env, "SLURM_PROCID", "SLURM_NTASKS"), _slurm_size(env)
-    local_rank, node_rank = (companion(env, name, "SLURM_PROCID") for name in ("SLURM_LOCALID", "SLURM_NODEID"))
+    local_rank, node_rank = (
+        companion(env, name, "SLURM_PROCID")
+        for name in ("SLURM_LOCALID", "SLURM_NODEID")
+    )
     tasks = _slurm_tasks(env)
     if tasks and (node_rank >= len(tasks) or sum(tasks) != world_size):
         raise TopologyError(
@@ -277,8 +341,17 @@ def _slurm(env: Mapping[str, str]) -> Topology:
             f"{env['SLURM_STEP_TASKS_PER_NODE']!r}: the variables come from different steps. Start the script with srun itself, "
             f"and do not export SLURM_* by hand."
         )
-    local_world_size = tasks[node_rank] if tasks else world_size // (number(env, "SLURM_NNODES") or 1)
-    list_name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), None)
+    local_world_size = (
+        tasks[node_rank] if tasks else world_size // (number(env, "SLURM_NNODES") or 1)
+    )
+    list_name = next(
+        (
+            n
+            for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+            if env.get(n)
+        ),
+        None,
+    )
     host = _expanded_hosts(env, list_name)[0] if list_name else None
     return Topology(
         rank=rank,
@@ -322,12 +395,23 @@ def _expanded_hosts(env: Mapping[str, str], name: str) -> list[str]:
 
 def tpu_workers(env: Mapping[str, str]) -> list[str]:
     """Return the hosts of the slice listed in TPU_WORKER_HOSTNAMES; empty if this host is configured to run alone."""
-    return [] if tpu_runs_alone(env) else [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    return (
+        []
+        if tpu_runs_alone(env)
+        else [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    )
 
 
 def tpu_runs_alone(env: Mapping[str, str]) -> bool:
     """Return whether variables configure libtpu to use this host of a slice alone."""
-    bounds = next((env[name] for name in ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS") if env.get(name)), "")
+    bounds = next(
+        (
+            env[name]
+            for name in ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
+            if env.get(name)
+        ),
+        "",
+    )
     return bool(bounds) and all(size.strip() == "1" for size in bounds.split(","))
 
 
@@ -341,7 +425,10 @@ def _xla(env: Mapping[str, str]) -> Topology | None:
     num_hosts = max(len(tpu_workers(env)), 1)
     if node_rank >= num_hosts:
         raise contradiction(
-            env, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "a worker's number is below the number of hosts"
+            env,
+            "TPU_WORKER_ID",
+            "TPU_WORKER_HOSTNAMES",
+            "a worker's number is below the number of hosts",
         )
     return Topology(
         rank=node_rank * local_world_size + local_rank,
@@ -363,7 +450,9 @@ def _pod(env: Mapping[str, str]) -> Topology | None:
         index = first(env, "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
         rank = companion(env, "PET_NODE_RANK", "PET_NNODES") if index is None else index
         host = env.get("PET_MASTER_ADDR") or jobset_host(env)
-        return _one_of_pods(env, rank, int(nodes), host, number(env, "PET_MASTER_PORT") or DEFAULT_PORT)
+        return _one_of_pods(
+            env, rank, int(nodes), host, number(env, "PET_MASTER_PORT") or DEFAULT_PORT
+        )
     raise TopologyError(
         f"PET_NNODES={nodes!r} and PET_NPROC_PER_NODE={per_node!r} ask for more processes than this one, but RANK is not set: "
         f"nothing started them. Run the script under torchrun or `hasten launch`, or unset the PET_* variables."
@@ -378,10 +467,18 @@ def _indexed_pod(env: Mapping[str, str]) -> Topology | None:
     nodes = first(env, "NNODES", "WORLD_SIZE")
     if nodes is None or nodes < 2:
         return None
-    return _one_of_pods(env, companion(env, "JOB_COMPLETION_INDEX", "NNODES"), nodes, jobset_host(env), DEFAULT_PORT)
+    return _one_of_pods(
+        env,
+        companion(env, "JOB_COMPLETION_INDEX", "NNODES"),
+        nodes,
+        jobset_host(env),
+        DEFAULT_PORT,
+    )
 
 
-def _one_of_pods(env: Mapping[str, str], rank: int, num_pods: int, host: str | None, port: int) -> Topology:
+def _one_of_pods(
+    env: Mapping[str, str], rank: int, num_pods: int, host: str | None, port: int
+) -> Topology:
     return Topology(
         rank=rank,
         world_size=num_pods,
@@ -408,7 +505,9 @@ def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
     host = env.get("MASTER_ADDR") or host
     given = number(env, "MASTER_PORT")
     if given is not None and not 0 < given < 65536:
-        raise TopologyError(f"MASTER_PORT={given} is not a port; choose a free one between 1024 and 65535.")
+        raise TopologyError(
+            f"MASTER_PORT={given} is not a port; choose a free one between 1024 and 65535."
+        )
     if host is None:
         return None
     return f"tcp://{f'[{host}]' if ':' in host else host}:{given or port}"
@@ -420,7 +519,9 @@ def _job_port(env: Mapping[str, str], job: str, step: str | None) -> int:
     return 12000 + key % 20000
 
 
-def _check_range(name: str, value: int, size_name: str, size: int, source: Source) -> None:
+def _check_range(
+    name: str, value: int, size_name: str, size: int, source: Source
+) -> None:
     if size < 1 or not 0 <= value < size:
         variables = _variables(source, local=name.startswith("local"))
         raise TopologyError(
@@ -437,7 +538,11 @@ def _variables(source: Source, local: bool) -> str:
         case "kubernetes":
             return "RANK and WORLD_SIZE, PET_NODE_RANK and PET_NNODES, or JOB_COMPLETION_INDEX and NNODES"
         case "slurm":
-            return "SLURM_LOCALID and SLURM_STEP_TASKS_PER_NODE" if local else "SLURM_PROCID and SLURM_NTASKS"
+            return (
+                "SLURM_LOCALID and SLURM_STEP_TASKS_PER_NODE"
+                if local
+                else "SLURM_PROCID and SLURM_NTASKS"
+            )
         case "mpi":
             return "OMPI_COMM_WORLD_*, MV2_COMM_WORLD_*, PMI_* and MPI_LOCAL*"
         case "lsf":
@@ -450,8 +555,11 @@ def _variables(source: Source, local: bool) -> str:
             assert_never(other)
 
 
-_SOURCES: Final[tuple[tuple[frozenset[str], Callable[[Mapping[str, str]], Topology | None]], ...]] = (
-    (frozenset({"RANK", "LOCAL_RANK"}), _torch),  # some clusters set WORLD_SIZE alone, on login nodes
+_SOURCES: Final[
+    tuple[tuple[frozenset[str], Callable[[Mapping[str, str]], Topology | None]], ...]
+] = (
+    # some clusters set WORLD_SIZE alone, on login nodes
+    (frozenset({"RANK", "LOCAL_RANK"}), _torch),
     (frozenset(names.rank for names in _MPI), _mpi),
     (frozenset({_JSM.rank}), _lsf),
     (frozenset({"SLURM_PROCID"}), _slurm),

@@ -79,14 +79,19 @@ class EpochLoops:
             loop.inside = False
         finally:
             self._open.remove(loop)
-            self._left = self._clock.num_passes, [loader.cursor.num_ended for loader in self._objects.loaders]
+            self._left = (
+                self._clock.num_passes,
+                [loader.cursor.num_ended for loader in self._objects.loaders],
+            )
 
     def share(self) -> float | None:
         """Return the completed share of the newest outermost loop; None before the first. Any thread may call it."""
         started = self._outermost.loops[: self._outermost.num_begun]
         if not started or not started[-1].num_epochs:
             return None
-        return min((started[-1].epoch + self._pass_share()) / started[-1].num_epochs, 1.0)
+        return min(
+            (started[-1].epoch + self._pass_share()) / started[-1].num_epochs, 1.0
+        )
 
     def _pass_share(self) -> float:
         """Return the completed share of the pass over the first loader that is inside an epoch, if its length is known."""
@@ -104,10 +109,12 @@ class EpochLoops:
     def _next(self, loop: _Loop) -> int:
         """Start the next body of the loop and return its epoch."""
         loaded, loop.loaded = loop.loaded, None
-        if loaded is not None and not self._caught_up(loaded):  # resume from the loaded state
+        # resume from the loaded state
+        if loaded is not None and not self._caught_up(loaded):
             loop.inner.num_begun = 0
         else:
-            resumed = loop.inside and loaded is None  # the body has ended that could have continued loaded passes
+            # the body has ended that could have continued loaded passes
+            resumed = loop.inside and loaded is None
             if loop.inside or loaded is not None:
                 loop.epoch = (loop.epoch if loaded is None else loaded.body) + 1
             loop.inner, loop.trained = _Level(), False
@@ -133,19 +140,26 @@ class EpochLoops:
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as JSON values: the epoch at which each loop resumes, and its body's complete passes."""
         midway = self._midway()
-        return {"loops": self._states(self._outermost, midway), "ended": self._ended() if midway else []}
+        return {
+            "loops": self._states(self._outermost, midway),
+            "ended": self._ended() if midway else [],
+        }
 
     def _ended(self) -> list[int]:
         """Return the number of passes over each loader that a resume of the current or last body must not repeat."""
         num_passes, ended = self._left
-        current = num_passes == self._clock.num_passes  # else the run has since trained outside epoch loops
+        # else the run has since trained outside epoch loops
+        current = num_passes == self._clock.num_passes
         totals = []
         for index, loader in enumerate(self._objects.loaders):
             cursor = loader.parts.cursor
             if self._open:
                 totals.append(cursor.num_again + cursor.num_ended)
             else:
-                totals.append(cursor.num_again + (ended[index] if current and index < len(ended) else 0))
+                totals.append(
+                    cursor.num_again
+                    + (ended[index] if current and index < len(ended) else 0)
+                )
         return totals
 
     def _states(self, level: _Level, midway: list[int]) -> list[dict[str, Any]]:
@@ -155,23 +169,39 @@ class EpochLoops:
         return states
 
     def _state(self, loop: _Loop, midway: list[int]) -> dict[str, Any]:
-        epoch, trained, loaded = loop.epoch, loop.trained or self._clock.num_passes > loop.num_passes, loop.loaded
+        epoch, trained, loaded = (
+            loop.epoch,
+            loop.trained or self._clock.num_passes > loop.num_passes,
+            loop.loaded,
+        )
         if loaded is not None and loaded.body >= 0 and self._caught_up(loaded):
             return _begin_at(loaded.body + 1)
-        if loaded is not None and loaded.body >= 0 and midway:  # the loader catches up with the running body
-            epoch += max(self._objects.loaders[i].epoch - loaded.epochs[i] for i in midway)
+        # the loader catches up with the running body
+        if loaded is not None and loaded.body >= 0 and midway:
+            epoch += max(
+                self._objects.loaders[i].epoch - loaded.epochs[i] for i in midway
+            )
             return {"epoch": epoch, "inside": True, "trained": True, "inner": []}
         if not loop.inside:
             return _begin_at(epoch)
         if loaded is None and self._over(loop, trained, midway):
             return _begin_at(epoch + 1)
-        return {"epoch": epoch, "inside": True, "trained": trained, "inner": self._states(loop.inner, midway)}
+        return {
+            "epoch": epoch,
+            "inside": True,
+            "trained": trained,
+            "inner": self._states(loop.inner, midway),
+        }
 
     def _over(self, loop: _Loop, trained: bool, midway: list[int]) -> bool:
         """Return True if a resume starts after the running body: it has trained, and no loader is inside an epoch."""
         if midway or loop in self._open[:-1]:
             return False
-        return trained if self._objects.optimizers else any(x.cursor.num_ended for x in self._objects.loaders)
+        return (
+            trained
+            if self._objects.optimizers
+            else any(x.cursor.num_ended for x in self._objects.loaders)
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loops continue from `state`, once the loaders have their positions."""
@@ -186,16 +216,33 @@ class EpochLoops:
         if not level.loops and not saved:
             level.num_begun = 0
             return
-        level.num_begun = next((n for n, loop in enumerate(level.loops, 1) if loop in self._open), 0)
+        level.num_begun = next(
+            (n for n, loop in enumerate(level.loops, 1) if loop in self._open), 0
+        )
         del level.loops[max(len(saved), level.num_begun) :]
         level.loops += [_Loop() for _ in saved[len(level.loops) :]]
-        loaders, epochs = self._clock.loaders, tuple(loader.epoch for loader in self._objects.loaders)
+        loaders, epochs = (
+            self._clock.loaders,
+            tuple(loader.epoch for loader in self._objects.loaders),
+        )
         for index, loop in enumerate(level.loops):
             state = saved[index] if index < len(saved) else _begin_at(0)
-            body = loop.loaded.body if loop.loaded is not None else loop.epoch if loop in self._open else -1
-            loop.epoch, loop.inside, loop.trained = state["epoch"], state["inside"], state["trained"]
+            body = (
+                loop.loaded.body
+                if loop.loaded is not None
+                else loop.epoch
+                if loop in self._open
+                else -1
+            )
+            loop.epoch, loop.inside, loop.trained = (
+                state["epoch"],
+                state["inside"],
+                state["trained"],
+            )
             loop.num_passes = self._clock.num_passes
-            loop.loaded = _Loaded(body, loaders.num_rollbacks, loaders.num_ended, epochs)
+            loop.loaded = _Loaded(
+                body, loaders.num_rollbacks, loaders.num_ended, epochs
+            )
             self._load(loop.inner, state["inner"])
 
 

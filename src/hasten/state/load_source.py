@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hasten.checkpoint.base import CheckpointStore
-from hasten.checkpoint.store.locate import join_place, locate_existing, newest_of_all, open_store
+from hasten.checkpoint.store.locate import (
+    join_place,
+    locate_existing,
+    newest_of_all,
+    open_store,
+)
 from hasten.comm.agreement import Agreement
 from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import ConfigError, IncompleteCheckpointError
@@ -18,10 +23,12 @@ log = logging.getLogger(__name__)
 class NewerStates(Protocol):
     """States of this run besides its checkpoints on the disk; provided by a part of the run."""
 
-    def newest(self, together: Agreement) -> Any:  # Any: a value with a `step`, of the part's own kind
+    # Any: a value with a `step`, of the part's own kind
+    def newest(self, together: Agreement) -> Any:
         """Return the newest state; None if there is none. Ranks: every rank."""
 
-    def fetch(self, choice: Any, together: Agreement) -> tuple[CheckpointStore, str]:  # Any: as `newest` returned it
+    # Any: as `newest` returned it
+    def fetch(self, choice: Any, together: Agreement) -> tuple[CheckpointStore, str]:
         """Return the store and name of a state. Ranks: every rank."""
 
     def loaded(self, step: int | None) -> None:
@@ -56,15 +63,24 @@ def find_source(
     together.label = "looking for the newest checkpoint"
     choice = memory.newest(together) if memory is not None else None
     if project.project_dir is None and (choice is not None or not must_exist):
-        return None if memory is None or choice is None else (*memory.fetch(choice, together), True)
+        return (
+            None
+            if memory is None or choice is None
+            else (*memory.fetch(choice, together), True)
+        )
     store = open_store(automatic_root(project))
     name = newest_of_all(store, together)
     if memory is not None and choice is not None:
         saved_step = None if name is None else store.manifest(name).step
-        if all(step is None or step <= choice.step for step in together.share(saved_step)):
+        if all(
+            step is None or step <= choice.step for step in together.share(saved_step)
+        ):
             return *memory.fetch(choice, together), True
         if together.comm.rank == 0:
-            log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
+            log.info(
+                "the newest checkpoint on the disk is newer than update %d in memory",
+                choice.step,
+            )
     if name is not None:
         return store, name, False
     if must_exist:

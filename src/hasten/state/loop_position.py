@@ -85,7 +85,9 @@ class BufferCopies:
         if buffer.nbytes <= _SMALL_BYTES:
             return True
         known = self._versions.get(name)
-        return known is not None and (known[0] is not buffer or known[1] != _version(buffer))
+        return known is not None and (
+            known[0] is not buffer or known[1] != _version(buffer)
+        )
 
     def refuse_late_changes(self, copies: Mapping[str, Tensor]) -> None:
         """Raise StepError if a buffer without a copy has changed since the last call of `copy_changing`."""
@@ -100,7 +102,12 @@ class BufferCopies:
                     )
 
     def _find_slots(self, models: list[nn.Module]) -> None:
-        self._slots, self._models, self._versions, self._copies = [], list(models), {}, {}
+        self._slots, self._models, self._versions, self._copies = (
+            [],
+            list(models),
+            {},
+            {},
+        )
         for index, model in enumerate(models):
             number = f"model_{index}" if index else "model"
             for path, module in model.named_modules():

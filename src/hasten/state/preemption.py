@@ -80,7 +80,11 @@ class Preemption(RunPart):
 
     def batch(self, cursor: LoaderCursor) -> None:
         """End the first window, unless it is still open."""
-        if self._clock is None or self._clock.num_updates > 0 or self._clock.num_passes == 0:
+        if (
+            self._clock is None
+            or self._clock.num_updates > 0
+            or self._clock.num_passes == 0
+        ):
             self.pass_ends(cursor)
 
     def pass_ends(self, cursor: LoaderCursor) -> None:
@@ -134,14 +138,18 @@ class Preemption(RunPart):
         if self._received is not None:
             word = (self._received + 2) * comm.size + comm.rank
         if comm.size > 1:
-            word = int(comm.all_reduce(torch.tensor([word], dtype=torch.int32), "max").item())
+            word = int(
+                comm.all_reduce(torch.tensor([word], dtype=torch.int32), "max").item()
+            )
         if not word:
             return False
         self._agreed = True
         if comm.rank == 0:
             number, position = divmod(word, comm.size)
             log.warning(
-                "%s; save and exit with code %d", stop_reason(number - 2, comm.ranks[position]), PREEMPTED_EXIT_CODE
+                "%s; save and exit with code %d",
+                stop_reason(number - 2, comm.ranks[position]),
+                PREEMPTED_EXIT_CODE,
             )
         return True
 
@@ -154,7 +162,9 @@ class Preemption(RunPart):
         previous, self._previous = self._previous, {}
         if threading.current_thread() is threading.main_thread():
             for number, handler in previous.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+                signal.signal(
+                    number, handler if handler is not None else signal.SIG_DFL
+                )
 
 
 class FinishFirst:

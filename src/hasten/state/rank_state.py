@@ -25,28 +25,49 @@ log = get_logger(__name__)
 _COMPARED: Final = ("scheduler", "object")
 OPTIONS: Final = "own_options"
 _BUFFERS: Final = "own_buffers"
-_STRIDE: Final = 1 << 22  # words hashed at a time: their products take eight times the memory
+# words hashed at a time: their products take eight times the memory
+_STRIDE: Final = 1 << 22
 
 
-def with_own_state(tree: StateTree, parts: RunObjects, together: Agreement, position: LoopPosition) -> StateTree:
+def with_own_state(
+    tree: StateTree, parts: RunObjects, together: Agreement, position: LoopPosition
+) -> StateTree:
     """Return the tree with state that differs between ranks saved per rank: schedulers, objects, options, buffers.
 
     Ranks: every rank. Schedulers and options that differ are logged, because replicas then take different steps.
     """
-    states = {name: _digest(c) for name, c in tree.components.items() if c.kind in _COMPARED and not c.sliced}
-    options = packed([_options(optimizer) for optimizer in parts.objects.optimizers], "options", per_rank=True)
+    states = {
+        name: _digest(c)
+        for name, c in tree.components.items()
+        if c.kind in _COMPARED and not c.sliced
+    }
+    options = packed(
+        [_options(optimizer) for optimizer in parts.objects.optimizers],
+        "options",
+        per_rank=True,
+    )
     buffers = dict(named_buffers(parts.plain_models(), position.buffers))
     sums = {key: fingerprint(buffer) for key, buffer in buffers.items()}
-    everyone: list[tuple[dict[str, str], str, dict[str, str]]] = together.share((states, _digest(options), sums))
+    everyone: list[tuple[dict[str, str], str, dict[str, str]]] = together.share(
+        (states, _digest(options), sums)
+    )
     first_states, first_options, first_sums = everyone[0]
     made = dict(tree.components)
-    own = [name for name in states if any(other.get(name) != first_states.get(name) for other, _, _ in everyone)]
+    own = [
+        name
+        for name in states
+        if any(other.get(name) != first_states.get(name) for other, _, _ in everyone)
+    ]
     for name in own:
         made[name] = replace(made[name], per_rank=True)
     if any(other != first_options for _, other, _ in everyone):
         made[OPTIONS] = options
     if any(other != first_sums for _, _, other in everyone):
-        held = {key: buffer for key, buffer in buffers.items() if sums[key] != first_sums.get(key)}
+        held = {
+            key: buffer
+            for key, buffer in buffers.items()
+            if sums[key] != first_sums.get(key)
+        }
         made[_BUFFERS] = Component(held, None, "buffers", per_rank=True)
     _tell([name for name in own if made[name].kind == "scheduler"], OPTIONS in made)
     return StateTree(made)
@@ -55,7 +76,16 @@ def with_own_state(tree: StateTree, parts: RunObjects, together: Agreement, posi
 def _tell(schedulers: Sequence[str], options: bool) -> None:
     if not schedulers and not options:
         return
-    what = ", ".join([*schedulers, *(["the options of the optimizers (learning rate, ...)"] if options else [])])
+    what = ", ".join(
+        [
+            *schedulers,
+            *(
+                ["the options of the optimizers (learning rate, ...)"]
+                if options
+                else []
+            ),
+        ]
+    )
     log.warning(
         "ranks disagree on %s. Replicas that take different steps drift apart; a cause is a scheduler that is stepped with "
         "a metric of each rank's own (ReduceLROnPlateau): reduce the metric first (accelerator.reduce). Saved as it is, "
@@ -64,12 +94,19 @@ def _tell(schedulers: Sequence[str], options: bool) -> None:
     )
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # Any: options of the optimizer
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+# Any: options of the optimizer
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def plan_options(
-    checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer], rank: int, world_size: int
+    checkpoint: Checkpoint,
+    optimizers: Sequence[torch.optim.Optimizer],
+    rank: int,
+    world_size: int,
 ) -> list[list[Mapping[str, Any]]] | None:
     """Return this rank's options of every group of every optimizer; None if those of rank 0 apply to all.
 
@@ -86,19 +123,31 @@ def plan_options(
         return None
     saved = load_packed(checkpoint, OPTIONS, rank)
     wanted = [len(optimizer.param_groups) for optimizer in optimizers]
-    lists = isinstance(saved, list) and all(isinstance(groups, list) for groups in saved)
+    lists = isinstance(saved, list) and all(
+        isinstance(groups, list) for groups in saved
+    )
     if not lists or [len(groups) for groups in saved] != wanted:
         raise CorruptCheckpointError(
             f"{checkpoint.folder}: {OPTIONS} does not hold the options of {wanted} parameter groups. Nothing was loaded; "
             "use another checkpoint."
         )
-    if not all(isinstance(group, Mapping) and "params" not in group for groups in saved for group in groups):
-        raise CorruptCheckpointError(f"{checkpoint.folder}: {OPTIONS} holds something else. Nothing was loaded.")
+    if not all(
+        isinstance(group, Mapping) and "params" not in group
+        for groups in saved
+        for group in groups
+    ):
+        raise CorruptCheckpointError(
+            f"{checkpoint.folder}: {OPTIONS} holds something else. Nothing was loaded."
+        )
     return list(saved)
 
 
 def _digest(component: Component) -> str:
-    tensors = {key: fingerprint(value) for key, value in component.tensors.items() if not isinstance(value, Slice)}
+    tensors = {
+        key: fingerprint(value)
+        for key, value in component.tensors.items()
+        if not isinstance(value, Slice)
+    }
     text = json.dumps([component.data, tensors], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -111,7 +160,8 @@ def fingerprint(tensor: Tensor) -> str:
     withstand deliberate collisions.
     """
     flat = as_bytes(tensor.detach().contiguous())
-    if flat.storage_offset() % 4:  # an unaligned slice of bytes, which cannot be viewed as words
+    # an unaligned slice of bytes, which cannot be viewed as words
+    if flat.storage_offset() % 4:
         flat = flat.clone()
     words = flat[: flat.numel() // 4 * 4].view(torch.int32)
     plain = weighted = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -28,7 +28,13 @@ from hasten.optim.optimizer import settle_state
 from hasten.optim.scheduler import steps_reached
 from hasten.runtime.logs import get_logger
 from hasten.state.rank_state import OPTIONS, plan_options
-from hasten.state.run_state import RunObjects, Stateful, load_packed, named_buffers, numbered_name
+from hasten.state.run_state import (
+    RunObjects,
+    Stateful,
+    load_packed,
+    named_buffers,
+    numbered_name,
+)
 
 log = get_logger(__name__)
 
@@ -40,7 +46,8 @@ class RestorePlan:
     parts: RunObjects
     models: list[ModelPlan] = field(default_factory=list)
     optimizers: list[OptimizerPlan] = field(default_factory=list)
-    stateful: list[tuple[Stateful, Any]] = field(default_factory=list)  # Any: their state
+    # Any: their state
+    stateful: list[tuple[Stateful, Any]] = field(default_factory=list)
     options: list[list[Mapping[str, Any]]] | None = None
     progress: Mapping[str, Any] = field(default_factory=dict)
     unowned: OptimizerPlan | None = None
@@ -54,14 +61,18 @@ class RestorePlan:
 
     def restart(self, average: AverageState, checkpoint: Checkpoint) -> None:
         """Let a moving average that the checkpoint lacks start anew from the loaded weights."""
-        log.warning("%s holds no moving average: it starts anew from the loaded weights", checkpoint.folder)
+        log.warning(
+            "%s holds no moving average: it starts anew from the loaded weights",
+            checkpoint.folder,
+        )
         self.restarted.append(average)
 
     def apply(self, together: Agreement) -> None:
         """Change the run. Ranks: every rank. Raises: CheckpointError for a failure in the middle, after which the run must end."""
         try:
             self._apply(together)
-        except Exception as error:  # of any type, also of users' objects: the run holds parts of two states
+        # of any type, also of users' objects: the run holds parts of two states
+        except Exception as error:
             if getattr(error, "agreed", False):
                 raise
             raise CheckpointError(
@@ -80,7 +91,9 @@ class RestorePlan:
         run_copies(copies)
         for plan in plans:
             plan.finish()
-            if isinstance(plan, OptimizerPlan) and isinstance(plan.optimizer, EngineOptimizer):
+            if isinstance(plan, OptimizerPlan) and isinstance(
+                plan.optimizer, EngineOptimizer
+            ):
                 plan.optimizer.refresh()
         for average in self.restarted:
             average.restart()
@@ -89,14 +102,25 @@ class RestorePlan:
             self._restore_progress()
         if self.seed_generators is not None:
             self.seed_generators()
-        if self.progress and parts.epochs is not None and self.progress.get("epochs") is not None:
+        if (
+            self.progress
+            and parts.epochs is not None
+            and self.progress.get("epochs") is not None
+        ):
             parts.epochs.load_state_dict(self.progress["epochs"])
-        together.share()  # trackers delete the steps logged since the checkpoint for good: all else must have succeeded
-        if self.progress and parts.trackers is not None and self.progress["trackers"] is not None:
+        # trackers delete the steps logged since the checkpoint for good: all else must have succeeded
+        together.share()
+        if (
+            self.progress
+            and parts.trackers is not None
+            and self.progress["trackers"] is not None
+        ):
             parts.trackers.load_state_dict(self.progress["trackers"])
 
     def _restore_options(self) -> None:
-        for optimizer, groups in zip(self.parts.objects.optimizers, self.options or [], strict=False):
+        for optimizer, groups in zip(
+            self.parts.objects.optimizers, self.options or [], strict=False
+        ):
             for group, own in zip(optimizer.param_groups, groups, strict=True):
                 group.update(own)
 
@@ -106,12 +130,16 @@ class RestorePlan:
         for name, buffer in named_buffers(parts.plain_models()) if self.buffers else ():
             if name in self.buffers:
                 buffer.copy_(self.buffers[name])
-        for optimizer, counts in zip(parts.objects.optimizers, saved["optimizers"], strict=False):
+        for optimizer, counts in zip(
+            parts.objects.optimizers, saved["optimizers"], strict=False
+        ):
             for key, value in counts.items():
                 if hasattr(optimizer, key):
                     setattr(optimizer, key, value)
             optimizer.spent = False
-        for scheduler, seen in zip(parts.objects.schedulers, saved["schedulers"], strict=False):
+        for scheduler, seen in zip(
+            parts.objects.schedulers, saved["schedulers"], strict=False
+        ):
             if "_seen" in vars(scheduler):
                 scheduler._seen = seen
         if not self.same_world:
@@ -132,11 +160,19 @@ class RestorePlan:
             num_batches, num_done = loader.parts.source.steps() or 0, loader.num_done
             if 0 < num_done < num_batches:
                 every = parts.clock.every
-                open_epochs.append((-(-num_batches // every), -(-(num_batches - num_done) // every)))
-        for scheduler, saved in zip(parts.objects.schedulers, self.progress.get("schedule_lengths", ()), strict=False):
+                open_epochs.append(
+                    (-(-num_batches // every), -(-(num_batches - num_done) // every))
+                )
+        for scheduler, saved in zip(
+            parts.objects.schedulers,
+            self.progress.get("schedule_lengths", ()),
+            strict=False,
+        ):
             length = getattr(scheduler, "length", None)
             if saved and length and saved != length:
-                reached = steps_reached(scheduler.scheduler.last_epoch, saved, length, open_epochs)
+                reached = steps_reached(
+                    scheduler.scheduler.last_epoch, saved, length, open_epochs
+                )
                 scheduler.continue_at(reached)
                 log.warning(
                     "the schedule of %d steps continues after %d, as that of %d steps which was saved would",
@@ -174,13 +210,20 @@ def plan_restore(
     """
     saved_world = checkpoint.manifest.world_size
     _refuse_unloadable(parts, checkpoint)
-    plan = RestorePlan(parts, same_world=checkpoint.same_data(world_size, mesh or checkpoint.manifest.mesh))
+    plan = RestorePlan(
+        parts,
+        same_world=checkpoint.same_data(world_size, mesh or checkpoint.manifest.mesh),
+    )
     plain = parts.plain_models()
     names = parameter_names(plain)
     elsewhere = names_elsewhere(plain, names)
     for index, model in enumerate(models):
         if model is not None:
-            plan.models.append(plan_model(model, checkpoint.component(numbered_name("model", index)), strict))
+            plan.models.append(
+                plan_model(
+                    model, checkpoint.component(numbered_name("model", index)), strict
+                )
+            )
     for index, optimizer in enumerate(parts.objects.optimizers):
         found = checkpoint.component(numbered_name("optimizer", index))
         inner = settle_state(getattr(optimizer, "optimizer", optimizer))
@@ -188,27 +231,48 @@ def plan_restore(
     for index, average in enumerate(parts.averages):
         average.refuse_if_swapped("load_state()")
         if (name := numbered_name("ema", index)) in checkpoint.manifest.components:
-            plan.optimizers.append(plan_optimizer(average, names, checkpoint.component(name), strict, elsewhere))
+            plan.optimizers.append(
+                plan_optimizer(
+                    average, names, checkpoint.component(name), strict, elsewhere
+                )
+            )
         else:
             plan.restart(average, checkpoint)
     _plan_stateful(plan, checkpoint, rank, world_size, strict)
-    if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
-        log.warning("%s was converted: counters, data positions and random states are reset", checkpoint.folder)
+    if (
+        "progress" not in checkpoint.manifest.components
+        and checkpoint.manifest.notes.get("partial") is True
+    ):
+        log.warning(
+            "%s was converted: counters, data positions and random states are reset",
+            checkpoint.folder,
+        )
         return plan
     # a new rank continues from one that existed
     plan.progress = load_packed(checkpoint, "progress", rank % saved_world)
     if OPTIONS in checkpoint.manifest.components:
-        plan.options = plan_options(checkpoint, parts.objects.optimizers, rank, world_size)
-    if parts.clock.unowned is not None and "unowned_gradients" in checkpoint.manifest.components:
+        plan.options = plan_options(
+            checkpoint, parts.objects.optimizers, rank, world_size
+        )
+    if (
+        parts.clock.unowned is not None
+        and "unowned_gradients" in checkpoint.manifest.components
+    ):
         unowned = UnownedState(parts.clock.unowned)
-        plan.unowned = plan_optimizer(unowned, names, checkpoint.component("unowned_gradients"), strict, elsewhere)
+        plan.unowned = plan_optimizer(
+            unowned, names, checkpoint.component("unowned_gradients"), strict, elsewhere
+        )
     if plan.same_world:
         if "own_buffers" in checkpoint.manifest.components:
             plan.buffers = load_packed(checkpoint, "own_buffers", rank)
-        plan.seed_generators = parts.randomness.restoring(load_packed(checkpoint, "random_states", rank), strict)
+        plan.seed_generators = parts.randomness.restoring(
+            load_packed(checkpoint, "random_states", rank), strict
+        )
     else:
         step = checkpoint.manifest.step or 0
-        plan.seed_generators = parts.randomness.deriving(load_packed(checkpoint, "random_states", 0), rank, step)
+        plan.seed_generators = parts.randomness.deriving(
+            load_packed(checkpoint, "random_states", 0), rank, step
+        )
         words = (
             "the checkpoint was saved by %d processes and is loaded by %d: random states are derived anew from "
             "(seed, rank, step=%d), so dropout differs from an uninterrupted run; data order and tensors continue"
@@ -217,13 +281,20 @@ def plan_restore(
     return plan
 
 
-def _plan_stateful(plan: RestorePlan, checkpoint: Checkpoint, rank: int, world_size: int, strict: bool) -> None:
+def _plan_stateful(
+    plan: RestorePlan, checkpoint: Checkpoint, rank: int, world_size: int, strict: bool
+) -> None:
     parts = plan.parts
     saved_world = checkpoint.manifest.world_size
     source = rank % saved_world
     wanted: list[tuple[str, Stateful]] = []
     for index, scheduler in enumerate(parts.objects.schedulers):
-        wanted.append((numbered_name("scheduler", index), getattr(scheduler, "scheduler", scheduler)))
+        wanted.append(
+            (
+                numbered_name("scheduler", index),
+                getattr(scheduler, "scheduler", scheduler),
+            )
+        )
     for index, loader in enumerate(parts.objects.loaders):
         wanted.append((numbered_name("loader", index), loader))
     for index, registered in enumerate(parts.registered):
@@ -234,7 +305,12 @@ def _plan_stateful(plan: RestorePlan, checkpoint: Checkpoint, rank: int, world_s
         if converted and name not in known:
             continue
         owner = source
-        if saved_world != world_size and name in known and known[name].per_rank and not name.startswith("loader"):
+        if (
+            saved_world != world_size
+            and name in known
+            and known[name].per_rank
+            and not name.startswith("loader")
+        ):
             owner = _saved_rank(name, thing, checkpoint, source, world_size, strict)
         state = load_packed(checkpoint, name, owner)
         if not isinstance(state, Mapping) and not name.startswith("custom_checkpoint"):
@@ -246,11 +322,22 @@ def _plan_stateful(plan: RestorePlan, checkpoint: Checkpoint, rank: int, world_s
             thing.checked(state)
         plan.stateful.append((thing, state))
     scaler = parts.precision.scaler
-    if scaler is not None and scaler.is_enabled() and not (converted and "scaler" not in known):
+    if (
+        scaler is not None
+        and scaler.is_enabled()
+        and not (converted and "scaler" not in known)
+    ):
         plan.stateful.append((parts.precision, load_packed(checkpoint, "scaler", None)))
 
 
-def _saved_rank(name: str, thing: object, checkpoint: Checkpoint, source: int, world_size: int, strict: bool) -> int:
+def _saved_rank(
+    name: str,
+    thing: object,
+    checkpoint: Checkpoint,
+    source: int,
+    world_size: int,
+    strict: bool,
+) -> int:
     """Return the old rank whose state this rank loads, when states differed and the world size has changed.
 
     Raises: CheckpointError for a registered object, when strict: hasten cannot redistribute its state.
@@ -272,5 +359,7 @@ def _saved_rank(name: str, thing: object, checkpoint: Checkpoint, source: int, w
             f"Resume on {saved_world} processes, make its state equal on every rank before saving, or load with "
             f"strict=False: rank r then takes the state of rank r % {saved_world}."
         )
-    log.warning("%s: rank r takes the state that rank r %% %d had saved", name, saved_world)
+    log.warning(
+        "%s: rank r takes the state that rank r %% %d had saved", name, saved_world
+    )
     return source

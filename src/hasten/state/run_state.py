@@ -17,7 +17,11 @@ from hasten.checkpoint.base import Component, Format, StateTree
 from hasten.checkpoint.format.packing import pack, unpack
 from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import whole
-from hasten.checkpoint.state_dicts import model_component, optimizer_component, parameter_names
+from hasten.checkpoint.state_dicts import (
+    model_component,
+    optimizer_component,
+    parameter_names,
+)
 from hasten.comm.agreement import Agreement
 from hasten.data.random_states import RandomStates
 from hasten.errors import CorruptCheckpointError, DataError, HookError, StepError
@@ -58,12 +62,22 @@ class Randomness:
             return None
         return Generators(torch.initial_seed(), process, device_state(self._device))
 
-    def capture(self, generators: Generators | None = None) -> dict[str, Any]:  # Any: tensors and numbers
+    # Any: tensors and numbers
+    def capture(self, generators: Generators | None = None) -> dict[str, Any]:
         """Return the states of all generators, now or as they were read, and the seed of the run."""
         if generators is None:
-            return {"seed": torch.initial_seed(), "generators": RngState.capture(self._device).to_tree()}
+            return {
+                "seed": torch.initial_seed(),
+                "generators": RngState.capture(self._device).to_tree(),
+            }
         process = generators.process
-        state = RngState.of(process.python, process.numpy, process.torch, self._device, generators.device)
+        state = RngState.of(
+            process.python,
+            process.numpy,
+            process.torch,
+            self._device,
+            generators.device,
+        )
         return {"seed": generators.seed, "generators": state.to_tree()}
 
     def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
@@ -78,13 +92,21 @@ class Randomness:
 
     def deriving(self, saved: Any, rank: int, step: int) -> Callable[[], object]:
         """Return a function that seeds the generators by (seed of the run, rank, step), for another world size."""
-        digest = hashlib.sha256(f"{_checked(saved)['seed']}/{rank}/{step}".encode()).digest()
+        digest = hashlib.sha256(
+            f"{_checked(saved)['seed']}/{rank}/{step}".encode()
+        ).digest()
         return partial(set_seed, int.from_bytes(digest[:7], "little"))
 
 
 def _checked(saved: Any) -> Mapping[str, Any]:
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("generators"), Mapping) or "seed" not in saved:
-        raise CorruptCheckpointError("the file of random states holds something else. Nothing was loaded.")
+    if (
+        not isinstance(saved, Mapping)
+        or not isinstance(saved.get("generators"), Mapping)
+        or "seed" not in saved
+    ):
+        raise CorruptCheckpointError(
+            "the file of random states holds something else. Nothing was loaded."
+        )
     return saved
 
 
@@ -101,7 +123,8 @@ class RunObjects:
     drop_gradients: Callable[[nn.Module], None] = drop_gradients
     """Drops all gradients of a prepared model, also those that its wrapper holds."""
     epochs: EpochLoops | None = None
-    registered: list[Any] = field(default_factory=list)  # Any: objects with state_dict and load_state_dict
+    # Any: objects with state_dict and load_state_dict
+    registered: list[Any] = field(default_factory=list)
     averages: list[AverageState] = field(default_factory=list)
     """Moving averages of weights, saved by parameter name as optimizer state is."""
     buffers: BufferCopies = field(default_factory=BufferCopies)
@@ -114,7 +137,8 @@ class RunObjects:
     def has_trained(self) -> bool:
         """True if the run has trained, in this process or before a resume."""
         return self.clock.num_passes > 0 or any(
-            getattr(optimizer, "num_attempts", 0) for optimizer in self.objects.optimizers
+            getattr(optimizer, "num_attempts", 0)
+            for optimizer in self.objects.optimizers
         )
 
     def saved_position(self) -> LoopPosition:
@@ -176,7 +200,10 @@ def read_position(parts: RunObjects, *, at_window: bool) -> LoopPosition:
 
 
 def collect(
-    parts: RunObjects, fmt: Format, weights: Sequence[Mapping[str, Any] | None], position: LoopPosition
+    parts: RunObjects,
+    fmt: Format,
+    weights: Sequence[Mapping[str, Any] | None],
+    position: LoopPosition,
 ) -> StateTree:
     """Return the run's state; `weights` per model are the state dicts edited by save hooks (None: not edited).
 
@@ -189,32 +216,48 @@ def collect(
     for index, (model, weight) in enumerate(zip(models, weights, strict=True)):
         if weight is None or len(weight):
             name = numbered_name("model", index)
-            components[name] = _with_buffers(model_component(model, fmt, weight), position.buffers, f"{name}/")
+            components[name] = _with_buffers(
+                model_component(model, fmt, weight), position.buffers, f"{name}/"
+            )
     for index, optimizer in enumerate(objects.optimizers):
         inner = getattr(optimizer, "optimizer", optimizer)
-        components[numbered_name("optimizer", index)] = optimizer_component(inner, names)
+        components[numbered_name("optimizer", index)] = optimizer_component(
+            inner, names
+        )
     for index, average in enumerate(parts.averages):
         average.refuse_if_swapped("save_state()")
         components[numbered_name("ema", index)] = optimizer_component(average, names)
     for index, scheduler in enumerate(objects.schedulers):
         state = getattr(scheduler, "scheduler", scheduler).state_dict()
-        components[numbered_name("scheduler", index)] = packed(state, "scheduler", fmt="torch")
+        components[numbered_name("scheduler", index)] = packed(
+            state, "scheduler", fmt="torch"
+        )
     if parts.precision.scaler is not None and (scaler := parts.precision.state_dict()):
         components["scaler"] = packed(scaler, "scaler", fmt="torch")
     for index, loader_state in enumerate(position.loaders):
-        components[numbered_name("loader", index)] = packed(loader_state, "loader", per_rank=True)
+        components[numbered_name("loader", index)] = packed(
+            loader_state, "loader", per_rank=True
+        )
     for index, thing in enumerate(parts.registered):
         state = position.registered.get(index) or thing.state_dict()
-        components[f"custom_checkpoint_{index}"] = packed(state, "object", where=type(thing).__name__)
+        components[f"custom_checkpoint_{index}"] = packed(
+            state, "object", where=type(thing).__name__
+        )
     random_states = parts.randomness.capture(position.generators)
     components["random_states"] = packed(random_states, "random", per_rank=True)
-    components["progress"] = packed(_progress(parts, position), "progress", per_rank=True)
+    components["progress"] = packed(
+        _progress(parts, position), "progress", per_rank=True
+    )
     if parts.clock.unowned is not None:
-        components["unowned_gradients"] = optimizer_component(UnownedState(parts.clock.unowned), names)
+        components["unowned_gradients"] = optimizer_component(
+            UnownedState(parts.clock.unowned), names
+        )
     return StateTree(components)
 
 
-def _with_buffers(component: Component, buffers: Mapping[str, Tensor], prefix: str) -> Component:
+def _with_buffers(
+    component: Component, buffers: Mapping[str, Tensor], prefix: str
+) -> Component:
     """Return the component of a model with these values of its buffers."""
     tensors = dict(component.tensors)
     for name in component.main_only:
@@ -226,7 +269,10 @@ def _progress(parts: RunObjects, position: LoopPosition) -> dict[str, Any]:
     """Return the counters of the run."""
     counts = []
     for optimizer in parts.objects.optimizers:
-        attempts, updates = getattr(optimizer, "num_attempts", 0), getattr(optimizer, "num_updates", 0)
+        attempts, updates = (
+            getattr(optimizer, "num_attempts", 0),
+            getattr(optimizer, "num_updates", 0),
+        )
         counts.append({"num_attempts": int(attempts), "num_updates": int(updates)})
     seen, schedule_lengths = [], []
     for scheduler in parts.objects.schedulers:
@@ -258,13 +304,20 @@ def named_buffers(
                 yield name, values.get(name, buffer.detach())
 
 
-def packed(value: Any, kind: str, fmt: Format = "safetensors", per_rank: bool = False, where: str = "") -> Component:
+def packed(
+    value: Any,
+    kind: str,
+    fmt: Format = "safetensors",
+    per_rank: bool = False,
+    where: str = "",
+) -> Component:
     """Return a component of nested state."""
     data, tensors = pack(value, where)
     return Component(tensors, data, kind, fmt, per_rank)
 
 
-def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:  # Any: the stored value
+# Any: the stored value
+def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:
     """Return a component that is not tensors alone, unpacked; its tensors are copies, independent of the files."""
     found = checkpoint.component(name, rank)
     tensors = {}
@@ -277,7 +330,8 @@ def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:  # 
     return unpack(found.data, tensors)
 
 
-SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
+# Any: state dicts hold extra state
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
 
@@ -304,14 +358,17 @@ def run_save_hooks(
         left = {id(weight) for weight in weights}
         own, kept = list(given), [id(weight) in left for weight in given]
     on_main: list[bool] = together.share(kept)[0]
-    if len(on_main) != len(own):  # ranks hold different models: refused by name when the state is compared
+    # ranks hold different models: refused by name when the state is compared
+    if len(on_main) != len(own):
         return own
     for index, stays in enumerate(on_main):
         own[index] = own[index] if stays else {}
     return own
 
 
-def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunObjects, folder: str) -> list[nn.Module | None]:
+def run_load_hooks(
+    hooks: Mapping[int, LoadHook], parts: RunObjects, folder: str
+) -> list[nn.Module | None]:
     """Run the load hooks and return the models that remain to be loaded, None in place of the others."""
     given: list[nn.Module | None] = [*parts.plain_models()]
     models = list(given)
@@ -323,9 +380,12 @@ def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunObjects, folder: str
     return given
 
 
-def _call(hook: Callable[..., None], *given: Any) -> None:  # Any: arguments of hooks of either kind
+# Any: arguments of hooks of either kind
+def _call(hook: Callable[..., None], *given: Any) -> None:
     try:
         hook(*given)
     except Exception as error:  # of any type: other ranks must learn of it
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        raise HookError(f"the hook {name} raised {type(error).__name__}: {error}") from error
+        raise HookError(
+            f"the hook {name} raised {type(error).__name__}: {error}"
+        ) from error

@@ -68,7 +68,8 @@ class Saving:
         project: ProjectConfiguration,
         parts: RunObjects,
         *,
-        notes: Mapping[str, Any] | None = None,  # Any: JSON shown by `hasten ckpt show`: settings of the run
+        # Any: JSON shown by `hasten ckpt show`: settings of the run
+        notes: Mapping[str, Any] | None = None,
         layout: FileLayout | None = None,
         whole: bool = False,
     ) -> None:
@@ -88,7 +89,8 @@ class Saving:
         """False if a save may replace an exported model, or a checkpoint of another tool, in its folder."""
         self.whole = whole
         """True if rank 0 writes whole weights instead of every rank its shards."""
-        self.iteration = project.iteration  # the number of the next automatic checkpoint
+        # the number of the next automatic checkpoint
+        self.iteration = project.iteration
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._background: AsyncWriter | None = None
@@ -119,7 +121,8 @@ class Saving:
             self._background = AsyncWriter()
         return self._background
 
-    def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
+    # Any: objects with state_dict and load_state_dict
+    def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects too, in this order. Ranks: every rank, with the same objects."""
         for thing in objects:
             if not callable(getattr(thing, "state_dict", None)) or not callable(
@@ -158,7 +161,9 @@ class Saving:
         Ranks: every rank. Raises: MissingRanksError when some ranks do not arrive; CheckpointError when one failed.
         """
         world = self._ctx.world
-        with agreeing(world, "save_state", self.project.checkpoint_arrival_s) as together:
+        with agreeing(
+            world, "save_state", self.project.checkpoint_arrival_s
+        ) as together:
             if self._background is not None:
                 self.wait_for_saves()
             if len(modes := set(together.share((blocking, output_dir is None)))) > 1:
@@ -195,12 +200,20 @@ class Saving:
             store, name = locate(output_dir)
         save = Save(store, self._ctx.world, self.layout)
         with save:
-            each_node, node = self.project.save_on_each_node, self._ctx.topology.node_rank
+            each_node, node = (
+                self.project.save_on_each_node,
+                self._ctx.topology.node_rank,
+            )
             save.start(together, name, self.iteration, node=node, each_node=each_node)
         if not self.keeps_exports:
             save.draft.replaces = None
         number = number_of(save.draft.name)
-        if name is None and number is not None and number > self.iteration and self._rank == 0:
+        if (
+            name is None
+            and number is not None
+            and number > self.iteration
+            and self._rank == 0
+        ):
             log.warning(
                 "%s holds checkpoints up to checkpoint_%d that this run neither wrote nor loaded; this save becomes checkpoint_%d, and "
                 "total_limit leaves the others. To continue an earlier run, call load_state(must_exist=False) before the first "
@@ -224,15 +237,25 @@ class Saving:
         with Save(store, self._ctx.world, self.layout) as save:
             save.start(together, name, node=machine, each_node=True)
             together.label = f"collecting the state for {name!r}"
-            weights = run_save_hooks(self.save_hooks, self._parts, str(save.draft.folder), together)
+            weights = run_save_hooks(
+                self.save_hooks, self._parts, str(save.draft.folder), together
+            )
             tree = collect(self._parts, "safetensors", weights, position)
             tree = self._machine_owners.owned(tree, machine_ranks, together)
             save.plan(with_own_state(tree, self._parts, together, position), together)
             announce(sum(blob.size for blob in save.blobs.values()))
             save.write(self._header(name, {}), together)
 
-    def _tree(self, save: Save, safe_serialization: bool, together: Agreement, position: LoopPosition) -> StateTree:
-        weights = run_save_hooks(self.save_hooks, self._parts, str(save.draft.folder), together)
+    def _tree(
+        self,
+        save: Save,
+        safe_serialization: bool,
+        together: Agreement,
+        position: LoopPosition,
+    ) -> StateTree:
+        weights = run_save_hooks(
+            self.save_hooks, self._parts, str(save.draft.folder), together
+        )
         if self.extra_files is not None and save.draft.folder is not None:
             self.extra_files(save.draft.folder)
         fmt: Format = "safetensors" if safe_serialization else "torch"
@@ -254,9 +277,16 @@ class Saving:
         among = {Axis(name) for name in own} | {Axis.PP}
         if Axis.DP_SHARD in among:
             among.add(Axis.CP)  # torch's mesh includes it
-        return self._ctx.mesh.index(self._ctx.rank, *(axis for axis in AXES if axis not in among)) == 0
+        return (
+            self._ctx.mesh.index(
+                self._ctx.rank, *(axis for axis in AXES if axis not in among)
+            )
+            == 0
+        )
 
-    def _write(self, save: Save, header: Manifest, is_numbered: bool, together: Agreement) -> None:
+    def _write(
+        self, save: Save, header: Manifest, is_numbered: bool, together: Agreement
+    ) -> None:
         """Write and commit; after a numbered save, delete the checkpoints of this run that have expired."""
         with save:
             manifest = save.write(header, together)
@@ -267,8 +297,13 @@ class Saving:
         if is_numbered and save.is_main and self.project.total_limit is not None:
             try:
                 retire_expired(save.store, self._retention(), self._is_own)
-            except (OSError, CheckpointError) as error:  # the checkpoint is safe; the next save deletes again
-                log.warning("after saving %s, old checkpoints could not be deleted: %s", place, error)
+            # the checkpoint is safe; the next save deletes again
+            except (OSError, CheckpointError) as error:
+                log.warning(
+                    "after saving %s, old checkpoints could not be deleted: %s",
+                    place,
+                    error,
+                )
         for tell in self._parts.clock.parts.saved:
             tell(header.created_s, max(time.time() - header.created_s, 0.0))
         if self._rank == 0:
@@ -289,7 +324,11 @@ class Saving:
         return _lineage(manifest)[-1] in (*self._lineage, self._run_id)
 
     def _write_in_background(
-        self, save: Save, tree: StateTree, write: Callable[[Agreement], None], together: Agreement
+        self,
+        save: Save,
+        tree: StateTree,
+        write: Callable[[Agreement], None],
+        together: Agreement,
     ) -> None:
         writer = self._writer()
         save.plan(tree, together, writer.begin)
@@ -299,7 +338,8 @@ class Saving:
         with self._guard.starting():
             try:
                 go = writer.submit(write, save.draft.name)
-                together.share()  # every rank has its thread, so none waits for a missing one
+                # every rank has its thread, so none waits for a missing one
+                together.share()
             except BaseException:
                 writer.cancel()
                 raise
@@ -345,7 +385,10 @@ class Saving:
                 f"save_state(metrics={numbers}) lacks best_metric={best_metric!r}, so this checkpoint could never be the best. Nothing "
                 f"was saved. Pass metrics={{{best_metric!r}: ...}}, or set best_metric to one of {sorted(numbers)}."
             )
-        return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+        return {
+            name: number if math.isfinite(number) else None
+            for name, number in numbers.items()
+        }
 
     # -- saves in flight ------------------------------------------------------------------------------------------
     def wait_for_saves(self) -> None:
@@ -360,7 +403,8 @@ class Saving:
     def _join_quietly(self) -> None:
         try:
             self._writer().wait()
-        except Exception as error:  # the process is about to end, so no caller can handle the error
+        # the process is about to end, so no caller can handle the error
+        except Exception as error:
             log.error("the save in flight failed: %s", error)
 
     def close(self) -> None:
@@ -387,7 +431,12 @@ class Saving:
         every rank before anything in memory changes.
         Ranks: every rank. Raises: a subclass of CheckpointError, naming the file and the problem.
         """
-        return read_one_version(lambda: self._load(input_dir, strict, allow_pickle, verify, must_exist)) or []
+        return (
+            read_one_version(
+                lambda: self._load(input_dir, strict, allow_pickle, verify, must_exist)
+            )
+            or []
+        )
 
     def _load(
         self,
@@ -401,14 +450,30 @@ class Saving:
         with agreeing(world, "load_state", arrival_s) as together:
             if self._background is not None:
                 self.wait_for_saves()
-            if (source := find_source(self.project, self.newer_states, together, input_dir, must_exist)) is None:
+            if (
+                source := find_source(
+                    self.project, self.newer_states, together, input_dir, must_exist
+                )
+            ) is None:
                 return None
             store, name, from_memory = source
             verify = verify and not from_memory  # memory copies are verified already
-            with open_checkpoint(store, name, world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
+            with open_checkpoint(
+                store, name, world, verify=verify, allow_pickle=allow_pickle
+            ) as checkpoint:
                 together.label = f"checking {name!r} against this run"
-                models = run_load_hooks(self.load_hooks, self._parts, str(checkpoint.folder))
-                plan = plan_restore(self._parts, models, checkpoint, self._rank, world.size, strict, self._mesh)
+                models = run_load_hooks(
+                    self.load_hooks, self._parts, str(checkpoint.folder)
+                )
+                plan = plan_restore(
+                    self._parts,
+                    models,
+                    checkpoint,
+                    self._rank,
+                    world.size,
+                    strict,
+                    self._mesh,
+                )
                 together.share()
                 together.label = f"loading {name!r}"
                 plan.apply(together)
@@ -433,7 +498,10 @@ class Saving:
 
     def reconfigure(self, strategy: Strategy) -> None:
         """Save and load the objects that another strategy prepares."""
-        self._parts.unwrap, self._parts.drop_gradients = strategy.unwrap, strategy.drop_gradients
+        self._parts.unwrap, self._parts.drop_gradients = (
+            strategy.unwrap,
+            strategy.drop_gradients,
+        )
 
 
 def _lineage(manifest: Manifest) -> list[str]:

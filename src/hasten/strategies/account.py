@@ -20,7 +20,9 @@ def memory_line(model: nn.Module) -> str:
     """Return the bytes of the parameters on this rank, and of the whole model (of this rank's stages, under a pipeline)."""
     parameters = list(model.parameters())
     local_bytes = sum(local_tensor(parameter).nbytes for parameter in parameters)
-    whole_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    whole_bytes = sum(
+        parameter.numel() * parameter.element_size() for parameter in parameters
+    )
     return f"{type(model).__name__}: {size(local_bytes)} of {size(whole_bytes)} of parameters on this rank"
 
 
@@ -33,7 +35,10 @@ def module_lines(model: nn.Module) -> list[str]:
             pattern = _NUMBER.sub("*", name) or type(model).__name__
             key = pattern, type(module).__name__, _sharding(module, parameters)
             counts[key] = counts.get(key, 0) + 1
-    lines = [f"{pattern}: {count} x {kind}, {sharding}" for (pattern, kind, sharding), count in counts.items()]
+    lines = [
+        f"{pattern}: {count} x {kind}, {sharding}"
+        for (pattern, kind, sharding), count in counts.items()
+    ]
     if len(lines) <= _MOST_LINES:
         return lines
     return [*lines[:_MOST_LINES], f"... {len(lines) - _MOST_LINES} more"]
@@ -41,8 +46,16 @@ def module_lines(model: nn.Module) -> list[str]:
 
 def _sharding(module: nn.Module, parameters: list[nn.Parameter]) -> str:
     """Return the class of a module's replaced forward, and the mesh axes of its parameters."""
-    forwards = [forward for tag in ("tensor", "experts") if (forward := forwarding.find(module, tag)) is not None]
-    ranks_by_axis = {axis: ranks for parameter in parameters for axis, ranks in _shard_axes(parameter).items()}
+    forwards = [
+        forward
+        for tag in ("tensor", "experts")
+        if (forward := forwarding.find(module, tag)) is not None
+    ]
+    ranks_by_axis = {
+        axis: ranks
+        for parameter in parameters
+        for axis, ranks in _shard_axes(parameter).items()
+    }
     axes = " x ".join(f"{axis} {ranks}" for axis, ranks in ranks_by_axis.items())
     words = [type(forward).__name__ for forward in forwards]
     return ", ".join([*words, f"over {axes}" if axes else "replicated on every rank"])
@@ -55,6 +68,8 @@ def _shard_axes(parameter: Tensor) -> dict[str, int]:
     mesh = parameter.device_mesh
     return {
         name: mesh.size(axis)
-        for axis, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=True))
+        for axis, (name, placement) in enumerate(
+            zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
+        )
         if not placement.is_replicate() and mesh.size(axis) > 1
     }

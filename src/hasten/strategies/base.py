@@ -74,7 +74,13 @@ class Transform(Protocol):
     @property
     def stage(self) -> Stage: ...
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         """Return the transformed model: the same object, or a module that wraps it."""
         ...
 
@@ -120,7 +126,13 @@ class Strategy(Protocol):
         """Return a context manager in which models are built already sharded, if the strategy can. Ranks: every rank."""
         ...
 
-    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+    def prepare(
+        self,
+        bundle: PrepareArguments,
+        ctx: ProcessContext,
+        precision: Precision,
+        train: bool = True,
+    ) -> None:
         """Replace the models and optimizers of the bundle by prepared ones. Ranks: every rank."""
         ...
 
@@ -143,7 +155,9 @@ class Strategy(Protocol):
         """Compute the loss of a batch, backpropagate it as scaled by `weigh`, and return the loss. Ranks: every rank."""
         ...
 
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def clip_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
+    ) -> Tensor:
         """Clip the gradients to a global norm at the end of a window and return the norm before. Ranks: every rank."""
         ...
 
@@ -155,7 +169,9 @@ class Strategy(Protocol):
         """Return a context manager in which the user's module may be written to; all copies are updated. Ranks: every rank."""
         ...
 
-    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
+    def unwrap(
+        self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True
+    ) -> nn.Module:
         """Return the user's module inside a prepared one."""
         ...
 
@@ -191,7 +207,10 @@ class OfferedOffload:
 
     refuse_combinations: Callable[[Config, ProcessContext, bool], None]
     """Raises ConfigError for settings that cannot be combined with it; the last argument says whether models are compiled."""
-    stream_updates: Callable[[Optimizer, Config, ProcessContext, Callable[[], bool], Sequence[nn.Module]], None]
+    stream_updates: Callable[
+        [Optimizer, Config, ProcessContext, Callable[[], bool], Sequence[nn.Module]],
+        None,
+    ]
     """Lets an optimizer update its parameters from host memory. The function says whether a window ends, and the models may be hooked."""
     parameter_transforms: Callable[[], tuple[Transform, Transform]] | None = None
     """Makes the transforms that place and stream the parameters of one process; None if parameters stay on the device."""

@@ -19,7 +19,11 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    block = _common_class(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else None
+    block = (
+        _common_class(module)
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        else None
+    )
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         if block is not None and isinstance(child, block):
@@ -30,14 +34,18 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 def _common_class(container: nn.Module) -> type[nn.Module] | None:
     """Return the most common class among the children that have submodules, if several children share it."""
-    counts = Counter(type(child) for child in container.children() if any(child.children()))
+    counts = Counter(
+        type(child) for child in container.children() if any(child.children())
+    )
     if not counts:
         return None
     kind, number = counts.most_common(1)[0]
     return kind if number > 1 else None
 
 
-def blocks_by_class(model: nn.Module, names: Collection[str], setting: str) -> list[nn.Module]:
+def blocks_by_class(
+    model: nn.Module, names: Collection[str], setting: str
+) -> list[nn.Module]:
     """Return every submodule whose class is named in `names`.
 
     A run may have several models, so each needs only one of the names; a warning lists the names that a model lacks.
@@ -52,5 +60,10 @@ def blocks_by_class(model: nn.Module, names: Collection[str], setting: str) -> l
             f"its classes are {present}."
         )
     if missing:
-        log.warning("%s names %s, which %s does not have", setting, missing, type(model).__name__)
+        log.warning(
+            "%s names %s, which %s does not have",
+            setting,
+            missing,
+            type(model).__name__,
+        )
     return found

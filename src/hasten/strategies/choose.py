@@ -19,7 +19,13 @@ from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.base import Caps, OfferedOffload, OfferedStrategy, Strategy, Transform
+from hasten.strategies.base import (
+    Caps,
+    OfferedOffload,
+    OfferedStrategy,
+    Strategy,
+    Transform,
+)
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert, PlaceOnDevice
@@ -49,7 +55,9 @@ def choose_strategy(config: Config, ctx: ProcessContext) -> Strategy:
     if ctx.mesh.size(Axis.PP) > 1:
         pipeline: OfferedStrategy = load("mesh_axes", Axis.PP)
         return pipeline.create(config, ctx)
-    if config.strategy == "fsdp" or (config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1):
+    if config.strategy == "fsdp" or (
+        config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1
+    ):
         return _sharded(config, ctx)
     return _replicated(config, ctx)
 
@@ -62,7 +70,11 @@ def device_for(config: Config, topology: Topology) -> torch.device:
     extension_strategy = _offered(config)
     if extension_strategy is not None and extension_strategy.start_device is not None:
         return extension_strategy.start_device(config, topology)
-    return choose_device(topology.local_rank, config.cpu, None if config.cpu else env.assigned_device(env.snapshot()))
+    return choose_device(
+        topology.local_rank,
+        config.cpu,
+        None if config.cpu else env.assigned_device(env.snapshot()),
+    )
 
 
 def _offered(config: Config) -> OfferedStrategy | None:
@@ -98,7 +110,9 @@ def chooses_speed(asked: PerformanceSettings) -> bool:
 
 def compiles(config: Config) -> bool:
     """Return whether models are compiled."""
-    return config.dynamo.backend != "no" or (chooses_speed(config.performance) and config.performance.compile)
+    return config.dynamo.backend != "no" or (
+        chooses_speed(config.performance) and config.performance.compile
+    )
 
 
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
@@ -118,15 +132,25 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     offload = offload_of(config)
     if offload is not None and offload.parameter_transforms is not None:
         place_rest, stream_parameters = offload.parameter_transforms()
-        streamed = [place_rest, Convert(config.master_weights), *common_transforms(config), stream_parameters]
+        streamed = [
+            place_rest,
+            Convert(config.master_weights),
+            *common_transforms(config),
+            stream_parameters,
+        ]
         return NativeStrategy("single", Alone(), streamed, Caps(synchronises=False))
-    transforms: list[Transform] = [PlaceOnDevice(), Convert(config.master_weights), *common_transforms(config)]
+    transforms: list[Transform] = [
+        PlaceOnDevice(),
+        Convert(config.master_weights),
+        *common_transforms(config),
+    ]
     chooses = chooses_speed(config.performance)
     if compiles(config) and config.dynamo.backend == "no":
         transforms.append(_compiled_automatically())
     if alone:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
-    from hasten.strategies.ddp.strategy import Replicate  # a single process needs none of it
+    # a single process needs none of it
+    from hasten.strategies.ddp.strategy import Replicate
 
     replicate = Replicate(config.ddp, by_size=chooses and config.performance.buckets)
     caps = Caps(gradients_s=replicate.gradients_s)
@@ -134,38 +158,60 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
-    transforms: list[Transform] = [Convert(config.master_weights), *common_transforms(config)]
+    transforms: list[Transform] = [
+        Convert(config.master_weights),
+        *common_transforms(config),
+    ]
     mesh = WorldMesh()
     if ctx.mesh.size(Axis.TP) > 1:
         handler = config.parallelism.tp_handler
-        if config.dynamo.backend != "no" and (handler.sequence_parallel or handler.loss_parallel):
+        if config.dynamo.backend != "no" and (
+            handler.sequence_parallel or handler.loss_parallel
+        ):
             raise ConfigError(
                 f"dynamo backend {config.dynamo.backend!r} is not supported with sequence_parallel or loss_parallel, because compiling "
                 "their communication has not been tested; set dynamo_backend=no, or remove both options."
             )
-        from hasten.strategies.tensor.strategy import SplitLayers  # also loads torch.distributed.tensor
+        # also loads torch.distributed.tensor
+        from hasten.strategies.tensor.strategy import SplitLayers
 
         transforms.append(SplitLayers(config.parallelism, config.fsdp, mesh))
     if ctx.mesh.ep > 1:
-        from hasten.strategies.experts.strategy import DivideExperts  # also loads torch.distributed.tensor
+        # also loads torch.distributed.tensor
+        from hasten.strategies.experts.strategy import DivideExperts
 
         transforms.append(DivideExperts(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         transforms.append(recompute_blocks(config))
-    if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
-        from hasten.strategies.tensor.alone import TensorParallelOnly  # also loads torch.distributed.tensor
+    if (
+        ctx.mesh.size(Axis.TP) == ctx.world.size > 1
+        and config.strategy != "fsdp"
+        and not given(config.fsdp)
+    ):
+        # also loads torch.distributed.tensor
+        from hasten.strategies.tensor.alone import TensorParallelOnly
 
-        return NativeStrategy("tensor", TensorParallelOnly(config.fsdp), transforms, Caps(sharded_state=True))
+        return NativeStrategy(
+            "tensor",
+            TensorParallelOnly(config.fsdp),
+            transforms,
+            Caps(sharded_state=True),
+        )
     if compiles(config) and config.dynamo.backend == "no":
         transforms += _compiled_shards(config, ctx)
-    from hasten.strategies.fsdp.strategy import ShardModel  # loads torch.distributed.tensor: most of a second
+    # loads torch.distributed.tensor: most of a second
+    from hasten.strategies.fsdp.strategy import ShardModel
 
     distribution = ShardModel(
-        config.fsdp.replace(cpu_offload=True) if _offloads_parameters(config) else config.fsdp,
+        config.fsdp.replace(cpu_offload=True)
+        if _offloads_parameters(config)
+        else config.fsdp,
         mesh,
         keep_outputs=config.autocast.output_dtype == "keep",
     )
-    caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
+    caps = Caps(
+        sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1
+    )
     return NativeStrategy("fsdp", distribution, transforms, caps)
 
 
@@ -175,19 +221,26 @@ def _compiled_shards(config: Config, ctx: ProcessContext) -> list[Transform]:
         "tensor parallelism": ctx.mesh.size(Axis.TP) > 1,
         "context parallelism": ctx.mesh.size(Axis.CP) > 1,
         "expert parallelism": ctx.mesh.ep > 1,
-        "parameters in host memory": config.fsdp.cpu_offload or _offloads_parameters(config),
+        "parameters in host memory": config.fsdp.cpu_offload
+        or _offloads_parameters(config),
     }
     if found := [name for name, here in untested.items() if here]:
-        log.info("performance: models are not compiled: it has not been tested with shards and %s", found[0])
+        log.info(
+            "performance: models are not compiled: it has not been tested with shards and %s",
+            found[0],
+        )
         return []
     return [_compiled_automatically()]
 
 
 def _compiled_automatically() -> Transform:
     """Return the transform that compiles blocks for `performance="auto"`."""
-    from hasten.strategies.compiling import CompileBlocks  # only runs that compile models need it
+    # only runs that compile models need it
+    from hasten.strategies.compiling import CompileBlocks
 
-    settings = TorchDynamoPlugin(backend=BACKEND, use_regional_compilation=True, compile_loss=True)
+    settings = TorchDynamoPlugin(
+        backend=BACKEND, use_regional_compilation=True, compile_loss=True
+    )
     return CompileBlocks(settings, automatic=True)
 
 
@@ -210,22 +263,33 @@ def common_transforms(config: Config) -> list[Transform]:
     """Return the transforms that all native strategies share: recompute and compile."""
     chosen: list[Transform] = []
     if config.recompute:
-        from hasten.strategies.recompute import Recompute  # only runs that recompute activations need it
+        # only runs that recompute activations need it
+        from hasten.strategies.recompute import Recompute
 
         find = partial(blocks_by_class, names=config.recompute, setting="recompute")
-        chosen.append(Recompute(find, "recompute", config.fsdp.activation_checkpointing_offload))
+        chosen.append(
+            Recompute(find, "recompute", config.fsdp.activation_checkpointing_offload)
+        )
     if config.dynamo.backend != "no":
-        from hasten.strategies.compiling import CompileBlocks, CompileWhole  # only runs that compile models need it
+        # only runs that compile models need it
+        from hasten.strategies.compiling import CompileBlocks, CompileWhole
 
         regional = config.dynamo.use_regional_compilation
-        chosen.append(CompileBlocks(config.dynamo) if regional else CompileWhole(config.dynamo))
+        chosen.append(
+            CompileBlocks(config.dynamo) if regional else CompileWhole(config.dynamo)
+        )
     return chosen
 
 
 def recompute_blocks(config: Config) -> Transform:
     """Return the transform that recomputes the activations of the blocks that FSDP wraps."""
-    from hasten.strategies.fsdp.shard_groups import blocks_to_recompute  # only runs that recompute activations need it
+    # only runs that recompute activations need it
+    from hasten.strategies.fsdp.shard_groups import blocks_to_recompute
     from hasten.strategies.recompute import Recompute
 
     find = partial(blocks_to_recompute, config=config.fsdp)
-    return Recompute(find, "fsdp.activation_checkpointing", config.fsdp.activation_checkpointing_offload)
+    return Recompute(
+        find,
+        "fsdp.activation_checkpointing",
+        config.fsdp.activation_checkpointing_offload,
+    )

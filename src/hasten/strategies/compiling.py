@@ -40,7 +40,13 @@ class CompileWhole:
     def __init__(self, config: TorchDynamoPlugin) -> None:
         self._options = options(config)
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if not is_compiled(model):
             compile_modules([model], type(model).__name__, self._options, ctx.is_main)
         return model
@@ -62,7 +68,13 @@ class CompileBlocks:
         self._with_rest = config.compile_loss
         self._automatic = automatic
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         name = type(model).__name__
         blocks = [block for _, block in repeated_blocks(model)]
         if self._automatic:
@@ -74,7 +86,10 @@ class CompileBlocks:
         if self._with_rest and blocks and request.train:
             compile_rest(model, self._options)
         if not blocks:
-            log.info("%s has no repeated block to compile by region; compiling it whole", name)
+            log.info(
+                "%s has no repeated block to compile by region; compiling it whole",
+                name,
+            )
             blocks = [model]
         blocks = [block for block in blocks if not is_compiled(block)]
         compile_modules(blocks, name, self._options, ctx.is_main, self._automatic)
@@ -89,7 +104,11 @@ def _refusal(blocks: Sequence[nn.Module], device: torch.device) -> str:
     if not blocks:
         return "it has no repeated block"
     if device.type == "cuda":
-        return "" if importlib.util.find_spec("triton") else "Triton, which generates its kernels, is not installed"
+        return (
+            ""
+            if importlib.util.find_spec("triton")
+            else "Triton, which generates its kernels, is not installed"
+        )
     if device.type == "cpu":
         return "" if shutil.which("g++") else "there is no g++ on this machine"
     return f"automatic compilation has not been tested on {device.type}"
@@ -101,9 +120,13 @@ class FirstCalls:
     Graphs are counted: if the compiler skipped all modules, a setting that was given has no effect, which is an error.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], name: str, is_main: bool, automatic: bool) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], name: str, is_main: bool, automatic: bool
+    ) -> None:
         self._modules = modules
-        self._title = name if len(modules) == 1 else f"the {len(modules)} blocks of {name}"
+        self._title = (
+            name if len(modules) == 1 else f"the {len(modules)} blocks of {name}"
+        )
         self._name = name
         self._is_main = is_main
         self._automatic = automatic
@@ -119,7 +142,10 @@ class FirstCalls:
         for module in self._modules:
             module._compiled_call_impl = _FirstCall(self, module)
 
-    def run(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:  # Any: the module's
+    # Any: the module's
+    def run(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         """Call a module for the first time, and return its result."""
         self._num_called += 1
         started_s, num_graphs = time.monotonic(), count_graphs()
@@ -129,7 +155,9 @@ class FirstCalls:
         except torch._dynamo.exc.TorchDynamoException as error:
             if not self._automatic:
                 raise
-            self._run_eagerly(f"torch's compiler failed ({type(error).__name__}: {error})")
+            self._run_eagerly(
+                f"torch's compiler failed ({type(error).__name__}: {error})"
+            )
             return module(*args, **kwargs)
         self._spent_s += time.monotonic() - started_s
         self._num_graphs += count_graphs() - num_graphs
@@ -139,14 +167,19 @@ class FirstCalls:
 
     def _report(self) -> None:
         """Log what was compiled. Raises: ConfigError if nothing was."""
-        if not self._num_graphs and not any(_has_compiled_code(module) for module in self._modules):
+        if not self._num_graphs and not any(
+            _has_compiled_code(module) for module in self._modules
+        ):
             self._explain_nothing()
         elif self._is_main:
-            graphs = "1 graph" if self._num_graphs == 1 else f"{self._num_graphs} graphs"
+            graphs = (
+                "1 graph" if self._num_graphs == 1 else f"{self._num_graphs} graphs"
+            )
             log.info("compiled %s in %.1f s (%s)", self._title, self._spent_s, graphs)
 
     def _explain_nothing(self) -> None:
-        if self._num_rounds < _ROUNDS:  # compilation may be suspended, such as while operations are counted
+        # compilation may be suspended, such as while operations are counted
+        if self._num_rounds < _ROUNDS:
             self._intercept()
             return
         reason = f"torch's compiler skipped its code in {_ROUNDS} calls"
@@ -163,7 +196,11 @@ class FirstCalls:
         log.warning("performance: %s is not compiled: %s", self._name, reason)
 
     def _waiting_text(self, seconds: float) -> str:
-        block = "" if len(self._modules) == 1 else f", block {self._num_called} of {len(self._modules)}"
+        block = (
+            ""
+            if len(self._modules) == 1
+            else f", block {self._num_called} of {len(self._modules)}"
+        )
         return f"compiling {self._name}{block}, {self._spent_s + seconds:.0f} s"
 
 
@@ -211,7 +248,9 @@ class CompiledForward(forwarding.Forward):
 
 def _compiled_forward_class(name: str) -> type[CompiledForward]:
     """Return a subclass with separate code, since the compiler limits and shares what it knows by code object."""
-    call = FunctionType(CompiledForward.__call__.__code__.replace(co_name=name), globals())
+    call = FunctionType(
+        CompiledForward.__call__.__code__.replace(co_name=name), globals()
+    )
     return type("CompiledForward", (CompiledForward,), {"__call__": call})
 
 
@@ -223,7 +262,9 @@ def compile_modules(
     automatic: bool = False,
 ) -> None:
     """Compile modules of the model `name` in place; the wait for their first calls is shown on the main process."""
-    num_parameters = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    num_parameters = sum(
+        parameter.numel() for module in modules for parameter in module.parameters()
+    )
     forward_class = _compiled_forward_class(f"{name}_{num_parameters}")
     for module in modules:
         inner = inside_ddp(module)
@@ -247,13 +288,17 @@ class CompiledLoss:
     Calls without gradients, and logits that are not plain tensors, go to the function itself, as do copies and pickles.
     """
 
-    def __init__(self, inner: Callable[..., Tensor], chosen: dict[str, Any]) -> None:  # Any: torch.compile's keywords
+    # Any: torch.compile's keywords
+    def __init__(self, inner: Callable[..., Tensor], chosen: dict[str, Any]) -> None:
         self.inner = inner
         self._compiled: Callable[..., Tensor] = torch.compile(inner, **chosen)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: arguments of transformers' loss functions
+    # Any: arguments of transformers' loss functions
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = kwargs.get("logits", args[0] if args else None)
-        plain = type(logits) is Tensor and logits.requires_grad and torch.is_grad_enabled()
+        plain = (
+            type(logits) is Tensor and logits.requires_grad and torch.is_grad_enabled()
+        )
         return (self._compiled if plain else self.inner)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -265,7 +310,8 @@ def _return_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
-def compile_rest(model: nn.Module, compile_options: dict[str, Any]) -> list[str]:  # Any: torch.compile's keywords
+# Any: torch.compile's keywords
+def compile_rest(model: nn.Module, compile_options: dict[str, Any]) -> list[str]:
     """Compile the norms outside the repeated blocks, and transformers' loss function; return what was compiled."""
     compiled_names = []
     for name, part in _norms_outside_blocks(model):
@@ -281,10 +327,17 @@ def compile_rest(model: nn.Module, compile_options: dict[str, Any]) -> list[str]
 
 def _norms_outside_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers outside the repeated blocks that have only vectors as parameters, but for torch's, which are one kernel already."""
-    in_blocks = {id(part) for _, block in repeated_blocks(model) for part in block.modules()}
+    in_blocks = {
+        id(part) for _, block in repeated_blocks(model) for part in block.modules()
+    }
     for name, part in model.named_modules():
         parameters = list(part.parameters(recurse=False))
-        if id(part) in in_blocks or not parameters or any(part.children()) or _is_torchs(part):
+        if (
+            id(part) in in_blocks
+            or not parameters
+            or any(part.children())
+            or _is_torchs(part)
+        ):
             continue
         if all(parameter.ndim == 1 for parameter in parameters):
             yield name, part
@@ -299,7 +352,11 @@ def _models_with_head(model: nn.Module) -> Iterator[Any]:  # Any: models of tran
     """Yield the models of transformers that compute logits and may compute their loss."""
     for part in model.modules():
         head = getattr(part, "get_output_embeddings", None)
-        if isinstance(getattr(type(part), "loss_function", None), property) and callable(head) and head() is not None:
+        if (
+            isinstance(getattr(type(part), "loss_function", None), property)
+            and callable(head)
+            and head() is not None
+        ):
             yield part
 
 
@@ -313,7 +370,8 @@ def all_uncompiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile's keywords
+# Any: torch.compile's keywords
+def options(config: TorchDynamoPlugin) -> dict[str, Any]:
     """Return the keywords of torch.compile for the settings."""
     chosen: dict[str, Any] = {
         "backend": config.backend,

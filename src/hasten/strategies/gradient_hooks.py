@@ -19,7 +19,9 @@ def refuse_gradient_hooks(model: nn.Module, whole: set[nn.Parameter]) -> None:
     """Raise if a parameter to be sharded has a hook set with `register_hook`, which would never be called."""
     for name, parameter in model.named_parameters():
         if parameter not in whole and getattr(parameter, "_backward_hooks", None):
-            raise _never_called(f"{name!r} has a hook set with register_hook()", "which is carried over")
+            raise _never_called(
+                f"{name!r} has a hook set with register_hook()", "which is carried over"
+            )
 
 
 def refuse_later_hooks(model: nn.Module) -> None:
@@ -29,13 +31,15 @@ def refuse_later_hooks(model: nn.Module) -> None:
             parameter.register_hook = partial(_refused, ref(parameter))  # type: ignore[method-assign]  # only on this instance
 
 
-def _refused(parameter: ref[Tensor], hook: Callable[..., Any]) -> Any:  # Any: torch's handle
+# Any: torch's handle
+def _refused(parameter: ref[Tensor], hook: Callable[..., Any]) -> Any:
     owner = parameter()
     # torch's memory tracker only reads gradients
     if getattr(hook, "__module__", "").startswith("torch.") and owner is not None:
         return Tensor.register_hook(owner, hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     raise _never_called(
-        f"register_hook({getattr(hook, '__qualname__', hook)}) was called on a sharded parameter", "which is called"
+        f"register_hook({getattr(hook, '__qualname__', hook)}) was called on a sharded parameter",
+        "which is called",
     )
 
 
@@ -51,13 +55,19 @@ def hooks_to_carry(model: nn.Module, whole: set[nn.Parameter]) -> Hooks:
     """Return the hooks set with `register_post_accumulate_grad_hook` on parameters to be sharded, by name."""
     found: Hooks = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        hooks = None if parameter in whole else getattr(parameter, "_post_accumulate_grad_hooks", None)
+        hooks = (
+            None
+            if parameter in whole
+            else getattr(parameter, "_post_accumulate_grad_hooks", None)
+        )
         if hooks:
             found[name] = list(hooks.values())
     return found
 
 
-def carry_hooks(model: nn.Module, hooks: Mapping[str, list[Callable[..., Any]]]) -> None:
+def carry_hooks(
+    model: nn.Module, hooks: Mapping[str, list[Callable[..., Any]]]
+) -> None:
     """Register the hooks on the shards, where they receive the averaged gradient."""
     seen: set[int] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):

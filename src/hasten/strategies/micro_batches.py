@@ -31,7 +31,8 @@ def check_rows(rows: int | None, count: int) -> int:
     return rows // count
 
 
-def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:  # Any: the model's output
+# Any: the model's output
+def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:
     """Broadcast a result from one rank to the group: tensors directly, containers as plain values.
 
     Raises: StepError for containers other than tuples, lists, dicts and model outputs.
@@ -49,7 +50,11 @@ def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:  # Any: the 
 
     def fetch(shape: list[int], dtype: str) -> Tensor:
         own = next(mine, None)
-        like = own.detach() if own is not None else torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
+        like = (
+            own.detach()
+            if own is not None
+            else torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
+        )
         return comm.broadcast(like, source)
 
     made = _rebuild(spec, fetch)
@@ -66,7 +71,11 @@ def _describe(tree: Any) -> Any:
         return {kind.__name__: [_describe(part) for part in tree]}
     if isinstance(tree, dict):  # transformers' outputs are subclasses of dict
         of = {str(key): _describe(part) for key, part in tree.items()}
-        return {"dict": of} if kind is dict else {"output": [kind.__module__, kind.__qualname__, of]}
+        return (
+            {"dict": of}
+            if kind is dict
+            else {"output": [kind.__module__, kind.__qualname__, of]}
+        )
     raise StepError(
         f"the model returned a {kind.__name__}, which cannot be sent to the other pipeline stages. Return tensors, or "
         "tuples, lists and dicts of them."
@@ -87,7 +96,9 @@ def _rebuild(spec: Any, fetch: Callable[[list[int], str], Tensor]) -> Any:
         case "dict":
             return {key: _rebuild(part, fetch) for key, part in of.items()}
     module, name, parts = of
-    return _loaded(module, name)(**{key: _rebuild(part, fetch) for key, part in parts.items()})
+    return _loaded(module, name)(
+        **{key: _rebuild(part, fetch) for key, part in parts.items()}
+    )
 
 
 def _loaded(module: str, name: str) -> Any:

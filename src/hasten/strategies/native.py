@@ -45,7 +45,9 @@ class RunsStages(Protocol):
         """Run forward and backward of one batch, and return its loss."""
         ...
 
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def clip_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
+    ) -> Tensor:
         """Clip the gradients to a norm over all stages, and return the norm before clipping."""
         ...
 
@@ -69,18 +71,30 @@ class NativeStrategy:
         self.caps = caps
         # Operations on a wrapped model are those of the transform that wraps it.
         self.no_sync, self.join = distribution.no_sync, distribution.join
-        self.full_state_dict, self.mark_forward_method = distribution.full_state_dict, distribution.mark_forward_method
+        self.full_state_dict, self.mark_forward_method = (
+            distribution.full_state_dict,
+            distribution.mark_forward_method,
+        )
         self.drop_gradients = distribution.drop_gradients
         self._transforms = sorted([*transforms, distribution], key=attrgetter("stage"))
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         return nullcontext()  # prepare() shards models
 
-    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+    def prepare(
+        self,
+        bundle: PrepareArguments,
+        ctx: ProcessContext,
+        precision: Precision,
+        train: bool = True,
+    ) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         given = [item.value for item in models]
         make_optimizers(optimizers, given)
-        records = [OptimizerRecord.write(item.value, [*bundle.earlier, *given]) for item in optimizers]
+        records = [
+            OptimizerRecord.write(item.value, [*bundle.earlier, *given])
+            for item in optimizers
+        ]
         for item in models:
             request = PrepareRequest(place=item.place, train=train)
             for transform in self._transforms:
@@ -89,14 +103,16 @@ class NativeStrategy:
         for item, record in zip(optimizers, records, strict=True):
             record.bind(item.value, inner)
             if has_dtensors(item.value):
-                from hasten.strategies import sharded_updates  # only sharded parameters need it
+                # only sharded parameters need it
+                from hasten.strategies import sharded_updates
 
                 sharded_updates.refuse_unshardable(item.value)
                 sharded_updates.update_own_shards(item.value)
             if self._on_optimizer is not None:
                 self._on_optimizer(item.value)
 
-    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
+    # Any: torch's keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
         if self._stages is not None:
             raise StepError(
                 "accelerator.backward() cannot reach the layers that are on other pipeline ranks (pp_size > 1). Replace the "
@@ -121,7 +137,9 @@ class NativeStrategy:
             self.backward(weigh(loss, amount))
         return loss.detach()
 
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def clip_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
+    ) -> Tensor:
         if self._stages is not None:
             return self._stages.clip_norm(parameters, max_norm, norm_type)
         return clip.clip_norm(parameters, max_norm, norm_type)
@@ -132,7 +150,9 @@ class NativeStrategy:
     def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # sharded parameters are filled shard by shard
 
-    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
+    def unwrap(
+        self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True
+    ) -> nn.Module:
         kept = {Stage.RECOMPUTE, Stage.PLACE}
         if keep_precision:
             kept.add(Stage.CONVERT)
@@ -144,7 +164,9 @@ class NativeStrategy:
         return model
 
 
-def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders: bool = False) -> None:
+def make_optimizers(
+    items: Iterable[Item], models: list[nn.Module], placeholders: bool = False
+) -> None:
     """Replace optimizer factories by optimizers over the parameters of the only trainable model."""
     for item in items:
         if isinstance(item.value, Placeholder) and not placeholders:
@@ -154,13 +176,19 @@ def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders
             )
         if not is_factory(item.value):
             continue
-        trainable = [model for model in models if any(p.requires_grad for p in model.parameters())]
+        trainable = [
+            model
+            for model in models
+            if any(p.requires_grad for p in model.parameters())
+        ]
         if len(trainable) != 1:
             raise PrepareError(
                 f"an optimizer factory was given with {len(trainable)} trainable models, so it is unclear which parameters it is for; "
                 "prepare each model with its factory in a separate call, or create the optimizer."
             )
-        optimizer: Optimizer = item.value([p for p in trainable[0].parameters() if p.requires_grad])
+        optimizer: Optimizer = item.value(
+            [p for p in trainable[0].parameters() if p.requires_grad]
+        )
         item.value = optimizer
 
 
@@ -170,7 +198,13 @@ class Alone:
 
     stage: ClassVar[Stage] = Stage.DISTRIBUTE
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -179,7 +213,8 @@ class Alone:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+    # Any: tensors and extra state
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         return dict(model.state_dict())
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:

@@ -26,15 +26,27 @@ class PlaceOnDevice:
 
     stage = Stage.PLACE
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         devices = {ctx.device.type} if ctx.device.type == "cpu" else set[str]()
         there = set[str]()
         for tensor in chain(model.parameters(), model.buffers()):
             there.add(tensor.device.type)
-        if "meta" in there and all(hook_of(part) is None for part in model.modules()):  # hooks bring offloaded weights
+        # hooks bring offloaded weights
+        if "meta" in there and all(hook_of(part) is None for part in model.modules()):
             refuse_meta(model)
         # the code that loaded the model has already spread it over devices
-        if there == devices or not request.place or hasattr(model, "hf_device_map") or is_dispatched(model):
+        if (
+            there == devices
+            or not request.place
+            or hasattr(model, "hf_device_map")
+            or is_dispatched(model)
+        ):
             return model
         return model.to(ctx.device)
 
@@ -61,7 +73,13 @@ class Convert:
     masters: MasterWeights = "fp32"
     _precision: Precision | None = None
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if precision.spec == "no":
             return model
         self._precision = precision
@@ -87,7 +105,10 @@ def give_masters(model: nn.Module) -> None:
             parameter.grad = None if grad is None else grad.float()
             changed[dtype] = changed.get(dtype, 0) + 1
     if changed:
-        counts = " and ".join(f"{count} {str(dtype).removeprefix('torch.')}" for dtype, count in changed.items())
+        counts = " and ".join(
+            f"{count} {str(dtype).removeprefix('torch.')}"
+            for dtype, count in changed.items()
+        )
         log.info(
             "%s: %s parameters are trained as float32 master weights (master_weights=keep keeps their dtype)",
             type(model).__name__,

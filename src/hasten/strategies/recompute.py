@@ -27,17 +27,21 @@ class RecomputedForward(forwarding.Forward):
     def __init__(self, offload: bool = False) -> None:
         self.offload = offload
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         kwargs = _without_empty_caches(kwargs)
         if not self.offload:
             return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
+        with torch.autograd.graph.save_on_cpu(
+            pin_memory=torch.accelerator.is_available()
+        ):
             return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
 
 
-def _without_empty_caches(arguments: dict[str, Any]) -> dict[str, Any]:  # Any: the user's arguments
+# Any: the user's arguments
+def _without_empty_caches(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments without key-value caches of transformers, which the recomputation would extend again.
 
     A cache that already has keys, such as a trained prefix, is left.
@@ -58,12 +62,23 @@ class Recompute:
 
     stage = Stage.RECOMPUTE
 
-    def __init__(self, find: Callable[[nn.Module], list[nn.Module]], setting: str, offload: bool = False) -> None:
+    def __init__(
+        self,
+        find: Callable[[nn.Module], list[nn.Module]],
+        setting: str,
+        offload: bool = False,
+    ) -> None:
         self._find = find
         self._setting = setting
         self._offload = offload
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if not request.train:
             return model
         with agree(ctx.world, f"choosing what to recompute of {type(model).__name__}"):
@@ -80,7 +95,9 @@ class Recompute:
                 f"{self._setting} is set, but {type(model).__name__} has no repeated block to recompute. Name the classes of its blocks "
                 "in recompute."
             )
-        inside = {id(part) for block in found for part in block.modules() if part is not block}
+        inside = {
+            id(part) for block in found for part in block.modules() if part is not block
+        }
         return [block for block in found if id(block) not in inside]
 
     def undo(self, model: nn.Module) -> nn.Module:

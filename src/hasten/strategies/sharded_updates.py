@@ -37,7 +37,19 @@ from hasten.modules.names import is_dtensor, like_parameter, placements
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-ELEMENTWISE: Final = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
+ELEMENTWISE: Final = (
+    SGD,
+    Adam,
+    AdamW,
+    RMSprop,
+    Adagrad,
+    Adadelta,
+    Adamax,
+    NAdam,
+    RAdam,
+    ASGD,
+    Rprop,
+)
 """Optimizers in which elements are updated independently, so that updating a shard equals sharding the update."""
 _IN_SHARDS: Final = "AdamW, SGD or another elementwise optimizer"
 _MARK: Final = "updates_wholes"
@@ -49,13 +61,17 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
 
     Raises: PrepareError with the optimizer, the parameter it cannot handle, and alternatives.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
     shards = [parameter for parameter in parameters if is_dtensor(parameter)]
     if not shards:
         return
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if isinstance(optimizer, LBFGS):
-        uneven_parameter = next((p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None)
+        uneven_parameter = next(
+            (p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None
+        )
         if uneven_parameter is not None:
             raise PrepareError(
                 f"{name} concatenates all parameters, which torch does not support if a parameter of shape {tuple(uneven_parameter.shape)} is not "
@@ -92,7 +108,11 @@ def update_own_shards(optimizer: Optimizer) -> None:
             if group.get("foreach", True) is None:
                 group["foreach"] = False
     collect: Collect | None = getattr(optimizer, "_init_group", None)
-    if type(optimizer) in ELEMENTWISE and collect is not None and not isinstance(collect, partial):
+    if (
+        type(optimizer) in ELEMENTWISE
+        and collect is not None
+        and not isinstance(collect, partial)
+    ):
         makes_state = type(optimizer) is SGD
         optimizer._init_group = partial(_collect_shards, collect, makes_state)  # type: ignore[attr-defined]  # a private method of torch
         if makes_state:
@@ -101,11 +121,21 @@ def update_own_shards(optimizer: Optimizer) -> None:
 
 def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Move SGD's momentum from the local tensors to their parameters, as DTensors."""
-    owners = {id(p._local_tensor): p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)}
-    for local_tensor in [local_tensor for local_tensor in optimizer.state if id(local_tensor) in owners]:
+    owners = {
+        id(p._local_tensor): p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if is_dtensor(p)
+    }
+    for local_tensor in [
+        local_tensor for local_tensor in optimizer.state if id(local_tensor) in owners
+    ]:
         momentum = optimizer.state.pop(local_tensor).get("momentum_buffer")
         owner = owners[id(local_tensor)]
-        if momentum is not None and optimizer.state[owner].get("momentum_buffer") is None:
+        if (
+            momentum is not None
+            and optimizer.state[owner].get("momentum_buffer") is None
+        ):
             optimizer.state[owner]["momentum_buffer"] = like_parameter(momentum, owner)
 
 
@@ -117,7 +147,9 @@ def _collect_shards(
     if group.get("differentiable") or not _all_shards_alike(lists, makes_state):
         return result
     for values in lists:
-        values[:] = [value._local_tensor if is_dtensor(value) else value for value in values]
+        values[:] = [
+            value._local_tensor if is_dtensor(value) else value for value in values
+        ]
     return result
 
 
@@ -136,7 +168,11 @@ def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
         for value in values[1:]:
             if value is None and not makes_state:
                 return False
-            if isinstance(value, Tensor) and value.ndim and not _cut_alike(value, first):
+            if (
+                isinstance(value, Tensor)
+                and value.ndim
+                and not _cut_alike(value, first)
+            ):
                 return False
     return shards
 
@@ -171,8 +207,12 @@ class _GatherShards:
         self._params: list[list[Tensor]] | None = None
 
     @torch.no_grad()
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: step()'s
-        if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
+    # Any: step()'s
+    def __call__(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # the first argument is the optimizer
+        if len(args) > 1 or kwargs.get("closure") is not None:
             raise StepError(
                 f"{type(optimizer).__name__}.step(closure) is not supported for sharded parameters, which are gathered one by one after "
                 "the backward. Call backward() and step() instead."
@@ -195,14 +235,19 @@ class _GatherShards:
 
     def put_back(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Restore the parameters of the groups."""
-        for group, members in zip(optimizer.param_groups, self._params or [], strict=True):
+        for group, members in zip(
+            optimizer.param_groups, self._params or [], strict=True
+        ):
             group["params"] = members
         self._params = None
 
 
-def _update_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+def _update_parameter(
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
+) -> None:
     """Update one parameter. Ranks: every rank that holds a shard of it."""
-    step = inspect.unwrap(type(optimizer).step)  # without hooks, which run once per step
+    # without hooks, which run once per step
+    step = inspect.unwrap(type(optimizer).step)
     if not is_dtensor(parameter):
         group["params"] = [parameter]
         step(optimizer)
@@ -212,7 +257,9 @@ def _update_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: Te
     whole_parameter.grad = _gather_whole(parameter.grad)
     state = optimizer.state.pop(parameter, {})
     if state:
-        optimizer.state[whole_parameter] = {k: _gather_whole(v) if is_dtensor(v) else v for k, v in state.items()}
+        optimizer.state[whole_parameter] = {
+            k: _gather_whole(v) if is_dtensor(v) else v for k, v in state.items()
+        }
     group["params"] = [whole_parameter]
     step(optimizer)
     new_state = optimizer.state.pop(whole_parameter)
@@ -223,14 +270,17 @@ def _update_parameter(optimizer: Optimizer, group: dict[str, Any], parameter: Te
         for key, value in new_state.items()
     }
     own_slice = dtensor_slice(parameter)
-    own_slice.data.copy_(_narrow_to_shard(whole_parameter, own_slice.offset, own_slice.data))
+    own_slice.data.copy_(
+        _narrow_to_shard(whole_parameter, own_slice.offset, own_slice.data)
+    )
 
 
 def _gather_whole(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     mesh_device_type = tensor.device_mesh.device_type
-    if tensor.device.type != mesh_device_type:  # shards in host memory, which the group cannot gather
+    # shards in host memory, which the group cannot gather
+    if tensor.device.type != mesh_device_type:
         local = placements().DTensor.from_local(
             tensor.to_local().to(mesh_device_type),
             tensor.device_mesh,
@@ -245,11 +295,18 @@ def _gather_whole(tensor: Tensor) -> Tensor:
 
 
 def _narrow_to_shard(whole: Tensor, offset: tuple[int, ...], like: Tensor) -> Tensor:
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, like.shape, strict=True))]
+    return whole[
+        tuple(
+            slice(start, start + size)
+            for start, size in zip(offset, like.shape, strict=True)
+        )
+    ]
 
 
 def _shard_of_whole(value: Tensor, parameter: DTensor) -> Tensor:
     """Return this rank's shard of a whole value, as a DTensor that is sharded like the parameter."""
     own_slice = dtensor_slice(parameter)
-    own_part = _narrow_to_shard(value, own_slice.offset, own_slice.data).to(own_slice.data.device, copy=True)
+    own_part = _narrow_to_shard(value, own_slice.offset, own_slice.data).to(
+        own_slice.data.device, copy=True
+    )
     return like_parameter(own_part, parameter)

@@ -28,7 +28,11 @@ class WeightSource(StrEnum):
 
 
 def source_of(
-    model: nn.Module, config: FullyShardedDataParallelPlugin, ctx: ProcessContext, *, buffers: bool = True
+    model: nn.Module,
+    config: FullyShardedDataParallelPlugin,
+    ctx: ProcessContext,
+    *,
+    buffers: bool = True,
 ) -> WeightSource:
     """Return the ranks that have the weights, after a check that every rank built the same model.
 
@@ -63,22 +67,32 @@ def source_of(
 
 
 def _compare(model: nn.Module, ctx: ProcessContext) -> None:
-    lines = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named_tensors(model)]
+    lines = [
+        f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}"
+        for name, t in named_tensors(model)
+    ]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
     digests = ctx.world.all_gather_object(digest)
     if len(set(digests)) == 1:
         return
     models: list[list[str]] = ctx.world.all_gather_object(lines)
     other = next(rank for rank, lines in enumerate(models) if lines != models[0])
-    here, there = (next(iter(sorted(set(models[a]) - set(models[b]))), "nothing") for a, b in ((0, other), (other, 0)))
+    here, there = (
+        next(iter(sorted(set(models[a]) - set(models[b]))), "nothing")
+        for a, b in ((0, other), (other, 0))
+    )
     raise MismatchError(
         f"rank 0 and rank {other} built different {type(model).__name__}s, whose shards would not fit together: rank 0 "
         f"has {here}, rank {other} has {there}. Build the same model on every rank."
     )
 
 
-def _refuse_lost_buffers(model: nn.Module, config: FullyShardedDataParallelPlugin) -> None:
-    lost_buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(model.state_dict())
+def _refuse_lost_buffers(
+    model: nn.Module, config: FullyShardedDataParallelPlugin
+) -> None:
+    lost_buffers = {
+        name for name, buffer in model.named_buffers() if buffer.is_meta
+    } - set(model.state_dict())
     if lost_buffers and config.param_init_fn is None:
         raise PrepareError(
             f"buffer {sorted(lost_buffers)[0]!r} was built on the meta device and is not saved with the model's weights, so it would not be "
@@ -98,7 +112,8 @@ def copy_from_rank_0(model: nn.Module, ctx: ProcessContext) -> None:
     if ctx.world.size == 1:
         return
     for _, tensor in named_tensors(model):
-        if not tensor.is_meta and not isinstance(tensor, DTensor):  # shards of split layers were already equal
+        # shards of split layers were already equal
+        if not tensor.is_meta and not isinstance(tensor, DTensor):
             tensor.data.copy_(ctx.world.broadcast(tensor.data))
 
 
@@ -109,7 +124,9 @@ def copy_tensors(tensors: Iterable[Tensor], ctx: ProcessContext) -> None:
 
 
 @torch.no_grad()
-def scatter_from_rank_0(model: nn.Module, wholes: dict[str, Tensor], ctx: ProcessContext) -> None:
+def scatter_from_rank_0(
+    model: nn.Module, wholes: dict[str, Tensor], ctx: ProcessContext
+) -> None:
     """Fill the shards of all ranks from the whole tensors of rank 0, with one tensor in memory at a time.
 
     Ranks: every rank; `wholes` is empty on all ranks but rank 0.
@@ -117,12 +134,16 @@ def scatter_from_rank_0(model: nn.Module, wholes: dict[str, Tensor], ctx: Proces
     for name, target in named_tensors(model):
         known_whole = wholes.pop(name, None)
         whole_source = (
-            torch.empty(target.shape, dtype=target.dtype, device=ctx.device) if known_whole is None else known_whole
+            torch.empty(target.shape, dtype=target.dtype, device=ctx.device)
+            if known_whole is None
+            else known_whole
         )
         whole_tensor = ctx.world.broadcast(whole_source.to(ctx.device))
         if isinstance(target, DTensor):
             own_slice = dtensor_slice(target)
-            for dim, (start, size) in enumerate(zip(own_slice.offset, own_slice.data.shape, strict=True)):
+            for dim, (start, size) in enumerate(
+                zip(own_slice.offset, own_slice.data.shape, strict=True)
+            ):
                 whole_tensor = whole_tensor.narrow(dim, start, size)
             own_slice.data.copy_(whole_tensor)
         else:
@@ -136,7 +157,9 @@ def allocate_meta(model: nn.Module, device: torch.device) -> None:
         if not tensor.is_meta:
             return tensor
         allocated = torch.empty_like(tensor, device=device)
-        return allocated.fill_(torch.nan) if allocated.is_floating_point() else allocated
+        return (
+            allocated.fill_(torch.nan) if allocated.is_floating_point() else allocated
+        )
 
     if any(tensor.is_meta for _, tensor in named_tensors(model)):
         model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -23,7 +23,11 @@ class Averaged:
 
 def scalars(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters without a dimension to shard along, such as a learned temperature."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 0}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 0
+    }
 
 
 def average_gradients(parameters: list[nn.Parameter], comm: Comm) -> None:
@@ -36,9 +40,11 @@ def average_gradients(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 
 @torch.no_grad()
-def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:  # Any: tensors and extra state
+# Any: tensors and extra state
+def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:
     """Return unsharded tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
-    state = model.state_dict(keep_vars=True)  # keep_vars, so that tied weights are one object under two names
+    # keep_vars, so that tied weights are one object under two names
+    state = model.state_dict(keep_vars=True)
     made: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in made:
@@ -47,5 +53,6 @@ def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:  # Any: te
     return {name: made[id(value)] for name, value in state.items()} if is_main else {}
 
 
-def _on_host(value: Any) -> Any:  # Any: a tensor, or extra state, which is returned unchanged
+# Any: a tensor, or extra state, which is returned unchanged
+def _on_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -26,5 +26,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
 
 __all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+# hidden from type checkers, which would otherwise accept any attribute
+if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(__name__, _PUBLIC)

@@ -27,7 +27,9 @@ FORK: Final = b"f"
 WAIT: Final = b"w"
 LOAD: Final = b"l"
 
-STACK_SIGNAL: Final = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (5 if hasattr(signal, "SIGRTMIN") else 0)
+STACK_SIGNAL: Final = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (
+    5 if hasattr(signal, "SIGRTMIN") else 0
+)
 """Signal that requests the stacks of a worker's threads. Real-time if possible, as tested code may use the ordinary ones."""
 
 
@@ -118,7 +120,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
     """Pickler that sends every imported module by name, even modules of unknown classes (such as torch.ops)."""
 
     def reducer_override(self, obj: Any) -> Any:  # Any: pickle's protocol
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+        if (
+            isinstance(obj, ModuleType)
+            and type(obj) is not ModuleType
+            and sys.modules.get(obj.__name__) is obj
+        ):
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
@@ -143,7 +149,11 @@ def _by_value(fn: Callable[..., object]) -> Iterator[None]:
     while hasattr(target, "func"):  # functools.partial
         target = target.func
     module = sys.modules.get(str(getattr(target, "__module__", None)))
-    if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value() or _importable(module.__name__):
+    if (
+        module is None
+        or module.__name__ in cloudpickle.list_registry_pickle_by_value()
+        or _importable(module.__name__)
+    ):
         yield
         return
     cloudpickle.register_pickle_by_value(module)

@@ -31,7 +31,14 @@ from typing import Any, Final, Self, TypeVar
 from hasten.errors import ConfigError, RanksFailedError
 from hasten.optional import need
 from hasten.runtime import env
-from hasten.testing.job import STACK_SIGNAL, PoolJob, PoolReport, RankOutcome, Status, pack
+from hasten.testing.job import (
+    STACK_SIGNAL,
+    PoolJob,
+    PoolReport,
+    RankOutcome,
+    Status,
+    pack,
+)
 from hasten.testing.processes import Worker, Zygote
 from hasten.testing.processors import Limit
 
@@ -43,9 +50,22 @@ INTERRUPT_S: Final = 0.5  # an interrupted rank may run its `finally` blocks
 STACK_S: Final = 3.0  # dumping stacks takes a moment on a busy machine
 CLEAN_S: Final = 10.0
 OUTPUT_LIMIT: Final = 20_000
-_WORKER_FRAMES: Final = ("hasten/testing/worker.py", "hasten/testing/zygote.py", "<frozen runpy>")
+_WORKER_FRAMES: Final = (
+    "hasten/testing/worker.py",
+    "hasten/testing/zygote.py",
+    "<frozen runpy>",
+)
 _BOUND_FIXTURES: Final = frozenset(
-    {"monkeypatch", "capsys", "capfd", "capsysbinary", "caplog", "recwarn", "request", "pytester"}
+    {
+        "monkeypatch",
+        "capsys",
+        "capfd",
+        "capsysbinary",
+        "caplog",
+        "recwarn",
+        "request",
+        "pytester",
+    }
 )
 _NO_MESH: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -63,8 +83,11 @@ class _Call:
     folder: Path
 
     def job(self, rank: int, variables: Mapping[str, str]) -> PoolJob:
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.num_ranks > 1 else {}
-        if self.device == "cpu":  # an Accelerator created in the call must not use an available accelerator
+        place = (
+            {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.num_ranks > 1 else {}
+        )
+        # an Accelerator created in the call must not use an available accelerator
+        if self.device == "cpu":
             place["HASTEN_CPU"] = "1"
         return PoolJob(
             payload=self.payload,
@@ -103,7 +126,10 @@ class Pool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -118,7 +144,9 @@ class Pool:
     @property
     def descriptors(self) -> frozenset[int]:
         """File descriptors of the pool, to be ignored by leak checks."""
-        return frozenset(worker.pipe.fileno() for worker in (*self._idle, *self._cleaning))
+        return frozenset(
+            worker.pipe.fileno() for worker in (*self._idle, *self._cleaning)
+        )
 
     def preload(self, *modules: str) -> None:
         """Import modules once for all workers, instead of once in each; modules that are not installed are ignored.
@@ -145,7 +173,9 @@ class Pool:
         Raises: RanksFailedError with the traceback or the stacks of every rank, caused by the exception of the rank
         that failed first, if it raised one.
         """
-        outcomes = self.outcomes(fn, num_ranks, *args, timeout_s=timeout_s, mesh=mesh, device=device)
+        outcomes = self.outcomes(
+            fn, num_ranks, *args, timeout_s=timeout_s, mesh=mesh, device=device
+        )
         check(outcomes, _name_of(fn))
         return [outcome.value for outcome in outcomes]
 
@@ -169,7 +199,8 @@ class Pool:
             for rank, worker in enumerate(team):
                 worker.pipe.send(call.job(rank, variables))
             outcomes = _Watch(team, call, self._zygote).outcomes()
-        except BaseException:  # Ctrl-C, or the alarm of a test runner: no worker may be left behind
+        # Ctrl-C, or the alarm of a test runner: no worker may be left behind
+        except BaseException:
             self._discard(team)
             raise
         if all(outcome.status == "returned" for outcome in outcomes):
@@ -177,17 +208,22 @@ class Pool:
                 worker.pipe.send(None)
             self._cleaning += team
         else:
-            self._discard([w for w, o in zip(team, outcomes, strict=True) if o.status != "died"])
+            self._discard(
+                [w for w, o in zip(team, outcomes, strict=True) if o.status != "died"]
+            )
         return outcomes
 
     def _take(self, num_ranks: int) -> list[Worker]:
         """Return `num_ranks` clean workers; missing ones are forked."""
         if num_ranks < 1:
-            raise ConfigError(f"num_ranks={num_ranks} is not a number of processes; it must be at least 1.")
+            raise ConfigError(
+                f"num_ranks={num_ranks} is not a number of processes; it must be at least 1."
+            )
         self._settle()
         for job in self._folder.glob("job-*"):
             shutil.rmtree(job, ignore_errors=True)
-        gone = [worker for worker in self._idle if worker.pipe.poll()]  # readable only once an idle worker has ended
+        # readable only once an idle worker has ended
+        gone = [worker for worker in self._idle if worker.pipe.poll()]
         self._discard(gone)
         self._idle = [worker for worker in self._idle if worker not in gone]
         return [self._worker_for(rank) for rank in range(num_ranks)]
@@ -233,7 +269,10 @@ def _is_clean(worker: Worker) -> bool:
 
 def _variables(num_ranks: int) -> dict[str, str]:
     """Return the caller's environment with the workers' rendezvous on this machine, whatever its name resolves to."""
-    variables = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **env.snapshot()}
+    variables = {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **env.snapshot(),
+    }
     if num_ranks == 1:
         return variables
     with socket.socket() as probe:
@@ -263,10 +302,14 @@ class _Watch:
         if self._pending:
             self._stop()
         failed = [o for o in self._done.values() if o.status != "returned"]
-        if failed:  # a rank that died caused the failures of the others, even if they were reported first
+        # a rank that died caused the failures of the others, even if they were reported first
+        if failed:
             cause = next((o for o in failed if o.status == "died"), failed[0])
             self._done[cause.rank] = replace(cause, first=True)
-        return [replace(self._done[rank], output=self._read("output", rank)) for rank in range(self._call.num_ranks)]
+        return [
+            replace(self._done[rank], output=self._read("output", rank))
+            for rank in range(self._call.num_ranks)
+        ]
 
     def _collect(self, timeout_s: float, patience_s: float) -> None:
         """Receive reports until all have arrived, the time is up, or `patience_s` after the first failure has passed."""
@@ -285,23 +328,39 @@ class _Watch:
             report: PoolReport = worker.pipe.recv()
         except (EOFError, ConnectionError):
             worker.kill()
-            return RankOutcome(rank, "died", details=_exit_text(self._zygote.exit_code(worker)))
+            return RankOutcome(
+                rank, "died", details=_exit_text(self._zygote.exit_code(worker))
+            )
         if report.returned:
-            return RankOutcome(rank, "returned", value=pickle.loads(report.value or b""))
+            return RankOutcome(
+                rank, "returned", value=pickle.loads(report.value or b"")
+            )
         error = _exception(report.value) if report.value is not None else None
-        return RankOutcome(rank, "raised", error=error, details=report.traceback, skipped=report.skipped)
+        return RankOutcome(
+            rank,
+            "raised",
+            error=error,
+            details=report.traceback,
+            skipped=report.skipped,
+        )
 
     def _stop(self) -> None:
         """Record the stacks of the remaining ranks, kill what they have forked, and interrupt them.
 
         The pool kills those that do not stop.
         """
-        status: Status = "interrupted" if any(o.status != "returned" for o in self._done.values()) else "hung"
+        status: Status = (
+            "interrupted"
+            if any(o.status != "returned" for o in self._done.values())
+            else "hung"
+        )
         stopped = dict(self._pending)
         for worker in stopped.values():
             worker.signal(STACK_SIGNAL)
         deadline = time.monotonic() + STACK_S
-        while time.monotonic() < deadline and not all(self._read("stack", rank) for rank in stopped):
+        while time.monotonic() < deadline and not all(
+            self._read("stack", rank) for rank in stopped
+        ):
             time.sleep(0.005)
         for rank, worker in stopped.items():
             self._add_stacks_of_forks(rank, worker)
@@ -313,7 +372,9 @@ class _Watch:
         for rank in stopped:
             died = rank in self._done and self._done[rank].status == "died"
             self._done[rank] = RankOutcome(
-                rank, "died" if died else status, details=stacks[rank] or "(no stack: busy in C)"
+                rank,
+                "died" if died else status,
+                details=stacks[rank] or "(no stack: busy in C)",
             )
 
     def _add_stacks_of_forks(self, rank: int, worker: Worker) -> None:
@@ -335,14 +396,19 @@ class _Watch:
 def _exception(pickled: bytes) -> BaseException | None:
     try:
         error = pickle.loads(pickled)
-    except Exception:  # a class that only the worker can rebuild; its traceback is available as text
+    # a class that only the worker can rebuild; its traceback is available as text
+    except Exception:
         return None
     return error if isinstance(error, BaseException) else None
 
 
 def _own_frames(dump: str) -> str:
     """Return a dump of stacks without the worker's frames below the tested function."""
-    return "\n".join(line for line in dump.splitlines() if not any(word in line for word in _WORKER_FRAMES))
+    return "\n".join(
+        line
+        for line in dump.splitlines()
+        if not any(word in line for word in _WORKER_FRAMES)
+    )
 
 
 def check(outcomes: Sequence[RankOutcome], name: str) -> None:
@@ -355,10 +421,16 @@ def check(outcomes: Sequence[RankOutcome], name: str) -> None:
     heads = ", ".join(f"rank {o.rank} {o.status}" for o in outcomes)
     parts = [f"{name} failed on {len(failed)} of {len(outcomes)} ranks: {heads}."]
     for outcome in sorted(outcomes, key=lambda o: (not o.first, o.rank)):
-        parts.append(f"---- rank {outcome.rank} {outcome.status} ----\n{outcome.details}".rstrip())
+        parts.append(
+            f"---- rank {outcome.rank} {outcome.status} ----\n{outcome.details}".rstrip()
+        )
         if outcome.output.strip():
-            parts.append(f"---- output of rank {outcome.rank} ----\n{outcome.output}".rstrip())
-    raise RanksFailedError("\n".join(parts), tuple(o.rank for o in failed)) from cause.error
+            parts.append(
+                f"---- output of rank {outcome.rank} ----\n{outcome.output}".rstrip()
+            )
+    raise RanksFailedError(
+        "\n".join(parts), tuple(o.rank for o in failed)
+    ) from cause.error
 
 
 def _exit_text(code: int) -> str:
@@ -408,7 +480,9 @@ def ranks(
             pool: Pool = given.pop("rank_pool")
             num_ranks: int = given.pop("num_ranks")
             args = [given[name] for name in names[1:]]
-            outcomes = pool.outcomes(fn, num_ranks, *args, timeout_s=timeout_s, mesh=mesh, device=device)
+            outcomes = pool.outcomes(
+                fn, num_ranks, *args, timeout_s=timeout_s, mesh=mesh, device=device
+            )
             for outcome in outcomes:
                 if outcome.first and outcome.skipped is not None:
                     pytest.skip(outcome.skipped)
@@ -419,9 +493,14 @@ def ranks(
 
         kind = inspect.Parameter.KEYWORD_ONLY
         wanted = ["rank_pool", "num_ranks", *names[1:]]
-        test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in wanted])  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, kind) for name in wanted]
+        )
         worlds = [pytest.param(size, id=f"{size}-ranks") for size in sizes]
-        worlds += [pytest.param(size, id=f"{size}-ranks", marks=pytest.mark.exhaustive) for size in exhaustive]
+        worlds += [
+            pytest.param(size, id=f"{size}-ranks", marks=pytest.mark.exhaustive)
+            for size in exhaustive
+        ]
         parametrize = pytest.mark.parametrize("num_ranks", worlds)
         marked: Callable[..., None] = parametrize(test)
         return marked

@@ -75,13 +75,24 @@ class Zygote:
         try:
             with theirs, self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "hasten.testing.zygote", str(theirs.fileno()), str(folder)],
+                    [
+                        sys.executable,
+                        "-m",
+                        "hasten.testing.zygote",
+                        str(theirs.fileno()),
+                        str(folder),
+                    ],
                     pass_fds=(theirs.fileno(),),
-                    env={**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                    env={
+                        **env,
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                    },
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C is for the caller, which then ends the workers
+                    # Ctrl-C is for the caller, which then ends the workers
+                    start_new_session=True,
                 )
         except BaseException:
             self._control.close()

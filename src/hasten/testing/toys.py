@@ -44,7 +44,11 @@ class Block(nn.Module):
             layer(h).unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         x = x + self.o(mixed)
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
@@ -63,7 +67,13 @@ class TinyLM(nn.Module):
     tp_plan: Final = MappingProxyType(dict(_BLOCK_PLAN))
 
     def __init__(
-        self, vocab: int = 32, width: int = 16, heads: int = 4, depth: int = 2, context: int = 32, tied: bool = False
+        self,
+        vocab: int = 32,
+        width: int = 16,
+        heads: int = 4,
+        depth: int = 2,
+        context: int = 32,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)

@@ -94,13 +94,17 @@ def _run(job: PoolJob, interrupt: _Interrupt) -> PoolReport:
                 warnings.filters[:] = filters  # type: ignore[index]  # typeshed calls the list a sequence
                 value = fn(_context(job), *args)
             return PoolReport(returned=True, value=_pickled_result(value, fn))
-        except BaseException as error:  # the function is arbitrary, and SystemExit must not end the worker
+        # the function is arbitrary, and SystemExit must not end the worker
+        except BaseException as error:
             return _failure(error)
 
 
 def _failure(error: BaseException) -> PoolReport:
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of _run
-    text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    # without the frame of _run
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(
+        traceback.format_exception(type(error), error, frames or error.__traceback__)
+    )
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
         pickle.loads(pickled or b"")
@@ -137,7 +141,9 @@ def _context(job: PoolJob) -> ProcessContext:
             world_size=job.world_size,
             timeout=timedelta(seconds=job.timeout_s + 30),
         )
-    return bootstrap.start(topology, device, lambda world_size: MeshSpec.build(world_size, **job.mesh))
+    return bootstrap.start(
+        topology, device, lambda world_size: MeshSpec.build(world_size, **job.mesh)
+    )
 
 
 def _device(job: PoolJob) -> torch.device:
@@ -149,7 +155,11 @@ def _device(job: PoolJob) -> torch.device:
 def _backend(job: PoolJob) -> str:
     """Return gloo, combined with the device's backend if every rank has a separate device."""
     own = None if job.device == "cpu" else kind_of(job.device).backend
-    return f"cpu:gloo,{job.device}:{own}" if own and torch.accelerator.device_count() >= job.world_size else "gloo"
+    return (
+        f"cpu:gloo,{job.device}:{own}"
+        if own and torch.accelerator.device_count() >= job.world_size
+        else "gloo"
+    )
 
 
 @contextmanager
@@ -180,7 +190,8 @@ class _Start:
     env: Mapping[str, str]
     cwd: str
     path: tuple[str, ...]
-    signals: Mapping[int, Any]  # Any: signal.getsignal returns a union that signal.signal does not accept
+    # Any: signal.getsignal returns a union that signal.signal does not accept
+    signals: Mapping[int, Any]
     handlers: tuple[logging.Handler, ...]
     level: int
     num_modules: list[int]
@@ -193,7 +204,9 @@ class _Start:
             env=env.snapshot(),
             cwd=str(Path.cwd()),
             path=tuple(sys.path),
-            signals={int(n): h for n in numbers if (h := signal.getsignal(n)) is not None},
+            signals={
+                int(n): h for n in numbers if (h := signal.getsignal(n)) is not None
+            },
             handlers=tuple(logging.root.handlers),
             level=logging.root.level,
             num_modules=[0],

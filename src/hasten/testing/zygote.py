@@ -40,7 +40,8 @@ def main(control_fd: int, folder: str) -> None:
     """Import everything, then serve the pool until it closes its end; then remove its folder and its workers."""
     torch.set_num_threads(1)
     for name in PRELOAD:
-        importlib.import_module(name)  # a list rather than imports: for their effect, in the forking process only
+        # a list rather than imports: for their effect, in the forking process only
+        importlib.import_module(name)
     for name in IF_INSTALLED:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)  # only where pytest is installed
@@ -57,9 +58,17 @@ def main(control_fd: int, folder: str) -> None:
                 control.sendall(MESSAGE.pack(FORK, pid))
             elif verb == WAIT:
                 children.discard(number)
-                control.sendall(MESSAGE.pack(WAIT, os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])))
+                control.sendall(
+                    MESSAGE.pack(
+                        WAIT, os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+                    )
+                )
             elif verb == LOAD:
-                control.sendall(MESSAGE.pack(LOAD, _load(control.recv(number, socket.MSG_WAITALL).decode())))
+                control.sendall(
+                    MESSAGE.pack(
+                        LOAD, _load(control.recv(number, socket.MSG_WAITALL).decode())
+                    )
+                )
     finally:
         for pid in children:
             with suppress(ProcessLookupError):
@@ -78,7 +87,8 @@ def _load(name: str) -> int:
     """Import a module if it is installed; return 1 if that changed something, else 0."""
     if name in sys.modules or not importlib.util.find_spec(name.partition(".")[0]):
         return 0
-    importlib.import_module(name)  # for its effect, in the forking process only; the caller names it
+    # for its effect, in the forking process only; the caller names it
+    importlib.import_module(name)
     _freeze()
     return 1
 
@@ -107,7 +117,8 @@ def _fork(control: socket.socket, fd: int) -> int:
         serve(Connection(fd))
         status = 0
     finally:
-        os._exit(status)  # never return into the loop above, and skip exit handlers of imported modules
+        # never return into the loop above, and skip exit handlers of imported modules
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,10 @@ class Run:
     project: str
     run_id: str  # created by hasten, the same on every rank and after a resume
     directory: Path  # folder for trackers that write files
-    config: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values, possibly nested; as passed by the user
-    options: Options = field(default_factory=dict)  # this tracker's entry of `init_kwargs`
+    # Any: JSON values, possibly nested; as passed by the user
+    config: Mapping[str, Any] = field(default_factory=dict)
+    # this tracker's entry of `init_kwargs`
+    options: Options = field(default_factory=dict)
     rank: int = 0
     resume: Resume | None = None
 
@@ -62,12 +64,18 @@ class Entry:
     @property
     def numbers(self) -> dict[str, float]:
         """The values that are numbers."""
-        return {name: float(value) for name, value in self.values.items() if not isinstance(value, str)}
+        return {
+            name: float(value)
+            for name, value in self.values.items()
+            if not isinstance(value, str)
+        }
 
     @property
     def texts(self) -> dict[str, str]:
         """The values that are strings."""
-        return {name: value for name, value in self.values.items() if isinstance(value, str)}
+        return {
+            name: value for name, value in self.values.items() if isinstance(value, str)
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +130,15 @@ class Tracker(ABC):
 
     def log_images(self, entry: ImageEntry) -> None:
         """Record images."""
-        raise TrackerError(f"the tracker {self.name!r} does not support images; these were dropped.")
+        raise TrackerError(
+            f"the tracker {self.name!r} does not support images; these were dropped."
+        )
 
     def log_table(self, entry: TableEntry) -> None:
         """Record a table."""
-        raise TrackerError(f"the tracker {self.name!r} does not support tables; this one was dropped.")
+        raise TrackerError(
+            f"the tracker {self.name!r} does not support tables; this one was dropped."
+        )
 
     def rewind(self, step: int) -> None:  # noqa: B027  an optional hook
         """Discard values logged after `step`, since training was rolled back to a checkpoint of this run."""

@@ -65,7 +65,9 @@ class _RunStart:
 
     def __post_init__(self) -> None:
         steps = self.log.steps
-        self.useful = np.sum([steps[phase].astype(np.float64) for phase in USEFUL], axis=0)
+        self.useful = np.sum(
+            [steps[phase].astype(np.float64) for phase in USEFUL], axis=0
+        )
         self.void = np.zeros(len(steps), dtype=np.bool_)
 
     @property
@@ -86,7 +88,10 @@ def account(logs: Sequence[LoggedRank]) -> Goodput:
         for cause, spent in seconds_by_cause.items():
             seconds[cause] += spent
         seconds["other"] += max(
-            start.ended_s - start.began_s - sum(seconds_by_cause.values()) - float(start.useful.sum()),
+            start.ended_s
+            - start.began_s
+            - sum(seconds_by_cause.values())
+            - float(start.useful.sum()),
             0.0,
         )
     for start in starts:
@@ -99,31 +104,52 @@ def _start(log: LoggedRank) -> _RunStart:
     times = [float(event["time"]) for event in log.events if "time" in event]
     last = float(log.steps["time"][-1]) if len(log.steps) else 0.0
     began = float(log.started.get("process_began", log.started["time"]))
-    return _RunStart(log, began, max([*times, last, began + float(log.started.get("startup_s") or 0.0)]))
+    return _RunStart(
+        log,
+        began,
+        max([*times, last, began + float(log.started.get("startup_s") or 0.0)]),
+    )
 
 
 def _in_start(start: _RunStart) -> dict[str, float]:
     """Return the seconds of one start that were neither useful nor unknown, by cause."""
     steps, startup = start.log.steps, start.log.started.get("startup_s")
     if startup is None:  # written by an earlier version
-        first = sum(float(steps[phase][0]) for phase in (steps.dtype.names or ())[1:-2]) if len(steps) else 0.0
+        first = (
+            sum(float(steps[phase][0]) for phase in (steps.dtype.names or ())[1:-2])
+            if len(steps)
+            else 0.0
+        )
         startup = float(steps["time"][0]) - first - start.began_s if len(steps) else 0.0
     seconds_by_cause = {"startup": max(float(startup), 0.0)}
-    seconds_by_cause |= {phase: float(steps[phase].astype(np.float64).sum()) for phase in _IN_STEPS}
+    seconds_by_cause |= {
+        phase: float(steps[phase].astype(np.float64).sum()) for phase in _IN_STEPS
+    }
     for event in start.log.events:
-        for phase, spent in event.get("rest", {}).items():  # after the last update, such as the last evaluation
+        # after the last update, such as the last evaluation
+        for phase, spent in event.get("rest", {}).items():
             if phase in seconds_by_cause:
                 seconds_by_cause[phase] += float(spent)
-    last = float(steps["time"][-1]) if len(steps) else start.began_s + seconds_by_cause["startup"]
-    if any(event.get("event") == "stalled" and event["time"] > last for event in start.log.events):
-        seconds_by_cause["stall"] += max(start.ended_s - last, 0.0)  # a stall that ended the process
+    last = (
+        float(steps["time"][-1])
+        if len(steps)
+        else start.began_s + seconds_by_cause["startup"]
+    )
+    if any(
+        event.get("event") == "stalled" and event["time"] > last
+        for event in start.log.events
+    ):
+        # a stall that ended the process
+        seconds_by_cause["stall"] += max(start.ended_s - last, 0.0)
     return seconds_by_cause
 
 
 def _void(starts: Sequence[_RunStart], index: int) -> None:
     """Mark the steps that the loads of one start have made void; a start that loads nothing makes all earlier steps void."""
     events = starts[index].log.events
-    loads = [event for event in events if event.get("event") == "loaded" and "step" in event]
+    loads = [
+        event for event in events if event.get("event") == "loaded" and "step" in event
+    ]
     steps = starts[index].log.steps
     kinds = {event.get("event") for event in events}
     if index and "loaded" not in kinds and (len(steps) or "begun" in kinds):
@@ -134,7 +160,9 @@ def _void(starts: Sequence[_RunStart], index: int) -> None:
             event["time"]
             for start in starts[: index + 1]
             for event in start.log.events
-            if event.get("event") == "saved" and event.get("step") == load["step"] and event["time"] <= load["time"]
+            if event.get("event") == "saved"
+            and event.get("step") == load["step"]
+            and event["time"] <= load["time"]
         ]
         if saved:
             for start in starts[: index + 1]:
@@ -158,11 +186,15 @@ def of_run(ranks: Sequence[LoggedRank]) -> Goodput | None:
 
     Ranks wait for each other, so the rank with the lowest share names the cause.
     """
-    goodputs = [account([log for log in ranks if log.rank == rank]) for rank in sorted({log.rank for log in ranks})]
+    goodputs = [
+        account([log for log in ranks if log.rank == rank])
+        for rank in sorted({log.rank for log in ranks})
+    ]
     goodputs = [
         goodput
         for goodput in goodputs
-        if goodput.wall_s > 0 and goodput.seconds["useful"] + goodput.seconds["replayed"] > 0
+        if goodput.wall_s > 0
+        and goodput.seconds["useful"] + goodput.seconds["replayed"] > 0
     ]
     return min(goodputs, key=lambda goodput: goodput.ratio, default=None)
 
@@ -182,13 +214,19 @@ class LiveGoodput:
         """Return the seconds of each cause so far; the phase that is running counts when it has ended."""
         seconds = dict(self._before(log).seconds)
         spent = dict(log.spent)
-        seconds["startup"] += time.time() - log.process_began_s if log.startup_s is None else log.startup_s
+        seconds["startup"] += (
+            time.time() - log.process_began_s
+            if log.startup_s is None
+            else log.startup_s
+        )
         useful = sum(spent[phase] for phase in USEFUL)
         seconds["useful"] += useful - log.replayed_s
         seconds["replayed"] += log.replayed_s
         for phase in _IN_STEPS:
             seconds[phase] += spent[phase]
-        known_s = (log.startup_s or 0.0) + useful + sum(spent[phase] for phase in _IN_STEPS)
+        known_s = (
+            (log.startup_s or 0.0) + useful + sum(spent[phase] for phase in _IN_STEPS)
+        )
         if log.startup_s is not None:
             seconds["running"] += max(time.time() - log.process_began_s - known_s, 0.0)
         return Goodput(seconds)
@@ -201,7 +239,11 @@ class LiveGoodput:
         return self._earlier[1]
 
     def _read_earlier(self, log: RunLog) -> Goodput:
-        logs = read_run_log(self._folder) if self._folder is not None and self._folder.is_dir() else []
+        logs = (
+            read_run_log(self._folder)
+            if self._folder is not None and self._folder.is_dir()
+            else []
+        )
         earlier = [
             logged_rank
             for logged_rank in logs
@@ -219,8 +261,12 @@ class LiveGoodput:
         }
         events = [began]
         if log.loaded is not None:
-            events.append({"event": "loaded", "time": log.loaded[0], "step": log.loaded[1]})
+            events.append(
+                {"event": "loaded", "time": log.loaded[0], "step": log.loaded[1]}
+            )
         elif log.startup_s is not None:
             events.append({"event": "begun", "time": log.process_began_s})
-        goodput = account([*earlier, LoggedRank(self._rank, earlier[0].steps[:0], events)])
+        goodput = account(
+            [*earlier, LoggedRank(self._rank, earlier[0].steps[:0], events)]
+        )
         return Goodput({**goodput.seconds, "other": account(earlier).seconds["other"]})

@@ -14,7 +14,9 @@ import msgspec
 from hasten.tracking.base import Entry, ImageEntry, Run, Scalar, TableEntry, Tracker
 from hasten.tracking.values import png
 
-_WORDS: Final = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf})
+_WORDS: Final = MappingProxyType(
+    {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+)
 
 
 class JsonlTracker(Tracker):
@@ -38,12 +40,18 @@ class JsonlTracker(Tracker):
         self._folder.mkdir(parents=True, exist_ok=True)
         name = "metrics.jsonl" if run.rank == 0 else f"metrics.rank{run.rank}.jsonl"
         path = self._folder / name
-        torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        torn = (
+            path.exists()
+            and not path.read_bytes().endswith(b"\n")
+            and path.stat().st_size > 0
+        )
         self._file = path.open("ab")
         if torn:  # the last run died in the middle of a line
             self._file.write(b"\n")
         if run.rank == 0:
-            (self._folder / "config.json").write_text(json.dumps(run.shown_config, indent=2) + "\n", encoding="utf-8")
+            (self._folder / "config.json").write_text(
+                json.dumps(run.shown_config, indent=2) + "\n", encoding="utf-8"
+            )
         if run.resume:
             self.rewind(run.resume.step)
         self._file.flush()
@@ -51,7 +59,11 @@ class JsonlTracker(Tracker):
 
     def log(self, entry: Entry) -> None:
         """Write one line with step, time and values."""
-        self._write(step=entry.step, time=entry.time_s, values={k: _safe(v) for k, v in entry.values.items()})
+        self._write(
+            step=entry.step,
+            time=entry.time_s,
+            values={k: _safe(v) for k, v in entry.values.items()},
+        )
 
     def log_images(self, entry: ImageEntry) -> None:
         """Write every image as a PNG file and one line with their names."""
@@ -62,7 +74,9 @@ class JsonlTracker(Tracker):
             for index, image in enumerate(images):
                 path = folder / f"{entry.step:08d}_{index}.png"
                 path.write_bytes(png(image))
-                names.setdefault(name, []).append(path.relative_to(self._folder).as_posix())
+                names.setdefault(name, []).append(
+                    path.relative_to(self._folder).as_posix()
+                )
         self._write(step=entry.step, time=entry.time_s, images=names)
 
     def log_table(self, entry: TableEntry) -> None:
@@ -98,7 +112,9 @@ class JsonlTracker(Tracker):
 def _safe(value: Scalar | None) -> Scalar | None:
     """Return the value with NaN and infinities as words, since JSON does not have them."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        return (
+            "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+        )
     return value
 
 
@@ -113,11 +129,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record: Mapping[str, Any] = json.loads(line)
-        except json.JSONDecodeError:  # a line truncated when its process died, never complete
+        # a line truncated when its process died, never complete
+        except json.JSONDecodeError:
             continue
         if "rewind" in record:
             rows = [row for row in rows if row["step"] <= record["rewind"]]
         elif "values" in record:
-            values = {k: _WORDS.get(v, v) if isinstance(v, str) else v for k, v in record["values"].items()}
+            values = {
+                k: _WORDS.get(v, v) if isinstance(v, str) else v
+                for k, v in record["values"].items()
+            }
             rows.append({**values, "step": record["step"], "time": record["time"]})
     return rows

@@ -50,7 +50,9 @@ class _Draft:
     def entry(self, tracker: str) -> Entry:
         """Return the entry for the tracker of this name, after the tensors were read."""
         options = self.options.get(tracker, {})
-        return Entry(values=self.values, step=self.step, time_s=self.time_s, options=options)
+        return Entry(
+            values=self.values, step=self.step, time_s=self.time_s, options=options
+        )
 
 
 class TrackerManager:
@@ -81,8 +83,15 @@ class TrackerManager:
             self.names += (tracker.name,)
             self._shares_id |= tracker.every_rank
             if is_main or tracker.every_rank:
-                self._tracker_writers.append(TrackerWriter(tracker, self._notices.append))
-        self._rank, self._directory, self._share, self._fetch = rank, directory, share, fetch
+                self._tracker_writers.append(
+                    TrackerWriter(tracker, self._notices.append)
+                )
+        self._rank, self._directory, self._share, self._fetch = (
+            rank,
+            directory,
+            share,
+            fetch,
+        )
         self._flush_every_s, self._max_pending = flush_every_s, max_pending
         self._writer = Writer(self._send_older, flush_every_s / 2)
         self._pending: deque[_Draft] = deque()
@@ -101,9 +110,13 @@ class TrackerManager:
     def check_directory(self) -> None:
         """Raise TrackerError if the trackers of this process cannot write to their folder."""
         existing_folder = folder = self._directory or Path("runs")
-        while not existing_folder.exists() and existing_folder != existing_folder.parent:
+        while (
+            not existing_folder.exists() and existing_folder != existing_folder.parent
+        ):
             existing_folder = existing_folder.parent
-        if self._tracker_writers and not (existing_folder.is_dir() and os.access(existing_folder, os.W_OK | os.X_OK)):
+        if self._tracker_writers and not (
+            existing_folder.is_dir() and os.access(existing_folder, os.W_OK | os.X_OK)
+        ):
             raise TrackerError(
                 f"the trackers cannot write to {folder}, because {existing_folder} is no folder that can be written to; give another project_dir."
             )
@@ -133,7 +146,11 @@ class TrackerManager:
         if self._directory is None and self._tracker_writers:
             log.info("trackers write to ./runs because no project_dir was given")
         self._run = Run(
-            project=project, run_id=run_id, directory=directory, config=plain_config(config), rank=self._rank
+            project=project,
+            run_id=run_id,
+            directory=directory,
+            config=plain_config(config),
+            rank=self._rank,
         )
         self._init_kwargs = init_kwargs or {}
         self._step = int(self._resume["step"]) if self._resume else -1
@@ -147,8 +164,12 @@ class TrackerManager:
         ids: Mapping[str, str] = old.get("runs", {}).get(str(self._rank), {})
         for writer in self._tracker_writers:
             name = writer.tracker.name
-            resume = Resume(run_id=ids[name], step=int(old["step"])) if name in ids else None
-            writer.start(replace(run, options=self._init_kwargs.get(name, {}), resume=resume))
+            resume = (
+                Resume(run_id=ids[name], step=int(old["step"])) if name in ids else None
+            )
+            writer.start(
+                replace(run, options=self._init_kwargs.get(name, {}), resume=resume)
+            )
         self._run = run
         # after the trackers' exit hooks were registered, so that this one runs before them
         atexit.register(self._at_exit)
@@ -176,8 +197,13 @@ class TrackerManager:
             except TrackerError as error:
                 self._warn_once(f"value {name}", str(error))
         now_s = time.time()
-        self._pending.append(_Draft(plain_values, self._next(step), now_s, log_kwargs or {}))
-        if now_s - self._flushed_at >= self._flush_every_s or len(self._pending) >= self._max_pending:
+        self._pending.append(
+            _Draft(plain_values, self._next(step), now_s, log_kwargs or {})
+        )
+        if (
+            now_s - self._flushed_at >= self._flush_every_s
+            or len(self._pending) >= self._max_pending
+        ):
             self.send()
         else:
             self._writer.start()
@@ -217,18 +243,32 @@ class TrackerManager:
         if not self._ready("log_table"):
             return
         if dataframe is not None:
-            columns, data = [str(column) for column in dataframe.columns], dataframe.values.tolist()
+            columns, data = (
+                [str(column) for column in dataframe.columns],
+                dataframe.values.tolist(),
+            )
         if columns is None or data is None:
-            raise TrackerError(f"the table {name!r} has no content. Pass columns and data, or a dataframe.")
+            raise TrackerError(
+                f"the table {name!r} has no content. Pass columns and data, or a dataframe."
+            )
         rows = plain_rows(name, columns, data)
-        entry = TableEntry(name=name, columns=list(columns), rows=rows, step=self._next(step), time_s=time.time())
+        entry = TableEntry(
+            name=name,
+            columns=list(columns),
+            rows=rows,
+            step=self._next(step),
+            time_s=time.time(),
+        )
         self._post(entry, log_kwargs or {})
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Send everything logged so far to the trackers and wait until they have written it."""
         self.send()
         if not self._writer.drain(timeout_s):
-            self._warn_once("slow", f"the trackers did not keep up within {timeout_s:g} s; training continues.")
+            self._warn_once(
+                "slow",
+                f"the trackers did not keep up within {timeout_s:g} s; training continues.",
+            )
         self._announce()
 
     def _ready(self, action: str) -> bool:
@@ -250,15 +290,26 @@ class TrackerManager:
         self._step = max(self._step, record_step)
         return record_step
 
-    def _post(self, entry: ImageEntry | TableEntry, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+    def _post(
+        self,
+        entry: ImageEntry | TableEntry,
+        log_kwargs: Mapping[str, Mapping[str, Any]],
+    ) -> None:
         self.send()
-        self._put(lambda writer: [replace(entry, options=log_kwargs.get(writer.tracker.name, {}))], 1)
+        self._put(
+            lambda writer: [
+                replace(entry, options=log_kwargs.get(writer.tracker.name, {}))
+            ],
+            1,
+        )
 
     def send(self) -> None:
         """Read the pending tensors, all at once, and queue the records for the writer."""
         self._flushed_at = time.time()
         with self._sending:
-            self._send_drafts([self._pending.popleft() for _ in range(len(self._pending))])
+            self._send_drafts(
+                [self._pending.popleft() for _ in range(len(self._pending))]
+            )
 
     def _send_older(self) -> None:
         """Send what was logged some time ago by a loop that does something else since; runs on the writer's thread.
@@ -275,19 +326,29 @@ class TrackerManager:
     def _send_drafts(self, drafts: list[_Draft]) -> None:
         if not drafts:
             return
-        waiting = [value for draft in drafts for value in draft.values.values() if isinstance(value, Deferred)]
+        waiting = [
+            value
+            for draft in drafts
+            for value in draft.values.values()
+            if isinstance(value, Deferred)
+        ]
         try:
             numbers = iter(self._fetch([value.tensor for value in waiting]))
-        except Exception as error:  # a broken device: it will raise in the training loop, where it can be understood
+        # a broken device: it will raise in the training loop, where it can be understood
+        except Exception as error:
             self._notice_once(
-                "fetch", f"values to log could not be read from their device: {error}. They were dropped."
+                "fetch",
+                f"values to log could not be read from their device: {error}. They were dropped.",
             )
             return
         for draft in drafts:
             for name, value in draft.values.items():
                 if isinstance(value, Deferred):
                     draft.values[name] = next(numbers)
-        self._put(lambda writer: [draft.entry(writer.tracker.name) for draft in drafts], len(drafts))
+        self._put(
+            lambda writer: [draft.entry(writer.tracker.name) for draft in drafts],
+            len(drafts),
+        )
 
     def _put(self, records: Callable[[TrackerWriter], list[Record]], num: int) -> None:
         def writing() -> None:
@@ -298,7 +359,8 @@ class TrackerManager:
             for writer in self._tracker_writers:
                 writer.lost += num
             self._notice_once(
-                "full", "the trackers are far behind the training; records are dropped until they catch up."
+                "full",
+                "the trackers are far behind the training; records are dropped until they catch up.",
             )
 
     # ---- access
@@ -309,7 +371,8 @@ class TrackerManager:
         self._start()
         return [writer.tracker for writer in self._tracker_writers]
 
-    def get(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, an object of a foreign package
+    # Any: with unwrap, an object of a foreign package
+    def get(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker called `name`, or with `unwrap` the object of its package.
 
         If the tracker is not active (away from the main process, or after a failed start), a dummy that does nothing is returned.
@@ -317,7 +380,9 @@ class TrackerManager:
         Raises: TrackerError if no tracker has this name.
         """
         if name not in self.names:
-            raise TrackerError(f"there is no tracker {name!r}; the trackers of log_with are {list(self.names)}.")
+            raise TrackerError(
+                f"there is no tracker {name!r}; the trackers of log_with are {list(self.names)}."
+            )
         self._start()
         for writer in self._tracker_writers:
             if writer.tracker.name == name and (writer.open or not self._started):
@@ -333,7 +398,10 @@ class TrackerManager:
         atexit.unregister(self._at_exit)
         self.send()
         if not self._writer.close(60.0):
-            self._warn_once("slow end", "the trackers did not finish writing within 60 s; the last records are lost.")
+            self._warn_once(
+                "slow end",
+                "the trackers did not finish writing within 60 s; the last records are lost.",
+            )
         for writer in self._tracker_writers:
             writer.finish(failed)
         self._run, self._resume, self._init_kwargs = None, None, {}
@@ -341,7 +409,8 @@ class TrackerManager:
         self._announce()
 
     def _at_exit(self) -> None:
-        if os.getpid() == self._pid:  # a forked child shares the trackers with its parent
+        # a forked child shares the trackers with its parent
+        if os.getpid() == self._pid:
             self.finish(failed=getattr(sys, "last_value", None) is not None)
 
     @property
@@ -355,7 +424,11 @@ class TrackerManager:
             return {"version": _VERSION}
         if self._started:
             self.flush()
-        ids = {writer.tracker.name: writer.run_id for writer in self._tracker_writers if writer.run_id is not None}
+        ids = {
+            writer.tracker.name: writer.run_id
+            for writer in self._tracker_writers
+            if writer.run_id is not None
+        }
         return {
             "version": _VERSION,
             "project": self._run.project,
@@ -368,7 +441,11 @@ class TrackerManager:
         """Continue the runs named in `state`: at the next start, or by rewinding the open run."""
         if "run_id" not in state:
             return
-        if self._started and self._run is not None and state["run_id"] != self._run.run_id:
+        if (
+            self._started
+            and self._run is not None
+            and state["run_id"] != self._run.run_id
+        ):
             if self._logged:
                 self._warn_once(
                     "late resume",

@@ -26,10 +26,16 @@ def tracker_names() -> list[str]:
 def installed() -> list[str]:
     """Return the names of the trackers whose packages are installed."""
     classes = {name: tracker_class(name) for name in tracker_names()}
-    return [name for name, tracker in classes.items() if not tracker.package or available(tracker.package)]
+    return [
+        name
+        for name, tracker in classes.items()
+        if not tracker.package or available(tracker.package)
+    ]
 
 
-def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True) -> list[Tracker]:
+def build(
+    log_with: LogWith, *, missing: Missing = "error", is_main: bool = True
+) -> list[Tracker]:
     """Create the trackers of `log_with`: a name, "all" (those whose packages are installed), an instance, or a list of these.
 
     The packages of trackers that are active on this process (`is_main`, or `every_rank`) are imported here. With `missing="warn"` a
@@ -47,12 +53,16 @@ def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True
     trackers: list[Tracker] = []
     for item in items:
         if isinstance(item, Tracker):
-            trackers += [item] if _is_usable(item, missing, is_main or item.every_rank) else []
+            trackers += (
+                [item] if _is_usable(item, missing, is_main or item.every_rank) else []
+            )
             continue
         name = str(item.value if isinstance(item, Enum) else item).lower()
         names, lenient = (installed(), "warn") if name == "all" else ([name], missing)
         classes = [tracker_class(tracker_name) for tracker_name in names]
-        trackers += [tracker() for tracker in classes if _is_usable(tracker, lenient, is_main)]
+        trackers += [
+            tracker() for tracker in classes if _is_usable(tracker, lenient, is_main)
+        ]
     _check_names(trackers)
     return trackers
 
@@ -73,7 +83,11 @@ def _is_usable(tracker: Tracker | type[Tracker], missing: str, is_active: bool) 
             raise MissingPackageError(
                 f"{reason}: {error}, or set missing_tracker: warn to train without it."
             ) from error
-        warnings.warn(f"{reason}: {error}. This run is not logged there.", HastenWarning, stacklevel=2)
+        warnings.warn(
+            f"{reason}: {error}. This run is not logged there.",
+            HastenWarning,
+            stacklevel=2,
+        )
         return False
     return True
 
@@ -86,8 +100,14 @@ def tracker_class(name: str) -> type[Tracker]:
     if name not in offered:
         known_names = tracker_names()
         near = difflib.get_close_matches(name, known_names, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Pass custom trackers as instances."
-        raise TrackerError(f"there is no tracker {name!r}; the trackers are {', '.join(known_names)} and 'all'. {hint}")
+        hint = (
+            f"Did you mean {near[0]!r}?"
+            if near
+            else "Pass custom trackers as instances."
+        )
+        raise TrackerError(
+            f"there is no tracker {name!r}; the trackers are {', '.join(known_names)} and 'all'. {hint}"
+        )
     tracker = offered[name].load()
     if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
         raise TrackerError(

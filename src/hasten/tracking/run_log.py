@@ -48,7 +48,14 @@ _MINUTE: Final = 61
 
 def step_dtype() -> np.dtype[np.void]:
     """Return the dtype of a record of the steps file."""
-    return np.dtype([("time", "<f8"), *((phase, "<f4") for phase in PARTS), ("samples", "<f4"), ("memory_mb", "<f4")])
+    return np.dtype(
+        [
+            ("time", "<f8"),
+            *((phase, "<f4") for phase in PARTS),
+            ("samples", "<f4"),
+            ("memory_mb", "<f4"),
+        ]
+    )
 
 
 class RunLog:
@@ -136,7 +143,8 @@ class RunLog:
         `unused` means that no backward pass used the loader's previous batch: it was an evaluation's.
         """
         if self._begun:
-            if self._folder is None and not unused and not self._stalls:  # in as few operations as possible
+            # in as few operations as possible
+            if self._folder is None and not unused and not self._stalls:
                 now_s = time.perf_counter()
                 self.spent["other"] += now_s - self._last_s
                 self._last_s = now_s
@@ -159,7 +167,11 @@ class RunLog:
             if self._updated:
                 self._commit(now_s)
             return
-        self._begun, self._last_s, self._collected_s = True, time.perf_counter(), self._collectives_s()
+        self._begun, self._last_s, self._collected_s = (
+            True,
+            time.perf_counter(),
+            self._collectives_s(),
+        )
         self.startup_s = max(time.time() - self.process_began_s, 0.0)
 
     def got(self, num_samples: int) -> None:
@@ -195,7 +207,9 @@ class RunLog:
 
     def optimizer_done(self) -> None:
         """Mark the end of an update, applied or skipped."""
-        self.updated_s = now_s = time.perf_counter() if self._folder is None else self._take("optimizer")
+        self.updated_s = now_s = (
+            time.perf_counter() if self._folder is None else self._take("optimizer")
+        )
         self._updated = True
         if now_s >= self._due_s:
             self._due_s = now_s + _EVERY_S
@@ -225,7 +239,9 @@ class RunLog:
             self._stalls.append(seconds)
         else:
             self.num_stalls += 1
-            self._write_now({"event": "stalled", "time": time.time(), "seconds": round(seconds, 1)})
+            self._write_now(
+                {"event": "stalled", "time": time.time(), "seconds": round(seconds, 1)}
+            )
 
     def _write_now(self, event: Mapping[str, Any]) -> None:
         """Append an event to its file without the pending ones, which belong to the training thread."""
@@ -248,9 +264,13 @@ class RunLog:
         return sum(self.spent[phase] for phase in USEFUL)
 
     def _commit(self, now_s: float) -> None:
-        while self._stalls:  # the stall happened inside one phase of this step, the longest
+        # the stall happened inside one phase of this step, the longest
+        while self._stalls:
             seconds, spent = self._stalls.popleft(), self.spent
-            longest = max(STEP_PARTS, key=lambda phase: spent[phase] - self._recorded[PARTS.index(phase)])
+            longest = max(
+                STEP_PARTS,
+                key=lambda phase: spent[phase] - self._recorded[PARTS.index(phase)],
+            )
             moved = min(seconds, spent[longest] - self._recorded[PARTS.index(longest)])
             spent[longest] -= moved
             spent["stall"] += moved
@@ -261,15 +281,23 @@ class RunLog:
         if self._folder is None:
             return
         current = tuple(self.spent.values())
-        phases = [after - recorded_s for after, recorded_s in zip(current, self._recorded, strict=True)]
-        self._records += _RECORD.pack(time.time(), *phases, self.samples - self._recorded_samples, self._memory_mb)
+        phases = [
+            after - recorded_s
+            for after, recorded_s in zip(current, self._recorded, strict=True)
+        ]
+        self._records += _RECORD.pack(
+            time.time(), *phases, self.samples - self._recorded_samples, self._memory_mb
+        )
         self._recorded, self._recorded_samples = current, self.samples
 
     # -- events ----------------------------------------------------------------------------------------------------
     def event(self, kind: str, **details: Any) -> None:
         """Record an event with the current time."""
         if self._folder is not None:
-            self._events.append(msgspec.json.encode({"event": kind, "time": time.time(), **details}) + b"\n")
+            self._events.append(
+                msgspec.json.encode({"event": kind, "time": time.time(), **details})
+                + b"\n"
+            )
 
     def saved(self, taken_s: float, seconds: float) -> None:
         """Record a complete checkpoint of the state at `taken_s`, in any thread; `seconds` is the time of the whole save."""
@@ -284,9 +312,13 @@ class RunLog:
                 del self._useful_at[old]
         elif kind == "loaded":
             if step in self._useful_at:
-                self.replayed_s = max(self.replayed_s, 0.0) + self.useful_s - self._useful_at[step]
+                self.replayed_s = (
+                    max(self.replayed_s, 0.0) + self.useful_s - self._useful_at[step]
+                )
                 self._useful_at = {
-                    saved_step: useful for saved_step, useful in self._useful_at.items() if saved_step < step
+                    saved_step: useful
+                    for saved_step, useful in self._useful_at.items()
+                    if saved_step < step
                 }
                 self._useful_at[step] = self.useful_s
             elif self.loaded is None:
@@ -310,8 +342,17 @@ class RunLog:
             if not self._stem:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._stem = f"rank{self._rank}-{int(self._began_s * 1000)}"
-                first = {"event": "started", "time": self._began_s, "rank": self._rank, "parts": PARTS}
-                first |= {"process_began": self.process_began_s, "startup_s": self.startup_s, **self._facts()}
+                first = {
+                    "event": "started",
+                    "time": self._began_s,
+                    "rank": self._rank,
+                    "parts": PARTS,
+                }
+                first |= {
+                    "process_began": self.process_began_s,
+                    "startup_s": self.startup_s,
+                    **self._facts(),
+                }
                 events = msgspec.json.encode(first) + b"\n" + events
             for ending, content in (("steps", records), ("jsonl", events)):
                 if content:
@@ -360,7 +401,9 @@ class LoggedRank:
     @property
     def started(self) -> Mapping[str, Any]:
         """Facts about the run at its start; empty if the start is missing."""
-        return next((event for event in self.events if event.get("event") == "started"), {})
+        return next(
+            (event for event in self.events if event.get("event") == "started"), {}
+        )
 
 
 def read_run_log(folder: Path) -> list[LoggedRank]:
@@ -371,13 +414,23 @@ def read_run_log(folder: Path) -> list[LoggedRank]:
     logs, dtype = [], step_dtype()
     for path in sorted(folder.glob("rank*-*.jsonl"), key=_began):
         lines = _lines(path)
-        first = next((line for line in lines if line.get("event") == "started"), {"parts": PARTS})
+        first = next(
+            (line for line in lines if line.get("event") == "started"), {"parts": PARTS}
+        )
         if tuple(first.get("parts", ())) != PARTS:
             continue
-        content = path.with_suffix(".steps").read_bytes() if path.with_suffix(".steps").exists() else b""
+        content = (
+            path.with_suffix(".steps").read_bytes()
+            if path.with_suffix(".steps").exists()
+            else b""
+        )
         num_complete_bytes = len(content) // dtype.itemsize * dtype.itemsize
         rank = int(path.stem.split("-")[0].removeprefix("rank"))
-        logs.append(LoggedRank(rank, np.frombuffer(content[:num_complete_bytes], dtype=dtype), lines))
+        logs.append(
+            LoggedRank(
+                rank, np.frombuffer(content[:num_complete_bytes], dtype=dtype), lines
+            )
+        )
     return logs
 
 

@@ -77,7 +77,9 @@ def check_options(name: str, options: Any) -> None:
     """Raise unless `options` are mappings by tracker. Raises: ArgumentError."""
     if options is not None and not (
         isinstance(options, Mapping)
-        and all(isinstance(tracker_options, Mapping) for tracker_options in options.values())
+        and all(
+            isinstance(tracker_options, Mapping) for tracker_options in options.values()
+        )
     ):
         raise ArgumentError(
             f"{name}={options!r:.60} does not assign options to trackers; write for example {name}={{'wandb': {{'entity': 'us'}}}}."
@@ -99,7 +101,9 @@ def snapshot(name: str, value: Any) -> Scalar | Deferred:
         )
     if detach is not None:
         if value.numel() != 1:
-            raise TrackerError(_not_scalar(name, f"a tensor of shape {tuple(value.shape)}"))
+            raise TrackerError(
+                _not_scalar(name, f"a tensor of shape {tuple(value.shape)}")
+            )
         if value.is_cpu:  # no device to wait for
             return _scalar(name, value.item())
         return Deferred(detach().clone())
@@ -154,7 +158,9 @@ def _plain(value: Any) -> Any:
             return str(value)
 
 
-def plain_rows(name: str, columns: Sequence[str], data: Sequence[Sequence[Any]]) -> list[list[Scalar | None]]:
+def plain_rows(
+    name: str, columns: Sequence[str], data: Sequence[Sequence[Any]]
+) -> list[list[Scalar | None]]:
     """Return the rows of a table as plain values. Raises: TrackerError unless a row has one cell per column."""
     rows = [[plain_cell(value) for value in row] for row in data]
     for row in rows:
@@ -188,14 +194,20 @@ def as_pixels(name: str, value: Any) -> list[Pixels]:
     """
     if isinstance(value, (list, tuple)):
         return [image for item in value for image in as_pixels(name, item)]
-    array = np.asarray(value.detach().float().cpu() if hasattr(value, "detach") else value)
+    array = np.asarray(
+        value.detach().float().cpu() if hasattr(value, "detach") else value
+    )
     if hasattr(value, "detach") and not value.dtype.is_floating_point:
         array = array.astype(np.uint8)
     if array.ndim == 2:
         array = array[None, :, :, None]
     elif array.ndim == 3:
         array = array[None]
-    if array.ndim == 4 and array.shape[3] not in _CHANNELS and array.shape[1] in _CHANNELS:
+    if (
+        array.ndim == 4
+        and array.shape[3] not in _CHANNELS
+        and array.shape[1] in _CHANNELS
+    ):
         array = array.transpose(0, 2, 3, 1)
     if array.ndim != 4 or array.shape[3] not in _CHANNELS:
         raise TrackerError(
@@ -213,11 +225,22 @@ def png(image: Pixels) -> bytes:
     """Return `image` as the bytes of a PNG file."""
     height, width, channels = image.shape
     color = {1: 0, 3: 2, 4: 6}[channels]
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)
+    rows = np.concatenate(
+        [np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1
+    )
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
+    chunks = (
+        (b"IHDR", header),
+        (b"IDAT", zlib.compress(rows.tobytes(), 6)),
+        (b"IEND", b""),
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, body) for kind, body in chunks)
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return (
+        struct.pack(">I", len(body))
+        + kind
+        + body
+        + struct.pack(">I", zlib.crc32(kind + body))
+    )

@@ -28,7 +28,9 @@ class Writer:
     def start(self) -> None:
         """Start the thread if it does not run."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="hasten-trackers", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, name="hasten-trackers", daemon=True
+            )
             self._thread.start()
 
     def put(self, job: Job) -> bool:
@@ -110,38 +112,67 @@ class TrackerWriter:
         for record in records:
             if not self._write_one(record):
                 self.lost += 1
-        self._try("flush", self.tracker.flush, "the newest values may not be visible yet")
+        self._try(
+            "flush", self.tracker.flush, "the newest values may not be visible yet"
+        )
 
     def rewind(self, step: int) -> None:
         """Rewind the tracker to `step`, since training was rolled back."""
         if self.open:
-            self._try("rewind", lambda: self.tracker.rewind(step), "the curve will show the repeated steps twice")
+            self._try(
+                "rewind",
+                lambda: self.tracker.rewind(step),
+                "the curve will show the repeated steps twice",
+            )
 
     def finish(self, failed: bool) -> None:
         """Close the tracker and log the number of lost records."""
         if self.open:
-            self._try("finish", lambda: self.tracker.finish(failed), "its run may look unfinished")
+            self._try(
+                "finish",
+                lambda: self.tracker.finish(failed),
+                "its run may look unfinished",
+            )
             self.run_id = None
         if self.lost:
-            log.warning("the tracker %r lost %d records of this run", self.tracker.name, self.lost)
+            log.warning(
+                "the tracker %r lost %d records of this run",
+                self.tracker.name,
+                self.lost,
+            )
             self.lost = 0
 
     def _write_one(self, record: Record) -> bool:
         match record:
             case Entry():
-                return self._try("log", lambda: self.tracker.log(record), "training continues without these values")
+                return self._try(
+                    "log",
+                    lambda: self.tracker.log(record),
+                    "training continues without these values",
+                )
             case ImageEntry():
-                return self._try("log_images", lambda: self.tracker.log_images(record), "training continues")
+                return self._try(
+                    "log_images",
+                    lambda: self.tracker.log_images(record),
+                    "training continues",
+                )
             case TableEntry():
-                return self._try("log_table", lambda: self.tracker.log_table(record), "training continues")
+                return self._try(
+                    "log_table",
+                    lambda: self.tracker.log_table(record),
+                    "training continues",
+                )
 
     def _try(self, action: str, call: Callable[[], None], consequence: str) -> bool:
         try:
             call()
         except MissingPackageError:
             raise
-        except Exception as error:  # any error of a foreign package: losing a curve is better than losing the training
-            log.debug("tracker %r failed in %s", self.tracker.name, action, exc_info=error)
+        # any error of a foreign package: losing a curve is better than losing the training
+        except Exception as error:
+            log.debug(
+                "tracker %r failed in %s", self.tracker.name, action, exc_info=error
+            )
             if action not in self._said:
                 self._said.add(action)
                 self._notify(
@@ -156,7 +187,8 @@ class DummyTracker:
     """Dummy that accepts any call and any attribute and does nothing; false in a condition."""
 
     def __getattr__(self, name: str) -> DummyTracker:
-        if name.startswith("__"):  # copy, pickle and inspect look for protocols; there are none
+        # copy, pickle and inspect look for protocols; there are none
+        if name.startswith("__"):
             raise AttributeError(name)
         return self
 

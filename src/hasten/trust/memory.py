@@ -17,23 +17,35 @@ _BAR_WIDTH: Final = 30
 
 def memory_report(
     models: Iterable[nn.Module],
-    optimizers: Iterable[Any],  # Any: of prepared optimizers as well, and of transformers'
+    # Any: of prepared optimizers as well, and of transformers'
+    optimizers: Iterable[Any],
     device: torch.device,
 ) -> str:
     """Return the memory use of this rank as lines of text with bars. Local; reads no tensor contents."""
-    process = ", ".join(f"{name} {words(size)}" for name, size in process_memory(device).items())
+    process = ", ".join(
+        f"{name} {words(size)}" for name, size in process_memory(device).items()
+    )
     bars = _bars(model_memory(models, optimizers))
     return "\n".join(["  memory of this rank:", *bars, f"  process: {process}"])
 
 
-def model_memory(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> dict[str, int]:  # Any: as above
+# Any: as above
+def model_memory(
+    models: Iterable[nn.Module], optimizers: Iterable[Any]
+) -> dict[str, int]:
     """Return the bytes on this rank that persist from step to step, by use."""
-    parameters = list(dict.fromkeys(parameter for model in models for parameter in model.parameters()))
+    parameters = list(
+        dict.fromkeys(parameter for model in models for parameter in model.parameters())
+    )
     return {
         "parameters": _bytes(parameters),
-        "gradients": _bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        "gradients": _bytes(
+            parameter.grad for parameter in parameters if parameter.grad is not None
+        ),
         "optimizer state": _bytes(
-            tensor for optimizer in optimizers for tensor in trees.tensors(dict(optimizer.state))
+            tensor
+            for optimizer in optimizers
+            for tensor in trees.tensors(dict(optimizer.state))
         ),
         "buffers": _bytes(buffer for model in models for buffer in model.buffers()),
     }
@@ -44,7 +56,10 @@ def process_memory(device: torch.device) -> dict[str, int]:
     memory = {"resident": MemoryGauge(torch.device("cpu")).used_bytes() or 0}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        allocated, reserved = (
+            torch.cuda.memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+        )
         memory |= {
             "device in use": allocated,
             "device cache": reserved - allocated,
@@ -65,7 +80,10 @@ def words(size: int) -> str:
 
 
 def _bars(sizes: Mapping[str, int]) -> list[str]:
-    most, width = max(sizes.values(), default=0), max((len(name) for name in sizes), default=0)
+    most, width = (
+        max(sizes.values(), default=0),
+        max((len(name) for name in sizes), default=0),
+    )
     return [
         f"    {name:<{width}}  {words(size):>10}  {'█' * round(_BAR_WIDTH * size / most) if most else ''}".rstrip()
         for name, size in sizes.items()
@@ -76,7 +94,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of this rank's shards of the tensors, counting each storage once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
-        part: Any = local_tensor(tensor)  # Any: sparse tensors have no storage themselves
+        # Any: sparse tensors have no storage themselves
+        part: Any = local_tensor(tensor)
         part = part._values() if part.is_sparse else part
         storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())

@@ -39,12 +39,16 @@ def prompts(count: int) -> list[dict[str, torch.Tensor]]:
     """Prompts of two to five tokens, padded on the left."""
     rows = []
     for i in range(count):
-        tokens = torch.randint(4, 32, (2 + i % 4,), generator=torch.Generator().manual_seed(i))
+        tokens = torch.randint(
+            4, 32, (2 + i % 4,), generator=torch.Generator().manual_seed(i)
+        )
         room = 5 - len(tokens)
         rows.append(
             {
                 "input_ids": torch.cat([torch.full((room,), PAD), tokens]),
-                "attention_mask": torch.cat([torch.zeros(room), torch.ones(len(tokens))]).long(),
+                "attention_mask": torch.cat(
+                    [torch.zeros(room), torch.ones(len(tokens))]
+                ).long(),
                 "labels": tokens[:1],
             }
         )
@@ -81,7 +85,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @ranks(1, 2, timeout_s=110)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_are_those_of_one_process(ctx: ProcessContext, name: str) -> None:
-    accelerator = Accelerator(cpu=True, **(SETTINGS[name] if ctx.world.size > 1 else {}))
+    accelerator = Accelerator(
+        cpu=True, **(SETTINGS[name] if ctx.world.size > 1 else {})
+    )
     model = make()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     count = 7  # the last step is incomplete
@@ -103,8 +109,12 @@ def test_ranks_may_finish_at_different_lengths(ctx: ProcessContext) -> None:
     row = prompts(2)[ctx.rank]
     batch = {key: value[None] for key, value in row.items()}
     limit = 2 if ctx.rank == 0 else 6
-    mine = accelerator.generate(model, batch, gather=False, max_new_tokens=limit, do_sample=False)
-    everyone = accelerator.generate(model, batch["input_ids"], max_new_tokens=limit, do_sample=False)
+    mine = accelerator.generate(
+        model, batch, gather=False, max_new_tokens=limit, do_sample=False
+    )
+    everyone = accelerator.generate(
+        model, batch["input_ids"], max_new_tokens=limit, do_sample=False
+    )
     assert mine.shape[0] == 1
     assert everyone.shape[0] == 2
 

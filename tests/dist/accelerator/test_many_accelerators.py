@@ -43,7 +43,11 @@ def watchers() -> list[str]:
     """The watchdog threads that are there; those that are about to end have five seconds, as a busy machine may need."""
     until = time.monotonic() + 5.0
     while (
-        found := [thread.name for thread in threading.enumerate() if thread.name.startswith("hasten-watchdog")]
+        found := [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.startswith("hasten-watchdog")
+        ]
     ) and time.monotonic() < until:
         time.sleep(0.05)
     return found
@@ -69,7 +73,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp": {"strategy": "fsdp"},
     "tensor": {
-        "parallelism_config": ParallelismConfig(tp_size=2, tp_plan={"0": "colwise", "2": "rowwise"}),
+        "parallelism_config": ParallelismConfig(
+            tp_size=2, tp_plan={"0": "colwise", "2": "rowwise"}
+        ),
     },
 }
 

@@ -15,7 +15,11 @@ from hasten.testing.pool import ranks
 def test_results_come_in_order_on_every_rank(ctx: ProcessContext) -> None:
     accelerator = Accelerator()
     for count in (0, 1, 3, 9):
-        found = map_dataset(accelerator, lambda item: {"square": torch.tensor(item**2)}, list(range(count)))
+        found = map_dataset(
+            accelerator,
+            lambda item: {"square": torch.tensor(item**2)},
+            list(range(count)),
+        )
         assert [int(one["square"]) for one in found] == [n**2 for n in range(count)]
 
 
@@ -26,5 +30,7 @@ def test_an_error_on_one_rank_reaches_all(ctx: ProcessContext) -> None:
             raise ValueError("no third item")
         return item
 
-    with pytest.raises(ValueError if ctx.world.rank == 1 else PeerFailedError, match="no third item"):
+    with pytest.raises(
+        ValueError if ctx.world.rank == 1 else PeerFailedError, match="no third item"
+    ):
         map_dataset(Accelerator(), fails, range(4))

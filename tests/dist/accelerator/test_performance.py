@@ -24,7 +24,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
@@ -37,16 +41,24 @@ class Run:
     def __init__(self, ctx: ProcessContext, performance: Any, **settings: Any) -> None:
         torch.manual_seed(0)
         self.ctx = ctx
-        sharded = {"strategy", "fsdp_plugin"} & settings.keys()  # the mesh of `ctx` has replicas only
-        self.accelerator = Accelerator(context=None if sharded else ctx, performance=performance, **settings)
-        net = nn.Sequential(nn.Linear(4, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 3))
+        # the mesh of `ctx` has replicas only
+        sharded = {"strategy", "fsdp_plugin"} & settings.keys()
+        self.accelerator = Accelerator(
+            context=None if sharded else ctx, performance=performance, **settings
+        )
+        net = nn.Sequential(
+            nn.Linear(4, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 3)
+        )
         made = torch.optim.AdamW(net.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(net, made)
         self.losses: list[float] = []
 
     def step(self, rows: int = 6) -> None:
         made = torch.Generator().manual_seed(len(self.losses) * 100 + self.ctx.rank)
-        x, y = torch.randn(rows, 4, generator=made), torch.randint(3, (rows,), generator=made)
+        x, y = (
+            torch.randn(rows, 4, generator=made),
+            torch.randint(3, (rows,), generator=made),
+        )
         loss = F.cross_entropy(self.model(x), y)
         self.accelerator.backward(loss)
         self.optimizer.step()
@@ -77,7 +89,11 @@ def said() -> Iterator[list[str]]:
 @ranks(1, 2)
 def test_losses_are_those_without_it(ctx: ProcessContext) -> None:
     runs = []
-    for performance, chosen in (("off", 0), ({"compile": False}, 1), ({"buckets": False, "compile": False}, 0)):
+    for performance, chosen in (
+        ("off", 0),
+        ({"compile": False}, 1),
+        ({"buckets": False, "compile": False}, 0),
+    ):
         with said() as lines:
             runs.append(Run(ctx, performance))
         told = [line for line in lines if "buckets of 25 MiB" in line]
@@ -92,9 +108,15 @@ def test_losses_are_those_without_it(ctx: ProcessContext) -> None:
 def test_buckets_are_chosen_unless_they_are_given(ctx: ProcessContext) -> None:
     with said() as lines:
         Run(ctx, {"compile": False})
-    assert len([line for line in lines if "buckets of 25 MiB" in line]) == (1 if ctx.is_main else 0)
+    assert len([line for line in lines if "buckets of 25 MiB" in line]) == (
+        1 if ctx.is_main else 0
+    )
     with said() as lines:
-        Run(ctx, {"compile": False}, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=7)])
+        Run(
+            ctx,
+            {"compile": False},
+            kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=7)],
+        )
         Run(ctx, {"compile": False, "buckets": False})
     assert not [line for line in lines if "MiB" in line]
 
@@ -105,7 +127,9 @@ def num_compiled(model: nn.Module) -> int:
 
 
 @ranks(1)
-def test_a_model_without_blocks_and_settings_of_ones_own_stay(ctx: ProcessContext) -> None:
+def test_a_model_without_blocks_and_settings_of_ones_own_stay(
+    ctx: ProcessContext,
+) -> None:
     with said() as lines:
         accelerator = Accelerator(context=ctx, performance="auto")
         assert not num_compiled(accelerator.prepare(nn.Linear(2, 2)))
@@ -134,11 +158,15 @@ def alike(ctx: ProcessContext, backend: str) -> None:
         for run in (compiled, plain):
             for rows in (6, 6, 5, 6, 5):
                 run.step(rows)
-    assert len([line for line in lines if "compiled the 2 blocks of Sequential" in line]) == ctx.is_main
+    assert (
+        len([line for line in lines if "compiled the 2 blocks of Sequential" in line])
+        == ctx.is_main
+    )
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+# torch 2.13, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @ranks(1, 2, timeout_s=100)
 def test_compiled_blocks_train_alike(ctx: ProcessContext) -> None:
     """Equal except for rounding: both compute in float32, in another order."""
@@ -147,29 +175,39 @@ def test_compiled_blocks_train_alike(ctx: ProcessContext) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(310)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+# torch 2.13, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @ranks(1, 2, timeout_s=300)
 def test_blocks_of_generated_code_train_alike(ctx: ProcessContext) -> None:
     alike(ctx, "inductor")
 
 
-def alike_when_sharded(ctx: ProcessContext, backend: str, precision: str, tolerance: float) -> None:
+def alike_when_sharded(
+    ctx: ProcessContext, backend: str, precision: str, tolerance: float
+) -> None:
     """Train sharded, with compiled blocks, and compare losses and weights with those of an eager run."""
     with backend_of_choice(backend), said() as lines:
         run = Run(ctx, "auto", strategy="fsdp", mixed_precision=precision)
         for _ in range(5):
             run.step()
     assert num_compiled(run.model) == 2
-    assert len([line for line in lines if "compiled the 2 blocks" in line]) == ctx.is_main, lines
+    assert (
+        len([line for line in lines if "compiled the 2 blocks" in line]) == ctx.is_main
+    ), lines
     plain = Run(ctx, "off", strategy="fsdp", mixed_precision=precision)
     for _ in run.losses:
         plain.step()
     assert run.losses == pytest.approx(plain.losses, rel=tolerance)
-    for mine, wanted in zip(run.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), wanted.full_tensor(), rtol=0, atol=tolerance)
+    for mine, wanted in zip(
+        run.model.parameters(), plain.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            mine.full_tensor(), wanted.full_tensor(), rtol=0, atol=tolerance
+        )
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+# torch 2.13, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @ranks(1, 2, timeout_s=100)
 def test_sharded_blocks_are_compiled_and_train_alike(ctx: ProcessContext) -> None:
     """With a backend that runs torch's own kernels, in the same order: equal in float32 up to the sums of fused operations."""
@@ -179,14 +217,17 @@ def test_sharded_blocks_are_compiled_and_train_alike(ctx: ProcessContext) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(310)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+# torch 2.13, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @ranks(1, 2, timeout_s=300)
 def test_sharded_blocks_of_generated_code_train_alike(ctx: ProcessContext) -> None:
     alike_when_sharded(ctx, "inductor", "no", 1e-4)
 
 
 @ranks(2)
-def test_shards_that_were_not_tried_compiled_stay_eager_with_a_reason(ctx: ProcessContext) -> None:
+def test_shards_that_were_not_tried_compiled_stay_eager_with_a_reason(
+    ctx: ProcessContext,
+) -> None:
     with said() as lines:
         run = Run(ctx, "auto", fsdp_plugin={"cpu_offload": True})
     assert not num_compiled(run.model)

@@ -59,7 +59,10 @@ def inner_of(accelerator: Accelerator, model: nn.Module) -> Any:
 
 
 def data(rows: int = 8) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.randn(rows, 4), torch.zeros(rows, dtype=torch.long)), batch_size=2)
+    return DataLoader(
+        TensorDataset(torch.randn(rows, 4), torch.zeros(rows, dtype=torch.long)),
+        batch_size=2,
+    )
 
 
 @ranks(1, 2)
@@ -69,8 +72,16 @@ def test_any_order_comes_back_in_call_order_as_real_types(ctx: ProcessContext) -
     optimizer = AdamW(model.parameters())
     scheduler = StepLR(optimizer, 1)
     out = accelerator.prepare(scheduler, data(), optimizer, None, model)
-    kinds: tuple[type[Any], ...] = (LRScheduler, DataLoader, Optimizer, type(None), nn.Module)
-    assert [isinstance(value, kind) for value, kind in zip(out, kinds, strict=True)] == [True] * 5
+    kinds: tuple[type[Any], ...] = (
+        LRScheduler,
+        DataLoader,
+        Optimizer,
+        type(None),
+        nn.Module,
+    )
+    assert [
+        isinstance(value, kind) for value, kind in zip(out, kinds, strict=True)
+    ] == [True] * 5
     assert accelerator.prepare(*out) == out  # preparing twice is harmless
     assert len(accelerator._prepared.models) == 1
     assert accelerator.unwrap_model(out[4]) is model
@@ -88,16 +99,22 @@ def test_gan_shared_optimizers_frozen_and_factories(ctx: ProcessContext) -> None
         {"params": critic.inner.parameters()},
     ]
     head_only = SGD(groups, lr=0.1)
-    g, c, f, both_p, head_p = accelerator.prepare(generator, critic, frozen, both, head_only)
+    g, c, f, both_p, head_p = accelerator.prepare(
+        generator, critic, frozen, both, head_only
+    )
     assert isinstance(g, DistributedDataParallel) == (ctx.world.size > 1)
     assert not isinstance(f, DistributedDataParallel)
     assert [group["lr"] for group in head_p.param_groups] == [0.5, 0.1]
-    accelerator.backward(F.mse_loss(c(g(torch.randn(2, 4)) @ torch.ones(2, 4)), torch.zeros(2, 2)))
+    accelerator.backward(
+        F.mse_loss(c(g(torch.randn(2, 4)) @ torch.ones(2, 4)), torch.zeros(2, 2))
+    )
     both_p.step()
     made_model, made = accelerator.prepare(Net(), partial(AdamW, lr=0.25))
     assert isinstance(made, PreparedOptimizer)
     assert made.param_groups[0]["lr"] == 0.25
-    assert {id(p) for p in made.param_groups[0]["params"]} == {id(p) for p in made_model.parameters()}
+    assert {id(p) for p in made.param_groups[0]["params"]} == {
+        id(p) for p in made_model.parameters()
+    }
 
 
 def test_factory_for_two_models_is_refused() -> None:
@@ -107,10 +124,14 @@ def test_factory_for_two_models_is_refused() -> None:
 
 def test_optimizer_of_an_unprepared_model_is_named() -> None:
     accelerator = Accelerator()
-    with pytest.raises(PrepareError, match=r"not prepared: group 0, parameter 0, shape \(4, 4\)"):
+    with pytest.raises(
+        PrepareError, match=r"not prepared: group 0, parameter 0, shape \(4, 4\)"
+    ):
         accelerator.prepare(SGD(Net().parameters(), lr=0.1))
     model = accelerator.prepare(Net())
-    later = accelerator.prepare(SGD(accelerator.unwrap_model(model).parameters(), lr=0.1))
+    later = accelerator.prepare(
+        SGD(accelerator.unwrap_model(model).parameters(), lr=0.1)
+    )
     assert isinstance(later, PreparedOptimizer)
 
 
@@ -136,7 +157,10 @@ def test_existing_optimizer_state_and_tied_weights_survive(ctx: ProcessContext) 
     optimizer.step()
     moments = {id(p): state["exp_avg"].clone() for p, state in optimizer.state.items()}
     prepared, optimizer = Accelerator().prepare(model, optimizer)
-    assert all(torch.equal(state["exp_avg"], moments[id(p)]) for p, state in optimizer.state.items())
+    assert all(
+        torch.equal(state["exp_avg"], moments[id(p)])
+        for p, state in optimizer.state.items()
+    )
     assert model.unused.weight is model.head.weight
     assert prepared.unused.weight is model.head.weight
 
@@ -195,7 +219,9 @@ def test_unused_parameters_are_named(ctx: ProcessContext) -> None:
     with pytest.raises(StepError, match=r"unused\.weight, unused\.bias") as caught:
         model(torch.ones(1, 4))
     assert "find_unused_parameters=True" in str(caught.value)
-    allowed = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    allowed = Accelerator(
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+    )
     again = allowed.prepare(Partly())
     for _ in range(2):
         allowed.backward(again(torch.ones(1, 4)).sum())
@@ -205,25 +231,43 @@ def test_unused_parameters_are_named(ctx: ProcessContext) -> None:
 @pytest.mark.parametrize("hook", ["fp16", "power_sgd"])
 def test_gradients_are_compressed_by_hooks(ctx: ProcessContext, hook: Any) -> None:
     accelerator = Accelerator(
-        kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook, comm_state_option={"start_powerSGD_iter": 2})]
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(
+                comm_hook=hook, comm_state_option={"start_powerSGD_iter": 2}
+            )
+        ]
         if hook != "fp16"
-        else [DistributedDataParallelKwargs(comm_hook="fp16", static_graph=True, gradient_as_bucket_view=True)]
+        else [
+            DistributedDataParallelKwargs(
+                comm_hook="fp16", static_graph=True, gradient_as_bucket_view=True
+            )
+        ]
     )
-    model, optimizer = accelerator.prepare(*(lambda m: (m, SGD(m.parameters(), lr=0.1)))(Net()))
+    model, optimizer = accelerator.prepare(
+        *(lambda m: (m, SGD(m.parameters(), lr=0.1)))(Net())
+    )
     for step in range(4):
         accelerator.backward(model(torch.full((2, 4), float(ctx.rank + step))).sum())
         optimizer.step()
         optimizer.zero_grad()
-    weights = accelerator.gather(inner_of(accelerator, model).weight.detach().unsqueeze(0))
+    weights = accelerator.gather(
+        inner_of(accelerator, model).weight.detach().unsqueeze(0)
+    )
     assert torch.equal(weights[0], weights[1])
 
 
 @ranks(2)
 def test_settings_ddp_cannot_honour_are_errors(ctx: ProcessContext) -> None:
     with pytest.raises(ConfigError, match="only the NCCL backend"):
-        Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")]).prepare(Net())
+        Accelerator(
+            kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")]
+        ).prepare(Net())
     with pytest.raises(ConfigError, match="use comm_hook='power_sgd'"):
-        Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="batched_power_sgd")]).prepare(Net())
+        Accelerator(
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(comm_hook="batched_power_sgd")
+            ]
+        ).prepare(Net())
     with pytest.raises(ConfigError, match="strategy='none'"):
         Accelerator(strategy="none")
 
@@ -236,9 +280,13 @@ def test_only_the_boundary_communicates(ctx: ProcessContext) -> None:
     for boundary in (False, True):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.full((1, 4), float(ctx.rank + 1))).sum())
-            grads = accelerator.gather(inner_of(accelerator, model).weight.grad.unsqueeze(0))
+            grads = accelerator.gather(
+                inner_of(accelerator, model).weight.grad.unsqueeze(0)
+            )
             assert torch.equal(grads[0], grads[1]) == boundary
-    each = Accelerator(gradient_accumulation_plugin={"num_steps": 2, "sync_each_batch": True})
+    each = Accelerator(
+        gradient_accumulation_plugin={"num_steps": 2, "sync_each_batch": True}
+    )
     net = Net()
     eager, _ = each.prepare(net, SGD(net.parameters(), lr=0.1))
     with each.accumulate(eager):
@@ -262,7 +310,9 @@ def test_evaluation_mode_leaves_a_model_unspread(ctx: ProcessContext) -> None:
 @ranks(1, 2)
 def test_uneven_inputs_can_be_joined(ctx: ProcessContext) -> None:
     accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(*(lambda m: (m, SGD(m.parameters(), lr=0.1)))(Net()))
+    model, optimizer = accelerator.prepare(
+        *(lambda m: (m, SGD(m.parameters(), lr=0.1)))(Net())
+    )
     done = 0
     with accelerator.join_uneven_inputs([model]):
         for _ in range(2 + ctx.rank):
@@ -274,14 +324,19 @@ def test_uneven_inputs_can_be_joined(ctx: ProcessContext) -> None:
 
 
 @ranks(1, 2)
-def test_compiled_and_recomputed_models_give_the_same_gradients(ctx: ProcessContext) -> None:
+def test_compiled_and_recomputed_models_give_the_same_gradients(
+    ctx: ProcessContext,
+) -> None:
     def blocks() -> nn.Module:
         torch.manual_seed(3)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        )
 
     def grads(accelerator: Accelerator) -> list[Tensor]:
         model = accelerator.prepare(blocks())
-        for _ in range(3):  # after so many calls in which nothing was compiled, a setting that asks for it is an error
+        # after so many calls in which nothing was compiled, a setting that asks for it is an error
+        for _ in range(3):
             accelerator.backward(model(torch.ones(2, 4)).square().mean())
         return [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -308,7 +363,9 @@ def test_collectives_on_the_accelerator(ctx: ProcessContext) -> None:
     accelerator = Accelerator(mixed_precision="bf16")
     me, world = ctx.rank, ctx.world.size
     assert accelerator.mixed_precision == "bf16"
-    assert accelerator.gather_ragged(torch.full((me + 1,), me)).shape == (sum(range(1, world + 1)),)
+    assert accelerator.gather_ragged(torch.full((me + 1,), me)).shape == (
+        sum(range(1, world + 1)),
+    )
     assert accelerator.gather_object([me]) == list(range(world))
     assert accelerator.broadcast_object_list([me, "x"]) == [0, "x"]
     assert accelerator.broadcast(torch.tensor([me]), axes=tuple(Axis)).tolist() == [0]
@@ -318,7 +375,9 @@ def test_collectives_on_the_accelerator(ctx: ProcessContext) -> None:
 def test_profile_leaves_a_trace_and_memory_is_freed(tmp_path: Any) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(Net())
-    from_config = ProfileKwargs(output_trace_dir=str(tmp_path / "traces"), activities=("cpu",))
+    from_config = ProfileKwargs(
+        output_trace_dir=str(tmp_path / "traces"), activities=("cpu",)
+    )
     with Accelerator(kwargs_handlers=[from_config]).profile() as running:
         model(torch.ones(1, 4))
     assert running.key_averages()
@@ -338,9 +397,13 @@ def one_cycle_run(loader_first: bool, calls: int = 1) -> tuple[list[str], float]
         warnings.simplefilter("always")
         if loader_first:
             loader = accelerator.prepare(loader)
-        schedule = OneCycleLR(optimizer, max_lr=0.1, epochs=2, steps_per_epoch=len(loader))
+        schedule = OneCycleLR(
+            optimizer, max_lr=0.1, epochs=2, steps_per_epoch=len(loader)
+        )
         if calls == 1:
-            model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+            model, optimizer, loader, schedule = accelerator.prepare(
+                model, optimizer, loader, schedule
+            )
         else:
             model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
             loader = accelerator.prepare(loader)
@@ -353,12 +416,15 @@ def one_cycle_run(loader_first: bool, calls: int = 1) -> tuple[list[str], float]
 
 
 @ranks(2)
-def test_a_schedule_made_for_the_undivided_loader_is_reported_before_training(ctx: ProcessContext) -> None:
+def test_a_schedule_made_for_the_undivided_loader_is_reported_before_training(
+    ctx: ProcessContext,
+) -> None:
     told, rate = one_cycle_run(loader_first=True)
     assert (told, rate < 2e-3) == ([], True), "at its end"
     for calls in (1, 2):
         told, rate = one_cycle_run(loader_first=False, calls=calls)
         assert rate > 2e-2, "half-way"
-        assert ["would end at step 20 of 40" in warning and "num_updates(loader" in warning for warning in told] == [
-            True
-        ] * (ctx.rank == 0)
+        assert [
+            "would end at step 20 of 40" in warning and "num_updates(loader" in warning
+            for warning in told
+        ] == [True] * (ctx.rank == 0)

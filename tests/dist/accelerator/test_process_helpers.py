@@ -29,7 +29,10 @@ def test_roles(ctx: ProcessContext) -> None:
         process.on_last_process(lambda: "last")(),
         process.on_process(process_index=0)(lambda: "zero")(),
     ]
-    expected = ["main" if ctx.rank == 0 else None, "last" if process.is_last_process else None]
+    expected = [
+        "main" if ctx.rank == 0 else None,
+        "last" if process.is_last_process else None,
+    ]
     assert ran == [*expected, "zero" if ctx.rank == 0 else None]
     process.wait_for_everyone()
 
@@ -37,7 +40,9 @@ def test_roles(ctx: ProcessContext) -> None:
 @ranks(2, 4)
 def test_main_process_goes_first(ctx: ProcessContext, tmp_path: Path) -> None:
     process = Process(ctx)
-    for number, first in enumerate((process.main_process_first, process.local_main_process_first)):
+    for number, first in enumerate(
+        (process.main_process_first, process.local_main_process_first)
+    ):
         made = tmp_path / f"made-{number}"
         with first():
             if process.is_main_process:
@@ -48,7 +53,9 @@ def test_main_process_goes_first(ctx: ProcessContext, tmp_path: Path) -> None:
 
 @ranks(2, 3)
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_inside_leaves_nobody_waiting(ctx: ProcessContext, failing: int) -> None:
+def test_an_error_inside_leaves_nobody_waiting(
+    ctx: ProcessContext, failing: int
+) -> None:
     process = Process(ctx)
     expected: type[Exception] = KeyError if ctx.rank == failing else PeerFailedError
     with pytest.raises(expected), process.main_process_first():
@@ -83,7 +90,12 @@ def test_trigger_set_anywhere_is_seen_everywhere_once(ctx: ProcessContext) -> No
 
 def containers(length: int) -> list[Any]:
     numbers = list(range(length))
-    return [numbers, tuple(numbers), torch.arange(length), {"a": numbers, "b": torch.arange(length)}]
+    return [
+        numbers,
+        tuple(numbers),
+        torch.arange(length),
+        {"a": numbers, "b": torch.arange(length)},
+    ]
 
 
 def as_list(part: Any) -> list[int]:
@@ -111,7 +123,10 @@ def test_shares_of_every_container(shares: int) -> None:
             parts = [share(inputs, index, shares) for index in range(shares)]
             assert all(type(part) is type(inputs) for part in parts)
             assert [x for part in parts for x in as_list(part)] == list(range(length))
-            padded = [as_list(share(inputs, index, shares, apply_padding=True)) for index in range(shares)]
+            padded = [
+                as_list(share(inputs, index, shares, apply_padding=True))
+                for index in range(shares)
+            ]
             assert len({len(part) for part in padded}) == 1
             assert {x for part in padded for x in part} == set(range(length))
 
@@ -119,6 +134,8 @@ def test_shares_of_every_container(shares: int) -> None:
 def test_shares_of_datasets_and_bad_dicts() -> None:
     dataset = TensorDataset(torch.arange(5))
     parts: Sequence[Subset[Any]] = [share(dataset, index, 2) for index in range(2)]
-    assert [int(part[i][0]) for part in parts for i in range(len(part))] == list(range(5))
+    assert [int(part[i][0]) for part in parts for i in range(len(part))] == list(
+        range(5)
+    )
     with pytest.raises(DataError, match=r"differ in length: \{'a': 1, 'b': 2\}"):
         share({"a": [1], "b": [1, 2]}, 0, 2)

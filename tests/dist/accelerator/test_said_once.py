@@ -40,7 +40,11 @@ def test_a_stop_is_announced_once(ctx: ProcessContext) -> None:
         if ctx.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         ctx.world.barrier("signalled")
-        assert (before, accelerator.preempted, accelerator.preempted) == (False, True, True)
+        assert (before, accelerator.preempted, accelerator.preempted) == (
+            False,
+            True,
+            True,
+        )
     accelerator.end_training()
     expected = ["rank 1 was told to stop by SIGUSR1; save and exit with code 85"]
     assert ctx.world.all_gather_object(said) == [expected, []]
@@ -68,26 +72,38 @@ def load(ctx: ProcessContext, folder: str) -> list[list[str]]:
     return said_by_all
 
 
-def test_what_a_load_passes_over_and_derives_is_said_once(rank_pool: Pool, tmp_path: Path) -> None:
+def test_what_a_load_passes_over_and_derives_is_said_once(
+    rank_pool: Pool, tmp_path: Path
+) -> None:
     rank_pool.run(save, 1, str(tmp_path))
     main, other = rank_pool.run(load, 2, str(tmp_path))[0]
     assert other == []
     assert len(main) == 2
-    assert main[0].startswith(f"using checkpoint_0 in {tmp_path}/checkpoints and skipping newer ones: ")
+    assert main[0].startswith(
+        f"using checkpoint_0 in {tmp_path}/checkpoints and skipping newer ones: "
+    )
     assert "checkpoint_1" in main[0]
     assert "saved by 1 processes and is loaded by 2" in main[1]
 
 
 @ranks(2)
-def test_a_path_that_is_no_checkpoint_is_told_on_every_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_path_that_is_no_checkpoint_is_told_on_every_rank(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = Accelerator(context=ctx, project_dir=str(tmp_path))
     accelerator.prepare(torch.nn.Linear(2, 2))
     place = Path(accelerator.save_state())
     for wrong, words in (
-        (place / "model.safetensors", rf"is a file; .* give the folder it is in, {place}"),
+        (
+            place / "model.safetensors",
+            rf"is a file; .* give the folder it is in, {place}",
+        ),
         (tmp_path / "absent", "does not exist, so there is no checkpoint to load"),
         # a folder that one machine has and the other has not
-        (place if ctx.rank else tmp_path / "absent", "does not exist, so there is no checkpoint to load"),
+        (
+            place if ctx.rank else tmp_path / "absent",
+            "does not exist, so there is no checkpoint to load",
+        ),
     ):
         with pytest.raises(CheckpointError, match=words):
             accelerator.load_state(wrong)

@@ -27,7 +27,9 @@ def parts(every: int) -> tuple[Accelerator, Any, Any, Any]:
     return accelerator, net, torch.optim.SGD(net.parameters(), lr=1.0), loader
 
 
-def train(accelerator: Accelerator, model: Any, optimizer: Any, schedule: Any, loader: Any) -> float:
+def train(
+    accelerator: Accelerator, model: Any, optimizer: Any, schedule: Any, loader: Any
+) -> float:
     for _ in range(EPOCHS):
         for (x,) in loader:
             with accelerator.accumulate(model):
@@ -40,10 +42,14 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, schedule: Any, l
 
 @ranks(1, 2)
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_the_advice_ends_the_schedule_at_its_end(ctx: ProcessContext, every: int) -> None:
+def test_the_advice_ends_the_schedule_at_its_end(
+    ctx: ProcessContext, every: int
+) -> None:
     accelerator, net, optimizer, loader = parts(every)
     loader = accelerator.prepare(loader)
-    schedule = LinearLR(optimizer, 1.0, 0.0, total_iters=accelerator.num_updates(loader, epochs=EPOCHS))
+    schedule = LinearLR(
+        optimizer, 1.0, 0.0, total_iters=accelerator.num_updates(loader, epochs=EPOCHS)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", HastenWarning)
         model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
@@ -52,7 +58,9 @@ def test_the_advice_ends_the_schedule_at_its_end(ctx: ProcessContext, every: int
 
 @ranks(1, 2)
 @pytest.mark.parametrize("first", [False, True], ids=["at once", "loader first"])
-def test_a_length_in_batches_is_reported_at_the_users_line(ctx: ProcessContext, first: bool) -> None:
+def test_a_length_in_batches_is_reported_at_the_users_line(
+    ctx: ProcessContext, first: bool
+) -> None:
     accelerator, net, optimizer, loader = parts(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -59,7 +59,9 @@ def plain_torch(rows: int, weighted: bool, max_norm: float | None) -> nn.Module:
     return model
 
 
-def with_hasten(ctx: ProcessContext, rows: int, every: int, weighted: bool, max_norm: float | None) -> nn.Module:
+def with_hasten(
+    ctx: ProcessContext, rows: int, every: int, weighted: bool, max_norm: float | None
+) -> nn.Module:
     accelerator = Accelerator(gradient_accumulation_steps=every)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
@@ -71,7 +73,9 @@ def with_hasten(ctx: ProcessContext, rows: int, every: int, weighted: bool, max_
             with accelerator.accumulate(prepared):
                 losses = F.cross_entropy(prepared(x), y, reduction="none")
                 if weighted:
-                    accelerator.backward((losses * tokens).sum() / tokens.sum(), weight=tokens.sum())
+                    accelerator.backward(
+                        (losses * tokens).sum() / tokens.sum(), weight=tokens.sum()
+                    )
                 else:
                     accelerator.backward(losses.mean())
                 if max_norm is not None:
@@ -85,24 +89,33 @@ def with_hasten(ctx: ProcessContext, rows: int, every: int, weighted: bool, max_
 
 @ranks(1, 2, exhaustive=(3, 4))
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_many_processes_and_micro_steps_equal_one_big_batch(ctx: ProcessContext, every: int) -> None:
+def test_many_processes_and_micro_steps_equal_one_big_batch(
+    ctx: ProcessContext, every: int
+) -> None:
     rows = 12 * every
     for weighted in (False, True):
         for max_norm in (None, 0.05):
             expected = plain_torch(rows, weighted, max_norm).state_dict()
-            for name, value in with_hasten(ctx, rows, every, weighted, max_norm).state_dict().items():
+            for name, value in (
+                with_hasten(ctx, rows, every, weighted, max_norm).state_dict().items()
+            ):
                 torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
 @ranks(1, 2, exhaustive=(4,))
 @pytest.mark.parametrize("every", [2, 3, 5])
-def test_a_short_last_window_counts_as_what_it_is(ctx: ProcessContext, every: int) -> None:
+def test_a_short_last_window_counts_as_what_it_is(
+    ctx: ProcessContext, every: int
+) -> None:
     """Loader ends inside a window: the last update is the mean over the micro-steps there were."""
     world = ctx.world.size
     steps_per_epoch, micro = every + 1, 2
     rows = steps_per_epoch * micro * world
     g = torch.Generator().manual_seed(3)
-    x, y = torch.randn(rows, WIDTH, generator=g), torch.randint(0, 3, (rows,), generator=g)
+    x, y = (
+        torch.randn(rows, WIDTH, generator=g),
+        torch.randint(0, 3, (rows,), generator=g),
+    )
     accelerator = Accelerator(gradient_accumulation_steps=every)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -136,15 +149,23 @@ def test_every_metric_sample_once(ctx: ProcessContext) -> None:
     for size in (1, 2, 5, 7, 16, 23):
         for batch_size in (1, 3, 4):
             for shuffle in (False, True):
-                data = TensorDataset(torch.arange(size), torch.arange(size).float().unsqueeze(1) * 2)
-                loader = accelerator.prepare(DataLoader(data, batch_size=batch_size, shuffle=shuffle))
+                data = TensorDataset(
+                    torch.arange(size), torch.arange(size).float().unsqueeze(1) * 2
+                )
+                loader = accelerator.prepare(
+                    DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+                )
                 seen: list[int] = []
                 objects: list[str] = []
                 for index, value in loader:
-                    out: dict[str, Any] = accelerator.gather_for_metrics({"i": index, "v": (value, "kept")})
+                    out: dict[str, Any] = accelerator.gather_for_metrics(
+                        {"i": index, "v": (value, "kept")}
+                    )
                     assert torch.equal(out["v"][0][:, 0], out["i"].float() * 2)
                     seen += out["i"].tolist()
-                    objects += accelerator.gather_for_metrics([str(i) for i in index.tolist()], use_gather_object=True)
+                    objects += accelerator.gather_for_metrics(
+                        [str(i) for i in index.tolist()], use_gather_object=True
+                    )
                 assert sorted(seen) == list(range(size)), (size, batch_size, shuffle)
                 assert sorted(objects, key=int) == [str(i) for i in range(size)]
                 accelerator.free_memory()
@@ -156,7 +177,10 @@ def train(accelerator: Accelerator, steps: int = 12) -> list[float]:
     prepared, optimizer = accelerator.prepare(model, optimizer)
     losses = []
     for x, y, _ in batches(12)[:steps]:
-        mine = [part.chunk(accelerator.num_processes)[accelerator.process_index] for part in (x, y)]
+        mine = [
+            part.chunk(accelerator.num_processes)[accelerator.process_index]
+            for part in (x, y)
+        ]
         loss = F.cross_entropy(prepared(mine[0]), mine[1])
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
@@ -169,18 +193,24 @@ def train(accelerator: Accelerator, steps: int = 12) -> list[float]:
 @ranks(2, exhaustive=(1, 4))
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_every_precision_and_strategy_follows_plain_torch(ctx: ProcessContext, precision: str, strategy: str) -> None:
+def test_every_precision_and_strategy_follows_plain_torch(
+    ctx: ProcessContext, precision: str, strategy: str
+) -> None:
     """bf16 keeps 8 bits of a product, fp16 11: losses around 1 agree to about two digits and to three."""
     expected = train(Accelerator(strategy="none", context=alone(ctx)))
     tolerance = {"no": 1e-5, "bf16": 3e-2, "fp16": 5e-3}[precision]
     got = train(Accelerator(mixed_precision=precision, strategy=strategy))
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        torch.tensor(got), torch.tensor(expected), rtol=0, atol=tolerance
+    )
 
 
 def alone(ctx: ProcessContext) -> ProcessContext:
     """A context of this process by itself, beside the world it is in."""
     mesh, world = MeshSpec.flat(1), LocalComm()
-    return ProcessContext(Topology(), mesh, ctx.device, world, Groups(mesh, 0, world, None, 60.0))
+    return ProcessContext(
+        Topology(), mesh, ctx.device, world, Groups(mesh, 0, world, None, 60.0)
+    )
 
 
 @ranks(1, 2)
@@ -194,11 +224,15 @@ def test_two_accelerators_do_not_disturb_each_other(ctx: ProcessContext) -> None
         assert two.sync_gradients
     assert (one.config.mixed_precision, two.config.mixed_precision) == ("bf16", "no")
     assert len(one._prepared.models) == len(two._prepared.models) == 1
-    assert torch.equal(b(torch.ones(1, WIDTH)), two.unwrap_model(b)(torch.ones(1, WIDTH)))
+    assert torch.equal(
+        b(torch.ones(1, WIDTH)), two.unwrap_model(b)(torch.ones(1, WIDTH))
+    )
 
 
 @ranks(1, 2)
-def test_loops_broken_off_nested_and_failing_keep_the_clock_right(ctx: ProcessContext) -> None:
+def test_loops_broken_off_nested_and_failing_keep_the_clock_right(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=3)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -221,7 +255,9 @@ def test_loops_broken_off_nested_and_failing_keep_the_clock_right(ctx: ProcessCo
         pattern.append(step(x, y))
         for _ in eval_loader:  # evaluation inside training
             break
-        seen = sum(len(accelerator.gather_for_metrics(labels)) for _, labels in eval_loader)
+        seen = sum(
+            len(accelerator.gather_for_metrics(labels)) for _, labels in eval_loader
+        )
         assert seen == 24
     assert pattern == [False, False, True, False]
     assert accelerator._clock.active is None

@@ -38,11 +38,22 @@ def batch(window: int, micro: int, head: int, rank: int, rows: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, x: Tensor, head: int) -> Tensor:
-    loss: Tensor = (model(x, head) - x[:, :2]).pow(2).sum() / len(x) if len(x) else model(x.new_zeros(1, 3), head).sum()
+    loss: Tensor = (
+        (model(x, head) - x[:, :2]).pow(2).sum() / len(x)
+        if len(x)
+        else model(x.new_zeros(1, 3), head).sum()
+    )
     return loss
 
 
-def run(ctx: ProcessContext, heads: int, every: int, seed: int, tensors: bool, **options: object) -> None:
+def run(
+    ctx: ProcessContext,
+    heads: int,
+    every: int,
+    seed: int,
+    tensors: bool,
+    **options: object,
+) -> None:
     rng = random.Random(seed)
     size = ctx.world.size
     rows = {
@@ -55,7 +66,9 @@ def run(ctx: ProcessContext, heads: int, every: int, seed: int, tensors: bool, *
     plugin = options.pop("plugin", None) or GradientAccumulationPlugin(num_steps=every)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin, **options)  # type: ignore[arg-type]
     model = Heads(heads)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    )
     reference = Heads(heads)
     plain = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.5)
     for window in range(WINDOWS):
@@ -63,13 +76,21 @@ def run(ctx: ProcessContext, heads: int, every: int, seed: int, tensors: bool, *
             with accelerator.accumulate(model):
                 for head in range(heads):
                     count = rows[window, micro, head, ctx.world.rank]
-                    loss = loss_of(model, batch(window, micro, head, ctx.world.rank, count), head)
-                    accelerator.backward(loss, weight=torch.tensor(count) if tensors else count)
+                    loss = loss_of(
+                        model, batch(window, micro, head, ctx.world.rank, count), head
+                    )
+                    accelerator.backward(
+                        loss, weight=torch.tensor(count) if tensors else count
+                    )
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
         for head in range(heads):
-            parts = [batch(window, m, head, r, rows[window, m, head, r]) for m in range(every) for r in range(size)]
+            parts = [
+                batch(window, m, head, r, rows[window, m, head, r])
+                for m in range(every)
+                for r in range(size)
+            ]
             torch.autograd.backward(loss_of(reference, torch.cat(parts), head))
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         plain.step()
@@ -77,14 +98,24 @@ def run(ctx: ProcessContext, heads: int, every: int, seed: int, tensors: bool, *
         assert norm is not None
         tolerance = 1e-2 if options.get("mixed_precision") == "fp16" else 2e-6
         torch.testing.assert_close(norm, expected, rtol=tolerance, atol=tolerance)
-        for ours, theirs in zip(accelerator.unwrap_model(model).parameters(), reference.parameters(), strict=True):
+        for ours, theirs in zip(
+            accelerator.unwrap_model(model).parameters(),
+            reference.parameters(),
+            strict=True,
+        ):
             whole = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
-            torch.testing.assert_close(whole.detach(), theirs.detach(), rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                whole.detach(), theirs.detach(), rtol=0, atol=tolerance
+            )
 
 
 @ranks(2, exhaustive=(1, 3))
-@pytest.mark.parametrize("strategy", ["auto", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
-def test_each_loss_is_divided_by_its_own_weight(ctx: ProcessContext, strategy: str) -> None:
+@pytest.mark.parametrize(
+    "strategy", ["auto", pytest.param("fsdp", marks=pytest.mark.exhaustive)]
+)
+def test_each_loss_is_divided_by_its_own_weight(
+    ctx: ProcessContext, strategy: str
+) -> None:
     for heads in (1, 2, 3):
         for every in (1, 2, 3):
             refused = (
@@ -93,21 +124,36 @@ def test_each_loss_is_divided_by_its_own_weight(ctx: ProcessContext, strategy: s
                 else nullcontext()
             )
             with refused:
-                run(ctx, heads, every, seed=10 * heads + every, tensors=every == 2, strategy=strategy)
+                run(
+                    ctx,
+                    heads,
+                    every,
+                    seed=10 * heads + every,
+                    tensors=every == 2,
+                    strategy=strategy,
+                )
 
 
 @ranks(1, 2)
 def test_fp16_keeps_the_losses_apart_too(ctx: ProcessContext) -> None:
     small = GradScalerKwargs(init_scale=256.0)
-    run(ctx, 2, 1, seed=1, tensors=True, mixed_precision="fp16", kwargs_handlers=[small])
+    run(
+        ctx, 2, 1, seed=1, tensors=True, mixed_precision="fp16", kwargs_handlers=[small]
+    )
 
 
 @ranks(1, 2)
-def test_without_accumulate_the_losses_of_one_update_are_summed(ctx: ProcessContext) -> None:
+def test_without_accumulate_the_losses_of_one_update_are_summed(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator()
     model = nn.Linear(1, 1, bias=False)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.0)
+    )
     for weight in (3, 5):  # two losses, each one the mean over all ranks
-        accelerator.backward(model(torch.tensor([[float(weight)]])).sum(), weight=weight + ctx.world.rank)
+        accelerator.backward(
+            model(torch.tensor([[float(weight)]])).sum(), weight=weight + ctx.world.rank
+        )
     optimizer.step()
     torch.testing.assert_close(next(model.parameters()).grad, torch.tensor([[8.0]]))

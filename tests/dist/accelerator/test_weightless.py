@@ -21,9 +21,16 @@ LOSSES: dict[str, Loss] = {
     "divided": lambda out, mask: (out.pow(2).mean(1) * mask).sum() / mask.sum(),
     "indexed": lambda out, mask: out[mask.bool()].pow(2).mean(),
     "ignored": lambda out, mask: nn.functional.cross_entropy(
-        out, torch.where(mask.bool(), torch.zeros(len(out), dtype=torch.long), torch.full((len(out),), -100))
+        out,
+        torch.where(
+            mask.bool(),
+            torch.zeros(len(out), dtype=torch.long),
+            torch.full((len(out),), -100),
+        ),
     ),
-    "deep": lambda out, mask: (((out / mask.sum()).pow(2).mean(1) * mask).sum() / mask.sum()).sqrt().exp(),
+    "deep": lambda out, mask: (
+        (((out / mask.sum()).pow(2).mean(1) * mask).sum() / mask.sum()).sqrt().exp()
+    ),
 }
 
 
@@ -34,13 +41,19 @@ def net() -> nn.Module:
 
 @ranks(1, 2, exhaustive=(3,))
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_a_mean_over_nothing_adds_exactly_nothing(ctx: ProcessContext, strategy: str) -> None:
+def test_a_mean_over_nothing_adds_exactly_nothing(
+    ctx: ProcessContext, strategy: str
+) -> None:
     """Rank 0 has samples in the first micro-step only; every other part is a mean over nothing."""
     for name, loss_of in LOSSES.items():
         for every in (1, 2):
-            accelerator = Accelerator(gradient_accumulation_steps=every, strategy=strategy)
+            accelerator = Accelerator(
+                gradient_accumulation_steps=every, strategy=strategy
+            )
             model = net()
-            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            model, optimizer = accelerator.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1)
+            )
             x = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
             for micro in range(every):
                 counts = micro == 0 and ctx.world.rank == 0
@@ -48,14 +61,26 @@ def test_a_mean_over_nothing_adds_exactly_nothing(ctx: ProcessContext, strategy:
                 with accelerator.accumulate(model):
                     loss = loss_of(model(x), mask)
                     assert bool(loss.isfinite()) == counts, name
-                    accelerator.backward(loss, weight=mask.sum() if micro else int(mask.sum()))
+                    accelerator.backward(
+                        loss, weight=mask.sum() if micro else int(mask.sum())
+                    )
                     optimizer.step()
             reference = net()
             torch.autograd.backward(loss_of(reference(x), torch.ones(3)))
-            for ours, theirs in zip(accelerator.unwrap_model(model).parameters(), reference.parameters(), strict=True):
+            for ours, theirs in zip(
+                accelerator.unwrap_model(model).parameters(),
+                reference.parameters(),
+                strict=True,
+            ):
                 grad: Any = ours.grad  # Any: a tensor or a shard
                 grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                torch.testing.assert_close(grad, theirs.grad, rtol=1e-6, atol=1e-7, msg=f"{name} {every} {{}}".format)
+                torch.testing.assert_close(
+                    grad,
+                    theirs.grad,
+                    rtol=1e-6,
+                    atol=1e-7,
+                    msg=f"{name} {every} {{}}".format,
+                )
 
 
 class Tempered(nn.Module):
@@ -71,18 +96,31 @@ class Tempered(nn.Module):
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_a_rank_without_weight_gets_the_others_gradient_of_a_scalar(ctx: ProcessContext, strategy: str) -> None:
+def test_a_rank_without_weight_gets_the_others_gradient_of_a_scalar(
+    ctx: ProcessContext, strategy: str
+) -> None:
     for name, loss_of in LOSSES.items():
         accelerator = Accelerator(strategy=strategy)
-        model, x = Tempered(), torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
+        model, x = (
+            Tempered(),
+            torch.randn(3, 3, generator=torch.Generator().manual_seed(1)),
+        )
         reference = copy.deepcopy(model)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         mask = torch.full((3,), float(ctx.rank == 0))
         accelerator.backward(loss_of(model(x), mask), weight=mask.sum())
         optimizer.step()
         torch.autograd.backward(loss_of(reference(x), torch.ones(3)))
         got = accelerator.unwrap_model(model).temperature.grad
-        torch.testing.assert_close(got, reference.temperature.grad, rtol=1e-6, atol=1e-7, msg=f"{name} {{}}".format)
+        torch.testing.assert_close(
+            got,
+            reference.temperature.grad,
+            rtol=1e-6,
+            atol=1e-7,
+            msg=f"{name} {{}}".format,
+        )
 
 
 @ranks(1)

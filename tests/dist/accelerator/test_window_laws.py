@@ -42,26 +42,39 @@ def draw(rng: random.Random) -> Program:
     while True:
         models = rng.randint(1, 3)
         losses = rng.randint(1, 3)
-        reaches = tuple(tuple(sorted(rng.sample(range(models), rng.randint(1, models)))) for _ in range(losses))
-        calls = [(kind, i) for i in range(models) for kind in "zs"] + [("b", k) for k in range(losses)]
+        reaches = tuple(
+            tuple(sorted(rng.sample(range(models), rng.randint(1, models))))
+            for _ in range(losses)
+        )
+        calls = [(kind, i) for i in range(models) for kind in "zs"] + [
+            ("b", k) for k in range(losses)
+        ]
         rng.shuffle(calls)
         if all(_makes_sense(tuple(calls), reaches, i) for i in range(models)):
             return Program(models, rng.randint(1, 4), reaches, tuple(calls))
 
 
-def _makes_sense(calls: tuple[tuple[str, int], ...], reaches: tuple[tuple[int, ...], ...], index: int) -> bool:
+def _makes_sense(
+    calls: tuple[tuple[str, int], ...], reaches: tuple[tuple[int, ...], ...], index: int
+) -> bool:
     clears, steps = calls.index(("z", index)), calls.index(("s", index))
-    losses = [at for at, (kind, k) in enumerate(calls) if kind == "b" and index in reaches[k]]
+    losses = [
+        at for at, (kind, k) in enumerate(calls) if kind == "b" and index in reaches[k]
+    ]
     alone = all(reached == (0,) for reached in reaches) and ("s", 1) not in calls
     if alone:  # nobody writes a loop that throws its only loss away
-        return all(clears < at < steps if clears < steps else at < steps for at in losses)
+        return all(
+            clears < at < steps if clears < steps else at < steps for at in losses
+        )
     # With zero_grad first, what comes before it or after step is thrown away, here and in plain torch.
     return clears < steps or max(losses, default=-1) < clears
 
 
 def nets(count: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(count)]
+    return [
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(count)
+    ]
 
 
 def loss_of(reached: list[nn.Module], x: Tensor) -> Tensor:
@@ -72,31 +85,49 @@ def loss_of(reached: list[nn.Module], x: Tensor) -> Tensor:
 
 
 def inputs(step: int, loss: int, rows: int) -> Tensor:
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(100 * step + loss))
+    return torch.randn(
+        rows, 3, generator=torch.Generator().manual_seed(100 * step + loss)
+    )
 
 
 def plain(program: Program, size: int) -> list[nn.Module]:
     models = nets(program.models)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5) for model in models]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5) for model in models
+    ]
     parameters = [list(model.parameters()) for model in models]
-    found = [[torch.zeros_like(p) for p in group] for group in parameters]  # since zero_grad
+    # since zero_grad
+    found = [[torch.zeros_like(p) for p in group] for group in parameters]
     for step in range(WINDOWS):
-        sums = [[torch.zeros_like(p) for p in group] for group in parameters]  # what step() has found in the window
+        # what step() has found in the window
+        sums = [[torch.zeros_like(p) for p in group] for group in parameters]
         for micro in range(program.every):
             for kind, index in program.calls:
                 if kind == "z":
                     found[index] = [torch.zeros_like(p) for p in parameters[index]]
                 elif kind == "s":
-                    sums[index] = [a + b for a, b in zip(sums[index], found[index], strict=True)]
-                    if micro == program.every - 1 and any(index in reached for reached in program.reaches):
-                        for parameter, total in zip(parameters[index], sums[index], strict=True):
+                    sums[index] = [
+                        a + b for a, b in zip(sums[index], found[index], strict=True)
+                    ]
+                    if micro == program.every - 1 and any(
+                        index in reached for reached in program.reaches
+                    ):
+                        for parameter, total in zip(
+                            parameters[index], sums[index], strict=True
+                        ):
                             parameter.grad = total / program.every
                         optimizers[index].step()
                 else:
-                    x = inputs(step, index, ROWS * size * program.every).chunk(program.every)[micro]
+                    x = inputs(step, index, ROWS * size * program.every).chunk(
+                        program.every
+                    )[micro]
                     reached = program.reaches[index]
                     inside = [p for i in reached for p in parameters[i]]
-                    grads = iter(torch.autograd.grad(loss_of([models[i] for i in reached], x), inside))
+                    grads = iter(
+                        torch.autograd.grad(
+                            loss_of([models[i] for i in reached], x), inside
+                        )
+                    )
                     for i in reached:
                         found[i] = [total + next(grads) for total in found[i]]
     return models
@@ -105,7 +136,10 @@ def plain(program: Program, size: int) -> list[nn.Module]:
 def prepared(ctx: ProcessContext, program: Program, **options: Any) -> list[nn.Module]:
     accelerator = Accelerator(gradient_accumulation_steps=program.every, **options)
     models = nets(program.models)
-    given = accelerator.prepare(*models, *[torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in models])
+    given = accelerator.prepare(
+        *models,
+        *[torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in models],
+    )
     models, optimizers = list(given[: program.models]), list(given[program.models :])
     for step in range(WINDOWS):
         for micro in range(program.every):
@@ -117,8 +151,12 @@ def prepared(ctx: ProcessContext, program: Program, **options: Any) -> list[nn.M
                         optimizers[index].step()
                     else:
                         x = inputs(step, index, ROWS * ctx.world.size * program.every)
-                        mine = x.chunk(program.every)[micro].chunk(ctx.world.size)[ctx.world.rank]
-                        accelerator.backward(loss_of([models[i] for i in program.reaches[index]], mine))
+                        mine = x.chunk(program.every)[micro].chunk(ctx.world.size)[
+                            ctx.world.rank
+                        ]
+                        accelerator.backward(
+                            loss_of([models[i] for i in program.reaches[index]], mine)
+                        )
     return [accelerator.unwrap_model(model) for model in models]
 
 
@@ -126,7 +164,13 @@ def assert_same(ours: list[nn.Module], theirs: list[nn.Module], what: object) ->
     for a, b in zip(ours, theirs, strict=True):
         for p, q in zip(a.parameters(), b.parameters(), strict=True):
             whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-            torch.testing.assert_close(whole.detach(), q.detach(), rtol=0, atol=2e-6, msg=lambda t: f"{what}\n{t}")
+            torch.testing.assert_close(
+                whole.detach(),
+                q.detach(),
+                rtol=0,
+                atol=2e-6,
+                msg=lambda t: f"{what}\n{t}",
+            )
 
 
 def clears_losses(program: Program) -> bool:
@@ -134,8 +178,15 @@ def clears_losses(program: Program) -> bool:
     if program.every == 1 or program.models == 1:
         return False
     for index in range(program.models):
-        clears, steps = program.calls.index(("z", index)), program.calls.index(("s", index))
-        losses = [at for at, (kind, k) in enumerate(program.calls) if kind == "b" and index in program.reaches[k]]
+        clears, steps = (
+            program.calls.index(("z", index)),
+            program.calls.index(("s", index)),
+        )
+        losses = [
+            at
+            for at, (kind, k) in enumerate(program.calls)
+            if kind == "b" and index in program.reaches[k]
+        ]
         if clears < steps and any(not clears < at < steps for at in losses):
             return True
         if steps < clears and any(steps < at < clears for at in losses):
@@ -148,12 +199,16 @@ def check(ctx: ProcessContext, program: Program, **options: Any) -> None:
         with pytest.raises(StepError, match="zero_grad\\(\\) would have to clear"):
             prepared(ctx, program, **options)
         return
-    assert_same(prepared(ctx, program, **options), plain(program, ctx.world.size), program)
+    assert_same(
+        prepared(ctx, program, **options), plain(program, ctx.world.size), program
+    )
 
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_any_order_of_calls_updates_as_by_hand(ctx: ProcessContext, strategy: str) -> None:
+def test_any_order_of_calls_updates_as_by_hand(
+    ctx: ProcessContext, strategy: str
+) -> None:
     rng = random.Random(7 * ctx.world.size + len(strategy))
     for _ in range(60 if strategy == "auto" else 20):
         check(ctx, draw(rng), strategy=strategy)
@@ -168,16 +223,23 @@ def test_any_order_of_calls_with_replicated_shards(ctx: ProcessContext) -> None:
 
 
 @ranks(1, 2)
-def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(ctx: ProcessContext) -> None:
+def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(
+    ctx: ProcessContext,
+) -> None:
     """An overflow of the first optimizer moves the scale only when the second has used its gradients."""
     for every in (1, 2):
         small = GradScalerKwargs(init_scale=256.0)
-        accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=every, kwargs_handlers=[small])
+        accelerator = Accelerator(
+            mixed_precision="fp16",
+            gradient_accumulation_steps=every,
+            kwargs_handlers=[small],
+        )
         weights = [nn.Linear(2, 1, bias=False) for _ in range(2)]
         for weight in weights:
             nn.init.ones_(weight.weight)
         first, second, one, two = accelerator.prepare(
-            *weights, *[torch.optim.SGD(weight.parameters(), lr=0.125) for weight in weights]
+            *weights,
+            *[torch.optim.SGD(weight.parameters(), lr=0.125) for weight in weights],
         )
         x = torch.ones(1, 2)
         for _ in range(every):
@@ -188,14 +250,21 @@ def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(ctx: ProcessCont
                 two.step()
         assert one.step_was_skipped
         assert not two.step_was_skipped
-        torch.testing.assert_close(second.weight.detach(), torch.full((1, 2), 0.75), msg=f"{every}")
+        torch.testing.assert_close(
+            second.weight.detach(), torch.full((1, 2), 0.75), msg=f"{every}"
+        )
 
 
 @ranks(1, 2)
 def test_a_block_inside_a_block_is_an_error(ctx: ProcessContext) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     first, second = accelerator.prepare(*nets(2))
-    for outer, inner in (((first,), (first,)), ((first, second), (second,)), ((), (first,)), ((first,), (second,))):
+    for outer, inner in (
+        ((first,), (first,)),
+        ((first, second), (second,)),
+        ((), (first,)),
+        ((first,), (second,)),
+    ):
         with (
             pytest.raises(StepError, match="Remove the inner block"),
             accelerator.accumulate(*outer),
@@ -210,12 +279,17 @@ def test_a_block_inside_a_block_is_an_error(ctx: ProcessContext) -> None:
 
 
 @ranks(1)
-def test_blocks_of_different_models_in_one_window_are_an_error(ctx: ProcessContext) -> None:
+def test_blocks_of_different_models_in_one_window_are_an_error(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     first, second = accelerator.prepare(*nets(2))
     with accelerator.accumulate(first):
         pass
-    with pytest.raises(StepError, match="an Accelerator has one window"), accelerator.accumulate(second):
+    with (
+        pytest.raises(StepError, match="an Accelerator has one window"),
+        accelerator.accumulate(second),
+    ):
         pass
     with accelerator.accumulate(first):
         assert accelerator.sync_gradients
@@ -226,7 +300,9 @@ def test_blocks_of_different_models_in_one_window_are_an_error(ctx: ProcessConte
 
 
 @ranks(1)
-def test_a_second_weighted_loss_inside_a_window_is_an_error(ctx: ProcessContext) -> None:
+def test_a_second_weighted_loss_inside_a_window_is_an_error(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     (net,) = nets(1)
     model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -34,13 +34,20 @@ from hasten.state.saving import Saving
 from hasten.testing.pool import Pool, ranks
 
 
-def accelerator_of(ctx: ProcessContext, folder: Path, sharded: bool = False, **settings: Any) -> Accelerator:
+def accelerator_of(
+    ctx: ProcessContext, folder: Path, sharded: bool = False, **settings: Any
+) -> Accelerator:
     if sharded:
-        settings |= {"strategy": "fsdp", "fsdp_plugin": FullyShardedDataParallelPlugin()}
+        settings |= {
+            "strategy": "fsdp",
+            "fsdp_plugin": FullyShardedDataParallelPlugin(),
+        }
     return Accelerator(context=ctx, project_dir=str(folder), **settings)
 
 
-def trained(accelerator: Accelerator, seed: int = 0, steps: int = 2) -> tuple[nn.Module, Any]:
+def trained(
+    accelerator: Accelerator, seed: int = 0, steps: int = 2
+) -> tuple[nn.Module, Any]:
     """A prepared model and optimizer that have made some steps; uneven sizes, so that shards are uneven too."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -53,13 +60,18 @@ def trained(accelerator: Accelerator, seed: int = 0, steps: int = 2) -> tuple[nn
     return model, optimizer
 
 
-def whole_state(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+def whole_state(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any
+) -> list[torch.Tensor]:
     inner = accelerator.unwrap_model(model)
     tensors = list(inner.state_dict().values())
     for parameter in inner.parameters():
         values: Mapping[str, torch.Tensor] = optimizer.state[parameter]
         tensors += [values[key] for key in sorted(values)]
-    return [t.full_tensor() if hasattr(t, "full_tensor") else t.detach().clone() for t in tensors]
+    return [
+        t.full_tensor() if hasattr(t, "full_tensor") else t.detach().clone()
+        for t in tensors
+    ]
 
 
 def save_from(ctx: ProcessContext, folder: Path, sharded: bool) -> list[torch.Tensor]:
@@ -81,7 +93,9 @@ def load_into(ctx: ProcessContext, folder: Path, sharded: bool) -> list[torch.Te
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 1), (2, 4), (1, 2)])
-def test_shards_load_on_another_number_of_processes(rank_pool: Pool, tmp_path: Path, old: int, new: int) -> None:
+def test_shards_load_on_another_number_of_processes(
+    rank_pool: Pool, tmp_path: Path, old: int, new: int
+) -> None:
     def mesh(size: int) -> dict[str, int]:
         return {"dp_shard": -1} if size > 1 else {}
 
@@ -91,12 +105,19 @@ def test_shards_load_on_another_number_of_processes(rank_pool: Pool, tmp_path: P
         for a, b in zip(state, saved, strict=True):
             assert torch.equal(a, b)
     if old > 1:
-        names = {path.name for path in (tmp_path / "checkpoints" / "checkpoint_0").iterdir()}
-        assert {f"model_shard_{rank:05d}.safetensors" for rank in range(old - 1)} <= names  # the last may hold nothing
+        names = {
+            path.name for path in (tmp_path / "checkpoints" / "checkpoint_0").iterdir()
+        }
+        # the last may hold nothing
+        assert {
+            f"model_shard_{rank:05d}.safetensors" for rank in range(old - 1)
+        } <= names
 
 
 @ranks(2, exhaustive=(4,))
-def test_a_subset_of_ranks_gets_an_error_that_names_the_missing(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_subset_of_ranks_gets_an_error_that_names_the_missing(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     project = ProjectConfiguration(project_dir=str(tmp_path), checkpoint_arrival_s=0.5)
@@ -104,7 +125,8 @@ def test_a_subset_of_ranks_gets_an_error_that_names_the_missing(ctx: ProcessCont
     if ctx.rank != 1:
         started = time.monotonic()
         with pytest.raises(
-            MissingRanksError, match=r"waited 0\.5 s .*rank 1 has not arrived.*raise checkpoint_arrival_s"
+            MissingRanksError,
+            match=r"waited 0\.5 s .*rank 1 has not arrived.*raise checkpoint_arrival_s",
         ) as caught:
             saving.save_state()
         assert caught.value.missing == (1,)
@@ -131,7 +153,9 @@ class Failing:
 
 
 @ranks(2, 3)
-def test_failure_of_one_rank_is_raised_on_all_and_changes_nothing(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_failure_of_one_rank_is_raised_on_all_and_changes_nothing(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     accelerator.save_state()
@@ -141,11 +165,15 @@ def test_failure_of_one_rank_is_raised_on_all_and_changes_nothing(ctx: ProcessCo
         with pytest.raises(CheckpointError, match="this state is broken"):
             accelerator.save_state(blocking=blocking)
     ctx.world.barrier("look")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "checkpoint_0"
+    ]
 
 
 @ranks(2)
-def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     class Broken(LocalDraft):
         def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
             raise OSError(28, "No space left on device")
@@ -155,7 +183,9 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: Pro
             whole = super().join(name, token)
             folder = tmp_path / token / name
             return (
-                Broken(tmp_path / name, folder, None, self._disk, 1) if ctx.rank == 1 and whole is not None else whole
+                Broken(tmp_path / name, folder, None, self._disk, 1)
+                if ctx.rank == 1 and whole is not None
+                else whole
             )
 
     tree = StateTree({"x": Component({"w": torch.ones(3)}, None, per_rank=True)})
@@ -166,7 +196,9 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: Pro
 
 
 @ranks(2, exhaustive=(3,))
-def test_a_save_into_a_folder_that_another_job_is_saving_to_comes_after_it(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_save_into_a_folder_that_another_job_is_saving_to_comes_after_it(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     for _ in range(2):  # where there is nothing yet, and over what is there
@@ -185,15 +217,23 @@ def test_a_save_into_a_folder_that_another_job_is_saving_to_comes_after_it(ctx: 
 
 
 @ranks(2, 3)
-def test_files_of_every_ranks_hooks_are_saved(ctx: ProcessContext, tmp_path: Path) -> None:
-    for place in (str(tmp_path / "out" / "checkpoint-10"), f"local://{tmp_path}/url/checkpoint-10"):
+def test_files_of_every_ranks_hooks_are_saved(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
+    for place in (
+        str(tmp_path / "out" / "checkpoint-10"),
+        f"local://{tmp_path}/url/checkpoint-10",
+    ):
         accelerator = accelerator_of(ctx, tmp_path)
         trained(accelerator)
 
-        def on_save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        def on_save(
+            models: list[nn.Module], weights: list[dict[str, Any]], folder: str
+        ) -> None:
             assert Path(folder).name == "checkpoint-10"
             (Path(folder) / f"mine_{ctx.rank}.txt").write_text(str(ctx.rank))
-            if ctx.is_main or "hasten-hooks" in folder:  # at a URL every rank has a folder of its own
+            # at a URL every rank has a folder of its own
+            if ctx.is_main or "hasten-hooks" in folder:
                 (Path(folder) / "same.txt").write_text("same")
 
         def on_load(models: list[nn.Module], folder: str) -> None:
@@ -215,12 +255,21 @@ def test_weights_that_a_hook_takes_out_on_the_main_process_alone_are_taken_out_f
         accelerator = accelerator_of(ctx, tmp_path)
         model, _ = trained(accelerator)
 
-        def on_save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str, taker: int = taker) -> None:
+        def on_save(
+            models: list[nn.Module],
+            weights: list[dict[str, Any]],
+            folder: str,
+            taker: int = taker,
+        ) -> None:
             if ctx.rank == taker:
                 weights.pop()
 
-        def on_load(models: list[nn.Module], folder: str, model: nn.Module = model) -> None:
-            assert models == [accelerator.unwrap_model(model)], "the user's own, not what wraps it"  # noqa: B023
+        def on_load(
+            models: list[nn.Module], folder: str, model: nn.Module = model
+        ) -> None:
+            assert models == [accelerator.unwrap_model(model)], (  # noqa: B023
+                "the user's own, not what wraps it"
+            )
 
         accelerator.register_save_state_pre_hook(on_save)
         place = Path(accelerator.save_state(tmp_path / f"out_{taker}"))
@@ -231,7 +280,9 @@ def test_weights_that_a_hook_takes_out_on_the_main_process_alone_are_taken_out_f
 
 
 @ranks(2)
-def test_ranks_that_save_different_things_are_told(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_ranks_that_save_different_things_are_told(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     if ctx.rank == 0:
@@ -248,14 +299,21 @@ def test_ranks_that_save_different_things_are_told(ctx: ProcessContext, tmp_path
 
 
 @ranks(4)
-def test_machines_without_a_shared_disk_are_detected(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_machines_without_a_shared_disk_are_detected(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     node = ctx.rank // 2
     store = LocalStore(tmp_path / f"disk{node}")
     tensors = {"w": torch.arange(5.0)}
     tree = StateTree(
-        {"model": Component(tensors, None, "model"), "mine": Component({}, {"rank": ctx.rank}, per_rank=True)}
+        {
+            "model": Component(tensors, None, "model"),
+            "mine": Component({}, {"rank": ctx.rank}, per_rank=True),
+        }
     )
-    with pytest.raises(CheckpointError, match=r"ranks \[2, 3\] do not see .*save_on_each_node=True"):
+    with pytest.raises(
+        CheckpointError, match=r"ranks \[2, 3\] do not see .*save_on_each_node=True"
+    ):
         save_tree(store, "out", tree, Manifest(), ctx.world, node=node)
     with agreeing(ctx.world, "saving") as together, Save(store, ctx.world) as save:
         save.start(together, "out", node=node, each_node=True)
@@ -265,11 +323,15 @@ def test_machines_without_a_shared_disk_are_detected(ctx: ProcessContext, tmp_pa
     with open_checkpoint(store, "out", ctx.world) as checkpoint:
         assert checkpoint.manifest.ranks == save.ranks
         assert checkpoint.component("mine", ctx.rank).data == {"rank": ctx.rank}
-        assert torch.equal(checkpoint.component("model").pieces["w"][0].data, tensors["w"])
+        assert torch.equal(
+            checkpoint.component("model").pieces["w"][0].data, tensors["w"]
+        )
 
 
 @ranks(2, 3)
-def test_a_url_is_downloaded_once_per_machine(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_url_is_downloaded_once_per_machine(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = Accelerator(context=ctx, project_dir=f"local://{tmp_path}/run")
     model, optimizer = trained(accelerator)
     before = whole_state(accelerator, model, optimizer)
@@ -289,14 +351,19 @@ def test_a_url_is_downloaded_once_per_machine(ctx: ProcessContext, tmp_path: Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RemoteStore, "fetch", counting)
         accelerator.load_state()
-    assert ctx.world.all_gather_object(fetched) == [["checkpoint_1"], *([[]] * (ctx.world.size - 1))]
+    assert ctx.world.all_gather_object(fetched) == [
+        ["checkpoint_1"],
+        *([[]] * (ctx.world.size - 1)),
+    ]
     for a, b in zip(whole_state(accelerator, model, optimizer), before, strict=True):
         assert torch.equal(a, b)
     accelerator.end_training()
 
 
 @ranks(1, 2)
-def test_background_saves_hold_one_at_a_time_and_keep_the_moment(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_background_saves_hold_one_at_a_time_and_keep_the_moment(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     model, optimizer = trained(accelerator)
     before = whole_state(accelerator, model, optimizer)
@@ -314,8 +381,12 @@ def test_background_saves_hold_one_at_a_time_and_keep_the_moment(ctx: ProcessCon
 
 
 @ranks(2)
-def test_retention_and_numbers_after_a_resume(ctx: ProcessContext, tmp_path: Path) -> None:
-    project = ProjectConfiguration(project_dir=str(tmp_path), total_limit=2, keep_best=1, best_metric="loss")
+def test_retention_and_numbers_after_a_resume(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
+    project = ProjectConfiguration(
+        project_dir=str(tmp_path), total_limit=2, keep_best=1, best_metric="loss"
+    )
     first = Accelerator(context=ctx, project_config=project)
     trained(first)
     for loss in (3.0, 1.0, 2.0, 4.0):
@@ -325,12 +396,16 @@ def test_retention_and_numbers_after_a_resume(ctx: ProcessContext, tmp_path: Pat
     second.load_state()
     second.save_state(metrics={"loss": 5.0})
     ctx.world.barrier("look")
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [f"checkpoint_{i}" for i in (1, 3, 4)]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        f"checkpoint_{i}" for i in (1, 3, 4)
+    ]
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("saving", [True, False])
-def test_what_a_hook_raises_on_one_rank_is_named_on_all(ctx: ProcessContext, tmp_path: Path, saving: bool) -> None:
+def test_what_a_hook_raises_on_one_rank_is_named_on_all(
+    ctx: ProcessContext, tmp_path: Path, saving: bool
+) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.save_state(tmp_path / "state")
 
@@ -343,7 +418,9 @@ def test_what_a_hook_raises_on_one_rank_is_named_on_all(ctx: ProcessContext, tmp
     else:
         accelerator.register_load_state_pre_hook(refusing)
     with pytest.raises(HookError, match=r"refusing raised KeyError: 'mine'") as caught:
-        accelerator.save_state(tmp_path / "other") if saving else accelerator.load_state(tmp_path / "state")
+        accelerator.save_state(
+            tmp_path / "other"
+        ) if saving else accelerator.load_state(tmp_path / "state")
     cause: BaseException | None = caught.value
     while isinstance(cause, HookError):
         cause = cause.__cause__
@@ -352,11 +429,15 @@ def test_what_a_hook_raises_on_one_rank_is_named_on_all(ctx: ProcessContext, tmp
 
 
 @ranks(2)
-def test_hooks_edit_what_is_saved_and_loaded(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_hooks_edit_what_is_saved_and_loaded(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     model, _ = trained(accelerator)
 
-    def on_save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+    def on_save(
+        models: list[nn.Module], weights: list[dict[str, Any]], folder: str
+    ) -> None:
         if accelerator.is_main_process:
             (Path(folder) / "mine").mkdir()
             (Path(folder) / "mine" / "a file.txt").write_text("kept")
@@ -374,7 +455,9 @@ def test_hooks_edit_what_is_saved_and_loaded(ctx: ProcessContext, tmp_path: Path
     assert "model.safetensors" not in {path.name for path in place.iterdir()}
     before = [p.detach().clone() for p in model.parameters()]
     accelerator.load_state(place)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)
+    )
     saving.remove()
     loading.remove()
     accelerator.save_state(tmp_path / "out")
@@ -383,7 +466,9 @@ def test_hooks_edit_what_is_saved_and_loaded(ctx: ProcessContext, tmp_path: Path
 
 
 @ranks(2)
-def test_a_signal_on_one_rank_stops_all_at_the_same_step(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_signal_on_one_rank_stops_all_at_the_same_step(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     model, optimizer = trained(accelerator)
     stopped = None
@@ -405,7 +490,9 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(ctx: ProcessContext, tm
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def save_until_killed(ctx: ProcessContext, folder: Path, delay_s: float, victims: tuple[int, ...]) -> None:
+def save_until_killed(
+    ctx: ProcessContext, folder: Path, delay_s: float, victims: tuple[int, ...]
+) -> None:
     """Save again and again; some ranks die by SIGKILL at a moment of nobody's choosing."""
     if ctx.rank in victims:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -429,22 +516,35 @@ def numbered_tree(number: int) -> StateTree:
 
 
 @pytest.mark.slow
-def test_a_job_killed_at_random_instants_always_leaves_a_whole_newest(rank_pool: Pool, tmp_path: Path) -> None:
+def test_a_job_killed_at_random_instants_always_leaves_a_whole_newest(
+    rank_pool: Pool, tmp_path: Path
+) -> None:
     rng = random.Random(0)
     last = -1
     for _ in range(12):
         victims = rng.choice(((0,), (1,), (0, 1)))
-        rank_pool.outcomes(save_until_killed, 2, tmp_path, rng.uniform(0.02, 0.4), victims, timeout_s=20)
+        rank_pool.outcomes(
+            save_until_killed,
+            2,
+            tmp_path,
+            rng.uniform(0.02, 0.4),
+            victims,
+            timeout_s=20,
+        )
         store = LocalStore(tmp_path)
         if not store.names():
             continue
         with open_checkpoint(store, newest(store) or "", LocalComm()) as checkpoint:
             number = checkpoint.manifest.number
             values = {
-                v for key in ("w0", "w1", "w2") for v in checkpoint.component("model").pieces[key][0].data.tolist()
+                v
+                for key in ("w0", "w1", "w2")
+                for v in checkpoint.component("model").pieces[key][0].data.tolist()
             }
             for rank in range(2):
-                values |= set(checkpoint.component("mine", rank).pieces["r"][0].data.tolist())
+                values |= set(
+                    checkpoint.component("mine", rank).pieces["r"][0].data.tolist()
+                )
             assert values == {float(number or 0)}
         assert number is not None
         assert number >= last, "a committed checkpoint was lost"

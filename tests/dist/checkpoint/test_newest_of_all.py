@@ -17,7 +17,9 @@ from hasten.testing.pool import ranks
 
 
 def made(folder: Path) -> tuple[Accelerator, Any]:  # Any: a prepared module
-    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    project = ProjectConfiguration(
+        project_dir=str(folder), automatic_checkpoint_naming=True
+    )
     accelerator = Accelerator(project_config=project)
     torch.manual_seed(0)
     return accelerator, accelerator.prepare(torch.nn.Linear(2, 1))
@@ -35,7 +37,9 @@ class Said(logging.Handler):
 
 
 @ranks(2)
-def test_the_newest_that_every_machine_has_is_loaded(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_the_newest_that_every_machine_has_is_loaded(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator, model = made(tmp_path / "0")
     for value in (1.0, 2.0):
         with torch.no_grad():
@@ -53,10 +57,15 @@ def test_the_newest_that_every_machine_has_is_loaded(ctx: ProcessContext, tmp_pa
     finally:
         logging.getLogger("hasten").removeHandler(said)
     assert model.weight.tolist() == [[1.0, 1.0]]
-    assert any("see different newest checkpoints" in line for line in said.lines) == ctx.is_main
+    assert (
+        any("see different newest checkpoints" in line for line in said.lines)
+        == ctx.is_main
+    )
     ctx.world.barrier("loaded")
     if ctx.is_main:
         shutil.rmtree(tmp_path / "0" / "checkpoints" / "checkpoint_0")
     ctx.world.barrier("deleted")
-    with pytest.raises(CheckpointError, match="Give the path of one that every machine has"):
+    with pytest.raises(
+        CheckpointError, match="Give the path of one that every machine has"
+    ):
         accelerator.load_state()

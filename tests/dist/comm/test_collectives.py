@@ -75,9 +75,18 @@ def test_gather_joins_rows_of_every_dtype(ctx: ProcessContext) -> None:
         assert torch.equal(out["x"], expected)
         assert out["s"].shape == (comm.size,)
         assert out["k"] == [None, "text", 7]
-        for alone, wanted in ((mine, out["x"]), (tree["s"], out["s"]), (mine[:0], out["x"][:0]), (mine[0], None)):
+        for alone, wanted in (
+            (mine, out["x"]),
+            (tree["s"], out["s"]),
+            (mine[:0], out["x"][:0]),
+            (mine[0], None),
+        ):
             joined = ops.gather(alone, comm)
-            wanted = torch.cat([value_of(r, dtype).t()[0] for r in range(comm.size)]) if wanted is None else wanted
+            wanted = (
+                torch.cat([value_of(r, dtype).t()[0] for r in range(comm.size)])
+                if wanted is None
+                else wanted
+            )
             assert joined.dtype == alone.dtype
             assert torch.equal(joined, wanted), (dtype, alone.shape)
 
@@ -94,9 +103,13 @@ def test_one_tensor_that_differs_is_refused_everywhere(ctx: ProcessContext) -> N
         torch.ones(900),
     )
     for other in mine[1:]:
-        with pytest.raises(MismatchError, match=r"rank 0: gather of tensor: \[2\] float32"):
+        with pytest.raises(
+            MismatchError, match=r"rank 0: gather of tensor: \[2\] float32"
+        ):
             ops.gather(mine[0] if comm.rank == 0 else other, comm)
-        assert torch.equal(ops.gather(torch.tensor(comm.rank), comm), torch.arange(comm.size))
+        assert torch.equal(
+            ops.gather(torch.tensor(comm.rank), comm), torch.arange(comm.size)
+        )
 
 
 @ranks(2, exhaustive=(1, 4))
@@ -105,11 +118,15 @@ def test_reduce_every_kind(ctx: ProcessContext) -> None:
     for dtype in DTYPES:
         stacked = torch.stack([value_of(r, dtype) for r in range(comm.size)])
         mine = value_of(comm.rank, dtype)
-        total = stacked.long().sum(0) if dtype == torch.bool else stacked.sum(0).to(dtype)
+        total = (
+            stacked.long().sum(0) if dtype == torch.bool else stacked.sum(0).to(dtype)
+        )
         assert torch.equal(ops.reduce(mine, comm, "sum"), total)
         mean = ops.reduce(mine, comm, "mean", scale=2.0)
         wide = torch.complex128 if dtype.is_complex else torch.float64
-        torch.testing.assert_close(mean.to(wide), stacked.to(wide).mean(0) * 2, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            mean.to(wide), stacked.to(wide).mean(0) * 2, rtol=1e-2, atol=1e-2
+        )
         if dtype.is_complex:
             with pytest.raises(CommError, match="complex"):
                 ops.reduce(mine, comm, "max")
@@ -123,7 +140,8 @@ def test_ragged_gather_takes_any_number_of_rows(ctx: ProcessContext) -> None:
     comm = ctx.world
     for sizes in ([0, 1, 2, 3], [3, 0, 0, 5], [0, 0, 0, 0], [2, 2, 2, 2]):
         rows = sizes[comm.rank]
-        tree = {f"t{i}": torch.full((rows, i + 1), comm.rank) for i in range(20)}  # more than fit the first header
+        # more than fit the first header
+        tree = {f"t{i}": torch.full((rows, i + 1), comm.rank) for i in range(20)}
         out = ops.gather_ragged(tree, comm)
         expected = [r for r in range(comm.size) for _ in range(sizes[r])]
         for i in range(20):
@@ -135,12 +153,23 @@ def test_ragged_gather_takes_any_number_of_rows(ctx: ProcessContext) -> None:
 def test_broadcast_and_objects(ctx: ProcessContext) -> None:
     comm = ctx.world
     for src in range(comm.size):
-        got = ops.broadcast({"x": value_of(comm.rank, torch.bfloat16), "b": value_of(comm.rank, torch.bool)}, comm, src)
+        got = ops.broadcast(
+            {
+                "x": value_of(comm.rank, torch.bfloat16),
+                "b": value_of(comm.rank, torch.bool),
+            },
+            comm,
+            src,
+        )
         assert torch.equal(got["x"], value_of(src, torch.bfloat16))
         assert torch.equal(got["b"], value_of(src, torch.bool))
         assert ops.broadcast_object_list([comm.rank, "x"], comm, src) == [src, "x"]
-    assert ops.gather_object([comm.rank] * 2, comm) == [r for r in range(comm.size) for _ in range(2)]
-    assert ops.gather_object({"r": comm.rank}, comm) == [{"r": r} for r in range(comm.size)]
+    assert ops.gather_object([comm.rank] * 2, comm) == [
+        r for r in range(comm.size) for _ in range(2)
+    ]
+    assert ops.gather_object({"r": comm.rank}, comm) == [
+        {"r": r} for r in range(comm.size)
+    ]
     with pytest.raises(CommError, match="not a position"):
         comm.broadcast(torch.ones(1), src=comm.size)
 
@@ -152,7 +181,9 @@ def test_pad_across_any_dim(ctx: ProcessContext) -> None:
         for first in (False, True):
             shape = [2, 2]
             shape[dim] = comm.rank + 1
-            out = ops.pad_across(torch.ones(shape), comm, dim=dim, pad_index=-1, pad_first=first)
+            out = ops.pad_across(
+                torch.ones(shape), comm, dim=dim, pad_index=-1, pad_first=first
+            )
             assert out.shape[dim] == comm.size
             missing = comm.size - comm.rank - 1
             where = out.narrow(dim, 0 if first else comm.rank + 1, missing)
@@ -161,22 +192,33 @@ def test_pad_across_any_dim(ctx: ProcessContext) -> None:
 
 
 @ranks(2, exhaustive=(4,))
-def test_a_difference_is_an_error_on_every_rank_with_a_table(ctx: ProcessContext) -> None:
+def test_a_difference_is_an_error_on_every_rank_with_a_table(
+    ctx: ProcessContext,
+) -> None:
     comm = ctx.world
-    with pytest.raises(MismatchError, match=r"rank 1: gather of x: \[3\] float32") as caught:
+    with pytest.raises(
+        MismatchError, match=r"rank 1: gather of x: \[3\] float32"
+    ) as caught:
         ops.gather({"x": torch.ones(2 + comm.rank)}, comm)
     assert "rank 0: gather of x: [2] float32" in str(caught.value)
     with pytest.raises(MismatchError, match="int64"):
-        ops.reduce(torch.ones(2, dtype=torch.int64 if comm.rank else torch.float32), comm)
+        ops.reduce(
+            torch.ones(2, dtype=torch.int64 if comm.rank else torch.float32), comm
+        )
     with pytest.raises(MismatchError, match="reduce sum"):
-        ops.gather(torch.ones(2), comm) if comm.rank else ops.reduce(torch.ones(2), comm)
+        ops.gather(torch.ones(2), comm) if comm.rank else ops.reduce(
+            torch.ones(2), comm
+        )
     with pytest.raises(MismatchError, match=r"\[2, 5\]"):
         ops.gather_ragged(torch.ones(2, 4 + comm.rank), comm)
-    assert ops.gather(torch.ones(1), comm).shape == (comm.size,)  # and the group still works
+    # and the group still works
+    assert ops.gather(torch.ones(1), comm).shape == (comm.size,)
 
 
 @ranks(2, exhaustive=(3, 4))
-def test_gathering_is_right_whether_or_not_tensors_fit_into_the_envelope(ctx: ProcessContext) -> None:
+def test_gathering_is_right_whether_or_not_tensors_fit_into_the_envelope(
+    ctx: ProcessContext,
+) -> None:
     """Trees of one to twenty tensors around the size that still travels along, equal and ragged, empty ones included."""
     comm = ctx.world
     shared = torch.Generator().manual_seed(0)  # shapes are drawn alike on every rank
@@ -190,15 +232,25 @@ def test_gathering_is_right_whether_or_not_tensors_fit_into_the_envelope(ctx: Pr
 
     for turn in range(60):
         count, most = 1 + draw(20 if turn % 10 == 0 else 4), (4, 12, 60)[turn % 3]
-        shapes = [(draw(most), draw(most), DTYPES[draw(len(DTYPES))]) for _ in range(count)]
+        shapes = [
+            (draw(most), draw(most), DTYPES[draw(len(DTYPES))]) for _ in range(count)
+        ]
         extra = [draw(3) for _ in range(comm.size)]  # further rows on each rank
 
-        def tree_of(rank: int, more: int, shapes: list[tuple[int, int, torch.dtype]] = shapes) -> list[Tensor]:
-            return [filled(rows + more, width, dtype, rank) for rows, width, dtype in shapes]
+        def tree_of(
+            rank: int, more: int, shapes: list[tuple[int, int, torch.dtype]] = shapes
+        ) -> list[Tensor]:
+            return [
+                filled(rows + more, width, dtype, rank) for rows, width, dtype in shapes
+            ]
 
         for uneven in (False, True):
-            members = [tree_of(rank, extra[rank] if uneven else 0) for rank in range(comm.size)]
-            gathered = (ops.gather_ragged if uneven else ops.gather)(members[comm.rank], comm)
+            members = [
+                tree_of(rank, extra[rank] if uneven else 0) for rank in range(comm.size)
+            ]
+            gathered = (ops.gather_ragged if uneven else ops.gather)(
+                members[comm.rank], comm
+            )
             for got, *parts in zip(gathered, *members, strict=True):
                 assert got.dtype == parts[0].dtype
                 assert torch.equal(got, torch.cat(parts))
@@ -207,14 +259,25 @@ def test_gathering_is_right_whether_or_not_tensors_fit_into_the_envelope(ctx: Pr
 @ranks(2)
 def test_a_small_gather_takes_one_exchange(ctx: ProcessContext) -> None:
     comm = Counting(ctx.world)
-    assert comm.exchanges(lambda: ops.gather({"loss": torch.tensor(1.0), "hits": torch.ones(16)}, comm)) == 1
-    assert comm.exchanges(lambda: ops.gather_ragged(torch.ones(3 + comm.rank), comm)) == 1
+    assert (
+        comm.exchanges(
+            lambda: ops.gather(
+                {"loss": torch.tensor(1.0), "hits": torch.ones(16)}, comm
+            )
+        )
+        == 1
+    )
+    assert (
+        comm.exchanges(lambda: ops.gather_ragged(torch.ones(3 + comm.rank), comm)) == 1
+    )
     assert comm.exchanges(lambda: ops.gather(torch.tensor(1.0), comm)) == 1
     assert comm.exchanges(lambda: ops.gather(torch.ones(1000), comm)) == 2
 
 
 @ranks(2, exhaustive=(3, 4))
-def test_a_shape_that_changes_on_one_rank_is_refused_at_once_whatever_came_before(ctx: ProcessContext) -> None:
+def test_a_shape_that_changes_on_one_rank_is_refused_at_once_whatever_came_before(
+    ctx: ProcessContext,
+) -> None:
     """Random sequences of calls, in which one rank now and then does something else: an error on all ranks, and it goes on."""
     comm = ctx.world
     shared = torch.Generator().manual_seed(1)  # drawn alike on every rank
@@ -232,13 +295,17 @@ def test_a_shape_that_changes_on_one_rank_is_refused_at_once_whatever_came_befor
     )
     previous = (ways[0], sizes[0])
     for _ in range(150):
-        way, size = previous if draw(3) else (ways[draw(len(ways))], sizes[draw(len(sizes))])
+        way, size = (
+            previous if draw(3) else (ways[draw(len(ways))], sizes[draw(len(sizes))])
+        )
         previous = (way, size)
         x = torch.arange(float(size)) + comm.rank
         if draw(8):
             everyone = [torch.arange(float(size)) + r for r in range(comm.size)]
             expected = {
-                ways[2]: torch.cat([rows[: size - r] for r, rows in enumerate(everyone)]),
+                ways[2]: torch.cat(
+                    [rows[: size - r] for r, rows in enumerate(everyone)]
+                ),
                 ways[3]: torch.stack(everyone).sum(0),
                 ways[4]: x,
             }.get(way, torch.cat(everyone))
@@ -246,24 +313,32 @@ def test_a_shape_that_changes_on_one_rank_is_refused_at_once_whatever_came_befor
             continue
         odd = draw(comm.size)
         other_way = ways[draw(2)]
-        other = torch.ones(sizes[draw(len(sizes))], dtype=torch.float64)  # a dtype of its own: it always differs
+        # a dtype of its own: it always differs
+        other = torch.ones(sizes[draw(len(sizes))], dtype=torch.float64)
         begun = time.monotonic()
         with pytest.raises(MismatchError) as caught:
             other_way(other) if comm.rank == odd else way(x)
-        assert time.monotonic() - begun < 5  # thousandths of a second; the bound is for a busy machine
+        # thousandths of a second; the bound is for a busy machine
+        assert time.monotonic() - begun < 5
         assert f"[{len(other)}] float64" in str(caught.value)
         assert str(caught.value).count("float32") == comm.size - 1
 
 
 @ranks(2, 4)
-def test_a_mismatch_is_found_although_one_side_would_fit_into_the_envelope(ctx: ProcessContext) -> None:
+def test_a_mismatch_is_found_although_one_side_would_fit_into_the_envelope(
+    ctx: ProcessContext,
+) -> None:
     comm = ctx.world
     for mine in ([4, 4000], [4000, 4]):
-        with pytest.raises(MismatchError, match=rf"rank 0: gather of tensor: \[{mine[0]}\]") as caught:
+        with pytest.raises(
+            MismatchError, match=rf"rank 0: gather of tensor: \[{mine[0]}\]"
+        ) as caught:
             ops.gather(torch.ones(mine[min(comm.rank, 1)]), comm)
         assert f"rank 1: gather of tensor: [{mine[1]}]" in str(caught.value)
         with pytest.raises(MismatchError, match=r"rank 1: reduce sum of tensor"):
-            ops.reduce(torch.ones(4), comm) if comm.rank else ops.gather(torch.ones(mine[0]), comm)
+            ops.reduce(torch.ones(4), comm) if comm.rank else ops.gather(
+                torch.ones(mine[0]), comm
+            )
     assert ops.gather(torch.ones(1), comm).shape == (comm.size,)
 
 
@@ -286,7 +361,9 @@ def test_barrier_names_who_is_missing_and_where(ctx: ProcessContext) -> None:
 @ranks(2, 3)
 def test_an_error_on_one_rank_reaches_all(ctx: ProcessContext) -> None:
     failing = ctx.world.size - 1
-    expected: type[Exception] = ZeroDivisionError if ctx.rank == failing else PeerFailedError
+    expected: type[Exception] = (
+        ZeroDivisionError if ctx.rank == failing else PeerFailedError
+    )
     with pytest.raises(expected) as caught, agree(ctx.world, "loading"):
         _ = 1 / (0 if ctx.rank == failing else 1)
     if ctx.rank != failing:

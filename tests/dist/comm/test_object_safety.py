@@ -36,21 +36,36 @@ class Evil:
 def test_objects_of_every_size_and_kind_arrive(ctx: ProcessContext) -> None:
     comm = ctx.world
     for size in (0, 1, 400, 470, 471, 472, 473, 504, 512, 5000, 3_000_000):
-        everyone = comm.all_gather_object({"rank": comm.rank, "text": "x" * (size * comm.rank)})
-        assert everyone == [{"rank": r, "text": "x" * (size * r)} for r in range(comm.size)]
+        everyone = comm.all_gather_object(
+            {"rank": comm.rank, "text": "x" * (size * comm.rank)}
+        )
+        assert everyone == [
+            {"rank": r, "text": "x" * (size * r)} for r in range(comm.size)
+        ]
         for src in range(comm.size):
-            assert comm.broadcast_object(b"y" * size if comm.rank == src else None, src) == b"y" * size
-    mixed = comm.all_gather_object({comm.rank} if comm.rank % 2 else (comm.rank, torch.ones(2)))
-    assert [type(one) for one in mixed] == [set if r % 2 else tuple for r in range(comm.size)]
+            assert (
+                comm.broadcast_object(b"y" * size if comm.rank == src else None, src)
+                == b"y" * size
+            )
+    mixed = comm.all_gather_object(
+        {comm.rank} if comm.rank % 2 else (comm.rank, torch.ones(2))
+    )
+    assert [type(one) for one in mixed] == [
+        set if r % 2 else tuple for r in range(comm.size)
+    ]
     assert ops.gather_object([comm.rank], comm) == list(range(comm.size))
 
 
 @ranks(4, mesh={"tp": 2})
-def test_groups_and_twins_exchange_objects_at_the_same_time(ctx: ProcessContext) -> None:
+def test_groups_and_twins_exchange_objects_at_the_same_time(
+    ctx: ProcessContext,
+) -> None:
     pair, twin = ctx.groups(Axis.TP), ctx.world.twin()
     found: list[list[int]] = []
     thread = threading.Thread(
-        target=lambda: found.append([twin.all_gather_object(ctx.rank * i)[-1] for i in range(20)])
+        target=lambda: found.append(
+            [twin.all_gather_object(ctx.rank * i)[-1] for i in range(20)]
+        )
     )
     thread.start()
     for _ in range(20):
@@ -60,14 +75,20 @@ def test_groups_and_twins_exchange_objects_at_the_same_time(ctx: ProcessContext)
 
 
 @ranks(2, exhaustive=(3,))
-def test_an_object_that_cannot_be_sent_is_an_error_on_every_rank(ctx: ProcessContext) -> None:
+def test_an_object_that_cannot_be_sent_is_an_error_on_every_rank(
+    ctx: ProcessContext,
+) -> None:
     comm = ctx.world
     for _ in range(2):
-        with pytest.raises(CommError, match=r"Own cannot be sent to other ranks.*Send what it is made of"):
+        with pytest.raises(
+            CommError,
+            match=r"Own cannot be sent to other ranks.*Send what it is made of",
+        ):
             comm.all_gather_object(Own(1) if comm.rank == 1 else 1)
         with pytest.raises(CommError, match="Own cannot be sent"):
             comm.broadcast_object(Own(1) if comm.rank == 0 else None)
-        assert comm.all_gather_object(comm.rank) == list(range(comm.size))  # still in step
+        # still in step
+        assert comm.all_gather_object(comm.rank) == list(range(comm.size))
 
 
 @ranks(2)
@@ -79,4 +100,6 @@ def test_a_pickle_from_another_rank_is_not_loaded(ctx: ProcessContext) -> None:
         return
     evil = b"o" + pickle.dumps(Evil())  # somebody took over the connection of rank 1
     (length, _) = comm.all_gather(torch.tensor(len(evil))).tolist()
-    comm.all_gather(torch.frombuffer(bytearray(evil.ljust(length, b"\0")), dtype=torch.uint8))
+    comm.all_gather(
+        torch.frombuffer(bytearray(evil.ljust(length, b"\0")), dtype=torch.uint8)
+    )

@@ -43,7 +43,9 @@ SIZE = 25
 
 
 def fork(workers: int) -> dict[str, Any]:
-    return {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    return (
+        {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    )
 
 
 class RankStream(IterableDataset[int]):
@@ -100,7 +102,11 @@ class RankSampler(Sampler[int]):
         self.size, self.shuffles = size, shuffles
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.size).tolist() if self.shuffles else list(range(self.size))
+        order = (
+            torch.randperm(self.size).tolist()
+            if self.shuffles
+            else list(range(self.size))
+        )
         return iter(order[dist.get_rank() :: dist.get_world_size()])
 
 
@@ -143,36 +149,57 @@ KINDS: dict[str, Build] = {
     "sized stream": lambda ctx: items(SizedRankStream(SIZE)),
     "part of a list": lambda ctx: items(list(mine(ctx))),
     "shuffled part": lambda ctx: items(list(mine(ctx)), shuffle=True),
-    "shuffled part with workers": lambda ctx: items(list(mine(ctx)), shuffle=True, **fork(2)),
+    "shuffled part with workers": lambda ctx: items(
+        list(mine(ctx)), shuffle=True, **fork(2)
+    ),
     "subset": lambda ctx: items(Subset(list(range(SIZE)), mine(ctx))),  # type: ignore[arg-type]
     "tensors": lambda ctx: items(torch.arange(SIZE)[ctx.rank :: ctx.world.size]),
     "computed part": lambda ctx: items(RankItems(SIZE)),
     "sampler": lambda ctx: items(list(range(SIZE)), sampler=RankSampler(SIZE)),
     "range as sampler": lambda ctx: items(list(range(SIZE)), sampler=mine(ctx)),
-    "subset sampler": lambda ctx: items(list(range(SIZE)), sampler=SubsetRandomSampler(mine(ctx))),
-    "batch sampler": lambda ctx: DataLoader(range(SIZE), batch_sampler=RankBatches(SIZE)),  # type: ignore[arg-type]
-    "items": lambda ctx: DataLoader(TensorDataset(torch.arange(SIZE)[ctx.rank :: ctx.world.size]), batch_size=None),
+    "subset sampler": lambda ctx: items(
+        list(range(SIZE)), sampler=SubsetRandomSampler(mine(ctx))
+    ),
+    "batch sampler": lambda ctx: DataLoader(
+        range(SIZE),  # type: ignore[arg-type]
+        batch_sampler=RankBatches(SIZE),
+    ),
+    "items": lambda ctx: DataLoader(
+        TensorDataset(torch.arange(SIZE)[ctx.rank :: ctx.world.size]), batch_size=None
+    ),
 }
 RECOGNISED: dict[str, Build] = {
     "split stream by shards": lambda ctx: items(
-        split_dataset_by_node(numbers(24).to_iterable_dataset(2 * ctx.world.size), ctx.rank, ctx.world.size),
+        split_dataset_by_node(
+            numbers(24).to_iterable_dataset(2 * ctx.world.size),
+            ctx.rank,
+            ctx.world.size,
+        ),
         collate_fn=of_x,
     ),
     "split stream by examples": lambda ctx: items(
-        split_dataset_by_node(numbers().to_iterable_dataset(1).shuffle(seed=3), ctx.rank, ctx.world.size),
+        split_dataset_by_node(
+            numbers().to_iterable_dataset(1).shuffle(seed=3), ctx.rank, ctx.world.size
+        ),
         collate_fn=of_x,
     ),
 }
 UNDECLARED: dict[str, Build] = {
     "split_dataset_by_node": lambda ctx: items(
-        split_dataset_by_node(numbers(), ctx.rank, ctx.world.size), collate_fn=of_x, shuffle=True
+        split_dataset_by_node(numbers(), ctx.rank, ctx.world.size),
+        collate_fn=of_x,
+        shuffle=True,
     ),
-    "shard": lambda ctx: items(numbers().shard(ctx.world.size, ctx.rank), collate_fn=of_x),
+    "shard": lambda ctx: items(
+        numbers().shard(ctx.world.size, ctx.rank), collate_fn=of_x
+    ),
     "strided shard": lambda ctx: items(
-        numbers().shuffle(seed=1).shard(ctx.world.size, ctx.rank, contiguous=False), collate_fn=of_x
+        numbers().shuffle(seed=1).shard(ctx.world.size, ctx.rank, contiguous=False),
+        collate_fn=of_x,
     ),
     "sharded stream": lambda ctx: items(
-        numbers().to_iterable_dataset(5).shard(ctx.world.size, ctx.rank), collate_fn=of_x
+        numbers().to_iterable_dataset(5).shard(ctx.world.size, ctx.rank),
+        collate_fn=of_x,
     ),
 }
 
@@ -181,11 +208,15 @@ def as_list(batch: Any) -> Any:
     return batch[0].reshape(-1) if isinstance(batch, list) else batch
 
 
-def rows_of(loader: Any, limit: int | None = None) -> list[tuple[list[int], int | None, bool]]:
+def rows_of(
+    loader: Any, limit: int | None = None
+) -> list[tuple[list[int], int | None, bool]]:
     out = []
     for batch in loader:
         values = as_list(batch)
-        out.append((values.reshape(-1).tolist(), loader.cursor.num_real, loader.cursor.at_end))
+        out.append(
+            (values.reshape(-1).tolist(), loader.cursor.num_real, loader.cursor.at_end)
+        )
         if len(out) == limit:
             break
     return out
@@ -195,14 +226,18 @@ def real(rows: list[tuple[list[int], int | None, bool]]) -> list[int]:
     return [one for values, count, _ in rows for one in values[:count]]
 
 
-def check_once_and_resume(ctx: ProcessContext, build: Build, size: int = SIZE, **settings: Any) -> None:
+def check_once_and_resume(
+    ctx: ProcessContext, build: Build, size: int = SIZE, **settings: Any
+) -> None:
     """Every sample once over the ranks, in as many steps on each, and an exact resume after every step of two epochs."""
     loader = prepared(build(ctx), ctx=ctx, **settings)
     whole = [rows_of(loader), rows_of(loader)]
     for epoch in whole:
         everyone = ctx.world.all_gather_object(real(epoch))
         assert sorted(itertools.chain(*everyone)) == list(range(size))
-        assert len(set(ctx.world.all_gather_object(len(epoch)))) == 1, "as many steps on every rank"
+        assert len(set(ctx.world.all_gather_object(len(epoch)))) == 1, (
+            "as many steps on every rank"
+        )
         assert [last for _, _, last in epoch] == [False] * (len(epoch) - 1) + [True]
     stops = ctx.world.broadcast_object([1, len(whole[0]) // 2, len(whole[0])])
     for stop in stops:
@@ -234,7 +269,12 @@ def test_parts_without_the_flag_are_refused(ctx: ProcessContext, kind: str) -> N
 def test_parts_of_equal_length_are_refused_too(ctx: ProcessContext) -> None:
     even = 24
     subset: Any = Subset(range(even), mine(ctx, even))  # type: ignore[arg-type]
-    parts: list[Any] = [list(mine(ctx, even)), RankItems(even), SilentRankItems(even), subset]
+    parts: list[Any] = [
+        list(mine(ctx, even)),
+        RankItems(even),
+        SilentRankItems(even),
+        subset,
+    ]
     for data in parts:
         for options in ({}, fork(1)):
             with pytest.raises(DataError, match="already_sharded=True"):
@@ -243,7 +283,9 @@ def test_parts_of_equal_length_are_refused_too(ctx: ProcessContext) -> None:
 
 @pytest.mark.parametrize("kind", RECOGNISED)
 @ranks(2, exhaustive=(3, 4))
-def test_what_other_packages_split_is_recognised(ctx: ProcessContext, kind: str) -> None:
+def test_what_other_packages_split_is_recognised(
+    ctx: ProcessContext, kind: str
+) -> None:
     size = 24 if kind == "split stream by shards" else SIZE
     check_once_and_resume(ctx, RECOGNISED[kind], size)
 
@@ -261,7 +303,10 @@ def test_parts_of_a_dataset_that_do_not_say_so_are_refused_and_read_with_the_fla
 @ranks(2)
 def test_random_data_without_a_seed_names_the_seed_first(ctx: ProcessContext) -> None:
     torch.manual_seed(ctx.rank)
-    with pytest.raises(DataError, match=r"set_seed\(0\) before random data is made.*already_sharded=True"):
+    with pytest.raises(
+        DataError,
+        match=r"set_seed\(0\) before random data is made.*already_sharded=True",
+    ):
         prepared(items(TensorDataset(torch.randn(24, 4))), ctx=ctx)
 
 
@@ -279,20 +324,28 @@ class FromOneReader(IterableDataset[int]):
 
 
 @ranks(2)
-def test_a_stream_that_can_be_read_only_once_loses_nothing_to_the_comparison(ctx: ProcessContext) -> None:
-    read = ctx.world.all_gather_object(real(rows_of(prepared(items(FromOneReader(24)), ctx=ctx))))
+def test_a_stream_that_can_be_read_only_once_loses_nothing_to_the_comparison(
+    ctx: ProcessContext,
+) -> None:
+    read = ctx.world.all_gather_object(
+        real(rows_of(prepared(items(FromOneReader(24)), ctx=ctx)))
+    )
     assert sorted(itertools.chain(*read)) == list(range(24))
 
 
 @ranks(2)
 def test_a_split_for_other_ranks_is_refused(ctx: ProcessContext) -> None:
     stream = split_dataset_by_node(numbers().to_iterable_dataset(4), 0, 4)
-    with pytest.raises(DataError, match=r"into 4 parts, of which this is part 0.*Split it into 2 parts"):
+    with pytest.raises(
+        DataError, match=r"into 4 parts, of which this is part 0.*Split it into 2 parts"
+    ):
         prepared(items(stream, collate_fn=of_x), ctx=ctx)
 
 
 @ranks(2)
-def test_mapped_shards_and_copies_in_other_orders_are_refused(ctx: ProcessContext) -> None:
+def test_mapped_shards_and_copies_in_other_orders_are_refused(
+    ctx: ProcessContext,
+) -> None:
     shard = numbers(24).shard(2, ctx.rank).map(lambda row: {"x": row["x"] + 1})
     copied = numbers(24).shuffle(seed=ctx.rank)
     for data in (shard, copied):
@@ -304,12 +357,18 @@ def test_mapped_shards_and_copies_in_other_orders_are_refused(ctx: ProcessContex
 def test_parts_end_with_the_big_batch(ctx: ProcessContext) -> None:
     """Parts of one size, or one more, are cut as the whole data is: at most processes - 1 samples are repeated."""
     for size, batch in itertools.product((1 + ctx.world.size, 24, 25, 26), (1, 3, 4)):
-        loader = prepared(DataLoader(list(mine(ctx, size)), batch_size=batch), ctx=ctx, already_sharded=True)  # type: ignore[arg-type]
+        loader = prepared(
+            DataLoader(list(mine(ctx, size)), batch_size=batch),  # type: ignore[arg-type]
+            ctx=ctx,
+            already_sharded=True,
+        )
         rows = ctx.world.all_gather_object(rows_of(loader))
         assert len(loader) == len(rows[ctx.rank])
         for step in zip(*rows, strict=True):
             assert len({len(values) for values, _, _ in step}) == 1
-        read = Counter(one for share in rows for values, _, _ in share for one in values)
+        read = Counter(
+            one for share in rows for values, _, _ in share for one in values
+        )
         assert sum(read.values()) - size <= ctx.world.size - 1
         assert set(read) == set(range(size))
 
@@ -333,12 +392,19 @@ def test_uneven_parts_end_by_the_policy(ctx: ProcessContext) -> None:
         rows = rows_of(loader)
         assert len(rows) == -(-longest // 2)
         assert real(rows) == list(range(base, base + size))
-        assert set(itertools.chain(*(values for values, _, _ in rows))) == set(range(base, base + size))
+        assert set(itertools.chain(*(values for values, _, _ in rows))) == set(
+            range(base, base + size)
+        )
         assert rows[-1][2]
         dropped = rows_of(prepared(build(True), ctx=ctx, already_sharded=True))
-        assert [values for values, _, _ in dropped] == [[base, base + 1], [base + 2, base + 3]]
+        assert [values for values, _, _ in dropped] == [
+            [base, base + 1],
+            [base + 2, base + 3],
+        ]
         assert len(dropped) == shortest // 2
-        alone = rows_of(prepared(build(), ctx=ctx, already_sharded=True, even_batches=False))
+        alone = rows_of(
+            prepared(build(), ctx=ctx, already_sharded=True, even_batches=False)
+        )
         assert real(alone) == list(range(base, base + size))
         assert len(alone) == -(-size // 2)
 
@@ -395,12 +461,22 @@ class BreakingSampler(Sampler[int]):
 
 
 @ranks(2)
-def test_a_rank_that_fails_or_has_nothing_leaves_no_other_waiting(ctx: ProcessContext) -> None:
+def test_a_rank_that_fails_or_has_nothing_leaves_no_other_waiting(
+    ctx: ProcessContext,
+) -> None:
     for at, sharded in ((0, None), (3, None), (0, True), (3, True)):
-        loader = prepared(items(BreakingStream(at if ctx.rank else None)), ctx=ctx, already_sharded=sharded)
+        loader = prepared(
+            items(BreakingStream(at if ctx.rank else None)),
+            ctx=ctx,
+            already_sharded=sharded,
+        )
         with pytest.raises(ValueError if ctx.rank else PeerFailedError):
             list(loader)
-    sampled = prepared(items(Breaking(), sampler=BreakingSampler(ctx.rank == 1)), ctx=ctx, already_sharded=True)
+    sampled = prepared(
+        items(Breaking(), sampler=BreakingSampler(ctx.rank == 1)),
+        ctx=ctx,
+        already_sharded=True,
+    )
     with pytest.raises(ValueError if ctx.rank else PeerFailedError):
         list(sampled)
     for empty in (items(list(range(3 * ctx.rank))), items(Shifted(0, 3 * ctx.rank))):
@@ -410,13 +486,29 @@ def test_a_rank_that_fails_or_has_nothing_leaves_no_other_waiting(ctx: ProcessCo
 
 @ranks(2)
 def test_settings_that_cannot_be_honoured_are_refused(ctx: ProcessContext) -> None:
-    with pytest.raises(ConfigError, match="dispatch_batches=True with data that is already sharded"):
-        prepared(items(list(mine(ctx))), ctx=ctx, already_sharded=True, dispatch_batches=True)
+    with pytest.raises(
+        ConfigError, match="dispatch_batches=True with data that is already sharded"
+    ):
+        prepared(
+            items(list(mine(ctx))), ctx=ctx, already_sharded=True, dispatch_batches=True
+        )
     with pytest.raises(ConfigError, match="dispatch_batches=True"):
-        prepared(RECOGNISED["split stream by examples"](ctx), ctx=ctx, dispatch_batches=True)
+        prepared(
+            RECOGNISED["split stream by examples"](ctx), ctx=ctx, dispatch_batches=True
+        )
     with pytest.raises(ConfigError, match="split_batches=True"):
-        prepared(KINDS["batch sampler"](ctx), ctx=ctx, already_sharded=True, split_batches=True)
-    split = prepared(DataLoader(list(mine(ctx)), batch_size=6), ctx=ctx, already_sharded=True, split_batches=True)  # type: ignore[arg-type]
+        prepared(
+            KINDS["batch sampler"](ctx),
+            ctx=ctx,
+            already_sharded=True,
+            split_batches=True,
+        )
+    split = prepared(
+        DataLoader(list(mine(ctx)), batch_size=6),  # type: ignore[arg-type]
+        ctx=ctx,
+        already_sharded=True,
+        split_batches=True,
+    )
     assert [len(values) for values, _, _ in rows_of(split)] == [3, 3, 3, 3, 1]
     assert split.total_batch_size == 6
 
@@ -449,9 +541,13 @@ def test_a_position_inside_an_epoch_belongs_to_the_parts(ctx: ProcessContext) ->
 
 
 @ranks(2)
-def test_a_distributed_sampler_without_batches_is_not_sharded_twice(ctx: ProcessContext) -> None:
+def test_a_distributed_sampler_without_batches_is_not_sharded_twice(
+    ctx: ProcessContext,
+) -> None:
     data: Any = torch.arange(20)
-    sampler: Any = DistributedSampler(data, num_replicas=2, rank=ctx.rank, shuffle=False)
+    sampler: Any = DistributedSampler(
+        data, num_replicas=2, rank=ctx.rank, shuffle=False
+    )
     loader = prepared(DataLoader(data, batch_size=None, sampler=sampler), ctx=ctx)
     read = [int(one) for one in loader]
     assert read == list(range(ctx.rank, 20, 2))
@@ -469,7 +565,12 @@ class Augmented(Dataset[tuple[torch.Tensor, int]]):
         return self.size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        noise = random.random() + np.random.rand() + np.random.default_rng().random() + self.rng.random()
+        noise = (
+            random.random()
+            + np.random.rand()
+            + np.random.default_rng().random()
+            + self.rng.random()
+        )
         return torch.rand(3) + noise, index % 3
 
 
@@ -521,7 +622,14 @@ class Unseeded(Sampler[int]):
 
 
 def plainly(samples: Any) -> torch.Tensor:
-    first = [one["id"] if isinstance(one, dict) else one[1] if isinstance(one[1], int) else one[0] for one in samples]
+    first = [
+        one["id"]
+        if isinstance(one, dict)
+        else one[1]
+        if isinstance(one[1], int)
+        else one[0]
+        for one in samples
+    ]
     return torch.tensor([int(one) for one in first])
 
 
@@ -530,17 +638,34 @@ def test_healthy_loaders_are_not_taken_for_parts(ctx: ProcessContext) -> None:
     random.seed(ctx.rank)
     np.random.seed(ctx.rank)
     torch.manual_seed(ctx.rank)
-    data: list[Any] = [Augmented(24, ctx.rank), Labelled(24, ctx.rank), Subset(Augmented(30, ctx.rank), range(24))]
-    data += [kind(24, ctx.rank, fresh) for kind in (AugmentedStream, SizedAugmented) for fresh in (False, True)]
+    data: list[Any] = [
+        Augmented(24, ctx.rank),
+        Labelled(24, ctx.rank),
+        Subset(Augmented(30, ctx.rank), range(24)),
+    ]
+    data += [
+        kind(24, ctx.rank, fresh)
+        for kind in (AugmentedStream, SizedAugmented)
+        for fresh in (False, True)
+    ]
     for dataset, workers in itertools.product(data, (0, 1)):
-        loader = prepared(DataLoader(dataset, batch_size=4, collate_fn=plainly, **fork(workers)), ctx=ctx)
+        loader = prepared(
+            DataLoader(dataset, batch_size=4, collate_fn=plainly, **fork(workers)),
+            ctx=ctx,
+        )
         assert len(seen(loader)) == 3
     whole: Any = list(range(24))
-    for make in (partial(Unordered, 24, ctx.rank), partial(Unseeded, 24, True), partial(Unseeded, 24, False)):
+    for make in (
+        partial(Unordered, 24, ctx.rank),
+        partial(Unseeded, 24, True),
+        partial(Unseeded, 24, False),
+    ):
         for wrapped in (False, True):
             sampler: Any = make()
             options = (
-                {"batch_sampler": OwnBatches(sampler, 4, False)} if wrapped else {"sampler": sampler, "batch_size": 4}
+                {"batch_sampler": OwnBatches(sampler, 4, False)}
+                if wrapped
+                else {"sampler": sampler, "batch_size": 4}
             )
             loader = prepared(DataLoader(whole, **options), ctx=ctx)
             assert len(seen(loader)) == 3
@@ -559,7 +684,10 @@ def test_the_comparison_leaves_no_trace(ctx: ProcessContext) -> None:
         random.seed(4)
         np.random.seed(5)
         out = []
-        for user in (items(list(range(20)), sampler=Counting(20)), items(CountingStream(20))):
+        for user in (
+            items(list(range(20)), sampler=Counting(20)),
+            items(CountingStream(20)),
+        ):
             loader = prepared(user, ctx=ctx, already_sharded=sharded)
             out += [seen(loader), seen(loader)]
         return out, [random.random(), float(np.random.rand()), float(torch.rand(()))]
@@ -582,7 +710,9 @@ class Counting(Sampler[int]):
 def test_one_rank_may_look_at_a_batch_alone(ctx: ProcessContext) -> None:
     """Map-style data and streams with a length are read without an exchange, also when they look suspicious."""
     for dataset in (Augmented(24, ctx.rank), SizedAugmented(24, ctx.rank, False)):
-        loader = prepared(DataLoader(dataset, batch_size=4, collate_fn=plainly), ctx=ctx)
+        loader = prepared(
+            DataLoader(dataset, batch_size=4, collate_fn=plainly), ctx=ctx
+        )
         if ctx.rank == 0:
             next(iter(loader))
 
@@ -614,7 +744,11 @@ class _Slotted(Dataset[int]):
 @ranks(2)
 def test_parts_in_closures_and_slots_are_found(ctx: ProcessContext) -> None:
     rows = list(range(24))[ctx.rank :: 2]
-    for data in (_cut_by_closure(rows), _Slotted(rows), ConcatDataset([_cut_by_closure(rows), _cut_by_closure(rows)])):
+    for data in (
+        _cut_by_closure(rows),
+        _Slotted(rows),
+        ConcatDataset([_cut_by_closure(rows), _cut_by_closure(rows)]),
+    ):
         with pytest.raises(DataError, match="already_sharded=True"):
             Accelerator(context=ctx).prepare(DataLoader(data, batch_size=2))
     for same in (_cut_by_closure(list(range(24))), _Slotted(list(range(24)))):

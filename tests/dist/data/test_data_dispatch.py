@@ -18,7 +18,14 @@ from hasten.data.loader import Loader
 from hasten.errors import CommError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from tests.support.loaders import CountingStream, SeenBatches, global_order, on_every_rank, prepared, seen
+from tests.support.loaders import (
+    CountingStream,
+    SeenBatches,
+    global_order,
+    on_every_rank,
+    prepared,
+    seen,
+)
 
 
 class Opaque:
@@ -28,7 +35,9 @@ class Opaque:
         self.x = x
 
 
-def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[SeenBatches]]:
+def shares_of(
+    ctx: ProcessContext, loader: Loader, limit: int | None = None
+) -> list[list[SeenBatches]]:
     return on_every_rank(ctx, seen(loader, limit))
 
 
@@ -39,7 +48,11 @@ def test_the_wire_carries_any_tree_and_grows_when_needed(ctx: ProcessContext) ->
         parts: list[dict[str, Any]] = [
             {
                 "a": torch.arange(size + rank, dtype=torch.float16),
-                "b": [(torch.eye(rank + 1, dtype=torch.bool), [f"row {rank}"]), 7, None],
+                "b": [
+                    (torch.eye(rank + 1, dtype=torch.bool), [f"row {rank}"]),
+                    7,
+                    None,
+                ],
                 "c": torch.tensor(float(rank)),
                 "empty": torch.empty(0, 3),
                 "complex": torch.complex(torch.ones(2), torch.full((2,), float(rank))),
@@ -60,11 +73,17 @@ def test_the_wire_carries_any_tree_and_grows_when_needed(ctx: ProcessContext) ->
 
 
 @ranks(2)
-def test_a_batch_that_is_not_plain_is_an_error_on_every_rank(ctx: ProcessContext) -> None:
+def test_a_batch_that_is_not_plain_is_an_error_on_every_rank(
+    ctx: ProcessContext,
+) -> None:
     def collate(rows: list[int]) -> Opaque:
         return Opaque(torch.tensor(rows))
 
-    loader = prepared(DataLoader(list(range(8)), batch_size=2, collate_fn=collate), ctx=ctx, dispatch_batches=True)  # type: ignore[arg-type]
+    loader = prepared(
+        DataLoader(list(range(8)), batch_size=2, collate_fn=collate),  # type: ignore[arg-type]
+        ctx=ctx,
+        dispatch_batches=True,
+    )
     expected: type[Exception] = PeerFailedError if ctx.rank else CommError
     with pytest.raises(expected, match="Opaque"):
         list(loader)
@@ -72,13 +91,28 @@ def test_a_batch_that_is_not_plain_is_an_error_on_every_rank(ctx: ProcessContext
 
 @ranks(2, exhaustive=(4,))
 def test_dispatched_map_data_is_read_as_sharded_data_is(ctx: ProcessContext) -> None:
-    for size, batch, shuffle in ((0, 1, False), (1, 4, True), (7, 1, True), (26, 4, False)):
+    for size, batch, shuffle in (
+        (0, 1, False),
+        (1, 4, True),
+        (7, 1, True),
+        (26, 4, False),
+    ):
         for drop_last, even, split in itertools.product((False, True), repeat=3):
             if split and batch % ctx.world.size:
                 continue
 
-            def build(size: int = size, batch: int = batch, shuffle: bool = shuffle, drop: bool = drop_last) -> Any:
-                return DataLoader(range(size), batch_size=batch, shuffle=shuffle and size > 0, drop_last=drop)  # type: ignore[arg-type]
+            def build(
+                size: int = size,
+                batch: int = batch,
+                shuffle: bool = shuffle,
+                drop: bool = drop_last,
+            ) -> Any:
+                return DataLoader(
+                    range(size),  # type: ignore[arg-type]
+                    batch_size=batch,
+                    shuffle=shuffle and size > 0,
+                    drop_last=drop,
+                )
 
             settings: dict[str, Any] = {"even_batches": even, "split_batches": split}
             expected = seen(prepared(build(), ctx=ctx, **settings))
@@ -105,8 +139,12 @@ class ReadOnFirst(Dataset[int]):
 
 
 @ranks(2)
-def test_only_the_first_rank_reads_and_its_error_reaches_everybody(ctx: ProcessContext) -> None:
-    loader = prepared(DataLoader(ReadOnFirst(ctx.rank), batch_size=2), ctx=ctx, dispatch_batches=True)
+def test_only_the_first_rank_reads_and_its_error_reaches_everybody(
+    ctx: ProcessContext,
+) -> None:
+    loader = prepared(
+        DataLoader(ReadOnFirst(ctx.rank), batch_size=2), ctx=ctx, dispatch_batches=True
+    )
     rows: list[list[int]] = []
     expected: Any = OSError if ctx.rank == 0 else PeerFailedError
     with pytest.raises(expected, match="unreadable"):
@@ -122,7 +160,11 @@ class Ragged(IterableDataset[Tensor]):
 
 
 def pad(samples: list[Tensor]) -> dict[str, Tensor]:
-    return {"x": torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)}
+    return {
+        "x": torch.nn.utils.rnn.pad_sequence(
+            samples, batch_first=True, padding_value=-1
+        )
+    }
 
 
 @ranks(2, 3)
@@ -134,15 +176,21 @@ def test_streams_of_varying_shapes_are_dispatched(ctx: ProcessContext) -> None:
         for batch in loader:
             rows = batch["x"][: loader.cursor.num_real]
             mine += [int(row[0]) for row in rows]
-        everyone = ctx.world.all_gather_object((mine, loader.cursor.batch, loader.cursor.at_end))
-        assert sorted(value for part, _, _ in everyone for value in part) == list(range(11))
+        everyone = ctx.world.all_gather_object(
+            (mine, loader.cursor.batch, loader.cursor.at_end)
+        )
+        assert sorted(value for part, _, _ in everyone for value in part) == list(
+            range(11)
+        )
         assert len({steps for _, steps, _ in everyone}) == 1
         assert all(at_end for _, _, at_end in everyone)
 
 
 @ranks(2, exhaustive=(4,))
 def test_dispatched_streams_follow_the_laws_and_resume(ctx: ProcessContext) -> None:
-    for size, drop_last, even in itertools.product((0, 1, 9, 16), (False, True), (False, True)):
+    for size, drop_last, even in itertools.product(
+        (0, 1, 9, 16), (False, True), (False, True)
+    ):
 
         def make(size: int = size, drop: bool = drop_last, even: bool = even) -> Loader:
             user = DataLoader(CountingStream(size), batch_size=2, drop_last=drop)
@@ -155,13 +203,24 @@ def test_dispatched_streams_follow_the_laws_and_resume(ctx: ProcessContext) -> N
         if even:
             assert len({len(share) for share in shares}) == 1
         for share in shares:
-            assert [row.last for row in share] == [False] * (len(share) - 1) + [True] * bool(share)
-    whole = shares_of(ctx, prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True))
+            assert [row.last for row in share] == [False] * (len(share) - 1) + [
+                True
+            ] * bool(share)
+    whole = shares_of(
+        ctx,
+        prepared(
+            DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True
+        ),
+    )
     for stop in range(1, len(whole[0]) + 1):
-        loader = prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True)
+        loader = prepared(
+            DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True
+        )
         seen(loader, stop)
         state = json.loads(json.dumps(loader.state_dict()))
-        again = prepared(DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True)
+        again = prepared(
+            DataLoader(CountingStream(23), batch_size=2), ctx=ctx, dispatch_batches=True
+        )
         again.load_state_dict(state)
         assert shares_of(ctx, again) == [share[stop:] for share in whole]
 
@@ -169,7 +228,12 @@ def test_dispatched_streams_follow_the_laws_and_resume(ctx: ProcessContext) -> N
 @ranks(2)
 def test_dispatched_map_data_resumes_with_workers(ctx: ProcessContext) -> None:
     def make(num_workers: int) -> Loader:
-        user: DataLoader[Any] = DataLoader(range(15), batch_size=2, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]
+        user: DataLoader[Any] = DataLoader(
+            range(15),  # type: ignore[arg-type]
+            batch_size=2,
+            shuffle=True,
+            num_workers=num_workers,
+        )
         return prepared(user, ctx=ctx, dispatch_batches=True)
 
     whole = shares_of(ctx, make(0))
@@ -180,13 +244,16 @@ def test_dispatched_map_data_resumes_with_workers(ctx: ProcessContext) -> None:
         again.load_state_dict(loader.state_dict())
         assert shares_of(ctx, again) == [share[stop:] for share in whole]
     first = make(0)
-    assert shares_of(ctx, first, limit=2) == [share[:2] for share in whole]  # and a break leaves nothing on the wire
+    # and a break leaves nothing on the wire
+    assert shares_of(ctx, first, limit=2) == [share[:2] for share in whole]
     assert sorted(global_order(shares_of(ctx, first))) == list(range(15))
 
 
 @ranks(2)
 def test_the_users_slicing_is_used(ctx: ProcessContext) -> None:
-    def slice_fn(batch: Any, rows: slice, process_index: int, num_processes: int) -> Any:
+    def slice_fn(
+        batch: Any, rows: slice, process_index: int, num_processes: int
+    ) -> Any:
         return {"x": batch["x"][rows], "for": (process_index, num_processes)}
 
     def collate(samples: list[int]) -> dict[str, Tensor]:
@@ -208,7 +275,11 @@ def test_the_users_slicing_is_used(ctx: ProcessContext) -> None:
 
 @ranks(4, mesh={"dp_replicate": 2, "tp": 2})
 def test_tensor_parallel_peers_receive_the_same_part(ctx: ProcessContext) -> None:
-    loader = prepared(DataLoader(range(14), batch_size=2), ctx=ctx, dispatch_batches=True)  # type: ignore[arg-type]
+    loader = prepared(
+        DataLoader(range(14), batch_size=2),  # type: ignore[arg-type]
+        ctx=ctx,
+        dispatch_batches=True,
+    )
     shares = shares_of(ctx, loader)
     assert shares[0] == shares[1]
     assert shares[2] == shares[3]
@@ -237,6 +308,7 @@ def test_a_step_is_one_scatter_of_one_ranks_part(ctx: ProcessContext) -> None:
     own = ProcessContext(ctx.topology, ctx.mesh, ctx.device, counting, ctx.groups)
     loader = prepared(DataLoader(rows, batch_size=4), ctx=own, dispatch_batches=True)  # type: ignore[arg-type]
     steps = len([None for _ in loader])
-    assert len(counting.scattered) == steps + 1  # the first one says how much room is needed
+    # the first one says how much room is needed
+    assert len(counting.scattered) == steps + 1
     part = 4 * 16_384 * 4
     assert all(part < size < part + 16_384 for size in counting.scattered[1:])

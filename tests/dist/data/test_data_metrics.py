@@ -20,22 +20,35 @@ from tests.support.loaders import CountingStream
 
 @ranks(1, 2, exhaustive=(3,))
 def test_metrics_see_every_sample_once_and_in_order(ctx: ProcessContext) -> None:
-    for dispatch, size, batch in itertools.product((False, True), (1, 2, 7, 12, 13), (1, 4)):
+    for dispatch, size, batch in itertools.product(
+        (False, True), (1, 2, 7, 12, 13), (1, 4)
+    ):
         config = DataLoaderConfiguration(dispatch_batches=dispatch)
         accelerator = Accelerator(cpu=True, dataloader_config=config)
         for data in (torch.arange(size), CountingStream(size)):
             user: DataLoader[Any] = DataLoader(data, batch_size=batch)  # type: ignore[arg-type]
             loader = accelerator.prepare(user)
             gathered = [accelerator.gather_for_metrics(x) for x in loader]
-            assert torch.cat(gathered).tolist() == list(range(size)), (dispatch, size, batch, type(data))
+            assert torch.cat(gathered).tolist() == list(range(size)), (
+                dispatch,
+                size,
+                batch,
+                type(data),
+            )
 
 
 @ranks(2, 3)
 def test_items_without_rows_are_counted_once_too(ctx: ProcessContext) -> None:
     accelerator = Accelerator(cpu=True)
     for data in (torch.arange(7), CountingStream(7)):
-        user: DataLoader[Any] = DataLoader(data, batch_size=None, collate_fn=torch.as_tensor)  # type: ignore[arg-type]
-        gathered = [accelerator.gather_for_metrics(x) for x in accelerator.prepare(user)]
+        user: DataLoader[Any] = DataLoader(
+            data,  # type: ignore[arg-type]
+            batch_size=None,
+            collate_fn=torch.as_tensor,
+        )
+        gathered = [
+            accelerator.gather_for_metrics(x) for x in accelerator.prepare(user)
+        ]
         assert torch.cat(gathered).tolist() == list(range(7)), type(data)
 
 
@@ -46,30 +59,51 @@ def time_major(samples: list[int]) -> dict[str, torch.Tensor]:
 
 
 @ranks(2, exhaustive=(3,))
-def test_batches_that_are_not_batch_first_are_counted_by_the_plan(ctx: ProcessContext) -> None:
-    for dispatch, stream, size in itertools.product((False, True), (False, True), (11, 13)):
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+def test_batches_that_are_not_batch_first_are_counted_by_the_plan(
+    ctx: ProcessContext,
+) -> None:
+    for dispatch, stream, size in itertools.product(
+        (False, True), (False, True), (11, 13)
+    ):
+        accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch),
+        )
         data: Any = CountingStream(size) if stream else list(range(size))
-        loader = accelerator.prepare(DataLoader(data, batch_size=4, collate_fn=time_major))
+        loader = accelerator.prepare(
+            DataLoader(data, batch_size=4, collate_fn=time_major)
+        )
         ids, flat, objects = [], [], []
         for batch in loader:
             ids.append(accelerator.gather_for_metrics(batch["steps"].amax(0)))
-            flat.append(accelerator.gather_for_metrics(batch["steps"].T.reshape(-1)))  # rows of B * T
-            objects += accelerator.gather_for_metrics(batch["ids"].tolist(), use_gather_object=True)
+            # rows of B * T
+            flat.append(accelerator.gather_for_metrics(batch["steps"].T.reshape(-1)))
+            objects += accelerator.gather_for_metrics(
+                batch["ids"].tolist(), use_gather_object=True
+            )
         assert torch.cat(ids).tolist() == list(range(size)), (dispatch, stream, size)
-        assert torch.cat(flat).tolist() == [one for one in range(size) for _ in range(3)]
+        assert torch.cat(flat).tolist() == [
+            one for one in range(size) for _ in range(3)
+        ]
         assert objects == list(range(size))
 
 
 @ranks(2, 3)
-def test_time_major_results_are_cut_along_the_named_dimension(ctx: ProcessContext) -> None:
+def test_time_major_results_are_cut_along_the_named_dimension(
+    ctx: ProcessContext,
+) -> None:
     """Sizes whose last batch is padded, among them those with as many time steps as samples."""
     for size, steps in itertools.product((7, 9, 10, 11, 13, 23), (2, 3, 4)):
         accelerator = Accelerator(cpu=True)
         user: DataLoader[Any] = DataLoader(torch.arange(size), batch_size=4)  # type: ignore[arg-type]
         for dim in (1, -1):
-            parts = [accelerator.gather_for_metrics(x.repeat(steps, 1), dim=dim) for x in accelerator.prepare(user)]
-            assert torch.equal(torch.cat(parts, 1), torch.arange(size).repeat(steps, 1)), (size, steps, dim)
+            parts = [
+                accelerator.gather_for_metrics(x.repeat(steps, 1), dim=dim)
+                for x in accelerator.prepare(user)
+            ]
+            assert torch.equal(
+                torch.cat(parts, 1), torch.arange(size).repeat(steps, 1)
+            ), (size, steps, dim)
 
 
 @ranks(2)
@@ -83,12 +117,18 @@ def test_a_layout_that_could_be_either_is_reported(ctx: ProcessContext) -> None:
             warnings.simplefilter("always")
             for x in accelerator.prepare(user):
                 accelerator.gather_for_metrics(x.repeat(steps, 1), dim=dim)
-        assert any("Pass dim=0 or dim=1" in str(one.message) for one in told) == said, (steps, dim, told)
+        assert any("Pass dim=0 or dim=1" in str(one.message) for one in told) == said, (
+            steps,
+            dim,
+            told,
+        )
     for step, x in enumerate(accelerator.prepare(user)):
         if step == 0:
             accelerator.gather_for_metrics(x.repeat(3, 1))
             continue
-        with pytest.raises((DataError, MismatchError), match="Pass dim=1" if padded else None):
+        with pytest.raises(
+            (DataError, MismatchError), match="Pass dim=1" if padded else None
+        ):
             accelerator.gather_for_metrics(x.repeat(3, 1))
     for bad, result in ((1, x), ("a", x), (True, x), (1.5, x), (0, ["objects"])):
         with pytest.raises(ArgumentError, match="dim"):
@@ -96,7 +136,9 @@ def test_a_layout_that_could_be_either_is_reported(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_rows_that_cannot_be_told_from_padding_are_refused_everywhere(ctx: ProcessContext) -> None:
+def test_rows_that_cannot_be_told_from_padding_are_refused_everywhere(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(cpu=True)
     user: DataLoader[Any] = DataLoader(torch.arange(11), batch_size=4)  # type: ignore[arg-type]
     for objects in (False, True):
@@ -104,15 +146,22 @@ def test_rows_that_cannot_be_told_from_padding_are_refused_everywhere(ctx: Proce
         for x in accelerator.prepare(user):
             result = torch.cat([x, x[:1]])
             try:
-                accelerator.gather_for_metrics(result.tolist() if objects else result, objects)
+                accelerator.gather_for_metrics(
+                    result.tolist() if objects else result, objects
+                )
             except (DataError, MismatchError):
                 errors += 1
-        assert errors == 1, "the last batch alone is padded, on one rank, and both raise"
+        assert errors == 1, (
+            "the last batch alone is padded, on one rank, and both raise"
+        )
 
 
-def part_of_a_run(ctx: ProcessContext, folder: Path, stop: int, batch: int, resume: bool) -> list[list[int]]:
+def part_of_a_run(
+    ctx: ProcessContext, folder: Path, stop: int, batch: int, resume: bool
+) -> list[list[int]]:
     """The samples of each step that all ranks took together, from the beginning or from a checkpoint."""
-    torch.manual_seed(3 if not resume else 99)  # a resumed run takes its seed from the checkpoint
+    # a resumed run takes its seed from the checkpoint
+    torch.manual_seed(3 if not resume else 99)
     accelerator = Accelerator(cpu=True)
     user: DataLoader[Any] = DataLoader(torch.arange(50), batch_size=batch, shuffle=True)  # type: ignore[arg-type]
     loader = accelerator.prepare(user)
@@ -130,18 +179,30 @@ def part_of_a_run(ctx: ProcessContext, folder: Path, stop: int, batch: int, resu
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(1, 2), (2, 4), *(pytest.param(*worlds, marks=pytest.mark.exhaustive) for worlds in ((2, 2), (4, 2)))],
+    [
+        (1, 2),
+        (2, 4),
+        *(
+            pytest.param(*worlds, marks=pytest.mark.exhaustive)
+            for worlds in ((2, 2), (4, 2))
+        ),
+    ],
 )
 def test_a_checkpoint_resumes_on_another_world_with_the_same_global_batches(
     rank_pool: Pool, tmp_path: Path, before: int, after: int
 ) -> None:
     whole = rank_pool.run(part_of_a_run, 1, tmp_path / "none", -1, 4, False)[0]
-    assert sorted(sample for step in whole for sample in step) == sorted([*range(50)] * 2)
+    assert sorted(sample for step in whole for sample in step) == sorted(
+        [*range(50)] * 2
+    )
     for stop in (5, 13, 20):
         folder = tmp_path / f"after-{stop}"
-        first = rank_pool.run(part_of_a_run, before, folder, stop, 4 // before, False)[0]
+        first = rank_pool.run(part_of_a_run, before, folder, stop, 4 // before, False)[
+            0
+        ]
         rest = rank_pool.run(part_of_a_run, after, folder, -1, 4 // after, True)[0]
-        epochs_left = 2 if stop <= 13 else 1  # the resumed program passes over the loader twice, whatever is left
+        # the resumed program passes over the loader twice, whatever is left
+        epochs_left = 2 if stop <= 13 else 1
         expected = whole[stop:]
         assert first == whole[:stop]
         assert rest[: len(expected)] == expected

@@ -29,7 +29,9 @@ from tests.support.loaders import prepared
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed"
+    )
 
 
 def tars(folder: Path, num: int, rows: int) -> list[str]:
@@ -76,7 +78,9 @@ def check(
     loader = fresh()
     epochs = [read(loader), read(loader)]
     for whole in epochs:
-        found = sorted(itertools.chain(*ctx.world.all_gather_object(list(itertools.chain(*whole)))))
+        found = sorted(
+            itertools.chain(*ctx.world.all_gather_object(list(itertools.chain(*whole))))
+        )
         assert (sorted(set(found)) if repeats else found) == list(range(size))
         assert len(found) < size + ctx.world.size
     for epoch, whole in enumerate(epochs):
@@ -87,7 +91,9 @@ def check(
             assert read(first, stop) == whole[:stop]
             saved = json.loads(json.dumps(first.state_dict()))
             states = saved["stream"].get("states")
-            assert states is None if state is None else all(state in one for one in states)
+            assert (
+                states is None if state is None else all(state in one for one in states)
+            )
             second = fresh()
             second.load_state_dict(saved)
             assert read(second) == whole[stop:]
@@ -95,7 +101,8 @@ def check(
                 assert read(second) == epochs[1]
                 left = fresh()
                 left.load_state_dict(saved)
-                assert read(left, 1) == whole[stop : stop + 1]  # a loop left after a resume
+                # a loop left after a resume
+                assert read(left, 1) == whole[stop : stop + 1]
                 left.set_epoch(1)
                 assert read(left) == epochs[1]
 
@@ -113,7 +120,9 @@ def counting(kind: Any) -> Any:
     return Counting
 
 
-def check_reads(ctx: ProcessContext, build: Callable[[], Any], kind: Any, size: int, **options: Any) -> None:
+def check_reads(
+    ctx: ProcessContext, build: Callable[[], Any], kind: Any, size: int, **options: Any
+) -> None:
     """A resume by the package's state reads none of the earlier samples, except those that may pad the last batch."""
 
     def fresh() -> Any:
@@ -141,7 +150,9 @@ def test_webdataset_splits_by_node(ctx: ProcessContext, tmp_path: Path) -> None:
     def build(**settings: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return wds.WebDataset(urls, shardshuffle=False, empty_check=False, **settings).map(to_number)
+            return wds.WebDataset(
+                urls, shardshuffle=False, empty_check=False, **settings
+            ).map(to_number)
 
     assert split_by_itself(build(nodesplitter=wds.split_by_node)) is not None
     assert split_by_itself(build(nodesplitter=None)) is None
@@ -152,13 +163,19 @@ def test_webdataset_splits_by_node(ctx: ProcessContext, tmp_path: Path) -> None:
         return itertools.islice(source, ctx.rank, None, ctx.world.size)
 
     with pytest.raises(DataError, match="already_sharded=True"):
-        list(prepared(DataLoader(build(nodesplitter=every_second), batch_size=3), ctx=ctx))
+        list(
+            prepared(
+                DataLoader(build(nodesplitter=every_second), batch_size=3), ctx=ctx
+            )
+        )
 
 
 @pytest.fixture
 def chunks(tmp_path: Path) -> Path:
     """A folder that litdata reads."""
-    cache = optional.need("litdata", ">=0.2").streaming.Cache(str(tmp_path), chunk_size=3)
+    cache = optional.need("litdata", ">=0.2").streaming.Cache(
+        str(tmp_path), chunk_size=3
+    )
     for number in range(24):
         cache[number] = number
     cache.done()
@@ -169,7 +186,9 @@ def chunks(tmp_path: Path) -> Path:
 @needs("litdata")
 @ranks(1, 2)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_litdata_splits_by_rank(ctx: ProcessContext, chunks: Path, shuffle: bool) -> None:
+def test_litdata_splits_by_rank(
+    ctx: ProcessContext, chunks: Path, shuffle: bool
+) -> None:
     litdata = optional.need("litdata", ">=0.2")
     folder = str(ctx_folder(ctx, chunks))
     assert split_by_itself(litdata.StreamingDataset(folder)) is not None
@@ -178,9 +197,18 @@ def test_litdata_splits_by_rank(ctx: ProcessContext, chunks: Path, shuffle: bool
         return litdata.StreamingDataset(folder, shuffle=shuffle)
 
     check(ctx, build, 24, state="num_samples_yielded", collate_fn=torch.tensor)
-    check(ctx, build, 24, state="num_samples_yielded", collate_fn=torch.tensor, num_workers=2)
+    check(
+        ctx,
+        build,
+        24,
+        state="num_samples_yielded",
+        collate_fn=torch.tensor,
+        num_workers=2,
+    )
     kind = counting(litdata.StreamingDataset)
-    check_reads(ctx, lambda: kind(folder, shuffle=shuffle), kind, 24, collate_fn=torch.tensor)
+    check_reads(
+        ctx, lambda: kind(folder, shuffle=shuffle), kind, 24, collate_fn=torch.tensor
+    )
 
 
 def ctx_folder(ctx: ProcessContext, tmp_path: Path) -> Path:
@@ -192,7 +220,12 @@ def launched(ctx: ProcessContext) -> Iterator[None]:
     """Set the variables of a launcher, from which mosaicml-streaming learns the ranks."""
     rank, size = str(ctx.rank), str(ctx.world.size)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
+        for name, value in (
+            ("RANK", rank),
+            ("LOCAL_RANK", rank),
+            ("WORLD_SIZE", size),
+            ("LOCAL_WORLD_SIZE", size),
+        ):
             patch.setenv(name, value)
         yield
 
@@ -201,9 +234,13 @@ def mosaicml() -> Any:
     """Return the package. It imports torchvision, whose build for CUDA has no operators next to a torch for the CPU."""
     try:
         importlib.import_module("torchvision")
-    except RuntimeError:  # operator torchvision::nms does not exist; nothing here calls it
+    # operator torchvision::nms does not exist; nothing here calls it
+    except RuntimeError:
         for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
     return optional.need("streaming", ">=0.8")
 
 
@@ -214,19 +251,27 @@ def to_tensor(samples: list[dict[str, Any]]) -> torch.Tensor:
 @needs("streaming")
 @ranks(1, 2)
 @pytest.mark.parametrize("size", [25, 26])
-def test_mosaicml_streaming_splits_by_rank(ctx: ProcessContext, tmp_path: Path, size: int) -> None:
+def test_mosaicml_streaming_splits_by_rank(
+    ctx: ProcessContext, tmp_path: Path, size: int
+) -> None:
     """A size that the ranks do not divide makes the package itself repeat samples, so that all ranks have as many."""
     streaming = mosaicml()
     folder = ctx_folder(ctx, tmp_path)
     if ctx.rank == 0:
-        with streaming.MDSWriter(out=str(folder), columns={"x": "int"}, size_limit=200) as writer:
+        with streaming.MDSWriter(
+            out=str(folder), columns={"x": "int"}, size_limit=200
+        ) as writer:
             for number in range(size):
                 writer.write({"x": number})
     ctx.world.barrier("written")
     made: list[Any] = []
 
     def build() -> Any:
-        made.append(streaming.StreamingDataset(local=str(folder), shuffle=True, shuffle_seed=3, batch_size=3))
+        made.append(
+            streaming.StreamingDataset(
+                local=str(folder), shuffle=True, shuffle_seed=3, batch_size=3
+            )
+        )
         return made[-1]
 
     kind = counting(streaming.StreamingDataset)
@@ -237,7 +282,9 @@ def test_mosaicml_streaming_splits_by_rank(ctx: ProcessContext, tmp_path: Path, 
         if divided:
             check_reads(
                 ctx,
-                lambda: kind(local=str(folder), shuffle=True, shuffle_seed=3, batch_size=1),
+                lambda: kind(
+                    local=str(folder), shuffle=True, shuffle_seed=3, batch_size=1
+                ),
                 kind,
                 size,
                 collate_fn=to_tensor,
@@ -251,7 +298,10 @@ def check_workers(ctx: ProcessContext, build: Callable[[], Any]) -> None:
     """With workers, the package's state is saved when all have read as much; other positions are read again."""
 
     def fresh() -> Any:
-        return prepared(DataLoader(build(), batch_size=3, num_workers=2, collate_fn=to_tensor), ctx=ctx)
+        return prepared(
+            DataLoader(build(), batch_size=3, num_workers=2, collate_fn=to_tensor),
+            ctx=ctx,
+        )
 
     whole = read(fresh())
     for stop in (2, 3):

@@ -18,10 +18,19 @@ from hasten.data.loader import Loader
 from hasten.errors import DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from tests.support.loaders import CountingStream, SeenBatches, global_order, on_every_rank, prepared, seen
+from tests.support.loaders import (
+    CountingStream,
+    SeenBatches,
+    global_order,
+    on_every_rank,
+    prepared,
+    seen,
+)
 
 
-def shares_of(ctx: ProcessContext, loader: Loader, limit: int | None = None) -> list[list[SeenBatches]]:
+def shares_of(
+    ctx: ProcessContext, loader: Loader, limit: int | None = None
+) -> list[list[SeenBatches]]:
     """What every rank sees in one pass."""
     return on_every_rank(ctx, seen(loader, limit))
 
@@ -33,12 +42,21 @@ def test_laws_hold_on_real_ranks(ctx: ProcessContext) -> None:
         for drop_last, even, split in itertools.product((False, True), repeat=3):
             if split and batch % world:
                 continue
-            user: DataLoader[Any] = DataLoader(range(size), batch_size=batch, shuffle=size > 0, drop_last=drop_last)  # type: ignore[arg-type]
+            user: DataLoader[Any] = DataLoader(
+                range(size),  # type: ignore[arg-type]
+                batch_size=batch,
+                shuffle=size > 0,
+                drop_last=drop_last,
+            )
             loader = prepared(user, ctx=ctx, even_batches=even, split_batches=split)
             shares = shares_of(ctx, loader)
             order = global_order(shares)
             step = batch if split else batch * world
-            assert len(order) == len(set(order)) == (size - size % step if drop_last else size)
+            assert (
+                len(order)
+                == len(set(order))
+                == (size - size % step if drop_last else size)
+            )
             if even:
                 assert len({len(share) for share in shares}) == 1
                 assert len(shares[0]) == len(loader)
@@ -62,7 +80,11 @@ class Jumbled(Sampler[int]):
 @ranks(2, 4)
 def test_a_sampler_no_seed_can_tame_is_drawn_once_for_all(ctx: ProcessContext) -> None:
     for size in (23, 3000):
-        user: DataLoader[Any] = DataLoader(range(size), batch_size=4, sampler=Jumbled(size))  # type: ignore[arg-type]
+        user: DataLoader[Any] = DataLoader(
+            range(size),  # type: ignore[arg-type]
+            batch_size=4,
+            sampler=Jumbled(size),
+        )
         shares = shares_of(ctx, prepared(user, ctx=ctx))
         assert sorted(global_order(shares)) == list(range(size))
 
@@ -85,8 +107,12 @@ def test_a_sampler_that_raises_ends_every_rank(ctx: ProcessContext) -> None:
 
 
 @ranks(2, 4)
-def test_ranks_that_disagree_on_length_are_named_and_do_not_hang(ctx: ProcessContext) -> None:
-    with pytest.raises(DataError, match=r"the dataset's length \(rank 0: 10, rank 1: 11") as caught:
+def test_ranks_that_disagree_on_length_are_named_and_do_not_hang(
+    ctx: ProcessContext,
+) -> None:
+    with pytest.raises(
+        DataError, match=r"the dataset's length \(rank 0: 10, rank 1: 11"
+    ) as caught:
         prepared(DataLoader(range(10 + ctx.rank), batch_size=2), ctx=ctx)  # type: ignore[arg-type]
     assert "Give every rank the whole dataset" in str(caught.value)
     with pytest.raises(DataError, match="differ in batch_size"):
@@ -95,7 +121,11 @@ def test_ranks_that_disagree_on_length_are_named_and_do_not_hang(ctx: ProcessCon
 
 @ranks(2, 4)
 def test_the_first_ranks_seed_is_everybodys(ctx: ProcessContext) -> None:
-    loader = prepared(DataLoader(range(20), batch_size=2, shuffle=True), ctx=ctx, seed=1000 + ctx.rank)  # type: ignore[arg-type]
+    loader = prepared(
+        DataLoader(range(20), batch_size=2, shuffle=True),  # type: ignore[arg-type]
+        ctx=ctx,
+        seed=1000 + ctx.rank,
+    )
     assert sorted(global_order(shares_of(ctx, loader))) == list(range(20))
     assert loader.state_dict()["seed"] == 1000
 
@@ -114,9 +144,13 @@ class Own(IterableDataset[int]):
 
 
 @ranks(3)
-def test_streams_of_unequal_parts_agree_on_the_number_of_steps(ctx: ProcessContext) -> None:
+def test_streams_of_unequal_parts_agree_on_the_number_of_steps(
+    ctx: ProcessContext,
+) -> None:
     lengths = [5, 2, 9]
-    every = sorted(100 * rank + value for rank in range(3) for value in range(lengths[rank]))
+    every = sorted(
+        100 * rank + value for rank in range(3) for value in range(lengths[rank])
+    )
 
     loader = prepared(DataLoader(Own(lengths), batch_size=2), ctx=ctx)
     shares = shares_of(ctx, loader)
@@ -130,7 +164,9 @@ def test_streams_of_unequal_parts_agree_on_the_number_of_steps(ctx: ProcessConte
     shares = shares_of(ctx, loader)
     assert [len(share) for share in shares] == [1, 1, 1]
 
-    loader = prepared(DataLoader(Own(lengths), batch_size=2), ctx=ctx, even_batches=False)
+    loader = prepared(
+        DataLoader(Own(lengths), batch_size=2), ctx=ctx, even_batches=False
+    )
     shares = shares_of(ctx, loader)
     assert [len(share) for share in shares] == [3, 1, 5]
     assert sorted(global_order(shares)) == every
@@ -141,7 +177,10 @@ def test_a_rank_without_any_sample_is_named(ctx: ProcessContext) -> None:
     loader = prepared(DataLoader(Own([4, 0]), batch_size=2), ctx=ctx)
     with pytest.raises(DataError, match=r"no sample for rank\(s\) 1 of 2"):
         seen(loader)
-    assert shares_of(ctx, prepared(DataLoader(Own([0, 0]), batch_size=2), ctx=ctx)) == [[], []]
+    assert shares_of(ctx, prepared(DataLoader(Own([0, 0]), batch_size=2), ctx=ctx)) == [
+        [],
+        [],
+    ]
 
 
 @ranks(2, 4)
@@ -163,9 +202,16 @@ def test_streams_end_together_and_resume_on_real_ranks(ctx: ProcessContext) -> N
 
 
 @ranks(2)
-def test_resume_after_every_batch_with_workers_on_real_ranks(ctx: ProcessContext) -> None:
+def test_resume_after_every_batch_with_workers_on_real_ranks(
+    ctx: ProcessContext,
+) -> None:
     def make(num_workers: int) -> Loader:
-        user: DataLoader[Any] = DataLoader(range(13), batch_size=2, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]
+        user: DataLoader[Any] = DataLoader(
+            range(13),  # type: ignore[arg-type]
+            batch_size=2,
+            shuffle=True,
+            num_workers=num_workers,
+        )
         return prepared(user, ctx=ctx)
 
     whole = shares_of(ctx, make(0))
@@ -184,7 +230,9 @@ def test_peers_along_tensor_parallel_read_the_same(ctx: ProcessContext) -> None:
     assert shares[0] == shares[1]
     assert shares[2] == shares[3]
     assert sorted(global_order(shares[::2])) == list(range(14))
-    streamed = shares_of(ctx, prepared(DataLoader(CountingStream(14), batch_size=2), ctx=ctx))
+    streamed = shares_of(
+        ctx, prepared(DataLoader(CountingStream(14), batch_size=2), ctx=ctx)
+    )
     assert streamed[0] == streamed[1]
     assert sorted(global_order(streamed[::2])) == list(range(14))
 
@@ -201,7 +249,9 @@ class Deadly(Dataset[int]):
 
 
 @ranks(2)
-def test_a_worker_that_dies_is_reported_with_rank_and_indices(ctx: ProcessContext) -> None:
+def test_a_worker_that_dies_is_reported_with_rank_and_indices(
+    ctx: ProcessContext,
+) -> None:
     loader = prepared(DataLoader(Deadly(), batch_size=2, num_workers=1), ctx=ctx)
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
         seen(loader)

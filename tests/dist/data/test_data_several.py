@@ -16,7 +16,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
 
-def loader_of(accelerator: Accelerator, size: int, batch: int = 1) -> Any:  # Any: a prepared loader
+# Any: a prepared loader
+def loader_of(accelerator: Accelerator, size: int, batch: int = 1) -> Any:
     user: DataLoader[Any] = DataLoader(torch.arange(size), batch_size=batch)  # type: ignore[arg-type]
     return accelerator.prepare(user)
 
@@ -53,23 +54,32 @@ def test_windows_end_with_the_loader_that_leads_the_loop(ctx: ProcessContext) ->
         every, short = r.randint(1, 4), r.randint(1, 7)
         long = short + r.randint(0, 4)
         accelerator = Accelerator(context=ctx, gradient_accumulation_steps=every)
-        first, second = (loader_of(accelerator, size * ctx.world.size) for size in (short, long))
+        first, second = (
+            loader_of(accelerator, size * ctx.world.size) for size in (short, long)
+        )
         for _ in range(2):
-            assert updates(accelerator, zip(first, second, strict=False)) == expected(short, every)
+            assert updates(accelerator, zip(first, second, strict=False)) == expected(
+                short, every
+            )
             assert updates(accelerator, beside(second, first)) == expected(long, every)
             assert updates(accelerator, beside(first, second)) == expected(short, every)
-            assert updates(accelerator, zip(second, first, strict=False), loader=first) == expected(short, every)
+            assert updates(
+                accelerator, zip(second, first, strict=False), loader=first
+            ) == expected(short, every)
 
 
 @ranks(1, 2)
 def test_an_evaluation_inside_a_loop_does_not_lead_it(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx, gradient_accumulation_steps=2)
-    train, evaluation = loader_of(accelerator, 5 * ctx.world.size), loader_of(accelerator, 3 * ctx.world.size + 1, 2)
+    train, evaluation = (
+        loader_of(accelerator, 5 * ctx.world.size),
+        loader_of(accelerator, 3 * ctx.world.size + 1, 2),
+    )
     ends = []
     for _ in train:
-        assert torch.cat([accelerator.gather_for_metrics(x) for x in evaluation]).tolist() == list(
-            range(3 * ctx.world.size + 1)
-        )
+        assert torch.cat(
+            [accelerator.gather_for_metrics(x) for x in evaluation]
+        ).tolist() == list(range(3 * ctx.world.size + 1))
         with accelerator.accumulate():
             ends.append(accelerator.sync_gradients)
     assert ends == expected(5, 2)
@@ -78,7 +88,12 @@ def test_an_evaluation_inside_a_loop_does_not_lead_it(ctx: ProcessContext) -> No
 def test_a_loop_that_ends_unnoticed_is_refused() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     short, long = loader_of(accelerator, 4), loader_of(accelerator, 9)
-    assert updates(accelerator, zip(long, short, strict=False)) == [False, False, True, False]
+    assert updates(accelerator, zip(long, short, strict=False)) == [
+        False,
+        False,
+        True,
+        False,
+    ]
     with pytest.raises(StepError, match=r"zip\(short, long\)"):
         updates(accelerator, zip(long, short, strict=False))
 
@@ -96,12 +111,16 @@ def test_padding_is_dropped_for_the_loader_that_is_named(ctx: ProcessContext) ->
         of_short.append(accelerator.gather_for_metrics(x, loader=short))
         of_long.append(accelerator.gather_for_metrics(y, loader=long))
     assert torch.cat(of_short).tolist() == list(range(7))
-    assert torch.cat(of_long).tolist() == list(range(min(11, len(of_long) * 2 * ctx.world.size)))
+    assert torch.cat(of_long).tolist() == list(
+        range(min(11, len(of_long) * 2 * ctx.world.size))
+    )
 
 
 @ranks(2, 3)
 def test_loaders_that_are_padded_alike_need_no_name(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx)
     one, other = loader_of(accelerator, 7, 2), loader_of(accelerator, 7, 2)
-    gathered = [accelerator.gather_for_metrics(x) for x, _ in zip(one, other, strict=True)]
+    gathered = [
+        accelerator.gather_for_metrics(x) for x, _ in zip(one, other, strict=True)
+    ]
     assert torch.cat(gathered).tolist() == list(range(7))

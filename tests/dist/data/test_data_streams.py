@@ -33,13 +33,17 @@ def taken(loader: Loader, limit: int | None = None) -> list[Row]:
     for batch in loader:
         values = batch["x"] if isinstance(batch, dict) else batch
         drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
-        out.append((values.tolist(), loader.cursor.num_real, loader.cursor.at_end, drawn))
+        out.append(
+            (values.tolist(), loader.cursor.num_real, loader.cursor.at_end, drawn)
+        )
         if len(out) == limit:
             break
     return out
 
 
-def after_every_stop(ctx: ProcessContext, data: Callable[[], Any], batch: int | None, **settings: Any) -> int:
+def after_every_stop(
+    ctx: ProcessContext, data: Callable[[], Any], batch: int | None, **settings: Any
+) -> int:
     """Stop after every batch of an epoch and go on in a new loader: it must be the rest of the uninterrupted epoch."""
 
     options = {
@@ -49,7 +53,12 @@ def after_every_stop(ctx: ProcessContext, data: Callable[[], Any], batch: int | 
     }
 
     def fresh(seed: int = 7) -> Loader:
-        return prepared(DataLoader(data(), batch_size=batch, **options), ctx=ctx, seed=seed, **settings)
+        return prepared(
+            DataLoader(data(), batch_size=batch, **options),
+            ctx=ctx,
+            seed=seed,
+            **settings,
+        )
 
     def training_begins() -> None:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
@@ -70,22 +79,34 @@ def after_every_stop(ctx: ProcessContext, data: Callable[[], Any], batch: int | 
 
 
 def buffered(size: int, shards: int, seed: int | None = 3, buffer: int = 8) -> Any:
-    data = datasets.Dataset.from_dict({"x": list(range(size))}).to_iterable_dataset(num_shards=shards)
+    data = datasets.Dataset.from_dict({"x": list(range(size))}).to_iterable_dataset(
+        num_shards=shards
+    )
     return data.shuffle(seed=seed, buffer_size=buffer)
 
 
 def fork(num_workers: int) -> dict[str, Any]:
-    return {"num_workers": num_workers, "multiprocessing_context": "fork"} if num_workers else {}
+    return (
+        {"num_workers": num_workers, "multiprocessing_context": "fork"}
+        if num_workers
+        else {}
+    )
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize(
-    "sizes", [(24, 23), pytest.param((48, 47), marks=pytest.mark.exhaustive)], ids=["short", "long"]
+    "sizes",
+    [(24, 23), pytest.param((48, 47), marks=pytest.mark.exhaustive)],
+    ids=["short", "long"],
 )
 @ranks(2, exhaustive=(1, 3, 4))
-def test_shuffle_buffers_lose_and_repeat_nothing(ctx: ProcessContext, dispatch: bool, sizes: tuple[int, int]) -> None:
+def test_shuffle_buffers_lose_and_repeat_nothing(
+    ctx: ProcessContext, dispatch: bool, sizes: tuple[int, int]
+) -> None:
     for size, shards in zip(sizes, (1, 4), strict=True):
-        count = after_every_stop(ctx, partial(buffered, size, shards), 4, dispatch_batches=dispatch)
+        count = after_every_stop(
+            ctx, partial(buffered, size, shards), 4, dispatch_batches=dispatch
+        )
         assert count >= size // (4 * ctx.world.size)
 
 
@@ -100,18 +121,24 @@ def unseeded(shards: int) -> DataLoader[Any]:
 
 
 @ranks(1, 2, exhaustive=(3,))
-def test_a_shuffle_without_a_seed_is_the_same_on_all_ranks_and_after_a_resume(ctx: ProcessContext) -> None:
+def test_a_shuffle_without_a_seed_is_the_same_on_all_ranks_and_after_a_resume(
+    ctx: ProcessContext,
+) -> None:
     loader = prepared(unseeded(1), ctx=ctx)
     first = taken(loader, 2)
     state = loader.state_dict()
     second = prepared(unseeded(1), ctx=ctx)
     second.load_state_dict(state)
     rows = [one for batch in first + taken(second) for one in batch[0][: batch[1]]]
-    assert sorted(itertools.chain(*ctx.world.all_gather_object(rows))) == list(range(48))
+    assert sorted(itertools.chain(*ctx.world.all_gather_object(rows))) == list(
+        range(48)
+    )
 
 
 @ranks(1, 2)
-def test_shards_shuffled_without_a_seed_are_refused_where_their_order_would_matter(ctx: ProcessContext) -> None:
+def test_shards_shuffled_without_a_seed_are_refused_where_their_order_would_matter(
+    ctx: ProcessContext,
+) -> None:
     if ctx.world.size > 1:
         with pytest.raises(DataError, match="shuffle\\(\\) a seed"):
             prepared(unseeded(4), ctx=ctx)
@@ -139,17 +166,29 @@ class Cut(IterableDataset[int]):
 
 
 @ranks(2, exhaustive=(3, 4))
-def test_ranks_that_run_out_early_pad_with_the_epochs_first_batch(ctx: ProcessContext) -> None:
+def test_ranks_that_run_out_early_pad_with_the_epochs_first_batch(
+    ctx: ProcessContext,
+) -> None:
     elements = list(range(100, 200))
     count = after_every_stop(ctx, partial(Cut, elements), 2)
-    assert count == -(-3 * ctx.world.size // 2), "as many steps as the longest rank needs"
+    assert count == -(-3 * ctx.world.size // 2), (
+        "as many steps as the longest rank needs"
+    )
 
 
 @pytest.mark.parametrize("size", [9, 13, 14])
 @ranks(2, exhaustive=(3,))
-def test_dispatched_streams_pad_with_the_epochs_first_batch(ctx: ProcessContext, size: int) -> None:
+def test_dispatched_streams_pad_with_the_epochs_first_batch(
+    ctx: ProcessContext, size: int
+) -> None:
     for batch in (2, None):
-        after_every_stop(ctx, partial(Drawing, size), batch, collate_fn=torch.as_tensor, dispatch_batches=True)
+        after_every_stop(
+            ctx,
+            partial(Drawing, size),
+            batch,
+            collate_fn=torch.as_tensor,
+            dispatch_batches=True,
+        )
 
 
 class Drawing(IterableDataset[float]):
@@ -162,24 +201,40 @@ class Drawing(IterableDataset[float]):
     def __iter__(self) -> Iterator[float]:
         for _ in range(self.size):
             own = float(self.rng.random()) if self.rng is not None else 0.0
-            yield random.random() + float(np.random.randn()) + float(torch.rand(())) + own
+            yield (
+                random.random() + float(np.random.randn()) + float(torch.rand(())) + own
+            )
 
 
 def noisy(samples: list[float]) -> torch.Tensor:
-    return torch.tensor(samples, dtype=torch.float64) + torch.rand((), dtype=torch.float64) + random.random()
+    return (
+        torch.tensor(samples, dtype=torch.float64)
+        + torch.rand((), dtype=torch.float64)
+        + random.random()
+    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @ranks(1, 2)
-def test_reading_ahead_and_skipping_leave_the_training_random_states_alone(ctx: ProcessContext, prefetch: int) -> None:
+def test_reading_ahead_and_skipping_leave_the_training_random_states_alone(
+    ctx: ProcessContext, prefetch: int
+) -> None:
     for own in (False, True):
-        after_every_stop(ctx, partial(Drawing, 17, own), 3, collate_fn=noisy, prefetch=prefetch)
+        after_every_stop(
+            ctx, partial(Drawing, 17, own), 3, collate_fn=noisy, prefetch=prefetch
+        )
 
 
 @ranks(2, timeout_s=110, exhaustive=(1,))
 def test_lasting_workers_resume_in_their_second_epoch(ctx: ProcessContext) -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(Drawing(8, own=True), batch_size=2, collate_fn=noisy, persistent_workers=True, **fork(2))
+        return DataLoader(
+            Drawing(8, own=True),
+            batch_size=2,
+            collate_fn=noisy,
+            persistent_workers=True,
+            **fork(2),
+        )
 
     whole = prepared(build(), ctx=ctx)
     epochs = [taken(whole), taken(whole)]
@@ -190,7 +245,9 @@ def test_lasting_workers_resume_in_their_second_epoch(ctx: ProcessContext) -> No
             taken(first, stop)
         second = prepared(build(), ctx=ctx)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert [row[:3] for row in taken(second)] == [row[:3] for row in epochs[1][stop:]]
+        assert [row[:3] for row in taken(second)] == [
+            row[:3] for row in epochs[1][stop:]
+        ]
 
 
 class Stateful(IterableDataset[int]):
@@ -232,7 +289,9 @@ class Counting(Stateful):
 
 
 @ranks(2, exhaustive=(1, 3))
-def test_a_state_taken_after_the_end_does_not_begin_the_epoch_anew(ctx: ProcessContext) -> None:
+def test_a_state_taken_after_the_end_does_not_begin_the_epoch_anew(
+    ctx: ProcessContext,
+) -> None:
     for size in (19, 20, 24):
         after_every_stop(ctx, partial(Counting, size), 2)
 
@@ -250,11 +309,15 @@ class OwnGenerator(IterableDataset[int]):
 
 
 @ranks(1, 3)
-def test_a_worker_that_gave_nothing_yet_goes_on_from_what_it_remembered(ctx: ProcessContext) -> None:
+def test_a_worker_that_gave_nothing_yet_goes_on_from_what_it_remembered(
+    ctx: ProcessContext,
+) -> None:
     """In the second epoch, between the first worker's first batch and the second worker's."""
 
     def build() -> DataLoader[Any]:
-        return DataLoader(OwnGenerator(28), batch_size=2, persistent_workers=True, **fork(2))
+        return DataLoader(
+            OwnGenerator(28), batch_size=2, persistent_workers=True, **fork(2)
+        )
 
     for broken_off in (None, 2):
         loader = prepared(build(), ctx=ctx)
@@ -265,7 +328,8 @@ def test_a_worker_that_gave_nothing_yet_goes_on_from_what_it_remembered(ctx: Pro
         taken(first, 1)
         resumed = prepared(build(), ctx=ctx)
         resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        if broken_off is None:  # how far a worker reads ahead of a break is a matter of its speed
+        # how far a worker reads ahead of a break is a matter of its speed
+        if broken_off is None:
             assert [row[:3] for row in taken(resumed)] == second[1:]
         for one in (loader, first, resumed):
             one.parts.source.engine.__dict__["_iterator"] = None  # ends its workers

@@ -13,7 +13,14 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from tests.support.loaders import CountingStream, SeenBatches, global_order, on_every_rank, prepared, seen
+from tests.support.loaders import (
+    CountingStream,
+    SeenBatches,
+    global_order,
+    on_every_rank,
+    prepared,
+    seen,
+)
 
 # Any in this file: loaders and batches of several kinds.
 
@@ -27,8 +34,14 @@ def of_all(
     ctx: ProcessContext, data: Any, batch: int, drop_last: bool = False, **settings: Any
 ) -> list[list[SeenBatches]]:
     workers = settings.pop("workers", 0)
-    options: dict[str, Any] = {"multiprocessing_context": "fork", "num_workers": workers} if workers else {}
-    loader = prepared(DataLoader(data, batch_size=batch, drop_last=drop_last, **options), ctx=ctx, **settings)
+    options: dict[str, Any] = (
+        {"multiprocessing_context": "fork", "num_workers": workers} if workers else {}
+    )
+    loader = prepared(
+        DataLoader(data, batch_size=batch, drop_last=drop_last, **options),
+        ctx=ctx,
+        **settings,
+    )
     return on_every_rank(ctx, seen(loader))
 
 
@@ -40,16 +53,34 @@ def test_every_way_to_read_ends_alike(ctx: ProcessContext) -> None:
             settings: dict[str, Any] = {"even_batches": even, "split_batches": split}
             rows = batch * ctx.world.size if split else batch
             wanted = of_all(ctx, range(size), rows, drop_last, **settings)
-            for stream, dispatch in ((CountingStream(size), True), (Sized(size), True), (CountingStream(size), False)):
-                got = of_all(ctx, stream, rows, drop_last, dispatch_batches=dispatch, **settings)
-                assert got == wanted, (type(stream), dispatch, size, rows, drop_last, settings)
+            for stream, dispatch in (
+                (CountingStream(size), True),
+                (Sized(size), True),
+                (CountingStream(size), False),
+            ):
+                got = of_all(
+                    ctx, stream, rows, drop_last, dispatch_batches=dispatch, **settings
+                )
+                assert got == wanted, (
+                    type(stream),
+                    dispatch,
+                    size,
+                    rows,
+                    drop_last,
+                    settings,
+                )
 
 
 @ranks(2, exhaustive=(3, 4))
-def test_workers_of_a_dispatched_stream_end_as_those_of_a_sharded_one(ctx: ProcessContext) -> None:
+def test_workers_of_a_dispatched_stream_end_as_those_of_a_sharded_one(
+    ctx: ProcessContext,
+) -> None:
     for size in (9, 14):
         wanted = of_all(ctx, CountingStream(size), 3, workers=2)
-        assert of_all(ctx, CountingStream(size), 3, workers=2, dispatch_batches=True) == wanted
+        assert (
+            of_all(ctx, CountingStream(size), 3, workers=2, dispatch_batches=True)
+            == wanted
+        )
         assert sorted(global_order(wanted)) == list(range(size))
 
 
@@ -59,7 +90,9 @@ def trained(ctx: ProcessContext, data: Any, dispatch: bool) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(1, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=3))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=3)
+    )
     for batch in loader:
         x = batch.double()[:, None] / 50
         loss = (model(x) - x.sin()).pow(2).mean()
@@ -71,8 +104,14 @@ def trained(ctx: ProcessContext, data: Any, dispatch: bool) -> Any:
 
 @pytest.mark.parametrize("size", [50, 47])
 @ranks(2)
-def test_training_on_a_stream_ends_with_the_weights_of_map_style_data(ctx: ProcessContext, size: int) -> None:
+def test_training_on_a_stream_ends_with_the_weights_of_map_style_data(
+    ctx: ProcessContext, size: int
+) -> None:
     wanted = trained(ctx, range(size), False)
-    for data, dispatch in ((CountingStream(size), False), (Sized(size), False), (CountingStream(size), True)):
+    for data, dispatch in (
+        (CountingStream(size), False),
+        (Sized(size), False),
+        (CountingStream(size), True),
+    ):
         for got, want in zip(trained(ctx, data, dispatch), wanted, strict=True):
             assert torch.equal(got, want)

@@ -24,7 +24,16 @@ from string import Template
 from typing import Final
 
 TEMPLATE: Final = Path(__file__).with_name("slurm.conf.txt")
-COMMANDS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+COMMANDS: Final = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "scancel",
+    "squeue",
+)
 CLONE_NEWNS: Final = 0x00020000
 MS_REC: Final = 0x4000
 MS_PRIVATE: Final = 1 << 18
@@ -47,20 +56,28 @@ def missing() -> str | None:
 def own_hosts(folder: Path) -> None:
     """Let this process and its children resolve the nodes' names, without changing the machine's hosts file."""
     hosts = folder / "hosts"
-    hosts.write_text(f"127.0.0.1 localhost {socket.gethostname()}\n127.0.0.1 node1 node2\n")
+    hosts.write_text(
+        f"127.0.0.1 localhost {socket.gethostname()}\n127.0.0.1 node1 node2\n"
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     if (
         libc.unshare(CLONE_NEWNS)
         or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
         or libc.mount(str(hosts).encode(), b"/etc/hosts", None, MS_BIND, None)
     ):
-        raise OSError(ctypes.get_errno(), "cannot make a mount namespace with a hosts file of its own")
+        raise OSError(
+            ctypes.get_errno(),
+            "cannot make a mount namespace with a hosts file of its own",
+        )
 
 
 def free_ports(count: int) -> list[int]:
     """Ports that nothing listens on now."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in range(count)]
+        sockets = [
+            stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+            for _ in range(count)
+        ]
         return [int(s.getsockname()[1]) for s in sockets]
 
 
@@ -145,7 +162,11 @@ def command(*argv: str) -> str:
 
 def idle_nodes() -> int:
     """How many nodes wait for work."""
-    return command("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T").split().count("idle")
+    return (
+        command("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T")
+        .split()
+        .count("idle")
+    )
 
 
 def wait_until(condition: Callable[[], bool], what: str, folder: Path) -> None:
@@ -153,7 +174,10 @@ def wait_until(condition: Callable[[], bool], what: str, folder: Path) -> None:
     deadline = time.monotonic() + START_S
     while not condition():
         if time.monotonic() > deadline:
-            logs = "\n".join(f"== {p}\n{p.read_text()[-2000:]}" for p in sorted((folder / "log").iterdir()))
+            logs = "\n".join(
+                f"== {p}\n{p.read_text()[-2000:]}"
+                for p in sorted((folder / "log").iterdir())
+            )
             raise TimeoutError(f"no {what} within {START_S:g} s\n{logs}")
         time.sleep(0.05)
 

@@ -16,8 +16,14 @@ def train(accelerator: Accelerator, pause: float = 0.0) -> None:
     """Train one epoch; every rank writes down its batches, losses and, at the end, the weights."""
     folder = Path(accelerator.config.project.project_dir or ".")
     torch.manual_seed(4)
-    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    data = DataLoader(TensorDataset(torch.arange(400.0).reshape(-1, 1) / 200), batch_size=2, shuffle=True)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+    )
+    data = DataLoader(
+        TensorDataset(torch.arange(400.0).reshape(-1, 1) / 200),
+        batch_size=2,
+        shuffle=True,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, data)
     if (folder / "checkpoints").exists():
@@ -34,7 +40,9 @@ def train(accelerator: Accelerator, pause: float = 0.0) -> None:
             if accelerator.preempted:
                 accelerator.save_state()
                 sys.exit(PREEMPTED_EXIT_CODE)
-        weights = [p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()]
+        weights = [
+            p.flatten().tolist() for p in accelerator.unwrap_model(model).parameters()
+        ]
         seen.write(f"end {weights}\n")
 
 

@@ -38,8 +38,15 @@ def test_the_self_check_passes_on_real_ranks(ctx: ProcessContext) -> None:
 
 
 @ranks(4)
-def test_links_are_measured_inside_machines_and_between_them(ctx: ProcessContext) -> None:
-    place = replace(ctx.topology, node_rank=ctx.rank // 2, local_rank=ctx.rank % 2, local_world_size=2)
+def test_links_are_measured_inside_machines_and_between_them(
+    ctx: ProcessContext,
+) -> None:
+    place = replace(
+        ctx.topology,
+        node_rank=ctx.rank // 2,
+        local_rank=ctx.rank % 2,
+        local_world_size=2,
+    )
     links = measured_links(Accelerator(cpu=True, context=replace(ctx, topology=place)))
     assert (links.device, links.machines, links.per_machine) == ("cpu", 2, 2)
     assert links.node_gb_s is not None
@@ -60,12 +67,17 @@ def test_one_process_has_no_links() -> None:
         measured_links(Accelerator(cpu=True))
 
 
-def test_the_self_check_tells_which_rank_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_self_check_tells_which_rank_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def broken(accelerator: Accelerator) -> str:
         raise RuntimeError("no route")
 
     assert not self_check(Accelerator(cpu=True), (("network", broken),))
-    assert capsys.readouterr().out == "FAILED  network      rank 0: RuntimeError: no route\n"
+    assert (
+        capsys.readouterr().out
+        == "FAILED  network      rank 0: RuntimeError: no route\n"
+    )
 
 
 @pytest.mark.exhaustive
@@ -74,12 +86,21 @@ def test_hasten_test_checks_under_the_settings(
 ) -> None:
     monkeypatch.setenv("HASTEN_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert main(["test", "--cpu", "--num_processes", "2", "--mixed_precision", "bf16"]) == 0
+    assert (
+        main(["test", "--cpu", "--num_processes", "2", "--mixed_precision", "bf16"])
+        == 0
+    )
     out = capfd.readouterr().out
     assert re.search(
-        r"^passed  training +ranks 0-1: 8 updates, bf16: losses differ from one process by ", out, re.MULTILINE
+        r"^passed  training +ranks 0-1: 8 updates, bf16: losses differ from one process by ",
+        out,
+        re.MULTILINE,
     )
-    assert re.search(r"^passed  all-reduce +ranks 0-1: \d+\.\d+ GB/s over 2 processes", out, re.MULTILINE)
+    assert re.search(
+        r"^passed  all-reduce +ranks 0-1: \d+\.\d+ GB/s over 2 processes",
+        out,
+        re.MULTILINE,
+    )
     assert out.endswith("everything works\n")
 
 
@@ -111,7 +132,9 @@ dist.destroy_process_group()
 """
 
 
-def start_tasks(folder: Path, changes: tuple[dict[str, str], ...]) -> list[tuple[int, str]]:
+def start_tasks(
+    folder: Path, changes: tuple[dict[str, str], ...]
+) -> list[tuple[int, str]]:
     """Exit code and output of `hasten launch` under srun with two tasks on one node, each with changed variables."""
     (folder / "task.py").write_text(TASK)
     port = str(free_port())
@@ -131,7 +154,14 @@ def start_tasks(folder: Path, changes: tuple[dict[str, str], ...]) -> list[tuple
             "HF_HOME": str(folder),
             **change,
         }
-        command = [sys.executable, "-m", "hasten.cli.main", "launch", "--cpu", "task.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "hasten.cli.main",
+            "launch",
+            "--cpu",
+            "task.py",
+        ]
         tasks.append(
             subprocess.Popen(
                 command,
@@ -183,9 +213,16 @@ def test_a_script_under_mpirun_finds_its_ranks(tmp_path: Path) -> None:
         pytest.skip("mpirun is not installed")
     (tmp_path / "script.py").write_text(UNDER_MPIRUN)
     env = {**os.environ, "HASTEN_HOME": str(tmp_path), "HF_HOME": str(tmp_path)}
-    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run(
+        ["mpirun", "--version"], capture_output=True, text=True
+    ).stdout
     extra = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in version else []
     command = ["mpirun", *extra, "-n", "2", sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"rank-{i}").read_text() for i in range(2)] == ["(0, 0, 2) 3 gloo", "(1, 1, 2) 3 gloo"]
+    assert [(tmp_path / f"rank-{i}").read_text() for i in range(2)] == [
+        "(0, 0, 2) 3 gloo",
+        "(1, 1, 2) 3 gloo",
+    ]

@@ -29,7 +29,9 @@ def stuck(folder: Path, signals: int) -> tuple[int, float, str]:
             (folder / "worker").write_text(str(worker.pid))
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             with SignalGuard(
-                lambda: [worker.pid], grace_s=1.0, last_words=lambda words: void(os.write(writer, words.encode()))
+                lambda: [worker.pid],
+                grace_s=1.0,
+                last_words=lambda words: void(os.write(writer, words.encode())),
             ):
                 (folder / "ready").write_text("")
                 while True:
@@ -61,14 +63,20 @@ def void(value: object) -> None:
 def gone(pid: int) -> bool:
     """Whether a process has ended (its parent, which is gone too, may not have noticed yet)."""
     try:
-        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return (
+            "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        )
     except OSError:
         return True
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize(("signals", "why"), [(1, "no process ended within 1 s"), (2, "a second signal")])
-def test_a_stuck_launcher_ends_with_its_processes(tmp_path: Path, signals: int, why: str) -> None:
+@pytest.mark.parametrize(
+    ("signals", "why"), [(1, "no process ended within 1 s"), (2, "a second signal")]
+)
+def test_a_stuck_launcher_ends_with_its_processes(
+    tmp_path: Path, signals: int, why: str
+) -> None:
     code, took, words = stuck(tmp_path, signals)
     assert code == 128 + signal.SIGTERM
     assert took < 5
@@ -81,11 +89,18 @@ def test_a_stuck_launcher_ends_with_its_processes(tmp_path: Path, signals: int, 
 
 
 def test_a_guard_leaves_signals_as_it_found_them() -> None:
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    before = [
+        signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ]
     nobody = [2**30]  # a group that cannot exist: with one, the grace is the one given
-    with SignalGuard(lambda: nobody, grace_s=60.0, last_words=void), pytest.raises(Interrupted, match="SIGTERM"):
+    with (
+        SignalGuard(lambda: nobody, grace_s=60.0, last_words=void),
+        pytest.raises(Interrupted, match="SIGTERM"),
+    ):
         signal.raise_signal(signal.SIGTERM)
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [
+        signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ] == before
 
 
 def test_groups_that_are_gone_are_no_matter() -> None:

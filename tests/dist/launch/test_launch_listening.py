@@ -56,7 +56,9 @@ def loopback_only(text: str, least: int) -> None:
     for one in found:
         addresses = re.findall(r"'([^']+)'", one)
         assert len(addresses) >= least, one
-        assert all(address.startswith(("127.0.0.1:", "[::1]:")) for address in addresses), one
+        assert all(
+            address.startswith(("127.0.0.1:", "[::1]:")) for address in addresses
+        ), one
 
 
 def test_one_machine_listens_on_the_loopback_alone_also_after_a_restart(
@@ -79,7 +81,16 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
     sys.exit(3)
 """
     )
-    code = main(["launch", "--cpu", "--num_processes=2", "--max_restarts=1", "--monitor_interval=0.1", "script.py"])
+    code = main(
+        [
+            "launch",
+            "--cpu",
+            "--num_processes=2",
+            "--max_restarts=1",
+            "--monitor_interval=0.1",
+            "script.py",
+        ]
+    )
     said = capfd.readouterr()
     assert code == 0, said.err
     assert said.out.count("LISTENING") == 2
@@ -130,10 +141,25 @@ def network() -> Iterator[list[str]]:
         except FileNotFoundError as error:
             pytest.skip(f"the command {error.filename} is not installed")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+            pytest.skip(
+                f"network namespaces cannot be made here: {error.stderr.strip()}"
+            )
         ip("-n", switch, "link", "set", "br0", "up")
         for i, host in enumerate(hosts):
-            ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", host)
+            ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                f"port{i}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                host,
+            )
             ip("-n", switch, "link", "set", f"port{i}", "master", "br0", "up")
             ip("-n", host, "addr", "add", f"{ADDRESS.format(i + 1)}/24", "dev", "eth0")
             ip("-n", host, "link", "set", "eth0", "up")
@@ -171,18 +197,39 @@ class Program:
 
 def on(host: str, folder: Path, *words: str, **variables: str) -> Program:
     """Start a Python program on a host, with a home of its own unless one is given."""
-    home = {"HASTEN_HOME": str(folder / f"home-{host}"), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    home = {
+        "HASTEN_HOME": str(folder / f"home-{host}"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
+    }
     path = folder / f"{host}-{time.monotonic_ns()}.txt"
     command = ["ip", "netns", "exec", host, sys.executable, *words]
     with path.open("wb") as output:
         env = {**os.environ, **home, **variables}
-        process = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT
+        )
     return Program(process, path)
 
 
-def launch(host: str, folder: Path, machine: int, script: str, *flags: str, **variables: str) -> Program:
-    meeting = (f"--main_process_ip={ADDRESS.format(1)}", f"--main_process_port={PORT}", f"--machine_rank={machine}")
-    words = ("-m", "hasten.cli.main", "launch", "--cpu", "--check_in=off", *meeting, *flags, script)
+def launch(
+    host: str, folder: Path, machine: int, script: str, *flags: str, **variables: str
+) -> Program:
+    meeting = (
+        f"--main_process_ip={ADDRESS.format(1)}",
+        f"--main_process_port={PORT}",
+        f"--machine_rank={machine}",
+    )
+    words = (
+        "-m",
+        "hasten.cli.main",
+        "launch",
+        "--cpu",
+        "--check_in=off",
+        *meeting,
+        *flags,
+        script,
+    )
     return on(host, folder, *words, **variables)
 
 
@@ -246,7 +293,9 @@ while time.monotonic() < deadline:
 
 @pytest.mark.slow
 @pytest.mark.timeout(230)
-def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(folder: Path, network: list[str]) -> None:
+def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(
+    folder: Path, network: list[str]
+) -> None:
     """The machine that should be second is late; a stranger who knows the command and the code takes its place."""
     (folder / "victim.py").write_text(VICTIM)
     (folder / "impostor.py").write_text(IMPOSTOR)
@@ -275,36 +324,53 @@ def test_a_stranger_who_writes_into_the_store_gets_nothing_unpickled(
     (folder / "victim.py").write_text(VICTIM)
     (folder / "writer.py").write_text(WRITER)
     (folder / "stop").write_text("")
-    shared = {"HASTEN_HOME": str(folder / "home")}  # a home folder that both machines mount: its secret is the token
+    # a home folder that both machines mount: its secret is the token
+    shared = {"HASTEN_HOME": str(folder / "home")}
     address = ADDRESS.format(1)
     writer = on(network[2], folder, "writer.py", address, "60", str(PORT))
-    members = [launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)]
+    members = [
+        launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)
+    ]
     deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and any(one.process.poll() is None for one in members):
+    while time.monotonic() < deadline and any(
+        one.process.poll() is None for one in members
+    ):
         if "connected" in writer.said and members[0].said.count("ROUND DONE") >= 5:
             break
         time.sleep(0.1)
     (folder / "stop").write_text("1")
     said = [one.ended(45) for one in members]
     writer.kill()
-    assert "connected" in writer.said  # the interface where machines meet is open to the network
+    # the interface where machines meet is open to the network
+    assert "connected" in writer.said
     assert not (folder / "pwned").exists(), said
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(230)
 @pytest.mark.exhaustive
-def test_many_machines_listen_on_the_interface_where_they_meet(folder: Path, network: list[str]) -> None:
-    script = LISTEN + VICTIM.replace("while True:", "print('LISTENING', listening(), flush=True)\nwhile True:")
+def test_many_machines_listen_on_the_interface_where_they_meet(
+    folder: Path, network: list[str]
+) -> None:
+    script = LISTEN + VICTIM.replace(
+        "while True:", "print('LISTENING', listening(), flush=True)\nwhile True:"
+    )
     (folder / "victim.py").write_text(script)
     (folder / "stop").write_text("1")
     shared = {"HASTEN_HOME": str(folder / "home")}
     for flags in (("--num_machines=2",), ("--nnodes=2:3",)):
-        members = [launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)]
+        members = [
+            launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)
+        ]
         for i, one in enumerate(members):
             text = one.ended()
             assert "ROUND DONE" in text, text
-            addresses = re.findall(r"'([^']+)'", re.findall(r"LISTENING (\[.*\])", text)[0])
+            addresses = re.findall(
+                r"'([^']+)'", re.findall(r"LISTENING (\[.*\])", text)[0]
+            )
             mine = ADDRESS.format(i + 1)
             assert addresses
-            assert all(a.startswith((f"{mine}:", "127.0.0.1:", f"[::ffff:{mine}]:")) for a in addresses), addresses
+            assert all(
+                a.startswith((f"{mine}:", "127.0.0.1:", f"[::ffff:{mine}]:"))
+                for a in addresses
+            ), addresses

@@ -16,7 +16,14 @@ from typing import Final
 import cloudpickle
 import pytest
 
-from tests.support.machines import NamespaceMachine, Zygote, machines, meet, warm_launcher, why_impossible
+from tests.support.machines import (
+    NamespaceMachine,
+    Zygote,
+    machines,
+    meet,
+    warm_launcher,
+    why_impossible,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
@@ -35,32 +42,41 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 def write(folder: Path, text: str) -> str:
     """A script with some text; its name."""
     (folder / "script.py").write_text(
-        "import os, sys, time\nrank, world = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n" + text
+        "import os, sys, time\nrank, world = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n"
+        + text
     )
     return "script.py"
 
 
-def test_three_machines_in_the_order_of_their_ranks_then_a_wrong_rank(zygote: Zygote, tmp_path: Path) -> None:
+def test_three_machines_in_the_order_of_their_ranks_then_a_wrong_rank(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with machines(zygote, 3) as hosts:
         script = write(tmp_path, "print('rank', rank, 'of', world)")
-        for m, rank in zip(hosts, (0, 2, 1), strict=True):  # not the order of their names
+        # not the order of their names
+        for m, rank in zip(hosts, (0, 2, 1), strict=True):
             m.start(tmp_path, [*meet(3), f"--machine_rank={rank}", script])
         ends = [m.end() for m in hosts]
         for m, rank in zip(hosts, (0, 1, 1), strict=True):
             m.start(tmp_path, [*meet(3), f"--machine_rank={rank}", script])
         wrong = [m.end() for m in hosts]
     assert [code for code, _ in ends] == [0, 0, 0], ends
-    assert [f"rank {r} of 3" in text for r, (_, text) in zip((0, 2, 1), ends, strict=True)] == [True] * 3
+    assert [
+        f"rank {r} of 3" in text for r, (_, text) in zip((0, 2, 1), ends, strict=True)
+    ] == [True] * 3
     for code, text in wrong:
         assert code == 1
         assert re.search(
-            r"host-[bc] \(10.77.0.[23]\) and host-[bc] \(10.77.0.[23]\) both claim to be machine 1 of 3", text
+            r"host-[bc] \(10.77.0.[23]\) and host-[bc] \(10.77.0.[23]\) both claim to be machine 1 of 3",
+            text,
         )
         assert "Correct --machine_rank" in text
         assert "rank 0 of 3" not in text  # no user code has run
 
 
-def test_two_machines_that_claim_rank_0_both_learn_why(zygote: Zygote, tmp_path: Path) -> None:
+def test_two_machines_that_claim_rank_0_both_learn_why(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with machines(zygote, 2) as hosts:
         script = write(tmp_path, "print('user code')")
         for m in hosts:
@@ -69,17 +85,32 @@ def test_two_machines_that_claim_rank_0_both_learn_why(zygote: Zygote, tmp_path:
     for code, text in ends:
         assert code == 1
         assert re.search(
-            r"host-[ab] \(10.77.0.[12]\) and host-[ab] \(10.77.0.[12]\) both claim to be machine 0 of 2", text
+            r"host-[ab] \(10.77.0.[12]\) and host-[ab] \(10.77.0.[12]\) both claim to be machine 0 of 2",
+            text,
         ), text
         assert "recv" not in text
         assert "user code" not in text
 
 
 @pytest.mark.parametrize("rank", [0, 1, None])
-def test_a_host_name_that_cannot_be_resolved_is_named(zygote: Zygote, tmp_path: Path, rank: int | None) -> None:
+def test_a_host_name_that_cannot_be_resolved_is_named(
+    zygote: Zygote, tmp_path: Path, rank: int | None
+) -> None:
     with machines(zygote, 1) as (a,):
-        words = ["--cpu", "--num_machines=2", "--main_process_ip=gpu7.invalid", "--rdzv_conf=join_timeout=1"]
-        a.start(tmp_path, [*words, *([] if rank is None else [f"--machine_rank={rank}"]), write(tmp_path, "")])
+        words = [
+            "--cpu",
+            "--num_machines=2",
+            "--main_process_ip=gpu7.invalid",
+            "--rdzv_conf=join_timeout=1",
+        ]
+        a.start(
+            tmp_path,
+            [
+                *words,
+                *([] if rank is None else [f"--machine_rank={rank}"]),
+                write(tmp_path, ""),
+            ],
+        )
         code, text = a.end()
     assert code == 1
     assert "the host name 'gpu7.invalid' cannot be resolved on this machine" in text
@@ -93,7 +124,10 @@ def test_different_settings_end_in_seconds(zygote: Zygote, tmp_path: Path) -> No
         ends = [a.end(), b.end()]
     for code, text in ends:
         assert code == 1
-        assert "the setting mixed_precision: 'bf16' on host-a; its default on host-b" in text
+        assert (
+            "the setting mixed_precision: 'bf16' on host-a; its default on host-b"
+            in text
+        )
         assert "user code" not in text
 
 
@@ -116,7 +150,9 @@ raise ConnectionResetError('the neighbour has gone')
 """
 
 
-def test_a_machine_that_dies_is_named_by_the_others(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_machine_that_dies_is_named_by_the_others(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with machines(zygote, 2) as (a, b):
         script = write(tmp_path, NEIGHBOURS)
         for m in (a, b):
@@ -129,7 +165,10 @@ def test_a_machine_that_dies_is_named_by_the_others(zygote: Zygote, tmp_path: Pa
         took = time.monotonic() - start
     assert code == 1
     assert took < 30
-    assert "machine 1 (host-b) no longer responds: probably the first failure, check it" in text
+    assert (
+        "machine 1 (host-b) no longer responds: probably the first failure, check it"
+        in text
+    )
     assert "rank 0 on host-a" in text
     assert text.count("Traceback") == 1
 
@@ -164,9 +203,13 @@ def test_two_machines_with_the_same_command_and_different_counts_until_their_lin
     assert "3 processes on 2 machines" in table
     assert re.search(r"^0 +0 +host-a +10\.77\.0\.1 ", table, re.MULTILINE)
     assert re.search(r"^1 +1-2 +host-b +10\.77\.0\.2 ", table, re.MULTILINE)
-    for (code, text), lost, here in zip(ends, ("machine 1 (host-b)", "machine 0 (host-a)"), "ab", strict=True):
+    for (code, text), lost, here in zip(
+        ends, ("machine 1 (host-b)", "machine 0 (host-a)"), "ab", strict=True
+    ):
         assert code == 1
-        assert f"{lost} no longer responds: probably the first failure, check it" in text
+        assert (
+            f"{lost} no longer responds: probably the first failure, check it" in text
+        )
         assert re.search(rf"rank \d on host-{here} \(pid \d+\) failed first", text)
         assert text.count("Traceback") == 1
     assert left == []
@@ -190,7 +233,9 @@ for step in range(10_000):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(200)
-def test_a_cut_link_under_a_training_is_reported_with_its_line(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_cut_link_under_a_training_is_reported_with_its_line(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     """With default settings: both sides say so within 30 s and end long before the group's own timeout, half an hour."""
     with machines(zygote, 2) as (a, b):
         script = write(tmp_path, TRAINING)
@@ -231,7 +276,10 @@ sys.exit(85)
     [
         ((1,), 1),
         ((0, 1), 1),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (((0,), 0), ((0,), 1), ((0, 1), 0))),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (((0,), 0), ((0,), 1), ((0, 1), 0))
+        ),
     ],
 )
 def test_machines_leave_with_the_same_code_when_some_are_told_to_stop(
@@ -241,7 +289,16 @@ def test_machines_leave_with_the_same_code_when_some_are_told_to_stop(
     write(tmp_path, TOLD)
     with machines(zygote, 2) as hosts:
         for i, host in enumerate(hosts):
-            host.start(tmp_path, [*meet(2), f"--machine_rank={i}", "--max_restarts=1", "script.py", str(slow)])
+            host.start(
+                tmp_path,
+                [
+                    *meet(2),
+                    f"--machine_rank={i}",
+                    "--max_restarts=1",
+                    "script.py",
+                    str(slow),
+                ],
+            )
         wait_for_files(tmp_path, "ready-?", 2)
         for index in told:
             os.kill(hosts[index].launcher, signal.SIGUSR1)
@@ -267,7 +324,9 @@ def wait_for_files(folder: Path, pattern: str, count: int) -> None:
         time.sleep(0.02)
 
 
-def test_an_elastic_job_goes_on_without_a_lost_machine(zygote: Zygote, tmp_path: Path) -> None:
+def test_an_elastic_job_goes_on_without_a_lost_machine(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with machines(zygote, 2) as (a, b):
         script = write(tmp_path, NEIGHBOURS)
         flags = ["--nnodes=1:2", *meet(1)[1:], "--max_restarts=2"]
@@ -317,21 +376,44 @@ def launch(node_rank):
 
 def test_the_same_notebook_on_two_machines(zygote: Zygote, tmp_path: Path) -> None:
     """A real kernel on each host; two processes of each work together, and the first host gets the result."""
-    env = {**os.environ, "HASTEN_HOME": str(tmp_path), "HF_HOME": str(tmp_path), "IPYTHONDIR": str(tmp_path)}
+    env = {
+        **os.environ,
+        "HASTEN_HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path),
+        "IPYTHONDIR": str(tmp_path),
+    }
     kernels = []
     with machines(zygote, 2) as hosts:
         for node, m in enumerate(hosts):
             cells = json.dumps([cell.replace("NODE", str(node)) for cell in CELLS])
             shell = f'ip netns exec {m.namespace} unshare --uts sh -c "hostname {m.name} && exec \\"\\$@\\"" - "$@"'
-            command = ["sh", "-c", shell, "-", sys.executable, "-W", "ignore", "-c", NOTEBOOK, cells]
-            kernels.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True))
+            command = [
+                "sh",
+                "-c",
+                shell,
+                "-",
+                sys.executable,
+                "-W",
+                "ignore",
+                "-c",
+                NOTEBOOK,
+                cells,
+            ]
+            kernels.append(
+                subprocess.Popen(
+                    command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+                )
+            )
         books = [json.loads(kernel.communicate(timeout=110)[0]) for kernel in kernels]
     for node, (setup, worked, wrong) in enumerate(books):
         assert setup == []
         said = "".join("".join(output.get("text", "")) for output in worked)
         assert f"result {60 if node == 0 else None}\n" in said
         assert wrong[-1]["ename"] == "LaunchError"
-        assert "give a machine_rank from 0 to 1. (In a notebook --machine_rank is node_rank" in wrong[-1]["evalue"]
+        assert (
+            "give a machine_rank from 0 to 1. (In a notebook --machine_rank is node_rank"
+            in wrong[-1]["evalue"]
+        )
 
 
 def write_call(folder: Path, function: Callable[[], object], source: str) -> str:
@@ -342,7 +424,9 @@ def write_call(folder: Path, function: Callable[[], object], source: str) -> str
     return folder.name
 
 
-def test_every_notebook_of_a_job_is_told_why_it_failed(zygote: Zygote, tmp_path: Path) -> None:
+def test_every_notebook_of_a_job_is_told_why_it_failed(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     def boom() -> None:
         if os.environ["RANK"] == "3":
             raise ValueError("boom in the cell")
@@ -361,10 +445,13 @@ def test_every_notebook_of_a_job_is_told_why_it_failed(zygote: Zygote, tmp_path:
     with machines(zygote, 2) as hosts:
         raised = verdicts(hosts, [[*cell, one], [*cell, one]])
         other = verdicts(hosts, [[*cell, one], [*cell, two]])
-        (missing,) = verdicts(hosts[:1], [["--machine_rank=0", "--rdzv_conf=join_timeout=1", *cell, one]])
-    sentence = (
-        r"rank 3 on host-b \(pid \d+\) failed: ValueError: boom in the cell \(its traceback is in the output above\)"
-    )
+        (missing,) = verdicts(
+            hosts[:1], [["--machine_rank=0", "--rdzv_conf=join_timeout=1", *cell, one]]
+        )
+    sentence = r"rank 3 on host-b \(pid \d+\) failed: ValueError: boom in the cell \(its traceback is in the output above\)"
     assert all(re.fullmatch(sentence, words) for words in raised), raised
-    assert ["the code of the notebook's function: " in words for words in other] == [True, True]
+    assert ["the code of the notebook's function: " in words for words in other] == [
+        True,
+        True,
+    ]
     assert "machine 1 of 2 did not check in within 1 s" in missing

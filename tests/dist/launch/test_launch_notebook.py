@@ -33,7 +33,9 @@ def train(x, fail_on=None):
 """
 TRAIN: Final = 'print(notebook_launcher(train, (5,), num_processes=2, mixed_precision="bf16", cpu=True))'
 FAIL: Final = 'notebook_launcher(train, (5, 1), num_processes=2, mixed_precision="bf16", cpu=True)'
-HELPER: Final = "import local_module\nprint(debug_launcher(local_module.name, num_processes=1))"
+HELPER: Final = (
+    "import local_module\nprint(debug_launcher(local_module.name, num_processes=1))"
+)
 
 DRIVER: Final = """
 import sys
@@ -52,15 +54,31 @@ def run_cells(folder: Path, *cells: str) -> list[list[dict[str, Any]]]:
         "nbformat_minor": 5,
         "metadata": {},
         "cells": [
-            {"cell_type": "code", "id": f"c{i}", "source": text, "metadata": {}, "outputs": [], "execution_count": None}
+            {
+                "cell_type": "code",
+                "id": f"c{i}",
+                "source": text,
+                "metadata": {},
+                "outputs": [],
+                "execution_count": None,
+            }
             for i, text in enumerate(cells)
         ],
     }
     path = folder / "book.ipynb"
     path.write_text(json.dumps(notebook))
-    env = {**os.environ, "HASTEN_HOME": str(folder / "home"), "HF_HOME": str(folder / "hf"), "IPYTHONDIR": str(folder)}
+    env = {
+        **os.environ,
+        "HASTEN_HOME": str(folder / "home"),
+        "HF_HOME": str(folder / "hf"),
+        "IPYTHONDIR": str(folder),
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, str(path)], cwd=folder, env=env, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", DRIVER, str(path)],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return [cell["outputs"] for cell in json.loads(path.read_text())["cells"]]
@@ -73,14 +91,17 @@ def printed(outputs: list[dict[str, Any]]) -> str:
 
 def test_cells_train_fail_and_run_again(tmp_path: Path) -> None:
     (tmp_path / "local_module.py").write_text("def name():\n    return __name__\n")
-    setup, first, failed, again, local = run_cells(tmp_path, SETUP, TRAIN, FAIL, TRAIN, HELPER)
+    setup, first, failed, again, local = run_cells(
+        tmp_path, SETUP, TRAIN, FAIL, TRAIN, HELPER
+    )
     assert setup == []
     for outputs in (first, again):
         assert "rank 0 works\n" in printed(outputs)
         assert "rank 1 works\n" in printed(outputs)
         assert "(15, 2, 'bf16')" in printed(outputs)
     assert "rank 1 on" in printed(failed)
-    assert 'raise ValueError("boom in the cell")' in printed(failed)  # the cell's own line, which is in no file
+    # the cell's own line, which is in no file
+    assert 'raise ValueError("boom in the cell")' in printed(failed)
     assert printed(failed).count("Traceback") == 1
     assert failed[-1]["ename"] == "LaunchError"
     sentence = r"rank 1 \(pid \d+\) failed: ValueError: boom in the cell \(its traceback is in the output above\)"
@@ -106,7 +127,9 @@ except KeyboardInterrupt:
 def test_the_stop_button_ends_the_processes(tmp_path: Path) -> None:
     env = {**os.environ, "HASTEN_HOME": str(tmp_path), "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as notebook:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as notebook:
         deadline = time.monotonic() + 60
         while not (tmp_path / "pid").exists():
             assert time.monotonic() < deadline
@@ -124,11 +147,17 @@ def test_what_cannot_travel_is_told(
 ) -> None:
     monkeypatch.setenv("HASTEN_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with (tmp_path / "file").open("w") as handle, pytest.raises(LaunchError, match="cannot be pickled"):
+    with (
+        (tmp_path / "file").open("w") as handle,
+        pytest.raises(LaunchError, match="cannot be pickled"),
+    ):
         notebook_launcher(lambda: handle.name)
     with pytest.raises(
-        LaunchError, match=r"rank 0 \(pid \d+\) failed: .*returned a generator, which cannot be sent back"
+        LaunchError,
+        match=r"rank 0 \(pid \d+\) failed: .*returned a generator, which cannot be sent back",
     ):
         notebook_launcher(lambda: (i for i in range(3)), num_processes=1, cpu=True)
-    assert notebook_launcher(lambda x: {"x": x}, (4,), num_processes=1, cpu=True) == {"x": 4}
+    assert notebook_launcher(lambda x: {"x": x}, (4,), num_processes=1, cpu=True) == {
+        "x": 4
+    }
     capfd.readouterr()

@@ -33,10 +33,21 @@ def undisturbed(ctx: ProcessContext, folder: str) -> None:
 @contextmanager
 def launched(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A launcher of two processes with one restart."""
-    words = ["launch", "--cpu", "--num_processes=2", "--max_restarts=1", str(TRAIN), str(SAMPLES), "0.05", "0"]
+    words = [
+        "launch",
+        "--cpu",
+        "--num_processes=2",
+        "--max_restarts=1",
+        str(TRAIN),
+        str(SAMPLES),
+        "0.05",
+        "0",
+    ]
     env = {**os.environ, "HASTEN_HOME": str(folder), "HF_HOME": str(folder)}
     command = [sys.executable, "-m", "hasten.cli.main", *words]
-    with subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(
+        command, cwd=folder, env=env, stderr=subprocess.PIPE, text=True
+    ) as launcher:
         try:
             yield launcher
         finally:
@@ -52,24 +63,36 @@ def wait_for_lines(file: Path, more_than: int) -> int:
     return count
 
 
-def test_a_training_told_to_stop_twice_ends_as_if_never_stopped(tmp_path: Path, rank_pool: Pool) -> None:
+def test_a_training_told_to_stop_twice_ends_as_if_never_stopped(
+    tmp_path: Path, rank_pool: Pool
+) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     run.mkdir()
     whole.mkdir()
     rank_pool.run(undisturbed, 2, str(whole))
     with launched(tmp_path) as launcher:
         wait_for_lines(run / "seen-1", 2)
-        os.kill(int((run / "pid-1-0").read_text()), signal.SIGUSR1)  # one worker: the run goes on by itself
+        # one worker: the run goes on by itself
+        os.kill(int((run / "pid-1-0").read_text()), signal.SIGUSR1)
         wait_for_lines(run / "pid-0-1", 0)
         wait_for_lines(run / "seen-0", (run / "seen-0").read_text().count("\n") + 2)
-        launcher.send_signal(signal.SIGTERM)  # the launcher: all save, and whoever sent it starts the run again
+        # the launcher: all save, and whoever sent it starts the run again
+        launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate(timeout=240)
     assert launcher.returncode == 85, said
-    assert "exit code 85 means that the run saved a checkpoint and stopped after a signal" in said
+    assert (
+        "exit code 85 means that the run saved a checkpoint and stopped after a signal"
+        in said
+    )
     assert "restart 1 of 1" in said
-    assert "SIGTERM: all processes of this machine have saved and exited; restart the job to continue" in said
+    assert (
+        "SIGTERM: all processes of this machine have saved and exited; restart the job to continue"
+        in said
+    )
     assert "end" not in (run / "seen-0").read_text()
     rank_pool.run(undisturbed, 2, str(run))
     for rank in range(2):
-        assert (run / f"seen-{rank}").read_text() == (whole / f"seen-{rank}").read_text()
+        assert (run / f"seen-{rank}").read_text() == (
+            whole / f"seen-{rank}"
+        ).read_text()
     assert len(list((run / "checkpoints").iterdir())) == 2

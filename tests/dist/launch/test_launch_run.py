@@ -44,7 +44,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(folder: Path, text: str) -> str:
     """A script with some text; its name."""
-    (folder / "script.py").write_text("import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n" + text)
+    (folder / "script.py").write_text(
+        "import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n" + text
+    )
     return "script.py"
 
 
@@ -55,7 +57,9 @@ def launch(*words: str) -> int:
 
 def alive(pids: list[int]) -> list[int]:
     """Those of the processes that still run."""
-    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and _state(pid) != "Z"]
+    return [
+        pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and _state(pid) != "Z"
+    ]
 
 
 def _state(pid: int) -> str:
@@ -81,15 +85,23 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
     return left
 
 
-def test_two_processes_really_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_really_run(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = "names = 'WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE OMP_NUM_THREADS'.split()\n"
     text += "print(rank, *(os.environ[n] for n in names), sys.argv[1:], 'cpu' in os.environ['HASTEN_CONFIG'])"
     assert launch("--num-processes", "2", write(folder, text), "--lr", "3") == 0
     out, err = capfd.readouterr()
     threads = os.environ.get("OMP_NUM_THREADS")
-    assert sorted(out.splitlines()) == [f"{r} 2 {r} 2 {threads} ['--lr', '3'] True" for r in (0, 1)]
+    assert sorted(out.splitlines()) == [
+        f"{r} 2 {r} 2 {threads} ['--lr', '3'] True" for r in (0, 1)
+    ]
     assert "2 processes on 1 machine" in err
-    assert re.search(rf"^0 +0-1 +{re.escape(socket.gethostname())} +127\.0\.0\.1 +cpu", err, re.MULTILINE)
+    assert re.search(
+        rf"^0 +0-1 +{re.escape(socket.gethostname())} +127\.0\.0\.1 +cpu",
+        err,
+        re.MULTILINE,
+    )
     assert "HASTEN_CONFIG" not in os.environ
 
 
@@ -106,21 +118,43 @@ ADDED: Final = frozenset(
             "MASTER_ADDR",
             "MASTER_PORT",
         ),
-        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS"),
-        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
-        *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HASTEN_LAUNCHER_PID"),
+        *(
+            "ROLE_NAME",
+            "ROLE_RANK",
+            "ROLE_WORLD_SIZE",
+            "TORCHELASTIC_ERROR_FILE",
+            "TORCHELASTIC_MAX_RESTARTS",
+        ),
+        *(
+            "TORCHELASTIC_RESTART_COUNT",
+            "TORCHELASTIC_RUN_ID",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE",
+        ),
+        *(
+            "TORCHELASTIC_USE_AGENT_STORE",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            "HASTEN_LAUNCHER_PID",
+        ),
         "HASTEN_MEMORY_FOLDER",  # drawn for each launch
     )
 )
 
 
 @pytest.mark.parametrize(
-    "words", [["--num_processes=2"], ["--num_processes=1", "--max_restarts=1"], ["--num_processes=1"]]
+    "words",
+    [
+        ["--num_processes=2"],
+        ["--num_processes=1", "--max_restarts=1"],
+        ["--num_processes=1"],
+    ],
 )
 def test_what_the_dry_run_prints_is_what_runs(
     folder: Path, capfd: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    script = write(folder, "import json\njson.dump([sys.orig_argv, dict(os.environ)], open(f'seen-{rank}', 'w'))")
+    script = write(
+        folder,
+        "import json\njson.dump([sys.orig_argv, dict(os.environ)], open(f'seen-{rank}', 'w'))",
+    )
     words = ["--num_cpu_threads_per_process=3", *words, script, "--lr", "a b"]
     assert launch("--dry-run", *words) == 0
     plan = capfd.readouterr().out
@@ -131,17 +165,42 @@ def test_what_the_dry_run_prints_is_what_runs(
     seen = [json.loads(file.read_text()) for file in sorted(folder.glob("seen-*"))]
     assert len(seen) == count
     for argv, env in seen:
-        new = {name: value for name, value in env.items() if os.environ.get(name) != value and name not in ADDED}
-        assert [*(f"{name}={value}" for name, value in sorted(new.items())), *argv] == printed
+        new = {
+            name: value
+            for name, value in env.items()
+            if os.environ.get(name) != value and name not in ADDED
+        }
+        assert [
+            *(f"{name}={value}" for name, value in sorted(new.items())),
+            *argv,
+        ] == printed
 
 
-def test_modules_programs_and_silence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_modules_programs_and_silence(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write(folder, "print('module', __name__, rank)")
     assert launch("-q", "--num_processes=2", "-m", "script") == 0
     out, err = capfd.readouterr()
-    assert (sorted(out.splitlines()), err) == (["module __main__ 0", "module __main__ 1"], "")
-    assert launch("-q", "--num_processes=2", "--no_python", "sh", "-c", "echo program $RANK of $WORLD_SIZE") == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == ["program 0 of 2", "program 1 of 2"]
+    assert (sorted(out.splitlines()), err) == (
+        ["module __main__ 0", "module __main__ 1"],
+        "",
+    )
+    assert (
+        launch(
+            "-q",
+            "--num_processes=2",
+            "--no_python",
+            "sh",
+            "-c",
+            "echo program $RANK of $WORLD_SIZE",
+        )
+        == 0
+    )
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "program 0 of 2",
+        "program 1 of 2",
+    ]
 
 
 @pytest.mark.parametrize("flags", [(), ("--debug",)])
@@ -158,7 +217,9 @@ def test_the_first_traceback_comes_once_and_last(
     assert err.rstrip().splitlines()[-1] == "ValueError: boom"
 
 
-def test_a_killed_process_is_named_with_its_signal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_process_is_named_with_its_signal(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     assert launch("--num_processes", "2", write(folder, text)) == 128 + signal.SIGKILL
     err = capfd.readouterr().err
@@ -178,19 +239,24 @@ def test_a_rank_that_leaves_early_is_named_not_the_one_that_loses_it(
 ) -> None:
     assert launch("--num_processes", "2", write(folder, LEAVES_EARLY)) == 1
     err = capfd.readouterr().err
-    assert re.search(r"rank 0 on \S+ \(pid \d+\) exited first, while other ranks still needed it: exit code 0", err), (
-        err
-    )
+    assert re.search(
+        r"rank 0 on \S+ \(pid \d+\) exited first, while other ranks still needed it: exit code 0",
+        err,
+    ), err
     assert "rank 1: exit code 1: RuntimeError: [gloo] Connection closed by peer" in err
     assert "hint: a rank that ends early" in err
     assert re.search(r"traceback of rank 1 on \S+, which lost the connection:", err)
     assert "failed first" not in err
 
 
-def test_a_log_folder_that_cannot_be_written_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_folder_that_cannot_be_written_is_told(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (folder / "file").write_text("")
     for place in ("file", "file/below", "/proc/nowhere"):
-        assert launch("--num_processes", "2", "--log_dir", place, write(folder, "")) == 2
+        assert (
+            launch("--num_processes", "2", "--log_dir", place, write(folder, "")) == 2
+        )
         err = capfd.readouterr().err
         assert f"log_dir='{place}' cannot be written to (" in err
         assert "Traceback" not in err
@@ -205,21 +271,33 @@ def test_a_batch_script_that_cannot_be_written_is_told(
     script = write(folder, "")
     (folder / f"{Path(script).stem}.sbatch").mkdir()
     assert launch("--submit", "slurm", script) == 1
-    assert "cannot be written (Is a directory), and without it the job cannot be submitted" in capfd.readouterr().err
+    assert (
+        "cannot be written (Is a directory), and without it the job cannot be submitted"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_taken_port_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert launch("--num_processes", "2", f"--main_process_port={port}", write(folder, "")) == 1
+        assert (
+            launch(
+                "--num_processes", "2", f"--main_process_port={port}", write(folder, "")
+            )
+            == 1
+        )
     assert f"port {port} on 127.0.0.1 is already in use" in capfd.readouterr().err
 
 
-def test_the_asked_port_is_the_one_workers_see(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_asked_port_is_the_one_workers_see(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     script = write(folder, "print(os.environ['MASTER_PORT'])")
-    assert launch("-q", "--num_processes", "2", f"--main_process_port={port}", script) == 0
+    assert (
+        launch("-q", "--num_processes", "2", f"--main_process_port={port}", script) == 0
+    )
     assert capfd.readouterr().out.split() == [str(port)] * 2
 
 
@@ -227,18 +305,39 @@ def test_the_asked_port_is_the_one_workers_see(folder: Path, capfd: pytest.Captu
     "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
 )  # torch's open log files
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_logs_go_to_files_and_to_the_terminal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs_go_to_files_and_to_the_terminal(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = write(folder, "print('hello from', rank)")
-    assert launch("-q", "--num_processes", "2", "--log_dir", "logs", "--tee", "3", script) == 0
-    assert sorted(re.findall("hello from .", capfd.readouterr().out)) == ["hello from 0", "hello from 1"]
+    assert (
+        launch("-q", "--num_processes", "2", "--log_dir", "logs", "--tee", "3", script)
+        == 0
+    )
+    assert sorted(re.findall("hello from .", capfd.readouterr().out)) == [
+        "hello from 0",
+        "hello from 1",
+    ]
     found = sorted(file.read_text() for file in (folder / "logs").rglob("stdout.log"))
     assert found == ["hello from 0\n", "hello from 1\n"]
     assert launch("-q", "--num_processes", "2", "-t", "3", script) == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == ["[default0]:hello from 0", "[default1]:hello from 1"]
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "[default0]:hello from 0",
+        "[default1]:hello from 1",
+    ]
 
 
-def test_one_process_needs_no_agent(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch(write(folder, "print('torch' in sys.modules); raise RuntimeError('CUDA out of memory. Tried')")) == 1
+def test_one_process_needs_no_agent(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        launch(
+            write(
+                folder,
+                "print('torch' in sys.modules); raise RuntimeError('CUDA out of memory. Tried')",
+            )
+        )
+        == 1
+    )
     out, err = capfd.readouterr()
     assert out == "False\n"
     assert "hint: the device is out of memory: lower the batch size" in err
@@ -258,11 +357,20 @@ print('done', rank, 'after', n)
 """
 
 
-def test_twenty_deaths_are_survived(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch("-q", "--num_processes", "2", "--max_restarts", "20", write(folder, KILLS)) == 0
+def test_twenty_deaths_are_survived(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        launch(
+            "-q", "--num_processes", "2", "--max_restarts", "20", write(folder, KILLS)
+        )
+        == 0
+    )
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["done 0 after 20", "done 1 after 20"]
-    assert [int(n) for n in re.findall(r"restart (\d+) of 20", err)] == list(range(1, 21))
+    assert [int(n) for n in re.findall(r"restart (\d+) of 20", err)] == list(
+        range(1, 21)
+    )
     blamed = [int(rank) for rank in re.findall(r"rank (\d) on .* failed first", err)]
     assert blamed == [n % 2 for n in range(20)]
 
@@ -296,8 +404,13 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_groups_form_anew_after_each_death(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch("-q", "--num_processes", "2", "--max_restarts", "2", write(folder, GLOO)) == 0
+def test_groups_form_anew_after_each_death(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        launch("-q", "--num_processes", "2", "--max_restarts", "2", write(folder, GLOO))
+        == 0
+    )
     assert capfd.readouterr().out.split() == ["sum", "2"] * 2
 
 
@@ -329,9 +442,19 @@ print('finished', steps.done)
 def test_a_killed_worker_loses_no_more_than_since_the_last_save(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch("-q", "--num_processes", "2", "--max_restarts", "1", write(folder, RESUMES)) == 0
+    assert (
+        launch(
+            "-q", "--num_processes", "2", "--max_restarts", "1", write(folder, RESUMES)
+        )
+        == 0
+    )
     out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == ["finished 6", "finished 6", "resumed at 4", "resumed at 4"]
+    assert sorted(out.splitlines()) == [
+        "finished 6",
+        "finished 6",
+        "resumed at 4",
+        "resumed at 4",
+    ]
     assert "rank 1 on" in err
     assert "killed by SIGKILL" in err
 
@@ -348,8 +471,13 @@ time.sleep(100)
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[subprocess.Popen[str]]:
     """A process with torch loaded that forks launchers."""
-    command = [sys.executable, str(Path(__file__).parents[2] / "support" / "launch_zygote.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[2] / "support" / "launch_zygote.py"),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
         assert process.stdin is not None
         process.stdin.close()
@@ -361,23 +489,34 @@ def test_a_stopped_launcher_leaves_no_orphans(
 ) -> None:
     argv = ["launch", "--cpu", "--num_processes=2", write(folder, SLEEPERS)]
     said = folder / "said"
-    order = {"namespace": "", "host": "", "folder": str(folder), "output": str(said), "argv": argv}
+    order = {
+        "namespace": "",
+        "host": "",
+        "folder": str(folder),
+        "output": str(said),
+        "argv": argv,
+    }
     assert zygote.stdin is not None
     assert zygote.stdout is not None
     zygote.stdin.write(json.dumps(order) + "\n")
     zygote.stdin.flush()
     launcher = int(zygote.stdout.readline())
     wait_until(lambda: len(list(folder.glob("pids-?"))) == 2)
-    workers = [[int(pid) for pid in file.read_text().split()] for file in folder.glob("pids-?")]
+    workers = [
+        [int(pid) for pid in file.read_text().split()] for file in folder.glob("pids-?")
+    ]
     os.kill(launcher, number)
     assert not wait_until_gone([launcher, *(program for program, _ in workers)])
     children = [child for _, child in workers]
-    if number == signal.SIGKILL:  # the kernel ends the programs; their own children are out of everybody's reach
+    # the kernel ends the programs; their own children are out of everybody's reach
+    if number == signal.SIGKILL:
         for child in children:
             os.kill(child, signal.SIGKILL)
         return
     assert int((folder / "said.code").read_text()) == 128 + number
-    assert f"{number.name}: all processes of this machine were ended" in said.read_text()
+    assert (
+        f"{number.name}: all processes of this machine were ended" in said.read_text()
+    )
     assert not wait_until_gone(children)
 
 
@@ -415,7 +554,13 @@ def test_a_launcher_told_to_stop_lets_the_processes_save(
     """The exit code of a preempted run reaches the scheduler, which then knows to start it again."""
     program = [write(folder, SAVES_WHEN_TOLD), takes, str(leaves_with)]
     argv = ["launch", "--cpu", f"--num_processes={count}", "--stop_grace_s=1", *program]
-    order = {"namespace": "", "host": "", "folder": str(folder), "output": str(folder / "said"), "argv": argv}
+    order = {
+        "namespace": "",
+        "host": "",
+        "folder": str(folder),
+        "output": str(folder / "said"),
+        "argv": argv,
+    }
     assert zygote.stdin is not None
     assert zygote.stdout is not None
     zygote.stdin.write(json.dumps(order) + "\n")

@@ -27,7 +27,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 CLUSTER: Final = Path(__file__).with_name("slurm_cluster.py")
 TRAIN: Final = Path(__file__).with_name("slurm_train.py")
-long = pytest.mark.skipif("HASTEN_TEST_SLURM" not in os.environ, reason="takes long: run `make test-slurm`")
+long = pytest.mark.skipif(
+    "HASTEN_TEST_SLURM" not in os.environ, reason="takes long: run `make test-slurm`"
+)
 
 # Counts to 30 over all its starts. Rank 1 takes longer to save, so that the first machine is ready to leave before the second.
 COUNT: Final = """
@@ -66,10 +68,21 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     if reason := cluster["missing"]():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("slurm")
-    outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-    env = {**outside, "PATH": cluster["PATH"], "HASTEN_HOME": str(folder), "HF_HOME": str(folder)}
+    outside = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_"))
+    }
+    env = {
+        **outside,
+        "PATH": cluster["PATH"],
+        "HASTEN_HOME": str(folder),
+        "HF_HOME": str(folder),
+    }
     command = [sys.executable, str(CLUSTER), str(folder)]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemons:
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as daemons:
         assert daemons.stdin is not None
         assert daemons.stdout is not None
         try:
@@ -100,9 +113,18 @@ class Job:
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline, f"{self.show()}\n{self.log()}"
-            if f"Restarts={self.hurried + 1}" in (known := self.show()) and "Reason=BeginTime" in known:
+            if (
+                f"Restarts={self.hurried + 1}" in (known := self.show())
+                and "Reason=BeginTime" in known
+            ):
                 self.hurried += 1
-                run(self.env, "scontrol", "update", f"job={self.number}", "StartTime=now+2")
+                run(
+                    self.env,
+                    "scontrol",
+                    "update",
+                    f"job={self.number}",
+                    "StartTime=now+2",
+                )
             time.sleep(0.1)
 
     def wait_for_more(self, rank: int = 1, name: str = "counted") -> None:
@@ -127,11 +149,31 @@ class Job:
         run(self.env, "scancel", *words, self.number)
 
 
-def submit(slurm: dict[str, str], folder: Path, *words: str, options: str = "", program: str = COUNT) -> Job:
+def submit(
+    slurm: dict[str, str],
+    folder: Path,
+    *words: str,
+    options: str = "",
+    program: str = COUNT,
+) -> Job:
     """Submit a job of two machines by `hasten launch --submit slurm`."""
     (folder / "program.py").write_text(program)
-    flags = ["--cpu", "--num_machines=2", "--submit=slurm", f"--submit_options=output=log-%j,{options}".rstrip(",")]
-    command = [sys.executable, "-m", "hasten.cli.main", "launch", *flags, *words, "program.py", str(folder)]
+    flags = [
+        "--cpu",
+        "--num_machines=2",
+        "--submit=slurm",
+        f"--submit_options=output=log-%j,{options}".rstrip(","),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten.cli.main",
+        "launch",
+        *flags,
+        *words,
+        "program.py",
+        str(folder),
+    ]
     return Job(slurm, run(slurm, *command, cwd=folder).split()[-1], folder)
 
 
@@ -162,20 +204,30 @@ def test_a_training_told_to_stop_twice_ends_with_the_same_weights(
     rank_pool.run(undisturbed, 2, str(TRAIN), str(whole))
     job = submit(slurm, run_folder, program=TRAIN.read_text())
     job.wait_for_more(name="seen")
-    job.cancel("--signal=USR1", "--full")  # all ranks, and every launcher twice: by SLURM and by the batch shell
+    # all ranks, and every launcher twice: by SLURM and by the batch shell
+    job.cancel("--signal=USR1", "--full")
     job.wait_for_requeue(1)
     job.wait_for_more(name="seen")
     job.cancel("--signal=TERM", "--batch")  # the batch shell alone
     job.wait_for_requeue(2)
-    job.wait(lambda: all(job.lines(rank, "seen")[-1].startswith("end") for rank in range(2)))
+    job.wait(
+        lambda: all(job.lines(rank, "seen")[-1].startswith("end") for rank in range(2))
+    )
     for rank in range(2):
-        assert job.lines(rank, "seen") == (whole / f"seen-{rank}").read_text().splitlines()
+        assert (
+            job.lines(rank, "seen") == (whole / f"seen-{rank}").read_text().splitlines()
+        )
 
 
 @long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("words", ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch", "--signal=USR1 --full"])
-def test_every_way_of_telling_ends_in_the_queue(slurm: dict[str, str], tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize(
+    "words",
+    ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch", "--signal=USR1 --full"],
+)
+def test_every_way_of_telling_ends_in_the_queue(
+    slurm: dict[str, str], tmp_path: Path, words: str
+) -> None:
     job = submit(slurm, tmp_path)
     job.wait_for_more()
     job.cancel(*words.split())
@@ -184,7 +236,9 @@ def test_every_way_of_telling_ends_in_the_queue(slurm: dict[str, str], tmp_path:
 
 
 @pytest.mark.timeout(300)
-def test_a_cancelled_job_saves_and_stays_cancelled(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_a_cancelled_job_saves_and_stays_cancelled(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
     job = submit(slurm, tmp_path)
     job.wait_for_more()
     job.cancel()
@@ -195,10 +249,20 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm: dict[str, str], tmp_pa
 
 @long
 @pytest.mark.timeout(300)
-def test_a_job_that_was_preempted_goes_on(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_that_was_preempted_goes_on(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
     job = submit(slurm, tmp_path, options="partition=low")
     job.wait_for_more()
-    run(slurm, "sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    run(
+        slurm,
+        "sbatch",
+        "--partition=high",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 2",
+    )
     job.wait_for_requeue(1)
     check_count(job)
 
@@ -206,9 +270,17 @@ def test_a_job_that_was_preempted_goes_on(slurm: dict[str, str], tmp_path: Path)
 @long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "options", ["time=2,signal=USR1@60", "time=2,signal=B:USR1@60", "time=2,signal=B:TERM@60", "time=1"]
+    "options",
+    [
+        "time=2,signal=USR1@60",
+        "time=2,signal=B:USR1@60",
+        "time=2,signal=B:TERM@60",
+        "time=1",
+    ],
 )
-def test_a_job_whose_time_is_up_goes_on_from_there(slurm: dict[str, str], tmp_path: Path, options: str) -> None:
+def test_a_job_whose_time_is_up_goes_on_from_there(
+    slurm: dict[str, str], tmp_path: Path, options: str
+) -> None:
     endless = COUNT.replace("count < 30", 'not (folder / "finish").exists()')
     job = submit(slurm, tmp_path, options=options, program=endless)
     job.wait(lambda: "Restarts=1" in job.show(), seconds=180)
@@ -223,11 +295,17 @@ def test_a_job_whose_time_is_up_goes_on_from_there(slurm: dict[str, str], tmp_pa
 
 @long
 @pytest.mark.timeout(400)
-def test_one_task_of_an_array_goes_back_into_the_queue_alone(slurm: dict[str, str], tmp_path: Path) -> None:
-    program = COUNT.replace("sys.argv[1])", 'sys.argv[1], os.environ["SLURM_ARRAY_TASK_ID"])')
+def test_one_task_of_an_array_goes_back_into_the_queue_alone(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    program = COUNT.replace(
+        "sys.argv[1])", 'sys.argv[1], os.environ["SLURM_ARRAY_TASK_ID"])'
+    )
     for task in "01":
         (tmp_path / task).mkdir()
-    array = submit(slurm, tmp_path, options="array=0-1,oversubscribe=true", program=program)
+    array = submit(
+        slurm, tmp_path, options="array=0-1,oversubscribe=true", program=program
+    )
     tasks = [Job(slurm, f"{array.number}_{task}", tmp_path / task) for task in "01"]
     for job in tasks:
         job.wait(partial(has_begun, job))
@@ -241,14 +319,34 @@ def test_one_task_of_an_array_goes_back_into_the_queue_alone(slurm: dict[str, st
 
 @long
 @pytest.mark.timeout(300)
-def test_ranks_that_srun_started_leave_together(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_ranks_that_srun_started_leave_together(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(COUNT)
-    command = [sys.executable, "-m", "hasten.cli.main", "launch", "--cpu", str(program), str(tmp_path)]
-    words = ["srun", "--job-name=ranks", "--nodes=2", "--ntasks=4", "--overcommit", "--kill-on-bad-exit=1", *command]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten.cli.main",
+        "launch",
+        "--cpu",
+        str(program),
+        str(tmp_path),
+    ]
+    words = [
+        "srun",
+        "--job-name=ranks",
+        "--nodes=2",
+        "--ntasks=4",
+        "--overcommit",
+        "--kill-on-bad-exit=1",
+        *command,
+    ]
     with subprocess.Popen(words, env=slurm, stderr=subprocess.PIPE, text=True) as step:
         deadline = time.monotonic() + 30
-        while not (number := run(slurm, "squeue", "--noheader", "--name=ranks", "--format=%i")):
+        while not (
+            number := run(slurm, "squeue", "--noheader", "--name=ranks", "--format=%i")
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         job = Job(slurm, number, tmp_path)

@@ -34,7 +34,9 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen += 1.0
-        out: Tensor = self.frozen(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        out: Tensor = self.frozen(
+            self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        )
         return out
 
 
@@ -46,7 +48,9 @@ def trained(net: nn.Module) -> list[Tensor]:
     return [p for p in net.parameters() if p.requires_grad]
 
 
-def plain(decay: Callable[[int], float], every: int, start: int, steps: int = STEPS) -> list[Tensor]:
+def plain(
+    decay: Callable[[int], float], every: int, start: int, steps: int = STEPS
+) -> list[Tensor]:
     """Averages of a plain loop on all samples."""
     net = Net()
     optimizer = torch.optim.AdamW(trained(net), lr=1e-2)
@@ -60,7 +64,10 @@ def plain(decay: Callable[[int], float], every: int, start: int, steps: int = ST
             average = [p.detach().clone() for p in trained(net)]
         elif (seen - start) % every == 0:
             rate = decay(seen)
-            average = [rate * a + (1 - rate) * p.detach() for a, p in zip(average, trained(net), strict=True)]
+            average = [
+                rate * a + (1 - rate) * p.detach()
+                for a, p in zip(average, trained(net), strict=True)
+            ]
     return average
 
 
@@ -71,7 +78,14 @@ def fresh(**settings: Any) -> tuple[Accelerator, nn.Module, Any]:
     return accelerator, net, optimizer
 
 
-def train(accelerator: Accelerator, net: nn.Module, optimizer: Any, steps: range, parts: int, part: int) -> None:
+def train(
+    accelerator: Accelerator,
+    net: nn.Module,
+    optimizer: Any,
+    steps: range,
+    parts: int,
+    part: int,
+) -> None:
     for step in steps:
         accelerator.backward((net(batch(step).chunk(parts)[part]) - 1).pow(2).mean())
         optimizer.step()
@@ -79,7 +93,11 @@ def train(accelerator: Accelerator, net: nn.Module, optimizer: Any, steps: range
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+    return (
+        tensor.full_tensor().clone()
+        if hasattr(tensor, "full_tensor")
+        else tensor.detach().clone()
+    )
 
 
 def swapped(accelerator: Accelerator, ema: EMA, net: nn.Module) -> list[Tensor]:
@@ -92,15 +110,22 @@ CASES: dict[str, tuple[Callable[[int], float] | float, int, int]] = {
     "every second, after three": (0.8, 2, 3),
     "a function": (lambda seen: min(0.99, (1 + seen) / (10 + seen)), 1, 0),
 }
-SETTINGS: dict[str, dict[str, Any]] = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+}
 
 
 @ranks(1, 2, exhaustive=(4,))
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_the_average_is_that_of_a_plain_loop(ctx: ProcessContext, strategy: str, name: str) -> None:
+def test_the_average_is_that_of_a_plain_loop(
+    ctx: ProcessContext, strategy: str, name: str
+) -> None:
     decay, every, start = CASES[name]
-    accelerator, net, optimizer = fresh(**(SETTINGS[strategy] if ctx.world.size > 1 else {}))
+    accelerator, net, optimizer = fresh(
+        **(SETTINGS[strategy] if ctx.world.size > 1 else {})
+    )
     ema = accelerator.ema(net, decay, every=every, start=start)
     train(accelerator, net, optimizer, range(STEPS), ctx.world.size, ctx.rank)
     weights = [whole(p) for p in accelerator.unwrap_model(net).parameters()]
@@ -112,7 +137,9 @@ def test_the_average_is_that_of_a_plain_loop(ctx: ProcessContext, strategy: str,
     if strategy == "fsdp" and ctx.world.size > 1:  # sharded as the weights are
         states = [value["average"] for value in ema.state.state.values()]
         assert any(value.to_local().numel() < value.numel() for value in states)
-    assert all(value["average"].dtype == torch.float32 for value in ema.state.state.values())
+    assert all(
+        value["average"].dtype == torch.float32 for value in ema.state.state.values()
+    )
 
 
 @ranks(2)
@@ -136,7 +163,9 @@ def test_under_tensor_parallelism(ctx: ProcessContext) -> None:
 
 @ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("strategy", SETTINGS)
-def test_a_resumed_average_equals_one_that_was_not_stopped(ctx: ProcessContext, tmp_path: Path, strategy: str) -> None:
+def test_a_resumed_average_equals_one_that_was_not_stopped(
+    ctx: ProcessContext, tmp_path: Path, strategy: str
+) -> None:
     where: str = ctx.world.broadcast_object(str(tmp_path))
     share = (ctx.world.size, ctx.rank)
     accelerator, net, optimizer = fresh(**SETTINGS[strategy])
@@ -150,7 +179,10 @@ def test_a_resumed_average_equals_one_that_was_not_stopped(ctx: ProcessContext, 
     accelerator.load_state(f"{where}/middle")
     assert ema.num_updates == 5
     train(accelerator, net, optimizer, range(5, STEPS), *share)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, swapped(accelerator, ema, net), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(wanted, swapped(accelerator, ema, net), strict=True)
+    )
 
 
 @ranks(2)
@@ -164,11 +196,16 @@ def test_an_average_is_resharded(ctx: ProcessContext, tmp_path: Path) -> None:
     other, model, _ = fresh(strategy="ddp")
     again = other.ema(model, 0.9)
     other.load_state(f"{where}/saved")
-    assert all(torch.equal(a, b) for a, b in zip(wanted, swapped(other, again, model), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(wanted, swapped(other, again, model), strict=True)
+    )
 
 
 @ranks(1)
-def test_averaged_buffers_several_optimizers_and_skipped_updates(ctx: ProcessContext) -> None:
+def test_averaged_buffers_several_optimizers_and_skipped_updates(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = Net()
     net, *made = accelerator.prepare(net, *optimizers(net, lr=0.02, show=False))
@@ -197,7 +234,9 @@ def test_wrong_use_is_refused(ctx: ProcessContext) -> None:
     with pytest.raises(ConfigError, match="every=0"):
         accelerator.ema(net, every=0)
     alone = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="none of whose parameters is in a prepared optimizer"):
+    with pytest.raises(
+        ConfigError, match="none of whose parameters is in a prepared optimizer"
+    ):
         alone.ema(alone.prepare(Net()))
     ema = accelerator.ema(net, 0.9)
     with ema.swapped(), pytest.raises(StepError, match="entered twice"), ema.swapped():
@@ -207,7 +246,9 @@ def test_wrong_use_is_refused(ctx: ProcessContext) -> None:
 
 
 @ranks(1, 2)
-def test_saves_and_loads_of_swapped_weights_are_refused(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_saves_and_loads_of_swapped_weights_are_refused(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     where: str = ctx.world.broadcast_object(str(tmp_path))
     accelerator, net, optimizer = fresh()
     ema = accelerator.ema(net, 0.5)

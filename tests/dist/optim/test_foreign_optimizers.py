@@ -33,25 +33,38 @@ class Net(nn.Module):
 
 
 def schedule_free(net: nn.Module) -> Any:
-    made = pytest.importorskip("schedulefree").AdamWScheduleFree(net.parameters(), lr=0.01, warmup_steps=2)
+    made = pytest.importorskip("schedulefree").AdamWScheduleFree(
+        net.parameters(), lr=0.01, warmup_steps=2
+    )
     made.train()
     return made
 
 
 def lion(net: nn.Module) -> Any:
-    return pytest.importorskip("lion_pytorch").Lion(net.parameters(), lr=1e-3, weight_decay=0.1)
+    return pytest.importorskip("lion_pytorch").Lion(
+        net.parameters(), lr=1e-3, weight_decay=0.1
+    )
 
 
 def per_layer(net: nn.Module) -> Any:
-    groups = [{"params": part.parameters(), "lr": 0.01 * 0.5**depth} for depth, part in enumerate(net.children())]
+    groups = [
+        {"params": part.parameters(), "lr": 0.01 * 0.5**depth}
+        for depth, part in enumerate(net.children())
+    ]
     return torch.optim.AdamW(groups, eps=1e-4)
 
 
-MAKERS: dict[str, Make] = {"schedule-free": schedule_free, "lion": lion, "per-layer": per_layer}
+MAKERS: dict[str, Make] = {
+    "schedule-free": schedule_free,
+    "lion": lion,
+    "per-layer": per_layer,
+}
 
 
 def loss_of(net: nn.Module, step: int, rank: int = 0, size: int = 1) -> Tensor:
-    rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+    rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(
+        size
+    )[rank]
     found: Tensor = (net(rows) - 1).pow(2).mean()
     return found
 
@@ -73,13 +86,20 @@ def prepared(make: Make, strategy: str) -> tuple[Accelerator, nn.Module, Any]:
     return accelerator, net, optimizer
 
 
-def train(accelerator: Accelerator, net: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:
+def train(
+    accelerator: Accelerator, net: nn.Module, optimizer: Any, steps: range
+) -> list[Tensor]:
     for step in steps:
-        accelerator.backward(loss_of(net, step, accelerator.process_index, accelerator.num_processes))
+        accelerator.backward(
+            loss_of(net, step, accelerator.process_index, accelerator.num_processes)
+        )
         optimizer.step()
         optimizer.zero_grad()
     found = accelerator.unwrap_model(net).parameters()
-    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in found]
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for p in found
+    ]
 
 
 @ranks(1, 2)
@@ -90,20 +110,26 @@ def test_training_equals_plain_torch_and_resumes_exactly(
 ) -> None:
     make = MAKERS[name]
     expected = plain(make)
-    accelerator, net, optimizer = prepared(make, strategy if ctx.world.size > 1 or strategy == "fsdp" else "none")
+    accelerator, net, optimizer = prepared(
+        make, strategy if ctx.world.size > 1 or strategy == "fsdp" else "none"
+    )
     train(accelerator, net, optimizer, range(2))
     accelerator.save_state(tmp_path / "state")
     found = train(accelerator, net, optimizer, range(2, STEPS))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-    accelerator, net, optimizer = prepared(make, accelerator.strategy if ctx.world.size > 1 else "none")
+    accelerator, net, optimizer = prepared(
+        make, accelerator.strategy if ctx.world.size > 1 else "none"
+    )
     accelerator.load_state(tmp_path / "state")
     again = train(accelerator, net, optimizer, range(2, STEPS))
     assert all(torch.equal(one, other) for one, other in zip(again, found, strict=True))
 
 
 def eight_bit(net: nn.Module) -> Any:
-    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(net.parameters(), lr=0.01, min_8bit_size=1024)
+    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(
+        net.parameters(), lr=0.01, min_8bit_size=1024
+    )
 
 
 def torchao_eight_bit(net: nn.Module) -> Any:
@@ -111,7 +137,9 @@ def torchao_eight_bit(net: nn.Module) -> Any:
 
 
 @ranks(1, 2, timeout_s=300)
-def test_adam_of_bitsandbytes_in_eight_bits(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_adam_of_bitsandbytes_in_eight_bits(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     expected = plain(eight_bit)
     strategy = "ddp" if ctx.world.size > 1 else "none"
     accelerator, net, optimizer = prepared(eight_bit, strategy)
@@ -120,7 +148,9 @@ def test_adam_of_bitsandbytes_in_eight_bits(ctx: ProcessContext, tmp_path: Path)
     found = train(accelerator, net, optimizer, range(2, STEPS))
     for one, other in zip(found, expected, strict=True):
         # a gradient that rounds otherwise may fall on the next of 256 values
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-3 if ctx.world.size > 1 else 0.0)
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=2e-3 if ctx.world.size > 1 else 0.0
+        )
     accelerator, net, optimizer = prepared(eight_bit, strategy)
     accelerator.load_state(tmp_path / "state")
     again = train(accelerator, net, optimizer, range(2, STEPS))
@@ -128,14 +158,19 @@ def test_adam_of_bitsandbytes_in_eight_bits(ctx: ProcessContext, tmp_path: Path)
     if ctx.world.size > 1:
         accelerator, net, optimizer = prepared(eight_bit, "fsdp")
         accelerator.backward(loss_of(net, 0))
-        with pytest.raises(StepError, match=r"AdamW8bit cannot update sharded parameters.*strategy='ddp'"):
+        with pytest.raises(
+            StepError,
+            match=r"AdamW8bit cannot update sharded parameters.*strategy='ddp'",
+        ):
             optimizer.step()
 
 
 @ranks(1, 2, timeout_s=300)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.filterwarnings("ignore")  # of torchao's import
-def test_adam_of_torchao_in_eight_bits(ctx: ProcessContext, tmp_path: Path, strategy: str) -> None:
+def test_adam_of_torchao_in_eight_bits(
+    ctx: ProcessContext, tmp_path: Path, strategy: str
+) -> None:
     """Training equals one process; a resume is exact, and the state moves between shards and a whole."""
     chosen = strategy if ctx.world.size > 1 or strategy == "fsdp" else "none"
     with torch.compiler.set_stance("force_eager"):
@@ -149,8 +184,12 @@ def test_adam_of_torchao_in_eight_bits(ctx: ProcessContext, tmp_path: Path, stra
         accelerator, net, optimizer = prepared(torchao_eight_bit, chosen)
         accelerator.load_state(tmp_path / "state")
         again = train(accelerator, net, optimizer, range(2, STEPS))
-        assert all(torch.equal(one, other) for one, other in zip(again, found, strict=True))
-        other_way = "fsdp" if chosen != "fsdp" else "ddp" if ctx.world.size > 1 else "none"
+        assert all(
+            torch.equal(one, other) for one, other in zip(again, found, strict=True)
+        )
+        other_way = (
+            "fsdp" if chosen != "fsdp" else "ddp" if ctx.world.size > 1 else "none"
+        )
         accelerator, net, optimizer = prepared(torchao_eight_bit, other_way)
         accelerator.load_state(tmp_path / "state")
         moved = train(accelerator, net, optimizer, range(2, STEPS))
@@ -160,11 +199,18 @@ def test_adam_of_torchao_in_eight_bits(ctx: ProcessContext, tmp_path: Path, stra
 
 @ranks(1)
 @pytest.mark.filterwarnings("ignore")  # of torchao's import
-def test_four_bit_state_of_torchao_is_refused_in_one_sentence(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_four_bit_state_of_torchao_is_refused_in_one_sentence(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with torch.compiler.set_stance("force_eager"):
         accelerator, net, optimizer = prepared(
-            lambda net: pytest.importorskip("torchao.optim").AdamW4bit(net.parameters(), lr=0.01), "none"
+            lambda net: pytest.importorskip("torchao.optim").AdamW4bit(
+                net.parameters(), lr=0.01
+            ),
+            "none",
         )
         train(accelerator, net, optimizer, range(1))
-        with pytest.raises(CheckpointError, match=r"OptimState4bit.*would lose it; use an optimizer"):
+        with pytest.raises(
+            CheckpointError, match=r"OptimState4bit.*would lose it; use an optimizer"
+        ):
             accelerator.save_state(tmp_path / "state")

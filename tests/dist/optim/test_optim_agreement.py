@@ -29,12 +29,19 @@ def toy() -> nn.Module:
 
 @ranks(2, 4)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ctx: ProcessContext) -> None:
-    weight = nn.Parameter(torch.ones(3))  # not spread by anything: only the scaler can agree
+    # not spread by anything: only the scaler can agree
+    weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    precision = build_precision("fp16", ctx.device, ctx.world, scaler=GradScalerKwargs(init_scale=8.0))
+    precision = build_precision(
+        "fp16", ctx.device, ctx.world, scaler=GradScalerKwargs(init_scale=8.0)
+    )
     for step in range(6):
         overflow = step in (1, 4)
-        mine = float("inf") if overflow and ctx.world.rank == step % ctx.world.size else 1.0
+        mine = (
+            float("inf")
+            if overflow and ctx.world.rank == step % ctx.world.size
+            else 1.0
+        )
         torch.autograd.backward(precision.scale((weight * mine).sum()))
         result = precision.step(optimizer)
         optimizer.zero_grad()
@@ -77,9 +84,14 @@ def test_local_sgd_averages_every_few_updates(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx, gradient_accumulation_steps=2)
     model = toy()
     mine = copy.deepcopy(model)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     plain = torch.optim.SGD(mine.parameters(), lr=0.1)
-    data = [torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * rank + i)) for i in range(10)]
+    data = [
+        torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * rank + i))
+        for i in range(10)
+    ]
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
         for x in data:
             with accelerator.accumulate(model):
@@ -106,7 +118,9 @@ def test_ranks_try_the_same_batch_size(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx)
     seen = []
 
-    @find_executable_batch_size(starting_batch_size=16, accelerator=accelerator, keep_global_batch=True)
+    @find_executable_batch_size(
+        starting_batch_size=16, accelerator=accelerator, keep_global_batch=True
+    )
     def train(batch_size: int) -> int:
         seen.append(batch_size)
         if batch_size > 4 and ctx.world.rank == ctx.world.size - 1:
@@ -118,9 +132,13 @@ def test_ranks_try_the_same_batch_size(ctx: ProcessContext) -> None:
     assert accelerator.gradient_accumulation_steps == 4
 
 
-def spread(ctx: ProcessContext, mesh: DeviceMesh, full: torch.Tensor, *placements: object) -> nn.Parameter:
+def spread(
+    ctx: ProcessContext, mesh: DeviceMesh, full: torch.Tensor, *placements: object
+) -> nn.Parameter:
     """A parameter whose gradient is `full`, spread over a mesh."""
-    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(full), mesh, placements))  # type: ignore[arg-type]
+    parameter = nn.Parameter(
+        distribute_tensor(torch.zeros_like(full), mesh, placements)  # type: ignore[arg-type]
+    )
     parameter.grad = distribute_tensor(full.clone(), mesh, placements)  # type: ignore[arg-type]
     return parameter
 
@@ -146,22 +164,30 @@ def test_norms_are_true_over_several_meshes(ctx: ProcessContext) -> None:
         for parameter, before in zip(parameters, full, strict=True):
             grad = parameter.grad
             after = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            torch.testing.assert_close(after, before * (1.5 / expected), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                after, before * (1.5 / expected), rtol=1e-5, atol=1e-6
+            )
         multiply([{"params": parameters}], 100.0)
         clip_value(parameters, 0.5)
         for parameter in parameters:
             grad = parameter.grad
             assert grad is not None
-            assert (grad.full_tensor() if isinstance(grad, DTensor) else grad).abs().max() <= 0.5
+            assert (
+                grad.full_tensor() if isinstance(grad, DTensor) else grad
+            ).abs().max() <= 0.5
 
 
 @ranks(2)
 def test_stages_of_a_pipeline_share_one_norm(ctx: ProcessContext) -> None:
     mine = nn.Parameter(torch.zeros(2))
-    mine.grad = torch.tensor([3.0, 0.0]) if ctx.world.rank == 0 else torch.tensor([0.0, 4.0])
+    mine.grad = (
+        torch.tensor([3.0, 0.0]) if ctx.world.rank == 0 else torch.tensor([0.0, 4.0])
+    )
     norm = clip_norm(mine, 1.0, across=ctx.world)
     assert norm.item() == 5.0
-    assert mine.grad.abs().max().item() == (3 if ctx.world.rank == 0 else 4) / (5 + 1e-6) or torch.isclose(
+    assert mine.grad.abs().max().item() == (3 if ctx.world.rank == 0 else 4) / (
+        5 + 1e-6
+    ) or torch.isclose(
         mine.grad.abs().max(), torch.tensor((3 if ctx.world.rank == 0 else 4) / 5)
     )
 
@@ -172,7 +198,9 @@ def test_an_optimizer_follows_its_model_into_shards(ctx: ProcessContext) -> None
         generator = torch.Generator().manual_seed(seed)
         for _ in range(3):
             optimizer.zero_grad()
-            torch.autograd.backward(model(torch.randn(4, 4, generator=generator)).pow(2).mean())
+            torch.autograd.backward(
+                model(torch.randn(4, 4, generator=generator)).pow(2).mean()
+            )
             optimizer.step()
 
     model = toy()
@@ -182,9 +210,13 @@ def test_an_optimizer_follows_its_model_into_shards(ctx: ProcessContext) -> None
     record = OptimizerRecord.write(optimizer, [model])
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     record.bind(optimizer, [model])
-    assert all(isinstance(values["exp_avg"], DTensor) for values in optimizer.state.values())
+    assert all(
+        isinstance(values["exp_avg"], DTensor) for values in optimizer.state.values()
+    )
     train(model, optimizer, 2)
     train(reference, plain, 2)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(ours, DTensor)
-        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            ours.full_tensor(), theirs.detach(), rtol=0, atol=1e-6
+        )

@@ -37,11 +37,16 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def batch(rows: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 6, generator=generator), torch.randint(5, (rows,), generator=generator)
+    return torch.randn(rows, 6, generator=generator), torch.randint(
+        5, (rows,), generator=generator
+    )
 
 
 def big_batches(
-    windows: Sequence[Sequence[Batch]], max_norm: float | None, epochs: int = 1, dtype: torch.dtype = torch.float32
+    windows: Sequence[Sequence[Batch]],
+    max_norm: float | None,
+    epochs: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     """The reference: plain torch, each window one batch."""
     model = toy(dtype=dtype)
@@ -62,7 +67,9 @@ def big_batches(
 def assert_same(ours: nn.Module, theirs: nn.Module, what: object) -> None:
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         tolerance = 1e-12 if b.dtype == torch.float64 else 1e-6
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}"
+        )
 
 
 def train_windows(
@@ -78,7 +85,10 @@ def train_windows(
     plan = [
         [
             [
-                batch(rows[(step + micro + rank) % len(rows)], (step * every + micro) * size + rank)
+                batch(
+                    rows[(step + micro + rank) % len(rows)],
+                    (step * every + micro) * size + rank,
+                )
                 for rank in range(size)
             ]
             for micro in range(every)
@@ -88,19 +98,27 @@ def train_windows(
     accelerator = Accelerator(context=ctx, gradient_accumulation_steps=every)
     model = toy(dtype=dtype)
     optimizer = adam(model)
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, CosineAnnealingLR(optimizer, STEPS))
+    model, optimizer, schedule = accelerator.prepare(
+        model, optimizer, CosineAnnealingLR(optimizer, STEPS)
+    )
     for window in plan:
         for micro, shares in enumerate(window):
             with accelerator.accumulate(model):
                 x, y = shares[ctx.world.rank]
                 loss = nn.functional.cross_entropy(model(x.to(dtype)), y)
                 accelerator.backward(loss, weight=len(y) if weighted else None)
-                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm) if max_norm is not None else None
+                norm = (
+                    accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                    if max_norm is not None
+                    else None
+                )
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
                 assert accelerator.sync_gradients == (micro == every - 1)
-                assert (norm is not None) == (max_norm is not None and accelerator.sync_gradients)
+                assert (norm is not None) == (
+                    max_norm is not None and accelerator.sync_gradients
+                )
     windows = [[share for shares in window for share in shares] for window in plan]
     reference = big_batches(windows, max_norm, dtype=dtype)
     assert_same(model, reference, (size, every, rows, weighted, max_norm, dtype))
@@ -116,8 +134,17 @@ def test_mean_losses_equal_the_big_batch(ctx: ProcessContext) -> None:
 def test_in_float64_nothing_but_rounding_is_left(ctx: ProcessContext) -> None:
     """What float32 cannot show because of its noise: the updates are the same to 1e-12, for every element."""
     for every, max_norm in ((1, None), (2, 0.05), (3, None)):
-        train_windows(ctx, every, rows=[3], weighted=False, max_norm=max_norm, dtype=torch.float64)
-        train_windows(ctx, every, rows=[1, 7, 3], weighted=True, max_norm=max_norm, dtype=torch.float64)
+        train_windows(
+            ctx, every, rows=[3], weighted=False, max_norm=max_norm, dtype=torch.float64
+        )
+        train_windows(
+            ctx,
+            every,
+            rows=[1, 7, 3],
+            weighted=True,
+            max_norm=max_norm,
+            dtype=torch.float64,
+        )
 
 
 @ranks(2, exhaustive=(1, 3, 4))
@@ -127,7 +154,9 @@ def test_weighted_losses_equal_the_big_batch_for_any_share(ctx: ProcessContext) 
 
 
 @ranks(1, 2, exhaustive=(4,))
-def test_short_last_windows_of_a_prepared_loader_count_fully(ctx: ProcessContext) -> None:
+def test_short_last_windows_of_a_prepared_loader_count_fully(
+    ctx: ProcessContext,
+) -> None:
     size = ctx.world.size
     for every, per_rank in ((2, 5), (3, 4), (4, 3)):
         samples = [batch(1, seed) for seed in range(2 * size * per_rank)]
@@ -135,9 +164,13 @@ def test_short_last_windows_of_a_prepared_loader_count_fully(ctx: ProcessContext
         accelerator = Accelerator(context=ctx, gradient_accumulation_steps=every)
         model = toy(dtype=torch.float64)
         optimizer = adam(model)
-        loader: torch.utils.data.DataLoader[Batch] = torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+        loader: torch.utils.data.DataLoader[Batch] = torch.utils.data.DataLoader(
+            data,  # type: ignore[arg-type]
+            batch_size=2,
+        )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", HastenWarning)  # a schedule that happens to fit the undivided loader
+            # a schedule that happens to fit the undivided loader
+            warnings.simplefilter("ignore", HastenWarning)
             model, optimizer, schedule, loader = accelerator.prepare(
                 model, optimizer, CosineAnnealingLR(optimizer, STEPS), loader
             )
@@ -145,23 +178,37 @@ def test_short_last_windows_of_a_prepared_loader_count_fully(ctx: ProcessContext
         for _ in range(3):
             for x, y in loader:
                 with accelerator.accumulate(model):
-                    accelerator.backward(nn.functional.cross_entropy(model(x.double()), y))
+                    accelerator.backward(
+                        nn.functional.cross_entropy(model(x.double()), y)
+                    )
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
                     updates += accelerator.sync_gradients
         assert updates == 3 * -(-per_rank // every)
-        assert schedule.last_epoch == updates, "one step per update on any number of processes"
+        assert schedule.last_epoch == updates, (
+            "one step per update on any number of processes"
+        )
         rows = 2 * size * every
-        windows = [samples[start : start + rows] for start in range(0, len(samples), rows)]
-        assert_same(model, big_batches(windows, None, epochs=3, dtype=torch.float64), (size, every, per_rank))
+        windows = [
+            samples[start : start + rows] for start in range(0, len(samples), rows)
+        ]
+        assert_same(
+            model,
+            big_batches(windows, None, epochs=3, dtype=torch.float64),
+            (size, every, per_rank),
+        )
 
 
 @ranks(2)
-def test_weights_of_zero_on_one_rank_leave_the_others_share(ctx: ProcessContext) -> None:
+def test_weights_of_zero_on_one_rank_leave_the_others_share(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(context=ctx)
     model = toy()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     shares = [batch(4, 0), batch(4, 1)]
     x, y = shares[ctx.world.rank]
     weight = torch.tensor(4 if ctx.world.rank == 0 else 0)
@@ -169,7 +216,9 @@ def test_weights_of_zero_on_one_rank_leave_the_others_share(ctx: ProcessContext)
     optimizer.step()
     reference = toy()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    torch.autograd.backward(nn.functional.cross_entropy(reference(shares[0][0]), shares[0][1]))
+    torch.autograd.backward(
+        nn.functional.cross_entropy(reference(shares[0][0]), shares[0][1])
+    )
     plain.step()
     assert_same(model, reference, "only rank 0 counts")
 
@@ -180,7 +229,9 @@ def test_half_precision_follows_the_float_curve(ctx: ProcessContext) -> None:
     curves: dict[str, list[float]] = {}
     for spec in ("no", "bf16", "fp16"):
         accelerator = Accelerator(context=ctx, mixed_precision=spec)
-        assert (components(accelerator).precision.scaler is not None) == (spec == "fp16")
+        assert (components(accelerator).precision.scaler is not None) == (
+            spec == "fp16"
+        )
         model = toy()
         model, optimizer = accelerator.prepare(model, adam(model))
         curves[spec] = []
@@ -203,7 +254,9 @@ def test_a_failed_micro_step_leaves_no_trace(ctx: ProcessContext) -> None:
     for clears in (False, True):
         accelerator = Accelerator(context=ctx, gradient_accumulation_steps=2)
         model = toy()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         reference = toy()
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)
         for step in (0, 1, 2):
@@ -220,23 +273,32 @@ def test_a_failed_micro_step_leaves_no_trace(ctx: ProcessContext) -> None:
                     optimizer.zero_grad()
         kept = [batch(4, 2)] if clears else [batch(4, 0), batch(4, 2)]
         for x, y in kept:
-            torch.autograd.backward(nn.functional.cross_entropy(reference(x), y) / len(kept))
+            torch.autograd.backward(
+                nn.functional.cross_entropy(reference(x), y) / len(kept)
+            )
         plain.step()
         assert_same(model, reference, clears)
 
 
 @ranks(1, 2, 3)
-def test_an_epoch_broken_off_without_an_update_does_not_move_the_schedule(ctx: ProcessContext) -> None:
+def test_an_epoch_broken_off_without_an_update_does_not_move_the_schedule(
+    ctx: ProcessContext,
+) -> None:
     """A schedule called once per epoch counts the epochs that had an update; the open window goes on."""
     accelerator = Accelerator(context=ctx, gradient_accumulation_steps=3)
     model = toy()
     optimizer = adam(model)
     loader: torch.utils.data.DataLoader[Batch] = torch.utils.data.DataLoader(
-        [(x[0], y[0]) for x, y in (batch(1, seed) for seed in range(12 * ctx.world.size))],  # type: ignore[arg-type]
+        [
+            (x[0], y[0])
+            for x, y in (batch(1, seed) for seed in range(12 * ctx.world.size))
+        ],  # type: ignore[arg-type]
         batch_size=2,
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    model, optimizer, schedule, loader = accelerator.prepare(
+        model, optimizer, schedule, loader
+    )
     counted, updates = [], 0
     for stop in (2, 1, 2, 1, 6):  # micro-steps of each epoch; 3 make an update
         before = updates
@@ -256,7 +318,9 @@ def test_an_epoch_broken_off_without_an_update_does_not_move_the_schedule(ctx: P
 @ranks(1)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_schedules_that_follow_nothing_count_every_epoch(ctx: ProcessContext) -> None:
-    accelerator = Accelerator(context=ctx, gradient_accumulation_steps=3, step_scheduler_with_optimizer=False)
+    accelerator = Accelerator(
+        context=ctx, gradient_accumulation_steps=3, step_scheduler_with_optimizer=False
+    )
     model = toy()
     optimizer = adam(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

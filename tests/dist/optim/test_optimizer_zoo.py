@@ -29,14 +29,18 @@ Make = Callable[..., torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
     "SGD": partial(torch.optim.SGD, lr=0.05),
-    "SGD-momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "SGD-momentum": partial(
+        torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01
+    ),
     "SGD-nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "Adam": partial(torch.optim.Adam, lr=0.02, eps=1e-4),
     "AdamW": partial(torch.optim.AdamW, lr=0.02, eps=1e-4, amsgrad=True),
     "Adamax": partial(torch.optim.Adamax, lr=0.02, eps=1e-4),
     "NAdam": partial(torch.optim.NAdam, lr=0.02, eps=1e-4),
     "RAdam": partial(torch.optim.RAdam, lr=0.02, eps=1e-4),
-    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, eps=1e-3, momentum=0.5, centered=True),
+    "RMSprop": partial(
+        torch.optim.RMSprop, lr=0.01, eps=1e-3, momentum=0.5, centered=True
+    ),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.05, eps=1e-4),
     "Adadelta": partial(torch.optim.Adadelta, lr=1.0, eps=1e-4),
     "ASGD": partial(torch.optim.ASGD, lr=0.05),
@@ -83,7 +87,9 @@ def reference(make: Make, kind: str, precision: str) -> tuple[list[float], nn.Mo
 
 
 def ours(make: Make, kind: str, **settings: Any) -> tuple[list[float], nn.Module]:
-    accelerator = Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=64.0)], **settings)
+    accelerator = Accelerator(
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0)], **settings
+    )
     net = Net(kind)
     net, optimizer = accelerator.prepare(net, make(net.parameters()))
     losses = []
@@ -103,13 +109,26 @@ def check(name: str, kind: str, precision: str, strategy: str) -> None:
     expected, net = reference(make, kind, precision)
     got, model = ours(make, kind, strategy=strategy, mixed_precision=precision)
     what = f"{name} {kind} {strategy} {precision}"
-    coarse = precision != "no" or name == "Muon"  # Muon computes its direction in bfloat16
+    # Muon computes its direction in bfloat16
+    coarse = precision != "no" or name == "Muon"
     tolerance = {"no": 2e-2 if coarse else 1e-5, "bf16": 5e-2, "fp16": 2e-2}[precision]
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=tolerance, atol=tolerance, msg=what)
+    torch.testing.assert_close(
+        torch.tensor(got),
+        torch.tensor(expected),
+        rtol=tolerance,
+        atol=tolerance,
+        msg=what,
+    )
     if not coarse:
         for a, b in zip(model.parameters(), net.parameters(), strict=True):
             whole = a.full_tensor() if hasattr(a, "full_tensor") else a
-            torch.testing.assert_close(whole.detach(), b.detach(), rtol=0, atol=2e-5, msg=lambda t: f"{what}: {t}")
+            torch.testing.assert_close(
+                whole.detach(),
+                b.detach(),
+                rtol=0,
+                atol=2e-5,
+                msg=lambda t: f"{what}: {t}",
+            )
 
 
 CASES = [
@@ -132,7 +151,9 @@ def test_optimizers_train_as_in_plain_torch(ctx: ProcessContext, strategy: str) 
 @pytest.mark.timeout(900)
 @ranks(2, 3, timeout_s=600)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_every_optimizer_trains_as_in_plain_torch(ctx: ProcessContext, strategy: str) -> None:
+def test_every_optimizer_trains_as_in_plain_torch(
+    ctx: ProcessContext, strategy: str
+) -> None:
     for case in CASES:
         check(*case, strategy)
 
@@ -151,14 +172,20 @@ class Foreign(torch.optim.Optimizer):
 
 
 @ranks(2)
-def test_optimizers_that_cannot_update_shards_are_refused_in_one_sentence(ctx: ProcessContext) -> None:
+def test_optimizers_that_cannot_update_shards_are_refused_in_one_sentence(
+    ctx: ProcessContext,
+) -> None:
     cases: list[tuple[Make, str, str]] = [
         (
             partial(torch.optim.LBFGS, lr=0.1),
             "uneven",
             r"LBFGS concatenates all parameters,.* shape \(7, 6\) .* strategy='ddp'",
         ),
-        (partial(torch.optim.LBFGS, lr=0.1), "scalar", r"LBFGS concatenates all parameters,.* shape \(\)"),
+        (
+            partial(torch.optim.LBFGS, lr=0.1),
+            "scalar",
+            r"LBFGS concatenates all parameters,.* shape \(\)",
+        ),
     ]
     for make, kind, words in cases:
         net = Net(kind)
@@ -176,19 +203,31 @@ def test_optimizers_that_cannot_update_shards_are_refused_in_one_sentence(ctx: P
 
 ADAFACTORS: dict[str, dict[str, Any]] = {
     "torch": {"lr": 0.05, "weight_decay": 0.1},
-    "transformers": {"lr": 0.05, "relative_step": False, "scale_parameter": True, "beta1": 0.9, "weight_decay": 0.1},
+    "transformers": {
+        "lr": 0.05,
+        "relative_step": False,
+        "scale_parameter": True,
+        "beta1": 0.9,
+        "weight_decay": 0.1,
+    },
     "relative": {},
 }
 
 
 def adafactor(name: str) -> Make:
-    made = torch.optim.Adafactor if name == "torch" else pytest.importorskip("transformers.optimization").Adafactor
+    made = (
+        torch.optim.Adafactor
+        if name == "torch"
+        else pytest.importorskip("transformers.optimization").Adafactor
+    )
     return partial(made, **ADAFACTORS[name])
 
 
 @ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("name", list(ADAFACTORS))
-def test_adafactor_has_the_statistics_of_whole_parameters(ctx: ProcessContext, name: str) -> None:
+def test_adafactor_has_the_statistics_of_whole_parameters(
+    ctx: ProcessContext, name: str
+) -> None:
     """Row and column means, and norms, of parameters that ranks share evenly and not."""
     make = adafactor(name)
     for kind in ("even", "uneven", "scalar"):
@@ -202,7 +241,9 @@ def test_adafactor_has_the_statistics_of_whole_parameters(ctx: ProcessContext, n
 
 @ranks(2)
 @pytest.mark.parametrize("name", ["torch", "transformers"])
-def test_adafactor_moves_between_shards_and_replicas(ctx: ProcessContext, name: str, tmp_path: Path) -> None:
+def test_adafactor_moves_between_shards_and_replicas(
+    ctx: ProcessContext, name: str, tmp_path: Path
+) -> None:
     """Two steps sharded, saved, two steps replicated, against four in plain torch; its schedule counts updates."""
     make = adafactor(name)
     _, expected = reference(make, "uneven", "no")
@@ -217,25 +258,35 @@ def test_adafactor_moves_between_shards_and_replicas(ctx: ProcessContext, name: 
             if folder.exists():
                 accelerator.load_state(folder)
             for step in steps:
-                accelerator.backward((net(data(step).chunk(2)[ctx.rank]) - 1).pow(2).mean())
+                accelerator.backward(
+                    (net(data(step).chunk(2)[ctx.rank]) - 1).pow(2).mean()
+                )
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
             if steps[0] == 0:
                 accelerator.save_state(folder)
             accelerator.wait_for_everyone()
-        for a, b in zip(accelerator.unwrap_model(net).parameters(), expected.parameters(), strict=True):
+        for a, b in zip(
+            accelerator.unwrap_model(net).parameters(),
+            expected.parameters(),
+            strict=True,
+        ):
             whole = a.full_tensor() if isinstance(a, DTensor) else a
             torch.testing.assert_close(whole.detach(), b.detach(), rtol=0, atol=2e-5)
 
 
 @ranks(2)
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Converting a tensor with requires_grad=True:UserWarning"
+)
 def test_lbfgs_updates_even_shards(ctx: ProcessContext) -> None:
     accelerator = Accelerator(strategy="fsdp")
     reference, net = Net("matrices"), Net("matrices")
     plain = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=3)
-    net, optimizer = accelerator.prepare(net, torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+    )
 
     def ours() -> Tensor:
         optimizer.zero_grad()
@@ -251,23 +302,33 @@ def test_lbfgs_updates_even_shards(ctx: ProcessContext) -> None:
 
     optimizer.step(ours)
     plain.step(theirs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    for a, b in zip(accelerator.unwrap_model(net).parameters(), reference.parameters(), strict=True):
+    for a, b in zip(
+        accelerator.unwrap_model(net).parameters(), reference.parameters(), strict=True
+    ):
         assert isinstance(a, DTensor)
-        torch.testing.assert_close(a.full_tensor().detach(), b.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            a.full_tensor().detach(), b.detach(), rtol=0, atol=1e-6
+        )
 
 
 @ranks(2)
 @pytest.mark.parametrize("decay", [None, 0.9])
-def test_averaged_models_are_prepared_with_their_model(ctx: ProcessContext, decay: float | None) -> None:
+def test_averaged_models_are_prepared_with_their_model(
+    ctx: ProcessContext, decay: float | None
+) -> None:
     average: Any = None if decay is None else get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     make = partial(AveragedModel, multi_avg_fn=average)
     reference = Net("even")
     plain, mean = torch.optim.SGD(reference.parameters(), lr=0.1), make(reference)
     accelerator = Accelerator(strategy="fsdp")
     net = Net("even")
-    net, optimizer, averaged = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), make(net))
+    net, optimizer, averaged = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), make(net)
+    )
     for step in range(3):
-        accelerator.backward((net(data(step).chunk(2)[ctx.world.rank]) - 1).pow(2).mean())
+        accelerator.backward(
+            (net(data(step).chunk(2)[ctx.world.rank]) - 1).pow(2).mean()
+        )
         optimizer.step()
         optimizer.zero_grad()
         averaged.update_parameters(net)
@@ -284,7 +345,8 @@ def test_an_averaged_model_that_was_left_out_is_refused(ctx: ProcessContext) -> 
     net = Net("even")
     left_out = AveragedModel(net)
     net = Accelerator(strategy="fsdp").prepare(net)
-    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):  # torch's error
+    # torch's error
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         left_out.update_parameters(net)
     plain = Net("even")
     AveragedModel(plain).update_parameters(plain)
@@ -300,9 +362,13 @@ def test_a_scalar_does_not_switch_off_the_fast_update(ctx: ProcessContext) -> No
         seen: list[type] = []
         collect = optimizer.optimizer._init_group
 
-        def noted(group: Any, *lists: Any, collect: Any = collect, seen: list[type] = seen) -> Any:
+        def noted(
+            group: Any, *lists: Any, collect: Any = collect, seen: list[type] = seen
+        ) -> Any:
             told = collect(group, *lists)
-            seen.extend(type(value) for values in lists for value in values if value is not None)
+            seen.extend(
+                type(value) for values in lists for value in values if value is not None
+            )
             return told
 
         optimizer.optimizer._init_group = noted
@@ -312,6 +378,11 @@ def test_a_scalar_does_not_switch_off_the_fast_update(ctx: ProcessContext) -> No
             optimizer.zero_grad()
         assert seen
         assert DTensor not in seen
-        kept = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim]
+        kept = [
+            v
+            for values in optimizer.state.values()
+            for v in values.values()
+            if isinstance(v, Tensor) and v.ndim
+        ]
         assert all(isinstance(value, DTensor) for value in kept), "state stays spread"
         assert set(optimizer.state) == set(accelerator.unwrap_model(net).parameters())

@@ -31,7 +31,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def model() -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=8, width=8, heads=2, depth=2, context=4)).double()
+    return seeded(
+        lambda: TinyLM(vocab=8, width=8, heads=2, depth=2, context=4)
+    ).double()
 
 
 def part_of(net: nn.Module) -> list[nn.Parameter]:
@@ -55,8 +57,12 @@ def plain(every: int, weighted: bool) -> tuple[list[float], list[Tensor]]:
     norms = []
     for first in range(0, STEPS, every):
         steps = range(first, min(first + every, STEPS))
-        shares = torch.tensor([weight(step) if weighted else 1.0 for step in steps], dtype=torch.float64)
-        losses = torch.stack([next_token_loss(net(tokens(step)), tokens(step)) for step in steps])
+        shares = torch.tensor(
+            [weight(step) if weighted else 1.0 for step in steps], dtype=torch.float64
+        )
+        losses = torch.stack(
+            [next_token_loss(net(tokens(step)), tokens(step)) for step in steps]
+        )
         (losses * shares / shares.sum()).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), LIMIT)))
         optimizer.step()
@@ -70,8 +76,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 @ranks(2, exhaustive=(1,))
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize(("every", "weighted"), [(1, False), (1, True), (2, False), (2, True)])
-def test_unowned_gradients_stay_and_count(ctx: ProcessContext, layout: str, every: int, weighted: bool) -> None:
+@pytest.mark.parametrize(
+    ("every", "weighted"), [(1, False), (1, True), (2, False), (2, True)]
+)
+def test_unowned_gradients_stay_and_count(
+    ctx: ProcessContext, layout: str, every: int, weighted: bool
+) -> None:
     """Five batches: with windows of two the last one ends early, and its gradients are corrected, not those before it."""
     if ctx.world.size == 1 and layout == "tp":
         return
@@ -80,7 +90,9 @@ def test_unowned_gradients_stay_and_count(ctx: ProcessContext, layout: str, ever
     copies = 1 if layout == "tp" else ctx.world.size
     steps: Any = torch.arange(STEPS).repeat_interleave(copies)
     loader: Any = DataLoader(steps, batch_size=1)
-    net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(part_of(net), lr=1e-2), loader)
+    net, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(part_of(net), lr=1e-2), loader
+    )
     norms = []
     for step in loader:
         mine = tokens(int(step))
@@ -96,16 +108,22 @@ def test_unowned_gradients_stay_and_count(ctx: ProcessContext, layout: str, ever
             optimizer.zero_grad()
     expected, weights = plain(every, weighted)
     assert norms == pytest.approx(expected, abs=1e-9)
-    for got, want in zip(accelerator.unwrap_model(net).parameters(), weights, strict=True):
+    for got, want in zip(
+        accelerator.unwrap_model(net).parameters(), weights, strict=True
+    ):
         torch.testing.assert_close(whole(got.detach()), want, rtol=0, atol=1e-9)
 
 
 @ranks(2)
-def test_a_skipped_update_leaves_nothing_in_unowned_gradients(ctx: ProcessContext) -> None:
+def test_a_skipped_update_leaves_nothing_in_unowned_gradients(
+    ctx: ProcessContext,
+) -> None:
     scaling = GradScalerKwargs(init_scale=2.0**4)
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
-    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net[1].parameters(), lr=0.0))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.SGD(net[1].parameters(), lr=0.0)
+    )
     first = next(accelerator.unwrap_model(net).parameters())
     kept = []
     for factor in (1.0, math.inf, 1.0):

@@ -24,12 +24,18 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.frozen, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.first, self.frozen, self.last = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 2),
+        )
         self.frozen.requires_grad_(False)
         self.temperature = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.frozen(self.first(x)))) * self.temperature
+        out: Tensor = (
+            self.last(torch.tanh(self.frozen(self.first(x)))) * self.temperature
+        )
         return out
 
 
@@ -37,9 +43,14 @@ def x(step: int) -> Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
 
 
-def train(net: nn.Module, lr: float, **settings: Any) -> Any:  # Any: the model that came back, with its own fields
-    accelerator = Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=64.0)], **settings)
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0))
+# Any: the model that came back, with its own fields
+def train(net: nn.Module, lr: float, **settings: Any) -> Any:
+    accelerator = Accelerator(
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0)], **settings
+    )
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0)
+    )
     for step in range(20):
         mine = x(step).chunk(accelerator.num_processes)[accelerator.process_index]
         if settings.get("mixed_precision") is None:
@@ -51,39 +62,61 @@ def train(net: nn.Module, lr: float, **settings: Any) -> Any:  # Any: the model 
 
 
 def whole(parameter: Tensor) -> Tensor:
-    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
+    return (
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    ).detach()
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_half_precision_weights_are_trained_in_float32(ctx: ProcessContext, strategy: str) -> None:
+def test_half_precision_weights_are_trained_in_float32(
+    ctx: ProcessContext, strategy: str
+) -> None:
     """Steps of 1e-4 vanish in bfloat16 weights of about 1; with masters they add up, for scalars too."""
     for precision, dtype in HALF.items():
         net = Net().to(dtype)
-        before = {name: p.detach().float().clone() for name, p in net.named_parameters()}
+        before = {
+            name: p.detach().float().clone() for name, p in net.named_parameters()
+        }
         model = train(net, 1e-4, mixed_precision=precision, strategy=strategy)
         for name, parameter in model.named_parameters():
             if name.startswith("frozen"):
                 assert parameter.dtype == dtype
             else:
                 assert parameter.dtype == torch.float32, (name, strategy)
-                assert (whole(parameter) - before[name]).abs().max() > 5e-4, (name, precision, strategy)
+                assert (whole(parameter) - before[name]).abs().max() > 5e-4, (
+                    name,
+                    precision,
+                    strategy,
+                )
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_keep_leaves_weights_as_they_are(ctx: ProcessContext, strategy: str) -> None:
-    model = train(Net().to(torch.bfloat16), 1e-4, mixed_precision="bf16", master_weights="keep", strategy=strategy)
+    model = train(
+        Net().to(torch.bfloat16),
+        1e-4,
+        mixed_precision="bf16",
+        master_weights="keep",
+        strategy=strategy,
+    )
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert whole(model.temperature).item() == 1.0, "an update of 1e-4 is lost in bfloat16"
+    assert whole(model.temperature).item() == 1.0, (
+        "an update of 1e-4 is lost in bfloat16"
+    )
     half = Net().half()
     with pytest.raises(PrecisionError, match="is float16 and trainable"):
-        Accelerator(mixed_precision="fp16", master_weights="keep", strategy=strategy).prepare(half)
+        Accelerator(
+            mixed_precision="fp16", master_weights="keep", strategy=strategy
+        ).prepare(half)
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_without_mixed_precision_and_in_evaluation_nothing_is_cast(ctx: ProcessContext, strategy: str) -> None:
+def test_without_mixed_precision_and_in_evaluation_nothing_is_cast(
+    ctx: ProcessContext, strategy: str
+) -> None:
     model = train(Net().to(torch.bfloat16), 1e-4, strategy=strategy)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     accelerator = Accelerator(mixed_precision="bf16", strategy=strategy)
@@ -92,18 +125,25 @@ def test_without_mixed_precision_and_in_evaluation_nothing_is_cast(ctx: ProcessC
 
 
 @ranks(1, 2)
-def test_strategies_agree_on_a_model_loaded_in_half_precision(ctx: ProcessContext) -> None:
+def test_strategies_agree_on_a_model_loaded_in_half_precision(
+    ctx: ProcessContext,
+) -> None:
     results = []
     for strategy in ("auto", "fsdp"):
-        model = train(Net().to(torch.bfloat16), 1e-2, mixed_precision="bf16", strategy=strategy)
+        model = train(
+            Net().to(torch.bfloat16), 1e-2, mixed_precision="bf16", strategy=strategy
+        )
         results.append([whole(parameter).float() for parameter in model.parameters()])
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0.02)  # 20 steps of 1e-2, compute in bfloat16
+        # 20 steps of 1e-2, compute in bfloat16
+        torch.testing.assert_close(a, b, rtol=0, atol=0.02)
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-def test_optimizer_state_follows_its_weights(ctx: ProcessContext, strategy: str) -> None:
+def test_optimizer_state_follows_its_weights(
+    ctx: ProcessContext, strategy: str
+) -> None:
     """An optimizer that has already trained bfloat16 weights goes on with float32 masters and moments."""
     model = Net().to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -139,14 +179,19 @@ def test_the_banner_names_the_rule(ctx: ProcessContext) -> None:
         logger.removeHandler(handler)
         logger.setLevel(level)
     assert "trained in float32 (master_weights=fp32)" in text
-    assert any("5 bfloat16 parameters are trained as float32 master weights" in line for line in lines)
+    assert any(
+        "5 bfloat16 parameters are trained as float32 master weights" in line
+        for line in lines
+    )
 
 
 @ranks(1, 2)
 def test_hooks_on_gradients_are_carried_over_or_refused(ctx: ProcessContext) -> None:
     model = Net()
     model.first.weight.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    with pytest.raises(PrepareError, match=r"'first.weight' has a hook set with register_hook\(\)"):
+    with pytest.raises(
+        PrepareError, match=r"'first.weight' has a hook set with register_hook\(\)"
+    ):
         Accelerator(strategy="fsdp").prepare(model)
     model = Net()
     called: list[str] = []
@@ -161,14 +206,25 @@ def test_hooks_on_gradients_are_carried_over_or_refused(ctx: ProcessContext) -> 
     model.temperature.register_hook(lambda grad: grad * 3)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     accelerator = Accelerator(strategy="fsdp")
     prepared = accelerator.prepare(model)
-    accelerator.backward(prepared(x(0).chunk(ctx.world.size)[ctx.world.rank]).pow(2).mean())
+    accelerator.backward(
+        prepared(x(0).chunk(ctx.world.size)[ctx.world.rank]).pow(2).mean()
+    )
     reference = Net()
     torch.autograd.backward(reference(x(0)).pow(2).mean())
     assert called == ["post"]
-    with pytest.raises(PrepareError, match=r"register_hook\(.*sharded parameter.*register_post_accumulate_grad_hook"):
-        accelerator.unwrap_model(prepared).get_parameter("first.bias").register_hook(halve)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    with pytest.raises(
+        PrepareError,
+        match=r"register_hook\(.*sharded parameter.*register_post_accumulate_grad_hook",
+    ):
+        accelerator.unwrap_model(prepared).get_parameter("first.bias").register_hook(
+            halve
+        )  # type: ignore[no-untyped-call]  # torch leaves it untyped
     found = dict(accelerator.unwrap_model(prepared).named_parameters())
-    for name, factor in (("first.weight", 0.5), ("first.bias", 1.0), ("temperature", 3.0)):
+    for name, factor in (
+        ("first.weight", 0.5),
+        ("first.bias", 1.0),
+        ("temperature", 3.0),
+    ):
         grad, expected = found[name].grad, reference.get_parameter(name).grad
         assert grad is not None
         assert expected is not None

@@ -29,11 +29,19 @@ def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None
     file, size = io.StringIO(), ctx.world.size
     watch, pulse = straggler_watch(ctx, every_s=0.05), BackwardTimer(ctx.device)
     assert watch is not None
-    bar = progress(range(30), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
+    bar = progress(
+        range(30),
+        ctx=ctx,
+        console=Console(file=file),
+        every_s=0.0,
+        pulse=pulse,
+        watch=watch,
+    )
     for _ in bar:
         time.sleep(0.02 if ctx.world.rank == size - 1 else 0.002)
         pulse.backward()
-        ctx.world.all_reduce(torch.ones(1))  # the gradients' all-reduce, where the fast ranks wait
+        # the gradients' all-reduce, where the fast ranks wait
+        ctx.world.all_reduce(torch.ones(1))
     if ctx.world.rank == 0:
         assert f"rank {size - 1} is slower than the others" in file.getvalue()
     else:
@@ -50,14 +58,23 @@ def test_the_slow_rank_is_named_once_in_lines_that_stay(ctx: ProcessContext) -> 
     watch, pulse = straggler_watch(ctx, every_s=0.05), BackwardTimer(ctx.device)
     try:
         for _ in range(2):  # as in two epochs
-            bar = progress(range(10), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
+            bar = progress(
+                range(10),
+                ctx=ctx,
+                console=Console(file=file),
+                every_s=0.0,
+                pulse=pulse,
+                watch=watch,
+            )
             for _ in bar:
                 time.sleep(0.02 if ctx.world.rank == 1 else 0.002)
                 pulse.backward()
                 ctx.world.all_reduce(torch.ones(1))
     finally:
         logging.getLogger("hasten").removeHandler(handler)
-    named = (file.getvalue() + logged.getvalue()).count("rank 1 is slower than the others")
+    named = (file.getvalue() + logged.getvalue()).count(
+        "rank 1 is slower than the others"
+    )
     assert named == (1 if ctx.world.rank == 0 else 0)
 
 
@@ -66,7 +83,13 @@ def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> 
     watch, pulse = straggler_watch(ctx, every_s=0.0), BackwardTimer(ctx.device)
     if ctx.world.rank == 0:
         seen = []
-        for number in progress(range(5), ctx=ctx, console=Console(file=io.StringIO()), pulse=pulse, watch=watch):
+        for number in progress(
+            range(5),
+            ctx=ctx,
+            console=Console(file=io.StringIO()),
+            pulse=pulse,
+            watch=watch,
+        ):
             pulse.backward()
             seen.append(number)
         assert seen == [0, 1, 2, 3, 4]
@@ -91,7 +114,10 @@ class Runs(Tracker):
 def test_trackers_on_every_rank_share_the_run(ctx: ProcessContext) -> None:
     tracker = Runs()
     manager = TrackerManager(
-        [tracker], is_main=ctx.world.rank == 0, rank=ctx.world.rank, share=ctx.world.broadcast_object
+        [tracker],
+        is_main=ctx.world.rank == 0,
+        rank=ctx.world.rank,
+        share=ctx.world.broadcast_object,
     )
     manager.init("project")
     manager.log({"loss": 1.0})
@@ -105,18 +131,30 @@ def test_trackers_on_every_rank_share_the_run(ctx: ProcessContext) -> None:
 @pytest.mark.parametrize("pad", ["least", "full"])
 @pytest.mark.parametrize("batch_size", [3, 4, 8])
 @ranks(2, 3)
-def test_a_short_batch_counts_its_samples_on_every_rank(ctx: ProcessContext, pad: Pad, batch_size: int) -> None:
+def test_a_short_batch_counts_its_samples_on_every_rank(
+    ctx: ProcessContext, pad: Pad, batch_size: int
+) -> None:
     """30 samples are 30 in the counters of metrics, of the report and of throughput, in every split."""
     settings = DataLoaderConfiguration(pad=pad)
-    accelerator = Accelerator(context=ctx, dataloader_config=settings, metrics={"port": 0})
+    accelerator = Accelerator(
+        context=ctx, dataloader_config=settings, metrics={"port": 0}
+    )
     net = nn.Linear(1, 1)
-    rows: Any = [{"x": torch.ones(1), "input_ids": torch.zeros(5, dtype=torch.long)}] * 30
+    rows: Any = [
+        {"x": torch.ones(1), "input_ids": torch.zeros(5, dtype=torch.long)}
+    ] * 30
     model, _, loader = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(rows, batch_size=batch_size)
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        DataLoader(rows, batch_size=batch_size),
     )
     throughput = accelerator.track_throughput(tokens="input_ids")
     for batch in loader:
         accelerator.backward(model(batch["x"]).mean())
-    log = next(part.run_log for part in accelerator._clock.parts.members if isinstance(part, RunLogPart))
+    log = next(
+        part.run_log
+        for part in accelerator._clock.parts.members
+        if isinstance(part, RunLogPart)
+    )
     assert (log.samples, throughput._samples, throughput._tokens) == (30, 30, 150)
     accelerator.end_training()

@@ -25,11 +25,17 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
         return ROWS * 5
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": torch.randint(0, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(index))}
+        return {
+            "input_ids": torch.randint(
+                0, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(index)
+            )
+        }
 
 
 def model() -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=2, context=CONTEXT))
+    return seeded(
+        lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=2, context=CONTEXT)
+    )
 
 
 def plain_operations() -> int:
@@ -50,22 +56,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @ranks(2)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_all_ranks_together_count_what_one_process_counts(ctx: ProcessContext, layout: str) -> None:
+def test_all_ranks_together_count_what_one_process_counts(
+    ctx: ProcessContext, layout: str
+) -> None:
     config = ParallelismConfig(**LAYOUTS[layout])
     accelerator = Accelerator(parallelism_config=config)
     net = model()
     readers = 2 if layout in ("replicas", "shards") else 1
     net, optimizer, loader = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=1e-3), DataLoader(Texts(), batch_size=ROWS // readers)
+        net,
+        torch.optim.SGD(net.parameters(), lr=1e-3),
+        DataLoader(Texts(), batch_size=ROWS // readers),
     )
     throughput = accelerator.track_throughput(peak_tflops=1.0)
     for batch in loader:
         if layout == "stages":
             accelerator.forward_backward(
-                net, batch, lambda net, part: next_token_loss(net(part["input_ids"]), part["input_ids"])
+                net,
+                batch,
+                lambda net, part: next_token_loss(
+                    net(part["input_ids"]), part["input_ids"]
+                ),
             )
         else:
-            accelerator.backward(next_token_loss(net(batch["input_ids"]), batch["input_ids"]))
+            accelerator.backward(
+                next_token_loss(net(batch["input_ids"]), batch["input_ids"])
+            )
         optimizer.step()
         optimizer.zero_grad()
     assert throughput.tokens_counted == ROWS * CONTEXT

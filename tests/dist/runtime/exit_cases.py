@@ -37,12 +37,19 @@ def free_port() -> int:
 
 def train(case: str, rank: int, port: int) -> None:
     """A short training, and one way to end it."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     accelerator = Accelerator(cpu=True)
     others = [Accelerator(cpu=True) for _ in range(2)]
     model = nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     for _ in range(2):
         accelerator.backward(model(torch.ones(8, 4)).square().mean())
         optimizer.step()
@@ -63,7 +70,8 @@ def train(case: str, rank: int, port: int) -> None:
             time.sleep(2)
             assert _get_default_store().get("word") == b"said"
         case ("gone_0", 0):
-            _get_default_store().get("trained")  # what is sent to it last may be lost with the sender
+            # what is sent to it last may be lost with the sender
+            _get_default_store().get("trained")
             os._exit(0)
         case ("fails_0", 0):
             raise ValueError("on purpose")
@@ -100,7 +108,8 @@ if __name__ == "__main__":
             if not child:
                 times = place.parent / f"{name}.{number}"
                 os.dup2(os.open(f"{times}.err", os.O_WRONLY | os.O_CREAT), 2)
-                atexit.register(note, times)  # the last one to run, before the interpreter's own end
+                # the last one to run, before the interpreter's own end
+                atexit.register(note, times)
                 try:
                     train(name, number, meeting)
                 finally:
@@ -110,7 +119,11 @@ if __name__ == "__main__":
     ends = {}
     for key, (code, ended) in wait(forks).items():
         times = place.parent / key.replace("/", ".")
-        noted = [float(word) for word in times.read_text().split()] if times.exists() else []
+        noted = (
+            [float(word) for word in times.read_text().split()]
+            if times.exists()
+            else []
+        )
         over, left = noted or (ended, ended)
         ends[key] = {"code": code, "over": over, "left": left, "ended": ended}
     place.write_text(json.dumps(ends))

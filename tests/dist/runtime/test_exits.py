@@ -36,8 +36,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ends(place: Path) -> Ends:
     out = place / "ends.json"
-    env = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
-    with subprocess.Popen([sys.executable, str(CASES), str(out)], env=env, start_new_session=True) as program:
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "TORCHELASTIC_USE_AGENT_STORE"
+    }
+    with subprocess.Popen(
+        [sys.executable, str(CASES), str(out)], env=env, start_new_session=True
+    ) as program:
         try:
             assert program.wait(100) == 0
         except subprocess.TimeoutExpired:
@@ -49,9 +55,17 @@ def ends(place: Path) -> Ends:
 
 @pytest.mark.parametrize(
     ("case", "codes"),
-    [("first_0", (0, 0)), ("first_1", (0, 0)), ("gone_0", (0, 0)), ("fails_0", (1, 0)), ("killed_1", (0, -9))],
+    [
+        ("first_0", (0, 0)),
+        ("first_1", (0, 0)),
+        ("gone_0", (0, 0)),
+        ("fails_0", (1, 0)),
+        ("killed_1", (0, -9)),
+    ],
 )
-def test_ranks_end_soon_and_well(case: str, codes: tuple[int, int], ends: Ends, place: Path) -> None:
+def test_ranks_end_soon_and_well(
+    case: str, codes: tuple[int, int], ends: Ends, place: Path
+) -> None:
     for rank, wanted in enumerate(codes):
         one = ends[f"{case}/{rank}"]
         assert one["code"] == wanted, said_by(case, place)

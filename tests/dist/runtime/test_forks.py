@@ -45,13 +45,16 @@ def ended_in_time(pid: int) -> bool:
 
 
 @ranks(2)
-def test_a_fork_does_not_collect_a_process_group_of_its_parent(ctx: ProcessContext) -> None:
+def test_a_fork_does_not_collect_a_process_group_of_its_parent(
+    ctx: ProcessContext,
+) -> None:
     gc.disable()
     try:
         Cycle(gloo_of_one())
         pid = os.fork()
         if pid == 0:
-            gc.collect()  # hung here: the group's destructor joined threads that exist in the parent only
+            # hung here: the group's destructor joined threads that exist in the parent only
+            gc.collect()
             os._exit(0)
         assert ended_in_time(pid)
     finally:

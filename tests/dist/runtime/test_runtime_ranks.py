@@ -20,8 +20,16 @@ from hasten.testing.pool import ranks
 
 
 @ranks(2, 4)
-def test_synchronized_generators_agree_and_the_others_do_not(ctx: ProcessContext) -> None:
-    for chosen in (["python"], ["numpy"], ["torch"], ["generator"], ["python", "numpy", "torch", "cpu", "generator"]):
+def test_synchronized_generators_agree_and_the_others_do_not(
+    ctx: ProcessContext,
+) -> None:
+    for chosen in (
+        ["python"],
+        ["numpy"],
+        ["torch"],
+        ["generator"],
+        ["python", "numpy", "torch", "cpu", "generator"],
+    ):
         set_seed(10, device_specific=True)
         generator = torch.Generator().manual_seed(ctx.rank)
         synchronize_rng_states(chosen, ctx.world, generator)
@@ -34,7 +42,10 @@ def test_synchronized_generators_agree_and_the_others_do_not(ctx: ProcessContext
         everyone = ctx.world.all_gather_object(drawn)
         for kind in drawn:
             values = {their[kind] for their in everyone}
-            assert len(values) == (1 if kind in chosen else ctx.world.size), (chosen, kind)
+            assert len(values) == (1 if kind in chosen else ctx.world.size), (
+                chosen,
+                kind,
+            )
 
 
 @ranks(2)
@@ -56,7 +67,11 @@ def test_ranks_log_in_order(ctx: ProcessContext, tmp_path: Path) -> None:
     log.logger.addHandler(handler)
     time.sleep(0.05 * (ctx.world.size - ctx.rank))  # the last rank is there first
     log.error("hello", main_process_only=False, in_order=True)
-    log.info("rank 1 is not interested, and nobody waits for it", main_process_only=False, in_order=True)
+    log.info(
+        "rank 1 is not interested, and nobody waits for it",
+        main_process_only=False,
+        in_order=True,
+    )
     log.info("main speaks")
     ctx.world.barrier("logged")
     log.logger.removeHandler(handler)
@@ -64,7 +79,9 @@ def test_ranks_log_in_order(ctx: ProcessContext, tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     size = ctx.world.size
     assert lines[:size] == [f"[RANK {rank}] hello" for rank in range(size)]
-    assert [line[:8] for line in lines[size:-1]] == [f"[RANK {rank}]" for rank in range(size) if rank != 1]
+    assert [line[:8] for line in lines[size:-1]] == [
+        f"[RANK {rank}]" for rank in range(size) if rank != 1
+    ]
     assert lines[-1] == "main speaks"
 
 
@@ -83,4 +100,6 @@ def test_affinity_is_set_when_asked_for_and_says_why(ctx: ProcessContext) -> Non
         setup.setLevel(logging.NOTSET)
         os.sched_setaffinity(0, before)
     said = [record.getMessage() for record in handler.buffer]
-    assert any(line.startswith("cpu affinity: ") and "cores" in line for line in said), said
+    assert any(
+        line.startswith("cpu affinity: ") and "cores" in line for line in said
+    ), said

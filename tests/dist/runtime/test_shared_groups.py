@@ -18,7 +18,9 @@ from hasten.testing.pool import ranks
 
 @contextmanager
 def world(file: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(file), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(file), 1), rank=0, world_size=1
+    )
     try:
         yield
     finally:
@@ -27,7 +29,9 @@ def world(file: Path) -> Iterator[None]:
 
 
 def mesh() -> DeviceMesh:
-    return once("mesh", lambda: init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)))
+    return once(
+        "mesh", lambda: init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    )
 
 
 @ranks(1)
@@ -38,14 +42,18 @@ def test_one_world_has_each_of_them_once(ctx: ProcessContext, tmp_path: Path) ->
 
 
 @ranks(1)
-def test_results_of_sharded_tensors_lie_on_the_mesh_of_their_own_world(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_results_of_sharded_tensors_lie_on_the_mesh_of_their_own_world(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     """Torch knows a mesh by its shape: it gave the result the layout of the same operation in the world before."""
     meshes = []
     for number in range(3):
         with world(tmp_path / str(number)):
             meshes.append(mesh())  # kept, as an old model keeps it
             assert len({id(one) for one in meshes}) == number + 1
-            sharded = DTensor.from_local(torch.ones(4), mesh(), [Shard(0)], run_check=False)
+            sharded = DTensor.from_local(
+                torch.ones(4), mesh(), [Shard(0)], run_check=False
+            )
             for result in (sharded * 2, sharded + sharded):
                 assert isinstance(result, DTensor)
                 assert result.device_mesh is mesh()

@@ -49,13 +49,19 @@ def test_the_lowest_rank_that_is_there_says_who_is_missing(
     for thread in threads:
         thread.join()
     said = sorted(message.rpartition(" (")[0] for message in caplog.messages)
-    assert said == ["rank 0 of 5 waits for ranks 1-2, 4 at there", "rank 1 of 2 waits for rank 0 at there"]
+    assert said == [
+        "rank 0 of 5 waits for ranks 1-2, 4 at there",
+        "rank 1 of 2 waits for rank 0 at there",
+    ]
 
 
 def test_a_short_wait_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     store = HashStore()
     threads = [
-        threading.Thread(target=RankRegistration(store, rank, 2, timedelta(seconds=5)).wait) for rank in range(2)
+        threading.Thread(
+            target=RankRegistration(store, rank, 2, timedelta(seconds=5)).wait
+        )
+        for rank in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -76,7 +82,9 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_in_use_is_told_as_such_and_at_once() -> None:
     with closing(socket.create_server(("", 0))) as other:
         port = other.getsockname()[1]
-        main = Topology(world_size=2, local_world_size=2, rendezvous=f"tcp://127.0.0.1:{port}")
+        main = Topology(
+            world_size=2, local_world_size=2, rendezvous=f"tcp://127.0.0.1:{port}"
+        )
         begin = time.monotonic()
         with pytest.raises(CommError, match="another program uses this port") as caught:
             start(main, torch.device("cpu"), settings=GroupSettings(init_timeout_s=300))
@@ -89,8 +97,12 @@ def test_the_time_that_is_told_is_the_time_that_passed() -> None:
     with closing(socket.socket()) as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
-        rank = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous=url)
-        with pytest.raises(CommError, match=r"did not meet the others at .* within 1 s"):
+        rank = Topology(
+            rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous=url
+        )
+        with pytest.raises(
+            CommError, match=r"did not meet the others at .* within 1 s"
+        ):
             start(rank, torch.device("cpu"), settings=GroupSettings(init_timeout_s=1))
 
 

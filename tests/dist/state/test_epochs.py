@@ -32,21 +32,32 @@ class Rows(Dataset[torch.Tensor]):
         return ROWS
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([math.nan if index == 5 and self.epoch == self.bad else index, index], dtype=torch.float)
+        return torch.tensor(
+            [math.nan if index == 5 and self.epoch == self.bad else index, index],
+            dtype=torch.float,
+        )
 
 
-def make(ctx: ProcessContext, folder: Path, bad: int | None = None, **settings: Any) -> tuple[Accelerator, Any]:
+def make(
+    ctx: ProcessContext, folder: Path, bad: int | None = None, **settings: Any
+) -> tuple[Accelerator, Any]:
     torch.manual_seed(3)
     accelerator = Accelerator(context=ctx, project_dir=str(folder), **settings)
     model = nn.Linear(1, 1)
     prepared = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=1e-4), DataLoader(Rows(bad), batch_size=2, shuffle=True)
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-4),
+        DataLoader(Rows(bad), batch_size=2, shuffle=True),
     )
     return accelerator, prepared
 
 
 def train(
-    accelerator: Accelerator, prepared: Any, epochs: int, save_at: tuple[int, ...] = (), stop: bool = False
+    accelerator: Accelerator,
+    prepared: Any,
+    epochs: int,
+    save_at: tuple[int, ...] = (),
+    stop: bool = False,
 ) -> list[tuple[int, int, list[int]]]:
     """The epoch, the loader's epoch and the samples of every step; saves after these steps, and stops at the last of them."""
     model, optimizer, loader = prepared
@@ -65,8 +76,11 @@ def train(
 
 
 @ranks(2, exhaustive=(1, 3))
-@pytest.mark.parametrize("stop_at", [3, 4, 6])  # inside an epoch, at the last batch of one, in the next
-def test_a_resumed_loop_goes_on_in_its_epoch(ctx: ProcessContext, tmp_path: Path, stop_at: int) -> None:
+# inside an epoch, at the last batch of one, in the next
+@pytest.mark.parametrize("stop_at", [3, 4, 6])
+def test_a_resumed_loop_goes_on_in_its_epoch(
+    ctx: ProcessContext, tmp_path: Path, stop_at: int
+) -> None:
     whole = train(*make(ctx, tmp_path / "whole"), 3)
     first = train(*make(ctx, tmp_path / "run"), 3, (stop_at,), stop=True)
     accelerator, prepared = make(ctx, tmp_path / "run")
@@ -74,11 +88,15 @@ def test_a_resumed_loop_goes_on_in_its_epoch(ctx: ProcessContext, tmp_path: Path
     assert [*first, *train(accelerator, prepared, 3)] == whole
 
 
-def first_part(ctx: ProcessContext, folder: Path, steps: int) -> list[tuple[int, int, list[int]]]:
+def first_part(
+    ctx: ProcessContext, folder: Path, steps: int
+) -> list[tuple[int, int, list[int]]]:
     return train(*make(ctx, folder), 3, (steps,), stop=True)
 
 
-def second_part(ctx: ProcessContext, folder: Path) -> tuple[list[tuple[int, int, list[int]]], int, int]:
+def second_part(
+    ctx: ProcessContext, folder: Path
+) -> tuple[list[tuple[int, int, list[int]]], int, int]:
     accelerator, prepared = make(ctx, folder)
     accelerator.load_state()
     return train(accelerator, prepared, 3), prepared[2].num_done, len(prepared[2])
@@ -90,11 +108,17 @@ def test_every_sample_of_every_epoch_once_on_another_number_of_processes(
     rank_pool: Pool, tmp_path: Path, old: int, new: int, inside: bool
 ) -> None:
     per_epoch = ROWS // (2 * old)
-    first = rank_pool.run(first_part, old, tmp_path, per_epoch + (per_epoch // 2 if inside else 0))
+    first = rank_pool.run(
+        first_part, old, tmp_path, per_epoch + (per_epoch // 2 if inside else 0)
+    )
     second = rank_pool.run(second_part, new, tmp_path)
-    steps = [step for part in first for step in part] + [step for part, _, _ in second for step in part]
+    steps = [step for part in first for step in part] + [
+        step for part, _, _ in second for step in part
+    ]
     for epoch in range(3):
-        assert sorted(row for number, _, rows in steps if number == epoch for row in rows) == list(range(ROWS))
+        assert sorted(
+            row for number, _, rows in steps if number == epoch for row in rows
+        ) == list(range(ROWS))
     assert {epoch for part, _, _ in second for epoch, _, _ in part} == ({1, 2})
 
 
@@ -111,16 +135,24 @@ def test_a_run_that_goes_back_keeps_count(ctx: ProcessContext, tmp_path: Path) -
     assert [number for body, number, _ in seen if body == 2][-1] == 2
     assert {number for body, number, _ in seen if body == 3} == {3}
     back = next(n for n in range(1, len(seen)) if seen[n][1] < seen[n - 1][1])
-    assert seen[back][:2] == (2, 0), "the loader went back to the epoch of the checkpoint"
+    assert seen[back][:2] == (2, 0), (
+        "the loader went back to the epoch of the checkpoint"
+    )
     saved = seen[4 * per_epoch - 1]
-    assert saved[1] in (0, 1, 2), "the second checkpoint was saved while the loader caught up"
+    assert saved[1] in (0, 1, 2), (
+        "the second checkpoint was saved while the loader caught up"
+    )
     resumed, parts = make(ctx, tmp_path, bad=2, trust={"numbers": "rollback"})
     resumed.load_state()
-    assert [step[1:] for step in train(resumed, parts, 4)] == [step[1:] for step in seen[4 * per_epoch :]]
+    assert [step[1:] for step in train(resumed, parts, 4)] == [
+        step[1:] for step in seen[4 * per_epoch :]
+    ]
 
 
 @ranks(2)
-def test_a_resume_after_going_back_counts_epochs_as_the_loader_does(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_resume_after_going_back_counts_epochs_as_the_loader_does(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator, prepared = make(ctx, tmp_path, bad=2, trust={"numbers": "rollback"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -33,19 +33,36 @@ MEETING: Final = ("comm/", "comm/agreement.py", "testing/", "runtime/logs.py")
 """What ranks agree through cannot be used to agree on its own failure; and errors in log records are printed."""
 BEFORE: Final = frozenset(
     {
-        *("Accelerator.save_state", "Saving.save_state", "Accelerator.load_state", "Saving.load_state", "Saving._load"),
+        *(
+            "Accelerator.save_state",
+            "Saving.save_state",
+            "Accelerator.load_state",
+            "Saving.load_state",
+            "Saving._load",
+        ),
         *("EventRecorder.__init__", "EventRecorder.__enter__"),
     }
 )
 """A rank that fails on its way to the call never arrives: the others name it when checkpoint_arrival_s is over."""
 OUTSIDE: Final = frozenset(
     {
-        "AsyncWriter.submit.<locals>.run",  # a thread that was started and does not run at all
-        *("PreviousState.__exit__", "EventRecorder.__exit__"),  # after the ranks have agreed that all is done
+        # a thread that was started and does not run at all
+        "AsyncWriter.submit.<locals>.run",
+        # after the ranks have agreed that all is done
+        *("PreviousState.__exit__", "EventRecorder.__exit__"),
         # arithmetic that torch's archive writer calls; it reports a failure there in words of its own
         *(
             f"_BlankArchive.{name}"
-            for name in ("write", "seek", "tell", "flush", "read", "close", "seekable", "writable")
+            for name in (
+                "write",
+                "seek",
+                "tell",
+                "flush",
+                "read",
+                "close",
+                "seekable",
+                "writable",
+            )
         ),
     }
 )
@@ -64,7 +81,9 @@ class InjectedOnDisk(OSError):
 class Calls:
     """Notes every call of a function of hasten, on every thread, and raises at one of them."""
 
-    def __init__(self, target: Site | None = None, kind: type[Exception] = Injected) -> None:
+    def __init__(
+        self, target: Site | None = None, kind: type[Exception] = Injected
+    ) -> None:
         self.sites: dict[Site, None] = {}
         self._target = target
         self._kind = kind
@@ -83,10 +102,18 @@ class Calls:
         if event != "call" or not code.co_filename.startswith(HOME):
             return
         file = code.co_filename.removeprefix(HOME)
-        if file.startswith(MEETING) or code.co_qualname in BEFORE or code.co_qualname in OUTSIDE:
+        if (
+            file.startswith(MEETING)
+            or code.co_qualname in BEFORE
+            or code.co_qualname in OUTSIDE
+        ):
             return
         caller = frame.f_back
-        place = ("", 0) if caller is None else (Path(caller.f_code.co_filename).name, caller.f_lineno)
+        place = (
+            ("", 0)
+            if caller is None
+            else (Path(caller.f_code.co_filename).name, caller.f_lineno)
+        )
         site = (file, code.co_qualname, *place)
         self.sites[site] = None
         if site == self._target:
@@ -114,11 +141,16 @@ class Counter:
 class Run:
     """A run in the middle of an epoch and of an accumulation window."""
 
-    def __init__(self, ctx: ProcessContext, folder: Path, strategy: str, precision: str) -> None:
+    def __init__(
+        self, ctx: ProcessContext, folder: Path, strategy: str, precision: str
+    ) -> None:
         torch.manual_seed(3)
         settings: dict[str, Any] = {}
         if strategy == "fsdp":
-            settings = {"strategy": "fsdp", "fsdp_plugin": FullyShardedDataParallelPlugin()}
+            settings = {
+                "strategy": "fsdp",
+                "fsdp_plugin": FullyShardedDataParallelPlugin(),
+            }
         self.accelerator = Accelerator(
             context=ctx,
             project_dir=str(folder),
@@ -130,8 +162,13 @@ class Run:
         model = nn.Sequential(nn.Linear(4, 5), norm, nn.Dropout(0.1), nn.Linear(5, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         data = TensorDataset(torch.randn(240, 4))
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2), DataLoader(data, 4, shuffle=True)
+        self.model, self.optimizer, self.scheduler, self.loader = (
+            self.accelerator.prepare(
+                model,
+                optimizer,
+                torch.optim.lr_scheduler.StepLR(optimizer, 2),
+                DataLoader(data, 4, shuffle=True),
+            )
         )
         self.counter = Counter(ctx.rank)
         self.accelerator.register_for_checkpointing(self.counter)
@@ -162,18 +199,43 @@ class Run:
             names[id(p)]: {key: bits(value) for key, value in values.items()}
             for p, values in self.optimizer.state.items()
         }
-        groups = [{k: bits(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        random_states = [bits(torch.get_rng_state()), repr(random.getstate()), repr(np.random.get_state())]
+        groups = [
+            {k: bits(v) for k, v in g.items() if k != "params"}
+            for g in self.optimizer.param_groups
+        ]
+        random_states = [
+            bits(torch.get_rng_state()),
+            repr(random.getstate()),
+            repr(np.random.get_state()),
+        ]
         return {
-            "model": repr({key: bits(value) for key, value in inner.state_dict().items()}),
+            "model": repr(
+                {key: bits(value) for key, value in inner.state_dict().items()}
+            ),
             "gradients": repr({names[id(p)]: bits(p.grad) for p in inner.parameters()}),
-            "optimizer": repr((state, groups, self.optimizer.num_updates, self.optimizer.num_attempts)),
+            "optimizer": repr(
+                (state, groups, self.optimizer.num_updates, self.optimizer.num_attempts)
+            ),
             "scheduler": repr((self.scheduler.state_dict(), self.scheduler._seen)),
-            "scaler": repr(None if scaler is None else {k: bits(v) for k, v in sorted(vars(scaler).items())}),
+            "scaler": repr(
+                None
+                if scaler is None
+                else {k: bits(v) for k, v in sorted(vars(scaler).items())}
+            ),
             "generators": hashlib.sha256(repr(random_states).encode()).hexdigest(),
-            "loader": repr((self.loader.state_dict(), id(track.start), track.steps, track.fresh)),
-            "clock": repr([(name, getattr(clock, name)) for name in clock.__slots__ if name != "comm"]),
-            "registered": repr({key: bits(value) for key, value in self.counter.state_dict().items()}),
+            "loader": repr(
+                (self.loader.state_dict(), id(track.start), track.steps, track.fresh)
+            ),
+            "clock": repr(
+                [
+                    (name, getattr(clock, name))
+                    for name in clock.__slots__
+                    if name != "comm"
+                ]
+            ),
+            "registered": repr(
+                {key: bits(value) for key, value in self.counter.state_dict().items()}
+            ),
         }
 
 
@@ -181,8 +243,12 @@ def bits(value: Any) -> str:
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, Tensor):
-        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(raw).hexdigest()[:16]}"
+        raw = (
+            value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+        return (
+            f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(raw).hexdigest()[:16]}"
+        )
     return repr(value)
 
 
@@ -202,8 +268,11 @@ class Attack:
         if self.what == "load":
             accelerator.load_state(str(self.folder))
         else:
-            accelerator.save_state(str(self.folder), blocking=self.what == "save", metrics={"loss": 0.5})
-            sys.setprofile(None)  # waiting is each rank's own; the thread that writes is still watched
+            accelerator.save_state(
+                str(self.folder), blocking=self.what == "save", metrics={"loss": 0.5}
+            )
+            # waiting is each rank's own; the thread that writes is still watched
+            sys.setprofile(None)
             accelerator.wait_for_saves()
 
     def survive(self, few: int | None, kind: type[Exception]) -> int:
@@ -238,12 +307,16 @@ class Attack:
         assert len(set(seen)) == 1, f"{where}: ranks ended differently: {seen}"
         assert took < LONGEST_S, f"{where}: took {took:.1f} s"
         if outcome:
-            assert "injected into" in outcome, f"{where}: another error than the injected one: {outcome}"
+            assert "injected into" in outcome, (
+                f"{where}: another error than the injected one: {outcome}"
+            )
             changed = [key for key in before if before[key] != after[key]]
             if self.what == "load" and changed:
                 self._load_again(outcome, where)
             else:
-                assert not changed, f"{where}: {changed} changed although it failed with {outcome}"
+                assert not changed, (
+                    f"{where}: {changed} changed although it failed with {outcome}"
+                )
         elif self.what == "load":
             self.run.train(3)  # it was overcome, so the state is the checkpoint's now
         store, name = locate(str(self.folder))
@@ -254,9 +327,14 @@ class Attack:
         self.act()
         restored = self.run.digest()
         changed = [
-            key for key in restored if restored[key] != self.loaded[key] and key not in ("loader", "clock", "scaler")
+            key
+            for key in restored
+            if restored[key] != self.loaded[key]
+            and key not in ("loader", "clock", "scaler")
         ]
-        assert not changed, f"{where}: {changed} differ after loading again, after {outcome}"
+        assert not changed, (
+            f"{where}: {changed} differ after loading again, after {outcome}"
+        )
         self.run.train(3)
 
 
@@ -275,27 +353,34 @@ def attack(
     count = 0
     for what in kinds:
         count += Attack(ctx, run, folder / "x", what).survive(few, error)
-    while not run.accelerator.sync_gradients:  # a checkpoint is the beginning of a window
+    # a checkpoint is the beginning of a window
+    while not run.accelerator.sync_gradients:
         run.train(1)
     run.accelerator.save_state(str(folder / "x"))
     want = run.digest()
     run.train(3)
     run.accelerator.load_state(str(folder / "x"))
     have = run.digest()
-    assert [key for key in want if want[key] != have[key] and key not in ("loader", "clock", "scaler")] == [], (
-        "all works as before"
-    )
+    assert [
+        key
+        for key in want
+        if want[key] != have[key] and key not in ("loader", "clock", "scaler")
+    ] == [], "all works as before"
     run.accelerator.end_training()
     return count
 
 
 @ranks(2, exhaustive=(1, 3))
-def test_a_failure_at_some_calls_is_raised_by_every_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_failure_at_some_calls_is_raised_by_every_rank(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     attack(ctx, tmp_path, "ddp", 10)
 
 
 @ranks(2, mesh={"dp_shard": -1}, exhaustive=(1, 3))
-def test_a_failure_at_some_calls_with_sharded_state(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_failure_at_some_calls_with_sharded_state(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     attack(ctx, tmp_path, "fsdp", 10)
 
 

@@ -50,12 +50,17 @@ class Heard(logging.Handler):
         logging.getLogger("hasten").removeHandler(self)
 
 
-def make(ctx: ProcessContext, folder: Path, *things: Thing) -> tuple[Accelerator, Any, Any, Any]:
+def make(
+    ctx: ProcessContext, folder: Path, *things: Thing
+) -> tuple[Accelerator, Any, Any, Any]:
     accelerator = Accelerator(context=ctx, project_dir=str(folder))
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    plateau, fixed = ReduceLROnPlateau(optimizer, factor=0.5, patience=0), StepLR(optimizer, 100)
+    plateau, fixed = (
+        ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+        StepLR(optimizer, 100),
+    )
     model, optimizer, plateau, _ = accelerator.prepare(model, optimizer, plateau, fixed)
     accelerator.register_for_checkpointing(*things)
     return accelerator, model, optimizer, plateau
@@ -83,7 +88,9 @@ def test_each_rank_gets_its_own_back(ctx: ProcessContext, tmp_path: Path) -> Non
 
 
 @ranks(2, 3)
-def test_schedulers_that_disagree_are_told_and_kept(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_schedulers_that_disagree_are_told_and_kept(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator, model, optimizer, plateau = make(ctx, tmp_path)
     for _ in range(3):
         accelerator.backward(model(torch.ones(1, 2)).sum())
@@ -104,7 +111,9 @@ def test_schedulers_that_disagree_are_told_and_kept(ctx: ProcessContext, tmp_pat
 
 
 @ranks(2)
-def test_schedulers_that_agree_are_stored_once_in_silence(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_schedulers_that_agree_are_stored_once_in_silence(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator, model, optimizer, plateau = make(ctx, tmp_path)
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
@@ -138,19 +147,25 @@ def refused(ctx: ProcessContext, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (2, 3)])
-def test_own_state_on_another_number_of_processes(rank_pool: Pool, tmp_path: Path, old: int, new: int) -> None:
+def test_own_state_on_another_number_of_processes(
+    rank_pool: Pool, tmp_path: Path, old: int, new: int
+) -> None:
     rank_pool.run(save_own, old, tmp_path, False)
     told = rank_pool.run(refused, new, tmp_path)
     assert len(set(told)) == 1
     assert "Nothing was loaded" in told[0]
     assert "strict=False" in told[0]
-    assert rank_pool.run(load_own, new, tmp_path, False) == [10 + rank % old for rank in range(new)]
+    assert rank_pool.run(load_own, new, tmp_path, False) == [
+        10 + rank % old for rank in range(new)
+    ]
     rank_pool.run(save_own, old, tmp_path, True)
     assert rank_pool.run(load_own, new, tmp_path, True) == [7] * new
 
 
 @ranks(2)
-def test_a_bad_metric_on_one_rank_stops_both(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_bad_metric_on_one_rank_stops_both(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator, *_ = make(ctx, tmp_path)
     bad: dict[str, Any] = {"loss": None if ctx.rank == 1 else 1.0}
     with pytest.raises(CheckpointError, match=r"rank 1.*NoneType"):
@@ -160,7 +175,9 @@ def test_a_bad_metric_on_one_rank_stops_both(ctx: ProcessContext, tmp_path: Path
 
 
 @ranks(2, 3)
-def test_a_failing_object_after_exactly_one_step(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_failing_object_after_exactly_one_step(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     """The step after which DDP would rebuild its buckets, together, at the next forward or save."""
 
     class Failing(Thing):
@@ -178,7 +195,9 @@ def test_a_failing_object_after_exactly_one_step(ctx: ProcessContext, tmp_path: 
 
 
 @ranks(2)
-def test_ranks_that_ask_for_different_saves_are_told(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_ranks_that_ask_for_different_saves_are_told(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator, *_ = make(ctx, tmp_path)
     with pytest.raises(Exception, match="different arguments"):
         accelerator.save_state(str(tmp_path / "x"), blocking=ctx.rank == 0)
@@ -192,13 +211,19 @@ def test_every_changed_bit_changes_the_fingerprint() -> None:
             raw = torch.randint(0, 2, (size,)).to(dtype)
             other = raw.clone()
             place = rng.randrange(size)
-            other[place] = 1 - other[place].to(torch.int32) if dtype is torch.bool else other[place] + 1
+            other[place] = (
+                1 - other[place].to(torch.int32)
+                if dtype is torch.bool
+                else other[place] + 1
+            )
             assert fingerprint(raw) == fingerprint(raw.clone())
             assert fingerprint(raw) != fingerprint(other)
             if size > 1 and not torch.equal(raw, raw.roll(1)):
                 assert fingerprint(raw) != fingerprint(raw.roll(1)), "order counts"
     for dtype in (torch.uint8, torch.bfloat16, torch.float64):
         long = torch.arange(20).to(dtype)
-        assert fingerprint(long[1:14]) == fingerprint(long[1:14].clone()), "wherever it lies in memory"
+        assert fingerprint(long[1:14]) == fingerprint(long[1:14].clone()), (
+            "wherever it lies in memory"
+        )
     assert fingerprint(torch.zeros(4)) != fingerprint(torch.zeros(2, 2))
     assert fingerprint(torch.zeros(2)) != fingerprint(torch.zeros(2, dtype=torch.int32))

@@ -18,16 +18,24 @@ from hasten.testing.pool import Pool
 ROWS = 48
 
 
-def make(ctx: ProcessContext, folder: Path, every: int) -> tuple[Accelerator, Any, Any, Any]:
+def make(
+    ctx: ProcessContext, folder: Path, every: int
+) -> tuple[Accelerator, Any, Any, Any]:
     torch.manual_seed(7)
-    accelerator = Accelerator(context=ctx, project_dir=str(folder), gradient_accumulation_steps=every)
+    accelerator = Accelerator(
+        context=ctx, project_dir=str(folder), gradient_accumulation_steps=every
+    )
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.arange(float(ROWS)).reshape(-1, 1))
-    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2, shuffle=True))
+    return accelerator, *accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=2, shuffle=True)
+    )
 
 
-def train_some(ctx: ProcessContext, folder: Path, every: int, batches: int) -> list[int]:
+def train_some(
+    ctx: ProcessContext, folder: Path, every: int, batches: int
+) -> list[int]:
     """Some batches of the first epoch, then a checkpoint; the samples seen."""
     accelerator, model, optimizer, loader = make(ctx, folder, every)
     seen: list[int] = []
@@ -43,7 +51,9 @@ def train_some(ctx: ProcessContext, folder: Path, every: int, batches: int) -> l
     return seen
 
 
-def train_rest(ctx: ProcessContext, folder: Path, every: int) -> tuple[list[int], float, float]:
+def train_rest(
+    ctx: ProcessContext, folder: Path, every: int
+) -> tuple[list[int], float, float]:
     """The rest of the epoch; the samples seen, a random number drawn right after loading, and the weight."""
     accelerator, model, optimizer, loader = make(ctx, folder, every)
     accelerator.load_state()
@@ -59,31 +69,44 @@ def train_rest(ctx: ProcessContext, folder: Path, every: int) -> tuple[list[int]
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_every_sample_once_on_another_number_of_processes(rank_pool: Pool, tmp_path: Path, old: int, new: int) -> None:
+def test_every_sample_once_on_another_number_of_processes(
+    rank_pool: Pool, tmp_path: Path, old: int, new: int
+) -> None:
     batches = 12 // old
     first = rank_pool.run(train_some, old, tmp_path, 1, batches)
     second = rank_pool.run(train_rest, new, tmp_path, 1)
-    seen = [sample for part in first for sample in part] + [sample for part, _, _ in second for sample in part]
+    seen = [sample for part in first for sample in part] + [
+        sample for part, _, _ in second for sample in part
+    ]
     assert sorted(seen) == list(range(ROWS)), "no loss, no repeat"
     drawn = [number for _, number, _ in second]
     assert len(set(drawn)) == new, "ranks draw different numbers"
     again = rank_pool.run(train_rest, new, tmp_path, 1)
-    assert [number for _, number, _ in again] == drawn, "derived from (seed, rank, step), so always the same"
+    assert [number for _, number, _ in again] == drawn, (
+        "derived from (seed, rank, step), so always the same"
+    )
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (2, 4)])
-def test_an_open_window_begins_anew_on_the_new_processes(rank_pool: Pool, tmp_path: Path, old: int, new: int) -> None:
+def test_an_open_window_begins_anew_on_the_new_processes(
+    rank_pool: Pool, tmp_path: Path, old: int, new: int
+) -> None:
     """Two of four micro-steps on the old processes are repeated on the new ones: the step is the mean of theirs."""
     rank_pool.run(train_some, old, tmp_path, 4, 2)
     second = rank_pool.run(train_rest, new, tmp_path, 4)
     torch.manual_seed(7)
     start = float(nn.Linear(1, 1, bias=False).weight.detach())
     steps = len(second[0][0]) // 2
-    micro = [[sum(seen[2 * i : 2 * i + 2]) / 2 for seen, _, _ in second] for i in range(steps)]
+    micro = [
+        [sum(seen[2 * i : 2 * i + 2]) / 2 for seen, _, _ in second]
+        for i in range(steps)
+    ]
     means = [sum(ranks) / len(ranks) for ranks in micro]
     windows = [means[i : i + 4] for i in range(0, len(means), 4)]
     expected = start - 1e-3 * sum(sum(window) / len(window) for window in windows)
-    assert sorted(sample for seen, _, _ in second for sample in seen) == list(range(ROWS))
+    assert sorted(sample for seen, _, _ in second for sample in seen) == list(
+        range(ROWS)
+    )
     assert second[0][2] == pytest.approx(expected, rel=1e-5)
 
 

@@ -68,7 +68,10 @@ class Run:
         torch.manual_seed(11)
         settings: dict[str, Any] = {}
         if self.case.sharded:
-            settings |= {"strategy": "fsdp", "fsdp_plugin": FullyShardedDataParallelPlugin()}
+            settings |= {
+                "strategy": "fsdp",
+                "fsdp_plugin": FullyShardedDataParallelPlugin(),
+            }
         self.accelerator = Accelerator(
             context=self.ctx,
             gradient_accumulation_steps=self.case.every,
@@ -76,11 +79,17 @@ class Run:
             project_dir=str(self.folder),
             **settings,
         )
-        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        model = nn.Sequential(
+            nn.Linear(6, 8),
+            nn.Dropout(0.3),
+            nn.BatchNorm1d(8),
+            nn.ReLU(),
+            nn.Linear(8, 1),
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=61)
-        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
-            model, optimizer, scheduler, self._loader()
+        self.model, self.optimizer, self.scheduler, self.loader = (
+            self.accelerator.prepare(model, optimizer, scheduler, self._loader())
         )
 
     def _loader(self) -> DataLoader[Any]:
@@ -112,14 +121,21 @@ class Run:
 
     def fingerprint(self) -> list[Tensor]:
         """Everything that must be equal."""
-        tensors = [t.detach().clone() for t in self.accelerator.unwrap_model(self.model).state_dict().values()]
+        tensors = [
+            t.detach().clone()
+            for t in self.accelerator.unwrap_model(self.model).state_dict().values()
+        ]
         for values in self.optimizer.state.values():
             tensors += [v.clone() for v in values.values()]
-        tensors.append(torch.tensor([group["lr"] for group in self.optimizer.param_groups]))
+        tensors.append(
+            torch.tensor([group["lr"] for group in self.optimizer.param_groups])
+        )
         return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
 
 
-def interrupted_equals_uninterrupted(ctx: ProcessContext, folder: Path, case: Case, stops: list[int]) -> None:
+def interrupted_equals_uninterrupted(
+    ctx: ProcessContext, folder: Path, case: Case, stops: list[int]
+) -> None:
     whole = Run(case, ctx, folder / "whole")
     whole.train(case.steps)
     for stop in stops:
@@ -127,12 +143,19 @@ def interrupted_equals_uninterrupted(ctx: ProcessContext, folder: Path, case: Ca
         first.train(stop)
         first.accelerator.save_state(blocking=stop % 2 == 0)
         first.accelerator.end_training()
-        assert stop - first.complete < case.every, "at most a window's micro-steps but the last are repeated"
-        second = Run(case, ctx, folder / f"at{stop}", losses=first.losses[: first.complete])
-        torch.manual_seed(999 + ctx.rank)  # whatever happened before loading must not matter
+        assert stop - first.complete < case.every, (
+            "at most a window's micro-steps but the last are repeated"
+        )
+        second = Run(
+            case, ctx, folder / f"at{stop}", losses=first.losses[: first.complete]
+        )
+        # whatever happened before loading must not matter
+        torch.manual_seed(999 + ctx.rank)
         second.accelerator.load_state()
         second.train(case.steps)
-        assert second.losses == whole.losses, f"stopped at {stop}: {second.losses} instead of {whole.losses}"
+        assert second.losses == whole.losses, (
+            f"stopped at {stop}: {second.losses} instead of {whole.losses}"
+        )
         for a, b in zip(second.fingerprint(), whole.fingerprint(), strict=True):
             assert torch.equal(a, b), f"stopped at {stop}: {a} instead of {b}"
         assert second.optimizer.num_updates == whole.optimizer.num_updates
@@ -140,7 +163,9 @@ def interrupted_equals_uninterrupted(ctx: ProcessContext, folder: Path, case: Ca
 
 
 @ranks(2, exhaustive=(1, 4))
-def test_any_interruption_point_with_accumulation_and_shuffling(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_any_interruption_point_with_accumulation_and_shuffling(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     stops = list(range(1, 13)) if ctx.world.size == 2 else [1, 5, 10, 11]
     interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=3), stops)
 
@@ -148,19 +173,27 @@ def test_any_interruption_point_with_accumulation_and_shuffling(ctx: ProcessCont
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @ranks(2, exhaustive=(1,))
-def test_low_precision_with_its_scaler(ctx: ProcessContext, tmp_path: Path, every: int, precision: str) -> None:
-    interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=every, precision=precision), [2, 7])
+def test_low_precision_with_its_scaler(
+    ctx: ProcessContext, tmp_path: Path, every: int, precision: str
+) -> None:
+    interrupted_equals_uninterrupted(
+        ctx, tmp_path, Case(every=every, precision=precision), [2, 7]
+    )
 
 
 @ranks(1, 2, exhaustive=(4,))
 def test_streams(ctx: ProcessContext, tmp_path: Path) -> None:
-    interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=2, data="stream"), [3, 8])
+    interrupted_equals_uninterrupted(
+        ctx, tmp_path, Case(every=2, data="stream"), [3, 8]
+    )
 
 
 @pytest.mark.parametrize("data", ["shuffled", "stream"])
 @ranks(2, timeout_s=110, exhaustive=(1,))
 def test_workers(ctx: ProcessContext, tmp_path: Path, data: str) -> None:
-    interrupted_equals_uninterrupted(ctx, tmp_path, Case(data=data, workers=2, steps=12), [3, 8])
+    interrupted_equals_uninterrupted(
+        ctx, tmp_path, Case(data=data, workers=2, steps=12), [3, 8]
+    )
 
 
 @ranks(2, mesh={"dp_shard": -1}, exhaustive=(4,))

@@ -33,9 +33,13 @@ def make_schedule(
             return get_scheduler("linear", optimizer, 0, length)
 
 
-def train(ctx: ProcessContext, folder: Path, kind: str, every: int, num_updates: int) -> tuple[list[int], float]:
+def train(
+    ctx: ProcessContext, folder: Path, kind: str, every: int, num_updates: int
+) -> tuple[list[int], float]:
     """Train for `num_updates` updates from the newest checkpoint; return this rank's samples and the learning rate."""
-    accelerator = Accelerator(context=ctx, project_dir=str(folder), gradient_accumulation_steps=every)
+    accelerator = Accelerator(
+        context=ctx, project_dir=str(folder), gradient_accumulation_steps=every
+    )
     model: Any = nn.Linear(1, 1, bias=False)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
     data = TensorDataset(torch.arange(float(NUM_SAMPLES)).reshape(-1, 1))
@@ -72,13 +76,21 @@ def train(ctx: ProcessContext, folder: Path, kind: str, every: int, num_updates:
     ],
 )
 def test_the_schedule_ends_with_the_last_epoch(
-    rank_pool: Pool, tmp_path: Path, kind: str, worlds: tuple[tuple[int, int], ...], every: int
+    rank_pool: Pool,
+    tmp_path: Path,
+    kind: str,
+    worlds: tuple[tuple[int, int], ...],
+    every: int,
 ) -> None:
     samples: list[int] = []
     rates: list[float] = []
     for world, num_updates in worlds:
-        for rank_samples, rate in rank_pool.run(train, world, tmp_path, kind, every, num_updates):
+        for rank_samples, rate in rank_pool.run(
+            train, world, tmp_path, kind, every, num_updates
+        ):
             samples += rank_samples
             rates.append(rate)
-    assert sorted(samples) == sorted(NUM_EPOCHS * list(range(NUM_SAMPLES))), "each sample once an epoch"
+    assert sorted(samples) == sorted(NUM_EPOCHS * list(range(NUM_SAMPLES))), (
+        "each sample once an epoch"
+    )
     assert rates[-1] == pytest.approx(0.0, abs=1e-3), "the schedule ended"

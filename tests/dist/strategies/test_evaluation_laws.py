@@ -47,7 +47,9 @@ ON_ANY: Final = MappingProxyType[str, Settings](
         "ddp": {"strategy": "ddp"},
         "fsdp": sharded(reshard_after_forward=True),
         "fsdp kept gathered": sharded(reshard_after_forward=False),
-        "fsdp kept gathered in blocks": sharded(reshard_after_forward=False, transformer_cls_names_to_wrap=["Block"]),
+        "fsdp kept gathered in blocks": sharded(
+            reshard_after_forward=False, transformer_cls_names_to_wrap=["Block"]
+        ),
     }
 )
 ON_TWO: Final = MappingProxyType[str, Settings](
@@ -62,15 +64,26 @@ ON_TWO: Final = MappingProxyType[str, Settings](
 class Program:
     """A random program of updates, averages, saves and loads, and what it computed."""
 
-    def __init__(self, settings: Settings, folder: Path, seed: int, evaluates: bool, mixture: bool = False) -> None:
-        self.accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, **settings)
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        seed: int,
+        evaluates: bool,
+        mixture: bool = False,
+    ) -> None:
+        self.accelerator = Accelerator(
+            gradient_accumulation_steps=ACCUMULATION, **settings
+        )
         self._choices = random.Random(seed)
         self._evaluates = evaluates
         self._folder = folder / f"evaluates_{evaluates}"
         self._tokens = torch.Generator().manual_seed(seed)
         self._splits_sequences = self.accelerator.ctx.mesh.cp > 1
         self._knows_positions = not mixture
-        model: nn.Module = seeded(lambda: TinyMixture(vocab=VOCAB)) if mixture else tiny_lm()
+        model: nn.Module = (
+            seeded(lambda: TinyMixture(vocab=VOCAB)) if mixture else tiny_lm()
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.average: Any = None  # Any: EMA, which engines do not support
@@ -135,7 +148,9 @@ class Program:
 
     def _evaluate(self, batch: list[Tensor] | None = None) -> None:
         """Run a forward without gradients, or not: where and in which mode is chosen at random."""
-        mode: Callable[[], AbstractContextManager[None]] = self._choices.choice([torch.no_grad, torch.inference_mode])
+        mode: Callable[[], AbstractContextManager[None]] = self._choices.choice(
+            [torch.no_grad, torch.inference_mode]
+        )
         is_chosen = self._choices.random() < 0.5
         if not (is_chosen and self._evaluates):
             return
@@ -144,31 +159,55 @@ class Program:
                 self._loss(batch)
             else:
                 tokens = torch.arange(2 * (LENGTH + 1)).reshape(2, LENGTH + 1) % VOCAB
-                other = [tokens[:, :-1].clone(), tokens[:, 1:].clone(), torch.arange(LENGTH).repeat(2, 1)]
+                other = [
+                    tokens[:, :-1].clone(),
+                    tokens[:, 1:].clone(),
+                    torch.arange(LENGTH).repeat(2, 1),
+                ]
                 with self._split(other):
                     self._loss(other)
 
     def _batch(self) -> list[Tensor]:
         tokens = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=self._tokens)
-        return [tokens[:, :-1].clone(), tokens[:, 1:].clone(), torch.arange(LENGTH).repeat(2, 1)]
+        return [
+            tokens[:, :-1].clone(),
+            tokens[:, 1:].clone(),
+            torch.arange(LENGTH).repeat(2, 1),
+        ]
 
     @contextmanager
     def _split(self, batch: list[Tensor]) -> Iterator[None]:
-        splitting = self.accelerator.context_parallel(batch, [1, 1, 1]) if self._splits_sequences else nullcontext()
+        splitting = (
+            self.accelerator.context_parallel(batch, [1, 1, 1])
+            if self._splits_sequences
+            else nullcontext()
+        )
         with splitting:
             yield
 
     def _loss(self, batch: list[Tensor]) -> Tensor:
         tokens, labels, positions = batch
-        logits = self.model(tokens, positions) if self._knows_positions else self.model(tokens)
+        logits = (
+            self.model(tokens, positions)
+            if self._knows_positions
+            else self.model(tokens)
+        )
         return next_token_loss(logits.float(), labels)
 
 
 def tiny_lm() -> nn.Module:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=2, context=LENGTH))
+    return seeded(
+        lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=2, context=LENGTH)
+    )
 
 
-def check(ctx: ProcessContext, settings: Settings, folder: Path, seed: int, mixture: bool = False) -> None:
+def check(
+    ctx: ProcessContext,
+    settings: Settings,
+    folder: Path,
+    seed: int,
+    mixture: bool = False,
+) -> None:
     programs = []
     for evaluates in (False, True):
         program = Program(settings, folder / str(seed), seed, evaluates, mixture)
@@ -184,7 +223,9 @@ def check(ctx: ProcessContext, settings: Settings, folder: Path, seed: int, mixt
 
 @ranks(1, 2, exhaustive=(3,))
 @pytest.mark.parametrize("kind", ON_ANY)
-def test_an_evaluation_changes_nothing(ctx: ProcessContext, tmp_path: Path, kind: str) -> None:
+def test_an_evaluation_changes_nothing(
+    ctx: ProcessContext, tmp_path: Path, kind: str
+) -> None:
     if ctx.world.size == 1 and kind == "ddp":
         for seed in range(2):
             check(ctx, {}, tmp_path, seed)
@@ -195,17 +236,33 @@ def test_an_evaluation_changes_nothing(ctx: ProcessContext, tmp_path: Path, kind
 
 @ranks(2)
 @pytest.mark.parametrize("kind", ON_TWO)
-def test_an_evaluation_changes_nothing_on_a_mesh(ctx: ProcessContext, tmp_path: Path, kind: str) -> None:
+def test_an_evaluation_changes_nothing_on_a_mesh(
+    ctx: ProcessContext, tmp_path: Path, kind: str
+) -> None:
     for seed in range(2):
         check(ctx, ON_TWO[kind], tmp_path, seed, mixture=kind == "experts")
 
 
 def deepspeed_program(ctx: ProcessContext, folder: Path, stage: int) -> None:
-    plugin = {"hf_ds_config": {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8}}}
-    check(ctx, {"strategy": "deepspeed", "deepspeed_plugin": plugin}, folder / str(stage), 0)
+    plugin = {
+        "hf_ds_config": {
+            "zero_optimization": {
+                "stage": stage,
+                "stage3_param_persistence_threshold": 8,
+            }
+        }
+    }
+    check(
+        ctx,
+        {"strategy": "deepspeed", "deepspeed_plugin": plugin},
+        folder / str(stage),
+        0,
+    )
 
 
-@pytest.mark.skipif(not available("deepspeed", VERSIONS), reason=f"deepspeed{VERSIONS} is not installed")
+@pytest.mark.skipif(
+    not available("deepspeed", VERSIONS), reason=f"deepspeed{VERSIONS} is not installed"
+)
 def test_an_evaluation_changes_nothing_under_deepspeed(tmp_path: Path) -> None:
     with Pool() as pool:
         for stage in (1, 3):
@@ -213,10 +270,14 @@ def test_an_evaluation_changes_nothing_under_deepspeed(tmp_path: Path) -> None:
 
 
 @ranks(1)
-def test_a_save_refuses_parameters_that_no_model_holds(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_save_refuses_parameters_that_no_model_holds(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = Accelerator()
     model = nn.Linear(2, 2)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(CheckpointError, match="parameter group 1"):
         accelerator.save_state(tmp_path / "state")

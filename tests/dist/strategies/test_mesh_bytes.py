@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg
 
-from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig, TorchContextParallelConfig
+from hasten import (
+    Accelerator,
+    ParallelismConfig,
+    PipelineParallelConfig,
+    TorchContextParallelConfig,
+)
 from hasten.config.sections.parallel import TorchTensorParallelConfig
 from hasten.runtime import bytes_plan
 from hasten.runtime.bytes_plan import Held, Traffic, Weights, held_bytes
@@ -25,7 +30,12 @@ from hasten.runtime.mesh_plan import MeshSpec
 from hasten.strategies.account import module_lines
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
-from tests.support.sent_bytes import context_traffic, count_sent, expert_traffic, stage_traffic
+from tests.support.sent_bytes import (
+    context_traffic,
+    count_sent,
+    expert_traffic,
+    stage_traffic,
+)
 from tests.support.toys import MixtureBlock, TinyMixture
 
 WIDE: Final = 1024
@@ -35,7 +45,12 @@ Sizes = dict[str, Any]  # Any: whole numbers, as keywords of ParallelismConfig
 def wide() -> nn.Module:
     """Two blocks whose every dimension is a multiple of 1024, so that shards are even at every world size here."""
     return nn.Sequential(
-        nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, 2 * WIDE), nn.Linear(2 * WIDE, WIDE)) for _ in range(2)))
+        nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(WIDE, 2 * WIDE), nn.Linear(2 * WIDE, WIDE))
+                for _ in range(2)
+            )
+        )
     )
 
 
@@ -48,7 +63,9 @@ def mixture() -> nn.Module:
 def simulated(world_size: int) -> Iterator[None]:
     """A process group of which this process is rank 0 and the others do not exist."""
     assert fake_pg.__name__, "importing it registers the backend"
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    dist.init_process_group(
+        "fake", store=dist.HashStore(), rank=0, world_size=world_size
+    )
     try:
         yield
     finally:
@@ -64,7 +81,9 @@ def size(tensor: Tensor) -> int:
 def measured(net: nn.Module, config: ParallelismConfig) -> tuple[Held, Accelerator]:
     """What rank 0 holds after one step; experts get their gradients by hand, because nobody answers their exchange."""
     accelerator = Accelerator(parallelism_config=config)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), foreach=False))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), foreach=False)
+    )
     if config.ep_size > 1:
         for parameter in net.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -72,18 +91,33 @@ def measured(net: nn.Module, config: ParallelismConfig) -> tuple[Held, Accelerat
         accelerator.backward(net(torch.randn(1, WIDE)).sum())
     optimizer.step()
     parameters = list(net.parameters())
-    moments = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")
+    ]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return Held(sum(map(size, parameters)), sum(map(size, gradients)), sum(map(size, moments))), accelerator
+    return Held(
+        sum(map(size, parameters)), sum(map(size, gradients)), sum(map(size, moments))
+    ), accelerator
 
 
-MESHES: Final = MappingProxyType[str, tuple[Callable[[], nn.Module], Callable[[int], Sizes]]](
+MESHES: Final = MappingProxyType[
+    str, tuple[Callable[[], nn.Module], Callable[[int], Sizes]]
+](
     {
         "shards": (wide, lambda world: {"dp_shard_size": world}),
-        "hybrid shards": (wide, lambda world: {"dp_shard_size": world // 4, "dp_replicate_size": 4}),
-        "tp in shards": (wide, lambda world: {"tp_size": 4, "dp_shard_size": world // 4}),
+        "hybrid shards": (
+            wide,
+            lambda world: {"dp_shard_size": world // 4, "dp_replicate_size": 4},
+        ),
+        "tp in shards": (
+            wide,
+            lambda world: {"tp_size": 4, "dp_shard_size": world // 4},
+        ),
         "experts, copies": (mixture, lambda world: {"ep_size": min(world, 64)}),
-        "experts in shards": (mixture, lambda world: {"ep_size": min(world, 64), "dp_shard_size": world}),
+        "experts in shards": (
+            mixture,
+            lambda world: {"ep_size": min(world, 64), "dp_shard_size": world},
+        ),
     }
 )
 
@@ -98,15 +132,21 @@ def test_each_rank_holds_what_the_plan_says(ctx: ProcessContext, layout: str) ->
     experts = sum(p.numel() for name, p in net.named_parameters() if "experts" in name)
     for world in (8, 64, 1024):
         with simulated(world):
-            config = ParallelismConfig(**sizes(world), tp_plan={"0.*.0": "colwise", "0.*.1": "rowwise"})
+            config = ParallelismConfig(
+                **sizes(world), tp_plan={"0.*.0": "colwise", "0.*.1": "rowwise"}
+            )
             held, accelerator = measured(build(), config)
             mesh = accelerator.ctx.mesh
             del accelerator
         split = total if mesh.tp > 1 else 0
-        plan = held_bytes(mesh, Weights(whole=total - split - experts, split=split, experts=experts))
+        plan = held_bytes(
+            mesh, Weights(whole=total - split - experts, split=split, experts=experts)
+        )
         for kind in ("parameters", "gradients", "optimizer", "total"):
             got, expected = getattr(held, kind), getattr(plan, kind)
-            assert got == pytest.approx(expected, rel=0.05), f"{world} ranks, {kind}: {got} instead of {expected}"
+            assert got == pytest.approx(expected, rel=0.05), (
+                f"{world} ranks, {kind}: {got} instead of {expected}"
+            )
 
 
 Kinds = dict[tuple[str, str], float]
@@ -118,10 +158,14 @@ def plain_pass(accelerator: Accelerator, net: nn.Module, batch: Tensor) -> None:
     accelerator.backward(next_token_loss(net(batch), batch))
 
 
-def counted(net: nn.Module, settings: dict[str, Any], batch: Tensor, run: Run = plain_pass) -> Kinds:
+def counted(
+    net: nn.Module, settings: dict[str, Any], batch: Tensor, run: Run = plain_pass
+) -> Kinds:
     """The bytes that a later step of accumulation 2 sends, on the mean of all ranks: results of experts are sent unevenly."""
     accelerator = Accelerator(gradient_accumulation_steps=2, **settings)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), foreach=True))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), foreach=True)
+    )
 
     def step() -> None:
         for _ in range(2):
@@ -138,7 +182,10 @@ def counted(net: nn.Module, settings: dict[str, Any], batch: Tensor, run: Run = 
     everyone: list[Kinds] = accelerator.ctx.world.all_gather_object(counter.by_kind)
     accelerator.end_training()
     kinds = {kind for sent in everyone for kind in sent}
-    return {kind: sum(sent.get(kind, 0) for sent in everyone) / len(everyone) for kind in kinds}
+    return {
+        kind: sum(sent.get(kind, 0) for sent in everyone) / len(everyone)
+        for kind in kinds
+    }
 
 
 def by_axis(kinds: Kinds) -> Traffic:
@@ -159,7 +206,11 @@ def tokens(length: int = 6) -> Tensor:
 
 
 def text(**options: Any) -> TinyLM:  # Any: whole numbers and flags
-    return seeded(lambda: TinyLM(**{"vocab": 16, "width": 8, "heads": 2, "depth": 2, "context": 6, **options}))
+    return seeded(
+        lambda: TinyLM(
+            **{"vocab": 16, "width": 8, "heads": 2, "depth": 2, "context": 6, **options}
+        )
+    )
 
 
 def mesh_of(settings: dict[str, Any]) -> MeshSpec:
@@ -172,7 +223,9 @@ def test_real_steps_send_what_the_formulas_say(ctx: ProcessContext) -> None:
 
     def data(net: nn.Module, mesh: MeshSpec) -> Traffic:
         whole, experts = sized(net)
-        return bytes_plan.data_traffic(mesh, Weights(whole=whole, experts=experts), micro_steps=2)
+        return bytes_plan.data_traffic(
+            mesh, Weights(whole=whole, experts=experts), micro_steps=2
+        )
 
     def moved(mesh: MeshSpec) -> Traffic:
         one = expert_traffic(mesh, tokens=tokens().numel(), k=2, width=8, num_experts=4)
@@ -181,20 +234,33 @@ def test_real_steps_send_what_the_formulas_say(ctx: ProcessContext) -> None:
     for settings in ({"strategy": "ddp"}, {"strategy": "fsdp"}):
         expected = data(text(), mesh_of(settings))
         assert expected, "both send something"
-        assert by_axis(counted(text(), settings, tokens())) == pytest.approx(expected), str(settings)
+        assert by_axis(counted(text(), settings, tokens())) == pytest.approx(
+            expected
+        ), str(settings)
     layouts: tuple[Sizes, ...] = ({"dp_shard_size": 2}, {})
     for sizes in layouts:
         moe = seeded(lambda: TinyMixture(vocab=16, width=8))
-        divided: dict[str, Any] = {"parallelism_config": ParallelismConfig(ep_size=2, **sizes)}
+        divided: dict[str, Any] = {
+            "parallelism_config": ParallelismConfig(ep_size=2, **sizes)
+        }
         expected = data(moe, mesh_of(divided)) | moved(mesh_of(divided))
-        assert by_axis(counted(moe, divided, tokens())) == pytest.approx(expected), str(sizes)
+        assert by_axis(counted(moe, divided, tokens())) == pytest.approx(expected), str(
+            sizes
+        )
 
 
 @ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_split_layers_send_what_the_formula_says(ctx: ProcessContext, sequence_parallel: bool) -> None:
+def test_split_layers_send_what_the_formula_says(
+    ctx: ProcessContext, sequence_parallel: bool
+) -> None:
     """A sum, or its parts that are gathered before the next layer, are the same bytes; layers share what is gathered."""
-    plan = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    plan = {
+        "blocks.*.[qkv]": "colwise",
+        "blocks.*.o": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+    }
     handler = TorchTensorParallelConfig(sequence_parallel=sequence_parallel)
     config = ParallelismConfig(tp_size=2, tp_plan=plan, tp_handler=handler)
     settings: dict[str, Any] = {"parallelism_config": config}
@@ -219,55 +285,94 @@ def test_split_layers_send_what_the_formula_says(ctx: ProcessContext, sequence_p
 
 @ranks(2)
 @pytest.mark.parametrize("way", ["allgather", "ulysses"])
-def test_attention_over_parts_of_sequences_sends_what_the_formula_says(ctx: ProcessContext, way: Any) -> None:
+def test_attention_over_parts_of_sequences_sends_what_the_formula_says(
+    ctx: ProcessContext, way: Any
+) -> None:
     def run(accelerator: Accelerator, net: nn.Module, batch: Tensor) -> None:
         given = [batch.clone(), torch.arange(8).expand(4, -1).clone()]
         with accelerator.context_parallel(given, [1, 1], labels=None):
             accelerator.backward(net(*given).square().mean())
 
-    config = ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy=way))
+    config = ParallelismConfig(
+        cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy=way)
+    )
     settings: dict[str, Any] = {"parallelism_config": config}
     net = text(context=8)
     mesh, (whole, _) = mesh_of(settings), sized(net)
     got = by_axis(counted(net, settings, tokens(8), run))
     once = context_traffic(mesh, way=way, tokens=4 * 8 // 2, keys=8, queries=8)
-    grads = bytes_plan.data_traffic(mesh, Weights(whole=whole), micro_steps=2, sharded=False)
-    assert got == pytest.approx({"cp": 2 * 2 * once["cp"] + grads["cp"]})  # two attentions, two micro-steps
-    sharded = by_axis(counted(text(context=8), {**settings, "strategy": "fsdp"}, tokens(8), run))
+    grads = bytes_plan.data_traffic(
+        mesh, Weights(whole=whole), micro_steps=2, sharded=False
+    )
+    # two attentions, two micro-steps
+    assert got == pytest.approx({"cp": 2 * 2 * once["cp"] + grads["cp"]})
+    sharded = by_axis(
+        counted(text(context=8), {**settings, "strategy": "fsdp"}, tokens(8), run)
+    )
     shards = bytes_plan.data_traffic(mesh, Weights(whole=whole), micro_steps=2)
     assert sharded == pytest.approx({"cp": 2 * 2 * once["cp"], **shards})
 
 
 @ranks(2)
-@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
-def test_stages_send_what_the_formula_says(ctx: ProcessContext, schedule: Any, stages: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)]
+)
+def test_stages_send_what_the_formula_says(
+    ctx: ProcessContext, schedule: Any, stages: int
+) -> None:
     def run(accelerator: Accelerator, net: nn.Module, batch: Tensor) -> None:
-        accelerator.forward_backward(net, batch, lambda net, batch: next_token_loss(net(batch), batch))
+        accelerator.forward_backward(
+            net, batch, lambda net, batch: next_token_loss(net(batch), batch)
+        )
 
     handler = PipelineParallelConfig(schedule=schedule)
-    settings: dict[str, Any] = {"parallelism_config": ParallelismConfig(pp_size=2, pp_handler=handler)}
+    settings: dict[str, Any] = {
+        "parallelism_config": ParallelismConfig(pp_size=2, pp_handler=handler)
+    }
     got = counted(text(depth=4), settings, tokens(), run)
     mesh = mesh_of(settings)
-    each = [stage_traffic(mesh, stage=rank, tokens=24, width=8, stages_per_rank=stages)["pp"] for rank in (0, 1)]
-    assert got["pp", "send"] == pytest.approx(2 * sum(each) / 2)  # two micro-steps, the mean of two ranks
-    assert by_axis(got)["pp"] == pytest.approx(got["pp", "send"], rel=0.02), "beside them, losses only"
+    each = [
+        stage_traffic(mesh, stage=rank, tokens=24, width=8, stages_per_rank=stages)[
+            "pp"
+        ]
+        for rank in (0, 1)
+    ]
+    # two micro-steps, the mean of two ranks
+    assert got["pp", "send"] == pytest.approx(2 * sum(each) / 2)
+    assert by_axis(got)["pp"] == pytest.approx(got["pp", "send"], rel=0.02), (
+        "beside them, losses only"
+    )
 
 
 @ranks(2)
-def test_the_banner_says_what_became_of_each_module_and_the_bytes(ctx: ProcessContext) -> None:
-    plan = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan))
+def test_the_banner_says_what_became_of_each_module_and_the_bytes(
+    ctx: ProcessContext,
+) -> None:
+    plan = {
+        "blocks.*.[qkv]": "colwise",
+        "blocks.*.o": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+    }
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan)
+    )
     net = accelerator.prepare(text())
     shown = banner(accelerator._preparer._facts())
     if ctx.rank == 0:
         table = [line.split()[-3:] for line in shown.splitlines()]
-        assert all([str(rank), "0", str(rank)] in table for rank in range(2)), "rank, machine, tp"
+        assert all([str(rank), "0", str(rank)] in table for rank in range(2)), (
+            "rank, machine, tp"
+        )
         assert "blocks.*.q: 2 x Linear, Colwise, over tp 2" in shown
         assert "blocks.*.down: 2 x Linear, Rowwise, over tp 2" in shown
         assert "embed: 1 x Embedding, replicated on every rank" in shown
     held = sum(map(size, net.parameters()))
     whole = sum(p.numel() * 4 for p in text().parameters())
-    assert f"{bytes_plan.size(held)} of {bytes_plan.size(whole)} of parameters on this rank" in shown
+    assert (
+        f"{bytes_plan.size(held)} of {bytes_plan.size(whole)} of parameters on this rank"
+        in shown
+    )
     sharded = Accelerator(strategy="fsdp")
     net = sharded.prepare(text())
     assert "blocks.*.q: 2 x Linear, over dp_shard 2" in module_lines(net)
@@ -275,21 +380,31 @@ def test_the_banner_says_what_became_of_each_module_and_the_bytes(ctx: ProcessCo
 
 @ranks(1)
 @pytest.mark.slow
-def test_steps_of_large_meshes_send_what_the_formulas_say_by_axis(ctx: ProcessContext) -> None:
+def test_steps_of_large_meshes_send_what_the_formulas_say_by_axis(
+    ctx: ProcessContext,
+) -> None:
     """Shards around split layers, on simulated meshes."""
     for world in (8, 64, 1024):
         with simulated(world):
             plan = {"0.*.0": "colwise", "0.*.1": "rowwise"}
-            config = ParallelismConfig(tp_size=4, dp_shard_size=world // 4, tp_plan=plan)
+            config = ParallelismConfig(
+                tp_size=4, dp_shard_size=world // 4, tp_plan=plan
+            )
             accelerator = Accelerator(parallelism_config=config)
             net = wide()
             total = sum(p.numel() for p in net.parameters())
-            net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), foreach=False))
+            net, optimizer = accelerator.prepare(
+                net, torch.optim.AdamW(net.parameters(), foreach=False)
+            )
             with count_sent(accelerator.ctx) as counter:
-                accelerator.backward(net(torch.randn(4, WIDE, requires_grad=True)).sum())
+                accelerator.backward(
+                    net(torch.randn(4, WIDE, requires_grad=True)).sum()
+                )
                 optimizer.step()
             mesh, got = accelerator.ctx.mesh, counter.by_axis
             del accelerator, net, optimizer
         expected = bytes_plan.data_traffic(mesh, Weights(whole=0, split=total))
         expected |= bytes_plan.tensor_traffic(mesh, tokens=4, summed=2 * 2 * WIDE)
-        assert got == pytest.approx(expected, rel=0.05), f"{world} ranks: {got} instead of {expected}"
+        assert got == pytest.approx(expected, rel=0.05), (
+            f"{world} ranks: {got} instead of {expected}"
+        )

@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig, TorchContextParallelConfig
+from hasten import (
+    Accelerator,
+    ParallelismConfig,
+    PipelineParallelConfig,
+    TorchContextParallelConfig,
+)
 from hasten.config.sections.parallel import PipelineSchedule, TorchTensorParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -45,7 +50,9 @@ def places(length: int) -> Tensor:
 
 
 def text_batches(steps: int) -> list[Batch]:
-    return [(tokens[:, :8], tokens[:, 1:], places(8)) for tokens in random_tokens(steps, 9)]
+    return [
+        (tokens[:, :8], tokens[:, 1:], places(8)) for tokens in random_tokens(steps, 9)
+    ]
 
 
 def text_loss(net: nn.Module, batch: Batch) -> Tensor:
@@ -56,7 +63,8 @@ def text_loss(net: nn.Module, batch: Batch) -> Tensor:
 def pair_batches(steps: int) -> list[Batch]:
     """Sources of 12 tokens, targets of 8."""
     return [
-        (tokens[:, :12], tokens[:, 12:20], tokens[:, 13:], places(12), places(8)) for tokens in random_tokens(steps, 21)
+        (tokens[:, :12], tokens[:, 12:20], tokens[:, 13:], places(12), places(8))
+        for tokens in random_tokens(steps, 21)
     ]
 
 
@@ -81,7 +89,11 @@ TASKS: Final = MappingProxyType(
     {
         "text": Task(text, text_batches, text_loss),
         "translator": Task(translator, pair_batches, pair_loss),
-        "text of experts": Task(lambda: seeded(lambda: TinyMixture(vocab=VOCAB)), text_batches, mixed_text_loss),
+        "text of experts": Task(
+            lambda: seeded(lambda: TinyMixture(vocab=VOCAB)),
+            text_batches,
+            mixed_text_loss,
+        ),
         "translator of experts": Task(lambda: translator(4), pair_batches, pair_loss),
     }
 )
@@ -98,10 +110,16 @@ def staged(schedule: PipelineSchedule) -> Sizes:
 ON_TWO: Final = MappingProxyType[str, Sizes](
     {
         "tp": {"tp_size": 2},
-        "tp, sequence parallel": {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(sequence_parallel=True)},
+        "tp, sequence parallel": {
+            "tp_size": 2,
+            "tp_handler": TorchTensorParallelConfig(sequence_parallel=True),
+        },
         "cp allgather": {"cp_size": 2, **along("allgather")},
         "cp ulysses": {"cp_size": 2, **along("ulysses")},
-        **{f"pp {schedule}": staged(schedule) for schedule in get_args(PipelineSchedule)},
+        **{
+            f"pp {schedule}": staged(schedule)
+            for schedule in get_args(PipelineSchedule)
+        },
         "ep": {"ep_size": 2},
         "ep in shards": {"ep_size": 2, "dp_shard_size": 2},
     }
@@ -117,7 +135,9 @@ ON_FOUR: Final = MappingProxyType[str, Sizes](
 )
 
 
-def check(sizes: Sizes, model: str, precision: str, steps: int, tolerance: float) -> None:
+def check(
+    sizes: Sizes, model: str, precision: str, steps: int, tolerance: float
+) -> None:
     task = TASKS[f"{model} of experts" if "ep_size" in sizes else model]
     one_pass: OnePass = forward_then_backward
     if "pp_size" in sizes:
@@ -128,7 +148,9 @@ def check(sizes: Sizes, model: str, precision: str, steps: int, tolerance: float
     config = ParallelismConfig(**sizes, **plan)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
     got = torch.tensor(hasten_losses(accelerator, task, steps, one_pass))
-    torch.testing.assert_close(got, torch.tensor(plain_losses(task, steps)), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        got, torch.tensor(plain_losses(task, steps)), rtol=0, atol=tolerance
+    )
 
 
 def check_precisions(sizes: Sizes, model: str) -> None:
@@ -138,7 +160,9 @@ def check_precisions(sizes: Sizes, model: str) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("layout", ["tp", "cp ulysses", "pp 1f1b", "ep in shards"])
-def test_each_axis_trains_an_encoder_decoder_like_plain_torch(ctx: ProcessContext, layout: str) -> None:
+def test_each_axis_trains_an_encoder_decoder_like_plain_torch(
+    ctx: ProcessContext, layout: str
+) -> None:
     check(ON_TWO[layout], "translator", "no", 8, 1e-5)
 
 
@@ -146,9 +170,12 @@ def test_each_axis_trains_an_encoder_decoder_like_plain_torch(ctx: ProcessContex
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["text", "translator"])
 @pytest.mark.parametrize("layout", ON_TWO)
-def test_each_axis_trains_like_plain_torch(ctx: ProcessContext, layout: str, model: str) -> None:
+def test_each_axis_trains_like_plain_torch(
+    ctx: ProcessContext, layout: str, model: str
+) -> None:
     if (layout, model) == ("tp, sequence parallel", "translator"):
-        return  # tokens of source and target are divided apart: test_tensor_sequence.py has an encoder-decoder of that form
+        # tokens of source and target are divided apart: test_tensor_sequence.py has an encoder-decoder of that form
+        return
     check_precisions(ON_TWO[layout], model)
 
 
@@ -156,5 +183,7 @@ def test_each_axis_trains_like_plain_torch(ctx: ProcessContext, layout: str, mod
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["text", "translator"])
 @pytest.mark.parametrize("layout", ON_FOUR)
-def test_axes_together_train_like_plain_torch(ctx: ProcessContext, layout: str, model: str) -> None:
+def test_axes_together_train_like_plain_torch(
+    ctx: ProcessContext, layout: str, model: str
+) -> None:
     check_precisions(ON_FOUR[layout], model)

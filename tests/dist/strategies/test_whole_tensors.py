@@ -41,7 +41,9 @@ def test_whole_weights_are_gathered_without_a_warning(ctx: ProcessContext) -> No
         whole = accelerator.get_state_dict(model)
         expected = seeded(net).state_dict()
         if accelerator.is_main_process:
-            assert all(torch.equal(whole[name], value) for name, value in expected.items())
+            assert all(
+                torch.equal(whole[name], value) for name, value in expected.items()
+            )
         names = dict(model.named_parameters())
         assert sum(is_dtensor(p) and len(p.placements) == 2 for p in names.values()) > 8
         for name, parameter in names.items():

@@ -50,9 +50,12 @@ def wait_in_a_fork() -> None:
 
 
 def fork_and_wait(ctx: ProcessContext, folder: Path) -> None:
-    child = multiprocessing.get_context("fork").Process(target=wait_in_a_fork, daemon=True)
+    child = multiprocessing.get_context("fork").Process(
+        target=wait_in_a_fork, daemon=True
+    )
     child.start()
-    asleep = subprocess.Popen(["sleep", "3600"])  # has no handler for the signal, which is not sent to it
+    # has no handler for the signal, which is not sent to it
+    asleep = subprocess.Popen(["sleep", "3600"])
     (folder / str(ctx.rank)).write_text(f"{child.pid} {asleep.pid}")
     child.join()
 
@@ -101,21 +104,30 @@ def still_works(rank_pool: Pool) -> Iterator[None]:
 
 
 def failure(
-    pool: Pool, fn: Callable[[ProcessContext], object], timeout_s: float = 60.0, num_ranks: int = 2
+    pool: Pool,
+    fn: Callable[[ProcessContext], object],
+    timeout_s: float = 60.0,
+    num_ranks: int = 2,
 ) -> RanksFailedError:
     with pytest.raises(RanksFailedError) as caught:
         pool.run(fn, num_ranks, timeout_s=timeout_s)
     return caught.value
 
 
-def test_exception_on_one_rank_shows_its_traceback_and_the_others_stacks(rank_pool: Pool) -> None:
+def test_exception_on_one_rank_shows_its_traceback_and_the_others_stacks(
+    rank_pool: Pool,
+) -> None:
     start = time.monotonic()
     error = failure(rank_pool, raise_on_one, num_ranks=3)
     assert time.monotonic() - start < 10
     text = str(error)
     assert "rank 0 interrupted, rank 1 raised, rank 2 interrupted" in text
     assert 'raise ValueError("the reason")' in text
-    assert text.index("rank 1 raised ----") < text.index("rank 0 interrupted ----") < text.index("rank 2 interrupted -")
+    assert (
+        text.index("rank 1 raised ----")
+        < text.index("rank 0 interrupted ----")
+        < text.index("rank 2 interrupted -")
+    )
     assert text.count("in meet") == 2
     assert "testing/worker.py" not in text
     assert "hello from 0" in text
@@ -146,13 +158,17 @@ def test_hang_is_stopped_after_the_timeout_with_all_stacks(
 def test_stacks_of_forked_processes_are_shown_with_their_rank_and_the_processes_end(
     rank_pool: Pool, tmp_path: Path
 ) -> None:
-    text = str(failure(rank_pool, partial(fork_and_wait, folder=tmp_path), timeout_s=1.0))
+    text = str(
+        failure(rank_pool, partial(fork_and_wait, folder=tmp_path), timeout_s=1.0)
+    )
     assert "rank 0 hung, rank 1 hung" in text
     assert text.count("in wait_in_a_fork") == 2
     assert text.count(", forked by rank 0:") == 1
     pids = [pid for rank in "01" for pid in (tmp_path / rank).read_text().split()]
     deadline = time.monotonic() + 10
-    while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+    while (
+        alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    ) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(pids) == 4
     assert not alive
@@ -160,7 +176,11 @@ def test_stacks_of_forked_processes_are_shown_with_their_rank_and_the_processes_
 
 @pytest.mark.parametrize(
     ("fn", "rank", "how"),
-    [(leave_hard, 1, "exit code 7"), (be_killed, 0, "SIGKILL"), (segfault, 0, "SIGSEGV")],
+    [
+        (leave_hard, 1, "exit code 7"),
+        (be_killed, 0, "SIGKILL"),
+        (segfault, 0, "SIGSEGV"),
+    ],
 )
 def test_death_of_a_process_is_told_first(
     rank_pool: Pool, fn: Callable[[ProcessContext], None], rank: int, how: str
@@ -168,7 +188,9 @@ def test_death_of_a_process_is_told_first(
     text = str(failure(rank_pool, fn))
     assert f"---- rank {rank} died ----" in text
     assert how in text
-    assert text.index(f"---- rank {rank} died") < text.index(f"---- rank {1 - rank} raised")
+    assert text.index(f"---- rank {rank} died") < text.index(
+        f"---- rank {1 - rank} raised"
+    )
 
 
 def test_sys_exit_is_a_failure(rank_pool: Pool) -> None:
@@ -185,7 +207,10 @@ def test_result_that_cannot_travel_is_refused(rank_pool: Pool) -> None:
 
 
 def test_argument_that_cannot_travel_is_refused(rank_pool: Pool) -> None:
-    with pytest.raises(ConfigError, match="argument 1 after the context, a generator, cannot be pickled"):
+    with pytest.raises(
+        ConfigError,
+        match="argument 1 after the context, a generator, cannot be pickled",
+    ):
         rank_pool.run(meet, 2, 1, (number for number in range(3)))
     with pytest.raises(ConfigError, match="num_ranks=0"):
         rank_pool.run(meet, 0)
@@ -228,12 +253,17 @@ def test_close_leaves_nothing_behind() -> None:
     """The conftest looks for descriptors, threads and children; this one looks for orphans and files."""
     with Pool(2) as pool:
         pids = pool.run(lambda ctx: os.getpid(), 3)
-        folder = pool.run(lambda ctx: Path("/proc/self/fd/1").readlink(), 1)[0].parent.parent
+        folder = pool.run(lambda ctx: Path("/proc/self/fd/1").readlink(), 1)[
+            0
+        ].parent.parent
         with pytest.raises(RanksFailedError):
             pool.run(raise_on_one, 2)
         assert folder.name.startswith("hasten-pool-")
     deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while (
+        any(Path(f"/proc/{pid}").exists() for pid in pids)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not folder.exists()
@@ -249,12 +279,17 @@ def test_workers_end_when_the_caller_is_killed(tmp_path: Path) -> None:
         "print(*{pid for pair in pids for pid in pair}, pool._folder, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     *pids, folder = done.stdout.split()
     assert len(pids) == 3
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while (
+        any(Path(f"/proc/{pid}").exists() for pid in pids)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert not Path(folder).exists()
@@ -293,8 +328,20 @@ def test_decorator_reports_as_pytest_does(tmp_path: Path) -> None:
         "def test_passes(ctx, tmp_path):\n"
         "    assert os.path.isdir(tmp_path)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-ra", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert "2 failed, 1 passed, 1 skipped, 1 xfailed" in done.stdout, done.stdout + done.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-ra",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert "2 failed, 1 passed, 1 skipped, 1 xfailed" in done.stdout, (
+        done.stdout + done.stderr
+    )
     for part in ("not today", "assert [1] == [7]", "said by 1"):
         assert part in done.stdout

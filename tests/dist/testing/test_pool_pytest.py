@@ -113,11 +113,15 @@ def test_then_workers_are_clean(ctx: ProcessContext) -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     assert torch.get_num_threads() == 1
     assert threading.active_count() == 1
-    draws = ctx.world.all_gather_object((random.random(), float(np.random.rand()), torch.rand(1).item()))
+    draws = ctx.world.all_gather_object(
+        (random.random(), float(np.random.rand()), torch.rand(1).item())
+    )
     assert draws[0] == draws[1]
 
 
-def test_workers_with_groups_that_are_never_released_are_replaced(rank_pool: Pool) -> None:
+def test_workers_with_groups_that_are_never_released_are_replaced(
+    rank_pool: Pool,
+) -> None:
     """As a library does that keeps process groups in a global: their threads would slow down all later tests."""
 
     def keep(ctx: ProcessContext) -> tuple[int, int]:
@@ -127,7 +131,9 @@ def test_workers_with_groups_that_are_never_released_are_replaced(rank_pool: Poo
     seen = [rank_pool.run(keep, 2)[0] for _ in range(12)]
     assert len({pid for pid, _ in seen}) > 1
     assert len({pid for pid, _ in seen}) < 6, "not after every test either"
-    assert max(threads for _, threads in seen) <= MOST_THREADS + 3, "three threads for each group"
+    assert max(threads for _, threads in seen) <= MOST_THREADS + 3, (
+        "three threads for each group"
+    )
 
 
 def test_modules_are_loaded_once_for_all_workers(rank_pool: Pool) -> None:
@@ -154,4 +160,6 @@ def test_warm_two_rank_test_costs_under_200_ms(rank_pool: Pool) -> None:
         start = time.perf_counter()
         assert rank_pool.run(body, 2) == [2.0, 2.0]
         durations.append(time.perf_counter() - start)
-    assert min(durations) < 0.2, f"the best counts, for the machine may be busy: {durations}"
+    assert min(durations) < 0.2, (
+        f"the best counts, for the machine may be busy: {durations}"
+    )

@@ -65,7 +65,9 @@ class Net(nn.Module):
         self.scale.weight.data = torch.eye(4)
         self.log = Log(root)
         self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
-        self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
+        self.head = nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.norm(self.log(self.scale(x))))
@@ -85,7 +87,9 @@ def train(
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     loader = DataLoader(Rows(bad, value), batch_size=BATCH, shuffle=True)
-    model, optimizer, scheduler, loader = accelerator.prepare(net, optimizer, scheduler, loader)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        net, optimizer, scheduler, loader
+    )
     order: list[list[int]] = []
     first()
     for x, y in loader:
@@ -104,9 +108,12 @@ def where(order: list[list[int]], bad: int) -> int | None:
 
 @ranks(1, 2)
 @pytest.mark.parametrize("value", [0.0, math.nan], ids=["module", "data"])
-def test_stop_names_update_rank_samples_and_module(ctx: ProcessContext, value: float) -> None:
+def test_stop_names_update_rank_samples_and_module(
+    ctx: ProcessContext, value: float
+) -> None:
     bad = 17
-    _, _, _, order = train(Accelerator(trust={"numbers": "off"}), None)  # the order does not depend on the values
+    # the order does not depend on the values
+    _, _, _, order = train(Accelerator(trust={"numbers": "off"}), None)
     places = ctx.world.all_gather_object((where(order, bad), order))
     owner = next(rank for rank, (place, _) in enumerate(places) if place is not None)
     at, batches = places[owner]
@@ -116,20 +123,29 @@ def test_stop_names_update_rank_samples_and_module(ctx: ProcessContext, value: f
     assert (error.step, error.samples) == (at + 1, {owner: batches[at]})
     assert error.ranks == (owner,)
     text = str(error)
-    expected = "'log' (Log)" if value == 0.0 else "the batch contains nan or inf; 'scale' (Linear)"
+    expected = (
+        "'log' (Log)"
+        if value == 0.0
+        else "the batch contains nan or inf; 'scale' (Linear)"
+    )
     assert f"first module whose output is not finite: {expected}" in text
     assert f"dataset indices {', '.join(map(str, batches[at]))}" in text
     assert len(set(ctx.world.all_gather_object(text))) == 1
 
 
 @ranks(1, 2)
-def test_the_command_in_the_message_gives_the_samples(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_the_command_in_the_message_gives_the_samples(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = Accelerator(trust={"numbers": "stop"}, project_dir=str(tmp_path))
     with pytest.raises(NumbersError) as caught:
         train(accelerator, 17, first=accelerator.save_state)
     command = re.search(r"fetch it again: hasten (data show .*)", str(caught.value))
     assert command is not None
-    for extra, found in (["--json"], "samples"), (["--dataset", "tests.support.toys:Rows"], "sample "):
+    for extra, found in (
+        (["--json"], "samples"),
+        (["--dataset", "tests.support.toys:Rows"], "sample "),
+    ):
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             assert main([*command[1].split(), *extra]) == 0
@@ -142,7 +158,9 @@ def test_the_command_in_the_message_gives_the_samples(ctx: ProcessContext, tmp_p
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_every_batch_of_a_state_is_found(ctx: ProcessContext, shuffle: bool, drop_last: bool) -> None:
+def test_every_batch_of_a_state_is_found(
+    ctx: ProcessContext, shuffle: bool, drop_last: bool
+) -> None:
     """Of all ranks, whichever state is asked, and also when the epoch was entered in the middle."""
     accelerator = Accelerator(context=ctx)
     loader = accelerator.prepare(
@@ -153,7 +171,10 @@ def test_every_batch_of_a_state_is_found(ctx: ProcessContext, shuffle: bool, dro
         everyone = ctx.world.all_gather_object(batches)
         state = loader.state_dict()
         for shard, own in enumerate(everyone):
-            found = [lookup.find(state, shard, number + 1, epoch) for number in range(len(own))]
+            found = [
+                lookup.find(state, shard, number + 1, epoch)
+                for number in range(len(own))
+            ]
             assert [list(one.samples) for one in found] == own
             assert all(one.num_batches == len(own) and one.given for one in found)
             with pytest.raises(DataError, match=f"batches 1 to {len(own)}"):
@@ -163,10 +184,15 @@ def test_every_batch_of_a_state_is_found(ctx: ProcessContext, shuffle: bool, dro
 
 
 @ranks(1, 2)
-def test_a_gradient_that_is_not_finite_behind_a_finite_loss(ctx: ProcessContext) -> None:
+def test_a_gradient_that_is_not_finite_behind_a_finite_loss(
+    ctx: ProcessContext,
+) -> None:
     with pytest.raises(NumbersError, match="a gradient is nan or inf") as caught:
         train(Accelerator(trust={"numbers": "stop"}), 17, root=True)
-    assert "none: every output was finite, so it was caused by the loss or the backward pass" in str(caught.value)
+    assert (
+        "none: every output was finite, so it was caused by the loss or the backward pass"
+        in str(caught.value)
+    )
     assert "gradients that are not finite: scale.weight" in str(caught.value)
 
 
@@ -175,13 +201,21 @@ def test_a_gradient_that_is_not_finite_behind_a_finite_loss(ctx: ProcessContext)
 def test_skip_is_as_if_the_update_had_not_been(ctx: ProcessContext, every: int) -> None:
     """Against a run of the same order in which the loop itself leaves that update out."""
     bad = 17
-    accelerator = Accelerator(trust={"numbers": "skip"}, gradient_accumulation_steps=every)
+    accelerator = Accelerator(
+        trust={"numbers": "skip"}, gradient_accumulation_steps=every
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net, optimizer, scheduler, order = train(accelerator, bad, norm=False)
-    told = [str(one.message) for one in caught if issubclass(one.category, HastenWarning)]
+    told = [
+        str(one.message) for one in caught if issubclass(one.category, HastenWarning)
+    ]
     assert len(told) == (1 if ctx.is_main else 0)
-    window = max(place // every for place in ctx.world.all_gather_object(where(order, bad)) if place is not None)
+    window = max(
+        place // every
+        for place in ctx.world.all_gather_object(where(order, bad))
+        if place is not None
+    )
 
     plain = Accelerator(trust={"numbers": "off"}, gradient_accumulation_steps=every)
     torch.manual_seed(3)
@@ -202,7 +236,10 @@ def test_skip_is_as_if_the_update_had_not_been(ctx: ProcessContext, every: int) 
     for name, value in net.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
     for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        assert torch.equal(optimizer.state[mine]["momentum_buffer"], reference.state[theirs]["momentum_buffer"])
+        assert torch.equal(
+            optimizer.state[mine]["momentum_buffer"],
+            reference.state[theirs]["momentum_buffer"],
+        )
     assert scheduler.get_last_lr() == rates.get_last_lr()
     assert optimizer.num_updates == optimizer.num_attempts - 1
 
@@ -218,19 +255,30 @@ def test_repeating_a_batch_leaves_no_trace(ctx: ProcessContext) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             net, *_ = train(accelerator, 17, root=True)
-        assert any("whose output" in str(one.message) for one in caught) is (looks and ctx.is_main)
-        states.append(({name: value.clone() for name, value in net.state_dict().items()}, torch.get_rng_state()))
+        assert any("whose output" in str(one.message) for one in caught) is (
+            looks and ctx.is_main
+        )
+        states.append(
+            (
+                {name: value.clone() for name, value in net.state_dict().items()},
+                torch.get_rng_state(),
+            )
+        )
     (first, one), (second, two) = states
     assert torch.equal(one, two)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @ranks(1, 2)
-def test_by_default_it_is_reported_once_and_training_goes_on(ctx: ProcessContext) -> None:
+def test_by_default_it_is_reported_once_and_training_goes_on(
+    ctx: ProcessContext,
+) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, optimizer, _, order = train(Accelerator(), 17)
-    told = [str(one.message) for one in caught if issubclass(one.category, HastenWarning)]
+    told = [
+        str(one.message) for one in caught if issubclass(one.category, HastenWarning)
+    ]
     assert len(told) == 1
     assert f"on rank {ctx.rank}" in told[0]
     assert "numbers=stop" in told[0]
@@ -245,7 +293,9 @@ def test_by_default_it_is_reported_once_and_training_goes_on(ctx: ProcessContext
 def test_a_spike_is_what_exceeds_the_running_median(ctx: ProcessContext) -> None:
     accelerator = Accelerator(trust={"numbers": "stop", "numbers_spike": 20})
     model = nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.0)
+    )
 
     def step(value: float) -> None:
         accelerator.backward((model(torch.ones(2, 1)) * 0).sum() + value)
@@ -256,7 +306,9 @@ def test_a_spike_is_what_exceeds_the_running_median(ctx: ProcessContext) -> None
     for number in range(30):
         step(1.0 + number % 3)
     step(39.0)
-    with pytest.raises(NumbersError, match=r"the loss is 41, 20.5 times the median of the last"):
+    with pytest.raises(
+        NumbersError, match=r"the loss is 41, 20.5 times the median of the last"
+    ):
         step(41.0 if ctx.rank == 0 else 2.0)
 
 
@@ -266,10 +318,13 @@ def test_overflow_under_fp16_is_the_scalers_business(ctx: ProcessContext) -> Non
     for numbers in ("stop", "skip"):
         accelerator = Accelerator(trust={"numbers": numbers}, mixed_precision="fp16")
         model = seeded(lambda: nn.Linear(4, 4))
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         skipped = 0
         for _ in range(6):
-            accelerator.backward(model(torch.ones(2, 4)).float().sum())  # overflows at the first scales
+            # overflows at the first scales
+            accelerator.backward(model(torch.ones(2, 4)).float().sum())
             optimizer.step()
             skipped += accelerator.optimizer_step_was_skipped
             optimizer.zero_grad()
@@ -282,18 +337,29 @@ def test_overflow_under_fp16_is_the_scalers_business(ctx: ProcessContext) -> Non
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 optimizer.step()
-            assert any("the scaler skips the update" in str(one.message) for one in caught) is ctx.is_main
+            assert (
+                any("the scaler skips the update" in str(one.message) for one in caught)
+                is ctx.is_main
+            )
             assert accelerator.optimizer_step_was_skipped
 
 
 @ranks(2)
 def test_shards_are_gathered_for_the_look(ctx: ProcessContext) -> None:
-    with pytest.raises(NumbersError, match=r"first module whose output is not finite: 'log' \(Log\)"):
+    with pytest.raises(
+        NumbersError, match=r"first module whose output is not finite: 'log' \(Log\)"
+    ):
         train(Accelerator(trust={"numbers": "stop"}, strategy="fsdp"), 17)
 
 
 def test_what_cannot_be_honoured_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"numbers_spike=3 has no effect with trust.numbers=off"):
+    with pytest.raises(
+        ConfigError, match=r"numbers_spike=3 has no effect with trust.numbers=off"
+    ):
         Accelerator(trust={"numbers": "off", "numbers_spike": 3})
     with pytest.raises(ConfigError, match="under mixed_precision='fp16'"):
-        Accelerator(trust={"numbers": "skip", "numbers_spike": 3}, mixed_precision="fp16", cpu=True)
+        Accelerator(
+            trust={"numbers": "skip", "numbers_spike": 3},
+            mixed_precision="fp16",
+            cpu=True,
+        )

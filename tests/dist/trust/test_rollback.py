@@ -55,7 +55,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)
+        )
 
     def forward(self, x: Tensor, index: Tensor | None = None) -> dict[str, Tensor]:
         return {"loss": (self.body(x) ** 2).mean()}
@@ -70,16 +72,27 @@ class Parts(NamedTuple):
     loader: Any
 
 
-def prepared(folder: Path, data: Callable[[], Any], every: int, **settings: Any) -> Parts:
+def prepared(
+    folder: Path, data: Callable[[], Any], every: int, **settings: Any
+) -> Parts:
     trust = {"divergence_every": 3} | settings.pop("trust", {})
-    accelerator = Accelerator(project_dir=str(folder), gradient_accumulation_steps=every, trust=trust, **settings)
+    accelerator = Accelerator(
+        project_dir=str(folder),
+        gradient_accumulation_steps=every,
+        trust=trust,
+        **settings,
+    )
     torch.manual_seed(5)
     net = seeded(Net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     dataset = data()
-    loader = DataLoader(dataset, batch_size=BATCH, shuffle=not isinstance(dataset, IterableDataset))
-    return Parts(accelerator, net, *accelerator.prepare(net, optimizer, scheduler, loader))
+    loader = DataLoader(
+        dataset, batch_size=BATCH, shuffle=not isinstance(dataset, IterableDataset)
+    )
+    return Parts(
+        accelerator, net, *accelerator.prepare(net, optimizer, scheduler, loader)
+    )
 
 
 def step(parts: Parts, batch: Any) -> None:
@@ -115,16 +128,26 @@ def told() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield found
-    found += [str(one.message) for one in caught if issubclass(one.category, HastenWarning)]
+    found += [
+        str(one.message) for one in caught if issubclass(one.category, HastenWarning)
+    ]
 
 
-def bad_windows(ctx: ProcessContext, batches: list[list[int]], every: int, per_epoch: int) -> list[int]:
+def bad_windows(
+    ctx: ProcessContext, batches: list[list[int]], every: int, per_epoch: int
+) -> list[int]:
     """The numbers of the batches whose update contains a bad row on any rank."""
     own = [number for number, batch in enumerate(batches) if set(batch) & set(BAD)]
     hit = {
-        (number // per_epoch, number % per_epoch // every) for one in ctx.world.all_gather_object(own) for number in one
+        (number // per_epoch, number % per_epoch // every)
+        for one in ctx.world.all_gather_object(own)
+        for number in one
     }
-    return [n for n in range(len(batches)) if (n // per_epoch, n % per_epoch // every) in hit]
+    return [
+        n
+        for n in range(len(batches))
+        if (n // per_epoch, n % per_epoch // every) in hit
+    ]
 
 
 @ranks(2, exhaustive=(1,))
@@ -134,7 +157,12 @@ def bad_windows(ctx: ProcessContext, batches: list[list[int]], every: int, per_e
     ids=["plain", "inside a window", "an epoch back", "stream"],
 )
 def test_going_back_is_resuming_without_the_bad_batches(
-    ctx: ProcessContext, tmp_path: Path, every: int, save_at: int, epochs: int, data: Callable[[], Any]
+    ctx: ProcessContext,
+    tmp_path: Path,
+    every: int,
+    save_at: int,
+    epochs: int,
+    data: Callable[[], Any],
 ) -> None:
     parts = prepared(tmp_path / "a", data, every, trust={"numbers": "rollback"})
     per_epoch = ROWS // (BATCH * ctx.world.size)
@@ -155,7 +183,8 @@ def test_going_back_is_resuming_without_the_bad_batches(
         order += [batch["index"].tolist() for batch in other.loader]
     skipped = bad_windows(ctx, order, every, per_epoch)
     other.accelerator.load_state(saved)
-    number, expected = save_at // every * every, []  # a checkpoint is the beginning of a window
+    # a checkpoint is the beginning of a window
+    number, expected = save_at // every * every, []
     while number < len(order):
         for batch in other.loader:
             if number not in skipped:
@@ -171,7 +200,9 @@ def test_going_back_is_resuming_without_the_bad_batches(
 
 
 @ranks(1, 2)
-def test_what_was_left_out_stays_out_after_a_resume(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_what_was_left_out_stays_out_after_a_resume(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
     parts.accelerator.save_state()
     saved = ""
@@ -186,22 +217,36 @@ def test_what_was_left_out_stays_out_after_a_resume(ctx: ProcessContext, tmp_pat
     resumed = prepared(tmp_path, Rows, 1, trust={"numbers": "off"})
     resumed.accelerator.load_state(saved)
     given = [set(batch["index"].tolist()) & set(BAD) for batch in resumed.loader]
-    found = [row for one in ctx.world.all_gather_object([sorted(one) for one in given]) for rows in one for row in rows]
-    assert len(found) == 1  # the row that was met before the save is left out, the other one comes
+    found = [
+        row
+        for one in ctx.world.all_gather_object([sorted(one) for one in given])
+        for rows in one
+        for row in rows
+    ]
+    # the row that was met before the save is left out, the other one comes
+    assert len(found) == 1
 
 
 @ranks(1, 2)
-def test_without_a_checkpoint_or_too_often_every_rank_stops(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_without_a_checkpoint_or_too_often_every_rank_stops(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
     with pytest.raises(
-        NumbersError, match=r"neither saved nor loaded a checkpoint to roll back to; call save_state\(\)"
+        NumbersError,
+        match=r"neither saved nor loaded a checkpoint to roll back to; call save_state\(\)",
     ):
         run(parts)
-    parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback", "numbers_rollbacks": 1})
+    parts = prepared(
+        tmp_path, Rows, 1, trust={"numbers": "rollback", "numbers_rollbacks": 1}
+    )
     parts.accelerator.save_state()
     with (
         told() as messages,
-        pytest.raises(NumbersError, match=r"already rolled back 1 times \(trust.numbers_rollbacks=1\)"),
+        pytest.raises(
+            NumbersError,
+            match=r"already rolled back 1 times \(trust.numbers_rollbacks=1\)",
+        ),
     ):
         run(parts)
     assert len(messages) == ctx.is_main
@@ -212,7 +257,9 @@ def test_without_a_checkpoint_or_too_often_every_rank_stops(ctx: ProcessContext,
 
 
 @ranks(1, 2)
-def test_nothing_spoiled_is_saved_and_the_end_is_told(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_nothing_spoiled_is_saved_and_the_end_is_told(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     parts = prepared(tmp_path, Rows, 1, trust={"numbers": "rollback"})
     saved = parts.accelerator.save_state()
     with told() as messages:
@@ -234,7 +281,9 @@ class SaveAt(TrainerCallback):
     def __init__(self) -> None:
         self.left_out: set[Any] = set()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
         kwargs["train_dataloader"].leave_out(self.left_out)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -256,7 +305,9 @@ def test_a_trainer_goes_back(ctx: ProcessContext, tmp_path: Path) -> None:
         )
         with pytest.MonkeyPatch.context() as variables:
             variables.setenv("HASTEN_TRUST_NUMBERS", numbers)
-            return Trainer(seeded(Net), arguments, train_dataset=Rows(), callbacks=[callback])
+            return Trainer(
+                seeded(Net), arguments, train_dataset=Rows(), callbacks=[callback]
+            )
 
     leaving = SaveAt()
     first, second = trainer("rollback", "a", SaveAt()), trainer("off", "b", leaving)
@@ -270,6 +321,8 @@ def test_a_trainer_goes_back(ctx: ProcessContext, tmp_path: Path) -> None:
     mine, theirs = first.model.state_dict(), second.model.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     assert all(bool(torch.isfinite(value).all()) for value in mine.values())
-    logs = [[one.get("loss") for one in made.state.log_history] for made in (first, second)]
+    logs = [
+        [one.get("loss") for one in made.state.log_history] for made in (first, second)
+    ]
     assert logs[0] == logs[1]
     assert first.state.global_step == second.state.global_step == first.state.max_steps

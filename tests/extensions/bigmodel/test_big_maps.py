@@ -88,9 +88,12 @@ def test_a_constructor_that_raises_leaves_torch_as_it_was() -> None:
 
 
 def test_a_map_covers_the_model_and_keeps_ties_together() -> None:
-    model = Tied(depth=4)  # of which the host keeps one block, and room for two that stream through it
+    # of which the host keeps one block, and room for two that stream through it
+    model = Tied(depth=4)
     sizes = compute_module_sizes(model)
-    found = infer_auto_device_map(model, {"cpu": sizes["embed"] + 3 * sizes["blocks.0"] + 8}, ["Block"])
+    found = infer_auto_device_map(
+        model, {"cpu": sizes["embed"] + 3 * sizes["blocks.0"] + 8}, ["Block"]
+    )
     check_device_map(model, found)
     assert found["embed"] == found["head"] == "cpu"
     assert found["blocks.0"] == "cpu"
@@ -104,9 +107,18 @@ def test_an_accelerator_keeps_room_for_what_streams_through_it() -> None:
     sizes = compute_module_sizes(model)
     block = sizes["blocks.0"]
     limit = sizes["embed"] + 4 + 4 * block
-    result = place(atoms(tree(model, ["Block"])), devices_in_order({0: limit, "cpu": 10 * block}))
+    result = place(
+        atoms(tree(model, ["Block"])), devices_in_order({0: limit, "cpu": 10 * block})
+    )
     assert result.reserved == 2 * block
-    assert [result.places[f"blocks.{i}"] for i in range(6)] == [0, 0, "cpu", "cpu", "cpu", "cpu"]
+    assert [result.places[f"blocks.{i}"] for i in range(6)] == [
+        0,
+        0,
+        "cpu",
+        "cpu",
+        "cpu",
+        "cpu",
+    ]
 
 
 def test_smaller_dtypes_fit_more_and_special_ones_stay() -> None:
@@ -131,7 +143,13 @@ def test_wrong_maps_are_refused() -> None:
 
 
 def test_maps_are_written_short() -> None:
-    long: dict[str, int | str] = {"a.x": 0, "a.y": 0, "b.x": 0, "b.y": "cpu", "c": "cpu"}
+    long: dict[str, int | str] = {
+        "a.x": 0,
+        "a.y": 0,
+        "b.x": 0,
+        "b.y": "cpu",
+        "c": "cpu",
+    }
     assert clean_device_map(dict(long)) == {"a": 0, "b.x": 0, "b.y": "cpu", "c": "cpu"}
     assert clean_device_map({"a.x": 0, "b": 0}) == {"": 0}
 
@@ -139,7 +157,10 @@ def test_maps_are_written_short() -> None:
 def test_free_memory_is_found() -> None:
     found = get_max_memory()
     assert found["cpu"] > 10**8
-    assert list(get_max_memory({"disk": "1MB", "cpu": "2MiB"}).items()) == [("cpu", 2 * 1024**2), ("disk", 10**6)]
+    assert list(get_max_memory({"disk": "1MB", "cpu": "2MiB"}).items()) == [
+        ("cpu", 2 * 1024**2),
+        ("disk", 10**6),
+    ]
     assert get_balanced_memory(Tied(), {"cpu": 100}) == {"cpu": 100}
 
 

@@ -9,15 +9,29 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.extensions.bigmodel.placement_plan import STREAMED_AT_ONCE, Atom, Device, Node, atoms, balanced, place
+from hasten.extensions.bigmodel.placement_plan import (
+    STREAMED_AT_ONCE,
+    Atom,
+    Device,
+    Node,
+    atoms,
+    balanced,
+    place,
+)
 
 
 def random_tree(
-    rng: random.Random, depth: int = 0, prefix: str = "m", pool: list[tuple[int, int]] | None = None
+    rng: random.Random,
+    depth: int = 0,
+    prefix: str = "m",
+    pool: list[tuple[int, int]] | None = None,
 ) -> Node:
     pool = [] if pool is None else pool
     if depth < 3 and rng.random() < 0.6:
-        parts = tuple(random_tree(rng, depth + 1, f"{prefix}.{i}", pool) for i in range(rng.randint(1, 3)))
+        parts = tuple(
+            random_tree(rng, depth + 1, f"{prefix}.{i}", pool)
+            for i in range(rng.randint(1, 3))
+        )
         whole = frozenset(itertools.chain.from_iterable(part.tensors for part in parts))
         return Node(prefix, whole, parts if rng.random() < 0.7 else ())
     if pool and rng.random() < 0.2:
@@ -36,18 +50,30 @@ def leaves(node: Node) -> Iterator[Node]:
         yield node
 
 
-def ordered_ways(parts: Sequence[Atom], limits: Sequence[int | None]) -> Iterator[tuple[int, ...]]:
+def ordered_ways(
+    parts: Sequence[Atom], limits: Sequence[int | None]
+) -> Iterator[tuple[int, ...]]:
     """Every assignment of parts to devices that keeps the model's order and the limits."""
-    for cuts in itertools.combinations_with_replacement(range(len(parts) + 1), len(limits) - 1):
+    for cuts in itertools.combinations_with_replacement(
+        range(len(parts) + 1), len(limits) - 1
+    ):
         bounds = [0, *cuts, len(parts)]
         counts = tuple(b - a for a, b in itertools.pairwise(bounds))
-        sizes = [sum(part.num_bytes for part in parts[a:b]) for a, b in itertools.pairwise(bounds)]
-        if all(limit is None or size <= limit for size, limit in zip(sizes, limits, strict=True)):
+        sizes = [
+            sum(part.num_bytes for part in parts[a:b])
+            for a, b in itertools.pairwise(bounds)
+        ]
+        if all(
+            limit is None or size <= limit
+            for size, limit in zip(sizes, limits, strict=True)
+        ):
             yield counts
 
 
 @pytest.mark.parametrize("start", range(0, 300, 100))
-def test_atoms_cover_every_leaf_once_and_keep_shared_tensors_together(start: int) -> None:
+def test_atoms_cover_every_leaf_once_and_keep_shared_tensors_together(
+    start: int,
+) -> None:
     for seed in range(start, start + 100):
         node = random_tree(random.Random(seed))
         found = atoms([node])
@@ -56,7 +82,12 @@ def test_atoms_cover_every_leaf_once_and_keep_shared_tensors_together(start: int
         assert sorted(names) == sorted(wanted)
         holders: dict[int, set[int]] = {}
         for number, atom in enumerate(found):
-            inside = {t for leaf in leaves(node) if leaf.name in atom.names for t in leaf.tensors}
+            inside = {
+                t
+                for leaf in leaves(node)
+                if leaf.name in atom.names
+                for t in leaf.tensors
+            }
             assert sum(size for _, size in inside) == atom.num_bytes
             for identity, _ in inside:
                 holders.setdefault(identity, set()).add(number)
@@ -72,23 +103,40 @@ def test_placement_is_the_best_of_all_that_keep_the_order(start: int) -> None:
         rng = random.Random(1000 + seed)
         parts = atoms([random_tree(rng)])
         total = sum(part.num_bytes for part in parts)
-        devices = [Device(index, rng.randint(0, total)) for index in range(rng.randint(1, 3))]
+        devices = [
+            Device(index, rng.randint(0, total)) for index in range(rng.randint(1, 3))
+        ]
         if rng.random() < 0.7:
-            devices.append(Device("cpu", rng.choice([None, rng.randint(0, total)]), offload=True))
+            devices.append(
+                Device("cpu", rng.choice([None, rng.randint(0, total)]), offload=True)
+            )
         limits = [device.limit for device in devices]
         try:
             result = place(parts, devices)
         except ConfigError:
             reserves = {STREAMED_AT_ONCE * part.num_bytes for part in parts} | {0}
             assert any(
-                not list(ordered_ways(parts, [max((limits[0] or 0) - reserve, 0), *limits[1:]])) for reserve in reserves
+                not list(
+                    ordered_ways(
+                        parts, [max((limits[0] or 0) - reserve, 0), *limits[1:]]
+                    )
+                )
+                for reserve in reserves
             )
             continue
         index = {device.key: number for number, device in enumerate(devices)}
         places = [index[result.places[part.names[0]]] for part in parts]
         assert places == sorted(places)
-        assert all(result.places[name] == result.places[part.names[0]] for part in parts for name in part.names)
-        spilled = [part.num_bytes for part, at in zip(parts, places, strict=True) if devices[at].offload]
+        assert all(
+            result.places[name] == result.places[part.names[0]]
+            for part in parts
+            for name in part.names
+        )
+        spilled = [
+            part.num_bytes
+            for part, at in zip(parts, places, strict=True)
+            if devices[at].offload
+        ]
         assert result.reserved >= STREAMED_AT_ONCE * max(spilled, default=0)
         assert (result.reserved > 0) == bool(spilled)
         free = [max((limits[0] or 0) - result.reserved, 0), *limits[1:]]
@@ -110,7 +158,10 @@ def test_fallback_never_places_less_on_devices_that_compute(start: int) -> None:
 
 def heaviest(parts: Sequence[Atom], counts: tuple[int, ...]) -> int:
     ends = list(itertools.accumulate(counts))
-    return max(sum(p.num_bytes for p in parts[a:b]) for a, b in zip([0, *ends], ends, strict=False))
+    return max(
+        sum(p.num_bytes for p in parts[a:b])
+        for a, b in zip([0, *ends], ends, strict=False)
+    )
 
 
 @pytest.mark.parametrize("start", range(0, 200, 100))
@@ -137,5 +188,7 @@ def test_low_first_leaves_the_first_device_what_the_others_cannot_hold() -> None
 
 
 def test_what_is_missing_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"8 bytes of it do not fit .* largest, b, takes 8 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"8 bytes of it do not fit .* largest, b, takes 8 bytes"
+    ):
         place([Atom(("a",), 4), Atom(("b",), 8)], [Device("cpu", 5)])

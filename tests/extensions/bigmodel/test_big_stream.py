@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import DeviceError, PrepareError
-from hasten.extensions.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+from hasten.extensions.bigmodel.dispatch import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+)
 from hasten.extensions.bigmodel.placed import PlacedForward, detach, moved, streamers_of
 from hasten.extensions.bigmodel.tensors import remove_hook_from_submodules
 from hasten.modules import forwarding
@@ -27,12 +31,18 @@ class Block(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width, bias=False),
+        )
         self.register_buffer("shift", torch.randn(width))
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Any]:
         assert isinstance(self.shift, Tensor)
-        return {"x": x + scale * self.down(torch.relu(self.up(self.norm(x)))) + self.shift, "extra": [scale]}
+        return {
+            "x": x + scale * self.down(torch.relu(self.up(self.norm(x)))) + self.shift,
+            "extra": [scale],
+        }
 
 
 class Model(nn.Module):
@@ -46,7 +56,9 @@ class Model(nn.Module):
         self.head = nn.Linear(width, 32, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: Tensor, order: list[int] | None = None, fail_at: int | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, order: list[int] | None = None, fail_at: int | None = None
+    ) -> Tensor:
         x = self.embed(ids) + self.start
         for index in range(len(self.blocks)) if order is None else order:
             if index == fail_at:
@@ -79,7 +91,9 @@ def on_disk(model: Model, folder: Path) -> nn.Module:
 def by_map(model: Model, folder: Path) -> nn.Module:
     places = {"embed": "cpu", "start": "disk", "head": "cpu", "blocks.0": "cpu"}
     return dispatch_model(
-        model, {**places, **{f"blocks.{i}": "disk" for i in range(1, len(model.blocks))}}, offload_dir=folder
+        model,
+        {**places, **{f"blocks.{i}": "disk" for i in range(1, len(model.blocks))}},
+        offload_dir=folder,
     )
 
 
@@ -95,10 +109,14 @@ IDS = torch.arange(12).view(3, 4)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_dispatched_model_refuses_to_be_moved_as_a_whole(way: Any, tmp_path: Path) -> None:
+def test_a_dispatched_model_refuses_to_be_moved_as_a_whole(
+    way: Any, tmp_path: Path
+) -> None:
     model = way(build(), tmp_path)
     for move in (lambda: model.to("cpu"), lambda: model.to(torch.float16), model.cuda):
-        with pytest.raises(DeviceError, match=r"can't move a model .* remove_hook_from_submodules"):
+        with pytest.raises(
+            DeviceError, match=r"can't move a model .* remove_hook_from_submodules"
+        ):
             move()
     remove_hook_from_submodules(model)
     assert not {"to", "cuda"} & vars(model).keys()
@@ -110,10 +128,23 @@ def test_outputs_equal_those_of_the_resident_model_in_any_order(
 ) -> None:
     reference, model = build(), build()
     way(model, tmp_path)
-    orders: list[list[int] | None] = [None, None, [0, 1], None, [5, 3, 1], [2, 2, 2], [0, 1], [0, 5], None, []]
+    orders: list[list[int] | None] = [
+        None,
+        None,
+        [0, 1],
+        None,
+        [5, 3, 1],
+        [2, 2, 2],
+        [0, 1],
+        [0, 5],
+        None,
+        [],
+    ]
     with torch.no_grad():
         for order in orders:
-            assert torch.equal(model(IDS, order=order), reference(IDS, order=order)), order
+            assert torch.equal(model(IDS, order=order), reference(IDS, order=order)), (
+                order
+            )
     with torch.inference_mode():
         assert torch.equal(model(IDS), reference(IDS))
     assert torch.equal(model(IDS), reference(IDS))  # and with gradients enabled
@@ -131,7 +162,9 @@ def test_a_map_to_one_device_moves_the_inputs_too() -> None:
     assert isinstance(placed, PlacedForward)
     assert placed.inputs((IDS,), {})[0][0].is_meta
     on_host = dispatch_model(build(), {"": "cpu"})
-    assert forwarding.find(on_host, forwarding.PLACED) is None, "nothing can be elsewhere"
+    assert forwarding.find(on_host, forwarding.PLACED) is None, (
+        "nothing can be elsewhere"
+    )
 
 
 @pytest.mark.parametrize("way", [on_cpu, on_disk])
@@ -159,7 +192,10 @@ def test_threads_share_a_streamed_model() -> None:
         with torch.no_grad():
             for turn in range(15):
                 order = None if (turn + number) % 3 else [turn % 6, 0]
-                if not torch.equal(model(inputs[number], order=order), reference(inputs[number], order=order)):
+                if not torch.equal(
+                    model(inputs[number], order=order),
+                    reference(inputs[number], order=order),
+                ):
                     wrong.append(turn)
 
     threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
@@ -181,17 +217,20 @@ def test_memory_does_not_grow_over_fifty_forwards(tmp_path: Path) -> None:
     (streamer,) = streamers_of(model)
     total = sum(p.numel() * 4 for p in model.parameters())
     assert streamer.device_bytes < total * 5 / 8
-    counts: dict[bool, list[int]] = {False: [], True: []}  # of the turns up to the fiftieth, and up to the hundredth
+    # of the turns up to the fiftieth, and up to the hundredth
+    counts: dict[bool, list[int]] = {False: [], True: []}
     peaks = []
     gc.collect()
-    gc.freeze()  # what is there already does not grow, and looking through it would take most of the time
+    # what is there already does not grow, and looking through it would take most of the time
+    gc.freeze()
     try:
         with torch.no_grad():
             for turn in range(100):
                 model(IDS, order=None if turn % 5 else [0, 3, 7])
                 if turn % 50 >= 40:
                     assert streamer._thread is not None
-                    streamer._thread.submit(int).result()  # blocks that are on their way have arrived
+                    # blocks that are on their way have arrived
+                    streamer._thread.submit(int).result()
                     gc.collect()
                     counts[turn >= 50].append(num_tensors())
                 if turn % 50 == 49:
@@ -210,7 +249,10 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base
-        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.as_tensor(self.base(x) + self.up(self.down(x)))
@@ -235,7 +277,9 @@ def test_small_trainable_parts_train_on_a_streamed_base(
     adapted(model)
     for one in (reference, model):
         one.train()
-        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [p for p in one.parameters() if p.requires_grad], lr=0.1
+        )
         for _ in range(3):
             loss = one(IDS).square().mean() + one(IDS, order=[0, 2]).square().mean()
             loss.backward()
@@ -298,7 +342,9 @@ def test_modules_of_torch_that_reach_into_their_parts() -> None:
         detach(module)
 
 
-def test_the_order_is_learned_and_copies_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_is_learned_and_copies_are_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = build(depth=6)
     cpu_offload(model, "cpu")
     (streamer,) = streamers_of(model)
@@ -358,7 +404,9 @@ def test_nothing_to_stream_is_an_error_that_says_what_to_do() -> None:
         cpu_offload(model, "cpu")
 
 
-def test_a_file_that_goes_away_is_an_error_and_not_a_wrong_result(tmp_path: Path) -> None:
+def test_a_file_that_goes_away_is_an_error_and_not_a_wrong_result(
+    tmp_path: Path,
+) -> None:
     model = build(depth=8, width=64)
     disk_offload(model, tmp_path, "cpu")
     with torch.no_grad():
@@ -369,9 +417,15 @@ def test_a_file_that_goes_away_is_an_error_and_not_a_wrong_result(tmp_path: Path
     detach(model)
 
 
-def test_a_weight_shared_by_a_resident_and_a_streamed_part_stays_on_the_device(tmp_path: Path) -> None:
+def test_a_weight_shared_by_a_resident_and_a_streamed_part_stays_on_the_device(
+    tmp_path: Path,
+) -> None:
     reference, model = build(), build()
-    dispatch_model(model, {"embed": "cpu", "start": "cpu", "blocks": "disk", "head": "disk"}, offload_dir=tmp_path)
+    dispatch_model(
+        model,
+        {"embed": "cpu", "start": "cpu", "blocks": "disk", "head": "disk"},
+        offload_dir=tmp_path,
+    )
     assert model.head.weight is model.embed.weight
     (streamer,) = streamers_of(model)
     assert all("head" not in unit.name for unit in streamer.units)
@@ -385,7 +439,10 @@ def test_parts_on_several_devices_get_a_copy_of_a_shared_weight_each() -> None:
     model = build()
     places = {"embed": "cpu", "start": "cpu", "blocks": "cpu", "head": "meta"}
     dispatch_model(model, places, main_device="cpu")
-    assert (model.embed.weight.device.type, model.head.weight.device.type) == ("cpu", "meta")
+    assert (model.embed.weight.device.type, model.head.weight.device.type) == (
+        "cpu",
+        "meta",
+    )
     assert model.head.weight.requires_grad
     detach(model)
 
@@ -397,7 +454,12 @@ def test_gradients_pass_through_a_streamed_model_that_is_not_frozen(
     """Outputs require gradients as those of the resident model; the weights' own gradients are dropped."""
     reference, model = build(), build()
     way(model, tmp_path)
-    given = [torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(2)).requires_grad_() for _ in range(2)]
+    given = [
+        torch.randn(
+            3, 4, 16, generator=torch.Generator().manual_seed(2)
+        ).requires_grad_()
+        for _ in range(2)
+    ]
     for one, x in zip((reference, model), given, strict=True):
         out = one(IDS)
         assert out.requires_grad
@@ -414,7 +476,9 @@ def test_gradients_pass_through_a_streamed_model_that_is_not_frozen(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_copy_of_a_streamed_model_streams_weights_of_its_own(way: Any, tmp_path: Path) -> None:
+def test_a_copy_of_a_streamed_model_streams_weights_of_its_own(
+    way: Any, tmp_path: Path
+) -> None:
     reference, model = build(), build()
     way(model, tmp_path)
     model(IDS)
@@ -423,14 +487,18 @@ def test_a_copy_of_a_streamed_model_streams_weights_of_its_own(way: Any, tmp_pat
     assert own is not other
     assert {unit.name for unit in own.units} == {unit.name for unit in other.units}
     assert copied.head.weight is copied.embed.weight
-    assert not {one.data_ptr() for one in copied.parameters()} & {one.data_ptr() for one in model.parameters()}
+    assert not {one.data_ptr() for one in copied.parameters()} & {
+        one.data_ptr() for one in model.parameters()
+    }
     for _ in range(2):
         assert torch.equal(copied(IDS, order=[0, 2]), reference(IDS, order=[0, 2]))
     with torch.no_grad():
         copied.start.add_(1)
     assert not torch.equal(copied(IDS), reference(IDS))
     detach(copied)
-    assert torch.equal(model(IDS), reference(IDS)), "the model was changed with its copy"
+    assert torch.equal(model(IDS), reference(IDS)), (
+        "the model was changed with its copy"
+    )
     detach(model)
 
 

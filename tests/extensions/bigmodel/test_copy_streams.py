@@ -52,9 +52,15 @@ class LateLanes(HostLanes):
         batch = list(pairs)
         for target, _ in batch:
             start, stop = target.data_ptr(), target.data_ptr() + target.numel()
-            late = [use for use in self.uses if use[0] < stop and start < use[1] and use[2] > self.waited]
+            late = [
+                use
+                for use in self.uses
+                if use[0] < stop and start < use[1] and use[2] > self.waited
+            ]
             if late:
-                self.races.append(f"copy over memory in use until {max(late)[2]}, waited for {self.waited} only")
+                self.races.append(
+                    f"copy over memory in use until {max(late)[2]}, waited for {self.waited} only"
+                )
         self.pending.append(batch)
         return Box(len(self.pending))
 
@@ -68,7 +74,13 @@ class LateLanes(HostLanes):
     def used(self, memory: Tensor) -> None:
         """The computing stream reads this memory now."""
         self.uses = [use for use in self.uses if use[2] > self.waited]
-        self.uses.append((memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size(), self.now))
+        self.uses.append(
+            (
+                memory.data_ptr(),
+                memory.data_ptr() + memory.numel() * memory.element_size(),
+                self.now,
+            )
+        )
 
 
 class Block(nn.Module):
@@ -85,9 +97,14 @@ class Uneven(nn.Module):
 
     def __init__(self, rng: random.Random, tied: bool) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(rng.choice([8, 200]), 8), nn.Linear(8, 200, bias=False)
+        self.embed, self.head = (
+            nn.Embedding(rng.choice([8, 200]), 8),
+            nn.Linear(8, 200, bias=False),
+        )
         if tied:
-            self.head.weight = nn.Parameter(self.embed.weight.detach().repeat(25, 1)[:200])
+            self.head.weight = nn.Parameter(
+                self.embed.weight.detach().repeat(25, 1)[:200]
+            )
             self.embed.weight = self.head.weight
         sizes = [rng.choice([16, 16, 16, 40]) for _ in range(rng.randint(2, 7))]
         self.blocks = nn.ModuleList(Block(8, size) for size in sizes)
@@ -100,7 +117,9 @@ class Uneven(nn.Module):
         return torch.as_tensor(self.head(self.norm(x)))
 
 
-def streamed(model: nn.Module, streams: LateLanes, monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
+def streamed(
+    model: nn.Module, streams: LateLanes, monkeypatch: pytest.MonkeyPatch, resident: int
+) -> None:
     """Offload the model as if to a device with these streams, and let them know what is used when."""
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "Streamer", partial(Streamer, lanes=streams))
@@ -137,7 +156,9 @@ def watching(streamer: Streamer, streams: LateLanes) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("start", range(0, 40, 10))
-def test_no_copy_overtakes_a_use_and_no_use_a_copy(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_overtakes_a_use_and_no_use_a_copy(
+    start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed in range(start, start + 10):
         rng = random.Random(seed)
         torch.manual_seed(seed)
@@ -147,18 +168,26 @@ def test_no_copy_overtakes_a_use_and_no_use_a_copy(start: int, monkeypatch: pyte
         passes = []
         for _ in range(8):
             some = rng.random()
-            order = list(range(count)) if some < 0.6 else [rng.randrange(count) for _ in range(rng.randint(0, count))]
+            order = (
+                list(range(count))
+                if some < 0.6
+                else [rng.randrange(count) for _ in range(rng.randint(0, count))]
+            )
             passes.append((torch.randint(0, 8, (1, rng.choice([1, 1, 5]))), order))
         with torch.no_grad():
             wanted = [model(ids, order) for ids, order in passes]
             streamed(model, streams, monkeypatch, resident=rng.choice([0, 0, 3000]))
-            for turn, ((ids, order), right) in enumerate(zip(passes, wanted, strict=True)):
+            for turn, ((ids, order), right) in enumerate(
+                zip(passes, wanted, strict=True)
+            ):
                 assert torch.equal(model(ids, order), right), (seed, turn, order)
         assert streams.races == [], (seed, streams.races[:2])
         detach(model)
 
 
-def test_the_stand_in_sees_a_copy_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_in_sees_a_copy_that_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The checker itself: streaming that forgets to wait for the last use is caught."""
     model, streams = Uneven(random.Random(1), False), LateLanes()
     streamed(model, streams, monkeypatch, 0)

@@ -19,7 +19,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+            for _ in range(3)
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -38,12 +41,19 @@ def test_folders_and_factories_have_the_sizes_of_their_models(tmp_path: Path) ->
     largest = sum(p.numel() for p in model.layers[0].parameters())
     save_model(model.state_dict(), tmp_path, max_shard_size=3000)
     files, made = shape_of(str(tmp_path)), of_model(model, "net")
-    assert (files.num_parameters, files.largest) == (made.num_parameters, made.largest) == (count, largest)
+    assert (
+        (files.num_parameters, files.largest)
+        == (made.num_parameters, made.largest)
+        == (count, largest)
+    )
     found = estimate(files, "float32")
     assert found.weights == count * 4
     assert found.total == count * 16
     assert estimate(files, "int4").weights == count // 2
-    assert estimate(files, "bfloat16", "sgd", sharded=4).total == count * 4 // 4 * 2 + 2 * largest * 2
+    assert (
+        estimate(files, "bfloat16", "sgd", sharded=4).total
+        == count * 4 // 4 * 2 + 2 * largest * 2
+    )
 
 
 def test_strategies_divide_what_processes_share() -> None:
@@ -55,8 +65,16 @@ def test_strategies_divide_what_processes_share() -> None:
     divided = {"ddp": 0, "zero1": 2, "zero2": 3, "fsdp2": 4}
     for processes in (1, 4):
         for strategy, number in divided.items():
-            found = estimate(shape, "float32", sharded=processes, strategy=strategy, device_bytes=10**7)
-            whole_blocks = 2 * shape.largest * 4 if strategy == "fsdp2" and processes > 1 else 0
+            found = estimate(
+                shape,
+                "float32",
+                sharded=processes,
+                strategy=strategy,
+                device_bytes=10**7,
+            )
+            whole_blocks = (
+                2 * shape.largest * 4 if strategy == "fsdp2" and processes > 1 else 0
+            )
             held = whole * (4 - number) + whole // processes * number + whole_blocks
             assert found.total == held + kept, (strategy, processes)
             assert found.largest_batch == (10**7 - held) // kept
@@ -68,18 +86,35 @@ def test_folders_of_transformers_are_traced_and_need_no_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.BertConfig(vocab_size=32, max_position_embeddings=32, architectures=["BertModel"], **sizes)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = transformers.BertConfig(
+        vocab_size=32, max_position_embeddings=32, architectures=["BertModel"], **sizes
+    )
     config.save_pretrained(tmp_path / "config-only")
     model = transformers.BertModel(config)
     found = shape_of(str(tmp_path / "config-only"), [(1, 8)])
     assert found.num_parameters == sum(p.numel() for p in model.parameters())
     assert found.activation_numbers
-    words = ["estimate-memory", str(tmp_path / "config-only"), "--num_processes", "4", "--dtypes", "bfloat16", "--json"]
+    words = [
+        "estimate-memory",
+        str(tmp_path / "config-only"),
+        "--num_processes",
+        "4",
+        "--dtypes",
+        "bfloat16",
+        "--json",
+    ]
     assert main(words) == 0
     rows = json.loads(capsys.readouterr().out)["estimates"]
     assert [row["strategy"] for row in rows] == ["ddp", "zero1", "zero2", "fsdp2"]
-    assert sorted((row["total"] for row in rows), reverse=True) == [row["total"] for row in rows]
+    assert sorted((row["total"] for row in rows), reverse=True) == [
+        row["total"] for row in rows
+    ]
     save_model(Net().state_dict(), tmp_path / "weights")
     with pytest.raises(ConfigError, match=r"no config\.json"):
         shape_of(str(tmp_path / "weights"), [(1, 8)])
@@ -100,13 +135,20 @@ def test_the_command_prints_a_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(Net().state_dict(), tmp_path / "model")
-    assert main(["estimate-memory", str(tmp_path / "model"), "--json", "--dtypes", "int8"]) == 0
+    assert (
+        main(["estimate-memory", str(tmp_path / "model"), "--json", "--dtypes", "int8"])
+        == 0
+    )
     (row,) = json.loads(capsys.readouterr().out)["estimates"]
     assert row["weights"] == sum(p.numel() for p in Net().parameters())
-    (tmp_path / "big_net_factory.py").write_text("from torch import nn\ndef make(): return nn.Linear(10, 10)\n")
+    (tmp_path / "big_net_factory.py").write_text(
+        "from torch import nn\ndef make(): return nn.Linear(10, 10)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert main(["estimate-memory", "big_net_factory:make", "--device_memory", "1GB"]) == 0
+    assert (
+        main(["estimate-memory", "big_net_factory:make", "--device_memory", "1GB"]) == 0
+    )
     assert "110 parameters" in capsys.readouterr().out
     assert main(["estimate-memory", "big_net_factory:nothing"]) == 2
     assert "cannot be built" in capsys.readouterr().err

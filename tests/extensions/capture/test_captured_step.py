@@ -23,7 +23,9 @@ def train(performance: Any, captured: bool) -> list[float]:
     torch.manual_seed(0)
     accelerator = Accelerator(performance=performance, cpu=True)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+    )
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y)
@@ -47,11 +49,22 @@ def test_losses_are_the_same_with_and_without_it() -> None:
     assert train("off", True) == plain_losses
 
 
-def test_on_a_cpu_it_says_why_the_step_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_it_says_why_the_step_is_not_captured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "hasten"):
         train("auto", True)
     messages = [record.getMessage() for record in caplog.records]
-    assert len([text for text in messages if "step() runs as it is" in text and "CUDA device" in text]) == 1
+    assert (
+        len(
+            [
+                text
+                for text in messages
+                if "step() runs as it is" in text and "CUDA device" in text
+            ]
+        )
+        == 1
+    )
 
 
 def test_a_captured_step_keeps_its_name_and_returns_no_gradients() -> None:
@@ -97,11 +110,15 @@ class Watch(RunPart):
         self.norms.append(norm.item())
 
 
-def test_replays_give_their_loss_and_norm_to_the_parts_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_give_their_loss_and_norm_to_the_parts_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(captured_step, "StepGraph", HostGraph)
     accelerator = Accelerator(cpu=True, trust="off")
     net = nn.Linear(2, 2)
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1)
+    )
     run, watch = components(accelerator), Watch()
     run.clock.parts.add(watch)
 

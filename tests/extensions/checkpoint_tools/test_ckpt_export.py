@@ -37,7 +37,9 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("limit", ["10GB", "2500B"])
-def test_hub_layout_comes_back_with_ties(tmp_path: Path, safe: bool, limit: str) -> None:
+def test_hub_layout_comes_back_with_ties(
+    tmp_path: Path, safe: bool, limit: str
+) -> None:
     state = model().state_dict()
     files = save_model(state, tmp_path, limit, safe)
     end, stem = ("safetensors", "model") if safe else ("bin", "pytorch_model")
@@ -46,11 +48,16 @@ def test_hub_layout_comes_back_with_ties(tmp_path: Path, safe: bool, limit: str)
     else:
         index = json.loads((tmp_path / f"{stem}.{end}.index.json").read_text())
         assert set(index["weight_map"]) == set(state)
-        assert {path.name for path in tmp_path.iterdir()} == {*index["weight_map"].values(), f"{stem}.{end}.index.json"}
+        assert {path.name for path in tmp_path.iterdir()} == {
+            *index["weight_map"].values(),
+            f"{stem}.{end}.index.json",
+        }
     back = read_model(tmp_path)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[key], state[key]) for key in state)
-    assert back["0.weight"].data_ptr() == back["5.weight"].data_ptr(), "one memory, two names"
+    assert back["0.weight"].data_ptr() == back["5.weight"].data_ptr(), (
+        "one memory, two names"
+    )
     size = sum(path.stat().st_size for path in tmp_path.glob(f"*.{end}"))
     assert size < 5 * 16 * 16 * 4 + 12_000, "the tied weight is stored once"
 
@@ -59,7 +66,9 @@ def test_other_tools_read_it_and_an_export_replaces_an_export(tmp_path: Path) ->
     state = model().state_dict()
     save_model(state, tmp_path, "2500B")
     save_model(state, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"], "the shards of the first are gone"
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"], (
+        "the shards of the first are gone"
+    )
     read = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert torch.equal(read["3.weight"], state["3.weight"])
     with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -67,7 +76,13 @@ def test_other_tools_read_it_and_an_export_replaces_an_export(tmp_path: Path) ->
 
 
 def test_sizes() -> None:
-    assert [parse_size(s) for s in ("10GB", "2GiB", "1.5MB", "100B", 7)] == [10**10, 2**31, 1_500_000, 100, 7]
+    assert [parse_size(s) for s in ("10GB", "2GiB", "1.5MB", "100B", 7)] == [
+        10**10,
+        2**31,
+        1_500_000,
+        100,
+        7,
+    ]
     for wrong in ("10", "GB", "ten GB", "-"):
         with pytest.raises(ConfigError, match="write it as 10GB"):
             parse_size(wrong)
@@ -79,7 +94,9 @@ def test_extra_state_is_never_lost_silently(tmp_path: Path) -> None:
 
 
 def test_bad_exports_are_typed_errors(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../../etc/passwd"}}'
+    )
     with pytest.raises(UnsafeCheckpointError, match="outside the checkpoint"):
         read_model(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
@@ -95,11 +112,19 @@ def test_save_object_replaces_the_file_at_once(tmp_path: Path) -> None:
     for value in ({"a": 1}, {"a": torch.ones(2)}):
         save_object(value, tmp_path / "deep" / "x.pt")
     assert torch.equal(torch.load(tmp_path / "deep" / "x.pt")["a"], torch.ones(2))
-    save_object({"a": torch.ones(2)}, tmp_path / "y.safetensors", safe_serialization=True)
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "y.safetensors")["a"], torch.ones(2))
+    save_object(
+        {"a": torch.ones(2)}, tmp_path / "y.safetensors", safe_serialization=True
+    )
+    assert torch.equal(
+        safetensors.torch.load_file(tmp_path / "y.safetensors")["a"], torch.ones(2)
+    )
     with pytest.raises(ConfigError, match="flat dict of tensors"):
         save_object({"a": 1}, tmp_path / "z.safetensors", safe_serialization=True)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "x.pt", "y.safetensors"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "deep",
+        "x.pt",
+        "y.safetensors",
+    ]
 
 
 def test_pushing_needs_the_package_and_a_folder(tmp_path: Path) -> None:
@@ -128,7 +153,9 @@ def ckpt(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
-def test_list_show_and_verify(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_show_and_verify(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = ckpt(capsys, "list", run_folder)
     assert code == 0
     assert "checkpoint_0" in text
@@ -143,7 +170,10 @@ def test_list_show_and_verify(run_folder: Path, capsys: pytest.CaptureFixture[st
     assert about["components"]["model"]["tensors"]["0.weight"] == "float32[16, 16]"
     assert about["components"]["model"]["aliases"] == {"5.weight": "0.weight"}
     assert ckpt(capsys, "show", run_folder)[0] == 0
-    assert ckpt(capsys, "verify", run_folder, "--all") == (0, "checkpoint_0: sound\ncheckpoint_1: sound\n")
+    assert ckpt(capsys, "verify", run_folder, "--all") == (
+        0,
+        "checkpoint_0: sound\ncheckpoint_1: sound\n",
+    )
     file = run_folder / "checkpoint_1" / "optimizer.bin"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     code, text = ckpt(capsys, "verify", run_folder)
@@ -157,8 +187,13 @@ def test_the_folder_of_a_run_shows_numbered_and_named_checkpoints(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_folder.parent
-    assert ckpt(capsys, "verify", run, "--all") == (0, "checkpoint_0: sound\ncheckpoint_1: sound\n")
-    assert ckpt(capsys, "verify", run_folder / "absent", "--all")[0] == 1, "nothing there is not sound"
+    assert ckpt(capsys, "verify", run, "--all") == (
+        0,
+        "checkpoint_0: sound\ncheckpoint_1: sound\n",
+    )
+    assert ckpt(capsys, "verify", run_folder / "absent", "--all")[0] == 1, (
+        "nothing there is not sound"
+    )
     shutil.copytree(run_folder / "checkpoint_0", run / "best")
     names = [row["name"] for row in json.loads(ckpt(capsys, "list", run, "--json")[1])]
     assert names == ["best", "checkpoint_0", "checkpoint_1"]
@@ -166,10 +201,14 @@ def test_the_folder_of_a_run_shows_numbered_and_named_checkpoints(
     code, text = ckpt(capsys, "verify", run, "--all")
     assert code == 1
     assert "checkpoint_0: DAMAGED" in text
-    assert "checkpoint_1: sound" in text, "one damaged checkpoint does not hide the others"
+    assert "checkpoint_1: sound" in text, (
+        "one damaged checkpoint does not hide the others"
+    )
 
 
-def test_diff_and_merge(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_and_merge(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = run_folder / "checkpoint_0", run_folder / "checkpoint_1"
     assert ckpt(capsys, "diff", first, first) == (0, "equal\n")
     code, text = ckpt(capsys, "diff", first, second)
@@ -179,7 +218,9 @@ def test_diff_and_merge(run_folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert "only in the second" in text
     assert ckpt(capsys, "merge", second, tmp_path / "out")[0] == 0
     assert ckpt(capsys, "diff", second, tmp_path / "out") == (0, "equal\n")
-    code, text = ckpt(capsys, "merge", second, tmp_path / "out", "--component", "optimizer")
+    code, text = ckpt(
+        capsys, "merge", second, tmp_path / "out", "--component", "optimizer"
+    )
     assert code == 1
     assert "it has ['model']" in text
     code, text = ckpt(capsys, "show", tmp_path)
@@ -187,7 +228,9 @@ def test_diff_and_merge(run_folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert "not a complete hasten checkpoint" in text
 
 
-def test_convert_a_folder_of_torch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_a_folder_of_torch_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The layout that Hugging Face Accelerate writes: weights, optimizer by position, scheduler, pickled random state."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.3)
@@ -208,9 +251,14 @@ def test_convert_a_folder_of_torch_files(tmp_path: Path, capsys: pytest.CaptureF
     accelerator = Accelerator(cpu=True)
     fresh = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     other = torch.optim.AdamW(fresh.parameters(), lr=1.0)
-    fresh, other, later = accelerator.prepare(fresh, other, torch.optim.lr_scheduler.StepLR(other, 1))
+    fresh, other, later = accelerator.prepare(
+        fresh, other, torch.optim.lr_scheduler.StepLR(other, 1)
+    )
     accelerator.load_state(tmp_path / "new")
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), fresh.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(net.parameters(), fresh.parameters(), strict=True)
+    )
     for a, b in zip(net.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(optimizer.state[a]["exp_avg"], other.state[b]["exp_avg"])
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]

@@ -15,12 +15,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from hasten import Accelerator
 from hasten.checkpoint.export import load_object, read_model, save_model
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
-from hasten.extensions.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
+from hasten.extensions.bigmodel.offload_files import (
+    OffloadedWeightsLoader,
+    offload_state_dict,
+)
 from hasten.extensions.checkpoint_tools.inspect import convert, merge
 from hasten.extensions.checkpoint_tools.torch_folder import whole_tensors
 
@@ -55,7 +63,9 @@ def place(table: Metadata) -> Any:
 def resized(*size: int) -> Edit:
     def edit(table: Metadata, _: Path) -> None:
         entry(table).size = torch.Size(size)
-        entry(table).chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))]
+        entry(table).chunks = [
+            ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
+        ]
         table.storage_data[MetadataIndex(W, [0] * len(size))] = place(table)
 
     return edit
@@ -111,7 +121,9 @@ TABLES: dict[str, Edit] = {
     "length huge": lambda t, f: setattr(place(t), "length", 2**62),
     "length negative": lambda t, f: setattr(place(t), "length", -1),
     "length zero": lambda t, f: setattr(place(t), "length", 0),
-    "offset inside another": lambda t, f: setattr(place(t), "offset", place(t).offset + 7),
+    "offset inside another": lambda t, f: setattr(
+        place(t), "offset", place(t).offset + 7
+    ),
     "four terabytes": resized(10**12),
     "four terabytes in a sparse file": _sparse,
     "overflow": resized(2**40, 2**40),
@@ -119,12 +131,18 @@ TABLES: dict[str, Edit] = {
     "negative dimension": lambda t, f: setattr(entry(t), "size", (-3, 4)),
     "size is text": lambda t, f: setattr(entry(t), "size", "34"),
     "size is None": lambda t, f: setattr(entry(t), "size", None),
-    "more rows than chunks": lambda t, f: setattr(entry(t), "size", torch.Size([300, 4])),
+    "more rows than chunks": lambda t, f: setattr(
+        entry(t), "size", torch.Size([300, 4])
+    ),
     "no chunks": lambda t, f: setattr(entry(t), "chunks", []),
     "chunks None": lambda t, f: setattr(entry(t), "chunks", None),
     "chunks of text": lambda t, f: setattr(entry(t), "chunks", ["x"]),
-    "chunk outside": lambda t, f: setattr(entry(t).chunks[0], "offsets", torch.Size([9, 9])),
-    "chunk of other dims": lambda t, f: setattr(entry(t).chunks[0], "sizes", torch.Size([12])),
+    "chunk outside": lambda t, f: setattr(
+        entry(t).chunks[0], "offsets", torch.Size([9, 9])
+    ),
+    "chunk of other dims": lambda t, f: setattr(
+        entry(t).chunks[0], "sizes", torch.Size([12])
+    ),
     "chunk twice": lambda t, f: entry(t).chunks.append(entry(t).chunks[0]),
     "dtype text": lambda t, f: setattr(entry(t).properties, "dtype", "float32"),
     "no properties": lambda t, f: delattr(entry(t), "properties"),
@@ -138,7 +156,9 @@ TABLES: dict[str, Edit] = {
     "no names": lambda t, f: delattr(t, "state_dict_metadata"),
     "no storage": lambda t, f: setattr(t, "storage_data", None),
     "storage without keys": lambda t, f: t.storage_data.clear(),
-    "storage of text": lambda t, f: t.storage_data.update({MetadataIndex(W, (0, 0)): "x"}),
+    "storage of text": lambda t, f: t.storage_data.update(
+        {MetadataIndex(W, (0, 0)): "x"}
+    ),
     "storage keys of text": lambda t, f: t.storage_data.update({"x": place(t)}),
     "storage meta text": lambda t, f: setattr(t, "storage_meta", "x"),
     "planner data text": lambda t, f: setattr(t, "planner_data", "x"),
@@ -149,7 +169,9 @@ TABLES: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("label", sorted(TABLES))
-def test_forged_tables_of_torch_folders(label: str, torch_folder: Path, tmp_path: Path) -> None:
+def test_forged_tables_of_torch_folders(
+    label: str, torch_folder: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "forged"
     shutil.copytree(torch_folder, folder)
     table = pickle.loads((folder / ".metadata").read_bytes())
@@ -185,7 +207,9 @@ def test_tables_that_are_none(raw: bytes, torch_folder: Path, tmp_path: Path) ->
         merge(str(folder), tmp_path / "out")
 
 
-def test_a_table_too_large_to_be_one_is_not_read(torch_folder: Path, tmp_path: Path) -> None:
+def test_a_table_too_large_to_be_one_is_not_read(
+    torch_folder: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "forged"
     shutil.copytree(torch_folder, folder)
     with (folder / ".metadata").open("ab") as file:
@@ -210,9 +234,19 @@ def _run() -> tuple[Accelerator, tuple[Any, ...]]:
     return Accelerator(cpu=True), (net, torch.optim.AdamW(net.parameters()), loader)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "optimizer.bin", "model.safetensors", "random_states_0.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest.json",
+        "optimizer.bin",
+        "model.safetensors",
+        "random_states_0.safetensors",
+    ],
+)
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
-def test_no_file_of_a_checkpoint_is_anything_but_a_file(name: str, what: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_no_file_of_a_checkpoint_is_anything_but_a_file(
+    name: str, what: str, checkpoint: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "forged"
     shutil.copytree(checkpoint, folder)
     _replace(folder / name, what)
@@ -223,8 +257,11 @@ def test_no_file_of_a_checkpoint_is_anything_but_a_file(name: str, what: str, ch
         accelerator.load_state(folder)
     with pytest.raises(CheckpointError, match=name.partition(".")[0]):
         merge(str(folder), tmp_path / "out")
-    assert all(torch.equal(a, b) for a, b in zip(before, prepared[0].parameters(), strict=True))
-    if name == "manifest.json" and what != "folder":  # the next save puts a file in its place
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, prepared[0].parameters(), strict=True)
+    )
+    # the next save puts a file in its place
+    if name == "manifest.json" and what != "folder":
         accelerator.save_state(folder)
         accelerator.load_state(folder)
 
@@ -240,7 +277,9 @@ def _replace(path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["pipe", "device"])
-def test_a_lock_that_is_no_file_is_not_waited_for(what: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_lock_that_is_no_file_is_not_waited_for(
+    what: str, checkpoint: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "forged"
     shutil.copytree(checkpoint, folder)
     _replace(folder / ".hasten-lock", what)
@@ -256,8 +295,12 @@ def test_a_lock_that_is_no_file_is_not_waited_for(what: str, checkpoint: Path, t
 
 
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
-@pytest.mark.parametrize("name", ["optimizer.bin", "scaler.pt", "model.safetensors", "model_1.safetensors"])
-def test_other_tools_folders_hold_files_only(name: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["optimizer.bin", "scaler.pt", "model.safetensors", "model_1.safetensors"]
+)
+def test_other_tools_folders_hold_files_only(
+    name: str, what: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "theirs"
     save_model({"w": torch.ones(2)}, folder)
     torch.save({"state": {}, "param_groups": []}, folder / "scheduler.bin")
@@ -323,7 +366,10 @@ def test_forged_indexes_of_offloaded_weights(index: Any, tmp_path: Path) -> None
 
 
 def test_models_in_the_hubs_cache_are_links(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "0f", tmp_path / "models--x" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "models--x" / "snapshots" / "0f",
+        tmp_path / "models--x" / "blobs",
+    )
     blobs.mkdir(parents=True)
     save_model({name: torch.ones(100) for name in "abc"}, snapshot, "500B")
     for path in list(snapshot.iterdir()):

@@ -61,7 +61,11 @@ def run(tmp_path: Path) -> Run:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def ckpt(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
@@ -70,7 +74,9 @@ def ckpt(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
-def test_a_checkpoint_is_not_converted_into_less(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_not_converted_into_less(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = tmp_path / "A"
     run.accelerator.save_state(place)
     before = content(place)
@@ -93,14 +99,23 @@ def _fill(kind: str, folder: Path, run: Run) -> None:
         dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
     else:
         folder.mkdir()
-        torch.save(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).state_dict(), folder / "optimizer.bin")
+        torch.save(
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).state_dict(),
+            folder / "optimizer.bin",
+        )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["checkpoint", "model", "torch", "optimizer of another tool"])
+@pytest.mark.parametrize(
+    "kind", ["checkpoint", "model", "torch", "optimizer of another tool"]
+)
 @pytest.mark.parametrize("command", ["merge", "convert"])
 def test_commands_overwrite_only_what_they_are_told_to(
-    command: str, kind: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    kind: str,
+    run: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     _fill("checkpoint" if command == "merge" else "model", source, run)
@@ -118,7 +133,9 @@ def test_commands_overwrite_only_what_they_are_told_to(
     after = content(target)
     assert after["notes.txt"] == b"mine"
     if command == "merge":
-        assert set(after) == {"model.safetensors", "notes.txt"}, "nothing of the old one is left"
+        assert set(after) == {"model.safetensors", "notes.txt"}, (
+            "nothing of the old one is left"
+        )
     else:
         assert set(after) == {"model.safetensors", "manifest.json", "notes.txt"}
         assert verify(*find(str(target))) == []
@@ -131,19 +148,25 @@ def test_a_command_that_fails_gives_back_what_it_would_have_replaced(
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "optimizer.bin").write_bytes(b"no torch file")
     before = content(tmp_path / "D")
-    code, text = ckpt(capsys, "convert", tmp_path / "source", tmp_path / "D", "--overwrite")
+    code, text = ckpt(
+        capsys, "convert", tmp_path / "source", tmp_path / "D", "--overwrite"
+    )
     assert code == 1
     assert "cannot be read as a torch file" in text
     assert content(tmp_path / "D") == before
     assert verify(*find(str(tmp_path / "D"))) == []
 
 
-def test_source_and_target_are_never_one_folder(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_and_target_are_never_one_folder(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.accelerator.save_state(tmp_path / "A")
     run.accelerator.save_model(run.model, tmp_path / "M")
     for command, place in (("merge", tmp_path / "A"), ("convert", tmp_path / "M")):
         before = content(place)
-        code, text = ckpt(capsys, command, place, place / ".." / place.name, "--overwrite")
+        code, text = ckpt(
+            capsys, command, place, place / ".." / place.name, "--overwrite"
+        )
         assert code == 2
         assert "both the source and the target" in text
         assert content(place) == before
@@ -163,18 +186,24 @@ def test_a_model_saved_into_a_checkpoint_keeps_both_or_is_refused(
     run.step()
     before = content(place)
     for other in (safe, not safe):
-        with pytest.raises(CheckpointError, match=r"holds a checkpoint, and .*Write to another folder"):
+        with pytest.raises(
+            CheckpointError, match=r"holds a checkpoint, and .*Write to another folder"
+        ):
             run.accelerator.save_model(run.model, place, size, other)
     assert content(place) == before
     run.accelerator.load_state(place)
-    assert all(torch.equal(value, saved[key]) for key, value in run.model.state_dict().items())
+    assert all(
+        torch.equal(value, saved[key]) for key, value in run.model.state_dict().items()
+    )
     assert read_model(place).keys() == saved.keys()
     run.accelerator.save_model(run.model, place / "export", size, safe)
     run.accelerator.load_state(place)
 
 
 @pytest.mark.parametrize("size", ["10GB", "20B"])
-def test_a_checkpoint_does_not_replace_or_hide_an_exported_model(size: str, run: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_replace_or_hide_an_exported_model(
+    size: str, run: Run, tmp_path: Path
+) -> None:
     place = tmp_path / "pretrained"
     run.accelerator.save_model(run.model, place, size)
     before = content(place)
@@ -184,16 +213,23 @@ def test_a_checkpoint_does_not_replace_or_hide_an_exported_model(size: str, run:
         (place / "manifest.json").unlink()
         before = content(place)
     run.step()
-    with pytest.raises(CheckpointError, match=r"holds an exported model .*Save the checkpoint into another folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds an exported model .*Save the checkpoint into another folder",
+    ):
         run.accelerator.save_state(place)
     assert content(place) == before
 
 
-def test_a_single_object_does_not_replace_a_file_of_a_checkpoint(run: Run, tmp_path: Path) -> None:
+def test_a_single_object_does_not_replace_a_file_of_a_checkpoint(
+    run: Run, tmp_path: Path
+) -> None:
     run.accelerator.save_state(tmp_path / "F")
     for name, safe in (("optimizer.bin", False), ("model.safetensors", True)):
         with pytest.raises(CheckpointError, match="is a part of it"):
-            run.accelerator.save({"x": torch.ones(1)}, tmp_path / "F" / name, safe_serialization=safe)
+            run.accelerator.save(
+                {"x": torch.ones(1)}, tmp_path / "F" / name, safe_serialization=safe
+            )
     run.accelerator.save({"x": 1}, tmp_path / "F" / "extra.pt")
     run.accelerator.load_state(tmp_path / "F")
 
@@ -206,15 +242,21 @@ def test_a_trainer_does_not_save_over_a_checkpoint(tmp_path: Path) -> None:
             super().__init__()
             self.body = nn.Linear(4, 1)
 
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        def forward(
+            self, x: torch.Tensor, labels: torch.Tensor
+        ) -> dict[str, torch.Tensor]:
             return {"loss": (self.body(x) - labels).pow(2).mean()}
 
-        def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor]) -> None:
+        def save_pretrained(
+            self, folder: str, state_dict: dict[str, torch.Tensor]
+        ) -> None:
             save_model(state_dict, folder)
             (Path(folder) / "model.safetensors").write_bytes(b"other weights")
 
     rows = [{"x": torch.ones(4), "labels": torch.zeros(1)} for _ in range(4)]
-    args = TrainingArguments(str(tmp_path / "out"), max_steps=1, use_cpu=True, save_steps=1)
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=1, use_cpu=True, save_steps=1
+    )
     trainer = Trainer(model=Pretrained(), args=args, train_dataset=rows)
     trainer.train()
     place = next((tmp_path / "out" / "checkpoints").glob("checkpoint_*"))
@@ -226,22 +268,32 @@ def test_a_trainer_does_not_save_over_a_checkpoint(tmp_path: Path) -> None:
     trainer.accelerator.load_state(str(place))
 
 
-def test_a_linked_checkpoint_is_unlinked_by_retention_and_its_target_stays(tmp_path: Path) -> None:
+def test_a_linked_checkpoint_is_unlinked_by_retention_and_its_target_stays(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path / "run")
     run.accelerator.save_state(tmp_path / "elsewhere")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "checkpoint_0").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoints" / "checkpoint_0").symlink_to(
+        tmp_path / "elsewhere"
+    )
     accelerator = Run(tmp_path / "run", total_limit=1).accelerator
     accelerator.load_state()  # retention leaves what a run neither wrote nor loaded
     accelerator.save_state()
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint_1"]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "checkpoint_1"
+    ]
     assert verify(*find(str(tmp_path / "elsewhere"))) == []
 
 
 def test_a_save_to_a_url_leaves_the_users_files_alone(run: Run) -> None:
     url = f"memory://bucket-{uuid.uuid4().hex[:8]}/run"
     store = RemoteStore(url)
-    mine = {"notes.txt": b"mine", "model.safetensors": b"weights", "checkpoints/checkpoint_0/x": b"old"}
+    mine = {
+        "notes.txt": b"mine",
+        "model.safetensors": b"weights",
+        "checkpoints/checkpoint_0/x": b"old",
+    }
     for name, raw in mine.items():
         store.fs.pipe_file(store.join_path(name), raw)
     for _ in range(2):
@@ -260,7 +312,9 @@ def test_a_save_to_a_url_leaves_the_users_files_alone(run: Run) -> None:
     run.accelerator.load_state(url)
 
 
-def test_urls_are_not_taken_for_local_folders(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_not_taken_for_local_folders(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match="local folders only"):
         run.accelerator.save_model(run.model, "s3://bucket/model")

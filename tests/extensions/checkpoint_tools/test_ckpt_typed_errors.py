@@ -20,7 +20,13 @@ from hasten import Accelerator
 from hasten.checkpoint.export import parse_size, save_model, save_object
 from hasten.checkpoint.format.manifest import decode
 from hasten.cli.main import main
-from hasten.errors import ArgumentError, CheckpointError, ConfigError, DataError, UnsafeCheckpointError
+from hasten.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    UnsafeCheckpointError,
+)
 from hasten.extensions.bigmodel import get_max_memory
 
 
@@ -39,24 +45,38 @@ def _writers(folder: Path) -> dict[str, Callable[[], object]]:
     big = {"w": torch.randn(300_000)}
     return {
         "torch": lambda: save_object(big, folder / "x"),
-        "pickled": lambda: save_object([f"text {n}" for n in range(200_000)], folder / "x"),
+        "pickled": lambda: save_object(
+            [f"text {n}" for n in range(200_000)], folder / "x"
+        ),
         "safetensors": lambda: save_object(big, folder / "x", safe_serialization=True),
         "model": lambda: save_model(big, folder),
-        "model in shards": lambda: save_model({str(n): torch.randn(100_000) for n in range(4)}, folder, "600KB"),
+        "model in shards": lambda: save_model(
+            {str(n): torch.randn(100_000) for n in range(4)}, folder, "600KB"
+        ),
         "state": lambda: Accelerator(cpu=True, project_dir=str(folder)).save_state(),
     }
 
 
-@pytest.mark.parametrize("how", ["torch", "pickled", "safetensors", "model", "model in shards", "state"])
-def test_a_disk_without_room_is_named_and_keeps_what_it_has(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", ["torch", "pickled", "safetensors", "model", "model in shards", "state"]
+)
+def test_a_disk_without_room_is_named_and_keeps_what_it_has(
+    how: str, tmp_path: Path
+) -> None:
     (tmp_path / "x").write_bytes(b"old")
     (tmp_path / "model.safetensors").write_bytes(b"old")
     with (
         largest_file(500 if how == "state" else 100_000),
-        pytest.raises(CheckpointError, match=r"may have \d+ bytes at most \(ulimit -f\).* Raise the limit"),
+        pytest.raises(
+            CheckpointError,
+            match=r"may have \d+ bytes at most \(ulimit -f\).* Raise the limit",
+        ),
     ):
         _writers(tmp_path)[how]()
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "x", tmp_path / "model.safetensors"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [
+        tmp_path / "x",
+        tmp_path / "model.safetensors",
+    ]
     assert (tmp_path / "x").read_bytes() == b"old"
 
 
@@ -64,15 +84,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     for call in (
         lambda: save_object({}, tmp_path / "file" / "x.pt"),
-        lambda: save_object({"a": torch.ones(1)}, tmp_path / "file" / "x", safe_serialization=True),
+        lambda: save_object(
+            {"a": torch.ones(1)}, tmp_path / "file" / "x", safe_serialization=True
+        ),
         lambda: save_model({"a": torch.ones(1)}, tmp_path / "file" / "model"),
     ):
-        with pytest.raises(CheckpointError, match="Give a folder that can be written to"):
+        with pytest.raises(
+            CheckpointError, match="Give a folder that can be written to"
+        ):
             call()
 
 
 @pytest.mark.parametrize("path", ["", " "])
-def test_an_empty_path_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_path_is_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))
@@ -99,7 +125,10 @@ def test_sizes_are_ints_floats_and_text() -> None:
         (" 2 MB", 2_000_000),
     ):
         assert parse_size(size) == expected
-    assert get_max_memory({"cpu": 18716532571.8, "disk": "10GB"}) == {"cpu": 18716532571, "disk": 10**10}
+    assert get_max_memory({"cpu": 18716532571.8, "disk": "10GB"}) == {
+        "cpu": 18716532571,
+        "disk": 10**10,
+    }
     wrong: list[Any] = [
         -1,
         -0.5,
@@ -126,9 +155,15 @@ def test_sizes_are_ints_floats_and_text() -> None:
 def test_shards_without_room_are_refused(size: float | str, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match=r"max_shard_size|is not a file size"):
-        accelerator.save_model(accelerator.prepare(nn.Linear(1, 1)), tmp_path / "out", max_shard_size=size)
+        accelerator.save_model(
+            accelerator.prepare(nn.Linear(1, 1)), tmp_path / "out", max_shard_size=size
+        )
     assert not (tmp_path / "out").exists()
-    accelerator.save_model(accelerator.prepare(nn.Linear(1, 1)), tmp_path / "out", max_shard_size=18716532571.8)
+    accelerator.save_model(
+        accelerator.prepare(nn.Linear(1, 1)),
+        tmp_path / "out",
+        max_shard_size=18716532571.8,
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +184,10 @@ def test_forged_times_do_not_end_a_list(
     accelerator.save_state()
     accelerator.save_state()
     path = tmp_path / "checkpoints" / "checkpoint_0" / "manifest.json"
-    plain = {**msgspec.json.decode(msgspec.json.encode(decode(path.read_bytes(), "x"))), **forged}
+    plain = {
+        **msgspec.json.decode(msgspec.json.encode(decode(path.read_bytes(), "x"))),
+        **forged,
+    }
     body = msgspec.json.encode(plain)
     path.write_bytes(b'{"crc32":"%08x","manifest":' % zlib.crc32(body) + body + b"}")
     for words in ([], ["--json"]):
@@ -185,7 +223,14 @@ def test_forged_states_of_loaders(kind: str) -> None:
     for _, _ in zip(range(3), loader, strict=False):
         pass
     state = loader.state_dict()
-    state |= {"witness": None, "generator": None, "ahead": False, "workers_ran": None, "left_out": [], "batches": 3}
+    state |= {
+        "witness": None,
+        "generator": None,
+        "ahead": False,
+        "workers_ran": None,
+        "left_out": [],
+        "batches": 3,
+    }
     del state["witness"]
     checked = fresh()
     checked.load_state_dict(state)
@@ -197,7 +242,9 @@ def test_forged_states_of_loaders(kind: str) -> None:
                 forged.load_state_dict({**state, key: value})
             except DataError:
                 continue
-            assert key in ("reading", "seed", "size", "unit", "generator"), f"{key}={value!r} was taken"
+            assert key in ("reading", "seed", "size", "unit", "generator"), (
+                f"{key}={value!r} was taken"
+            )
     junks: list[Any] = [None, 3, "x", [], {}, {"version": 1}]
     for junk in junks:
         with pytest.raises(DataError):

@@ -41,7 +41,10 @@ from hasten.extensions.checkpoint_tools.inspect import find, merge, verify
 
 def run(folder: Path | None = None, **settings: Any) -> tuple[Accelerator, nn.Module]:
     accelerator = Accelerator(
-        cpu=True, project_config=ProjectConfiguration(project_dir=None if folder is None else str(folder), **settings)
+        cpu=True,
+        project_config=ProjectConfiguration(
+            project_dir=None if folder is None else str(folder), **settings
+        ),
     )
     model = accelerator.prepare(nn.Linear(2, 2))
     return accelerator, model
@@ -52,12 +55,19 @@ def flip_a_bit(folder: Path) -> None:
     """Change the number of processes, so that the manifest is still JSON."""
     raw = (folder / MANIFEST_NAME).read_bytes()
     assert b'"world_size": 1,' in raw
-    (folder / MANIFEST_NAME).write_bytes(raw.replace(b'"world_size": 1,', b'"world_size": 3,'))
+    (folder / MANIFEST_NAME).write_bytes(
+        raw.replace(b'"world_size": 1,', b'"world_size": 3,')
+    )
 
 
 def use_a_later_version(folder: Path) -> None:
     manifest = decode((folder / MANIFEST_NAME).read_bytes(), "")
-    later = Manifest(**{**{key: getattr(manifest, key) for key in manifest.__struct_fields__}, "version": 99})
+    later = Manifest(
+        **{
+            **{key: getattr(manifest, key) for key in manifest.__struct_fields__},
+            "version": 99,
+        }
+    )
     (folder / MANIFEST_NAME).write_bytes(encode(later))
 
 
@@ -73,13 +83,23 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] =
         IncompleteCheckpointError,
         "another size",
     ),
-    "no manifest": (lambda folder: (folder / MANIFEST_NAME).unlink(), IncompleteCheckpointError, "manifest.json does"),
-    "version": (use_a_later_version, CheckpointVersionError, "written in checkpoint format 99 by a newer version"),
+    "no manifest": (
+        lambda folder: (folder / MANIFEST_NAME).unlink(),
+        IncompleteCheckpointError,
+        "manifest.json does",
+    ),
+    "version": (
+        use_a_later_version,
+        CheckpointVersionError,
+        "written in checkpoint format 99 by a newer version",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_unusable_checkpoint_is_not_taken_for_none(fault: str, tmp_path: Path) -> None:
+def test_an_unusable_checkpoint_is_not_taken_for_none(
+    fault: str, tmp_path: Path
+) -> None:
     accelerator, _ = run(tmp_path)
     assert accelerator.load_state(must_exist=False) == []
     place = Path(accelerator.save_state())
@@ -91,22 +111,31 @@ def test_an_unusable_checkpoint_is_not_taken_for_none(fault: str, tmp_path: Path
         with pytest.raises(kind, match=text):
             resumed.load_state(must_exist=must_exist)
     resumed.save_state()
-    assert sorted(place.iterdir()) == names, "retention leaves what the run neither wrote nor loaded"
+    assert sorted(place.iterdir()) == names, (
+        "retention leaves what the run neither wrote nor loaded"
+    )
 
 
 @pytest.mark.parametrize("must_exist", [False, True])
-def test_a_file_with_the_name_of_a_checkpoint_is_not_taken_for_none(must_exist: bool, tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_a_checkpoint_is_not_taken_for_none(
+    must_exist: bool, tmp_path: Path
+) -> None:
     accelerator, _ = run(tmp_path)
     place = Path(accelerator.save_state())
     shutil.rmtree(place)
     place.write_text("not a checkpoint")
-    with pytest.raises(IncompleteCheckpointError, match=r"checkpoint_0 is a file, .* Move or delete the file"):
+    with pytest.raises(
+        IncompleteCheckpointError,
+        match=r"checkpoint_0 is a file, .* Move or delete the file",
+    ):
         accelerator.load_state(must_exist=must_exist)
     assert Path(accelerator.save_state()).name == "checkpoint_1"
     accelerator.load_state()
 
 
-def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator, _ = run(tmp_path)
     accelerator.save_state()
 
@@ -114,7 +143,9 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_empty(tmp_path: Path, mon
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(Path, "iterdir", failing)
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*Input/output error.* disk is mounted"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read: .*Input/output error.* disk is mounted"
+    ):
         accelerator.load_state(must_exist=False)
 
 
@@ -126,32 +157,52 @@ def test_an_older_complete_checkpoint_is_loaded_with_a_warning_that_names_the_fa
     flip_a_bit(Path(accelerator.save_state()))
     accelerator.load_state(must_exist=False)
     assert "using checkpoint_0" in caplog.text
-    assert "checkpoint_1/manifest.json: the manifest's checksum does not match" in caplog.text
+    assert (
+        "checkpoint_1/manifest.json: the manifest's checksum does not match"
+        in caplog.text
+    )
 
 
 # -- readers of a folder that is being replaced ----------------------------------------------------------------------
 def tree(value: float) -> StateTree:
-    return StateTree({f"model_{i}": Component({"w": torch.full((300,), value)}, None, "model") for i in range(4)})
+    return StateTree(
+        {
+            f"model_{i}": Component({"w": torch.full((300,), value)}, None, "model")
+            for i in range(4)
+        }
+    )
 
 
 def _replace_again_and_again(root: Path, until: float) -> None:
     value = 1.0
     while time.monotonic() < until:
-        save_tree(LocalStore(root, threads=1), "best", tree(value), Manifest(number=int(value)), LocalComm())
+        save_tree(
+            LocalStore(root, threads=1),
+            "best",
+            tree(value),
+            Manifest(number=int(value)),
+            LocalComm(),
+        )
         value += 1
 
 
-def test_readers_of_a_folder_that_is_being_replaced_find_one_version(tmp_path: Path) -> None:
+def test_readers_of_a_folder_that_is_being_replaced_find_one_version(
+    tmp_path: Path,
+) -> None:
     save_tree(LocalStore(tmp_path), "best", tree(0.0), Manifest(number=0), LocalComm())
     until = time.monotonic() + 3
-    writer = multiprocessing.get_context("fork").Process(target=_replace_again_and_again, args=(tmp_path, until))
+    writer = multiprocessing.get_context("fork").Process(
+        target=_replace_again_and_again, args=(tmp_path, until)
+    )
     writer.start()
 
     def values() -> set[float]:
         with open_checkpoint(LocalStore(tmp_path), "best", LocalComm()) as checkpoint:
             numbers = {float(checkpoint.manifest.number or 0)}
             for i in range(4):
-                numbers |= set(checkpoint.component(f"model_{i}").pieces["w"][0].data.tolist())
+                numbers |= set(
+                    checkpoint.component(f"model_{i}").pieces["w"][0].data.tolist()
+                )
             return numbers
 
     seen = set()
@@ -170,7 +221,13 @@ def test_a_checkpoint_that_is_replaced_at_every_try_is_an_error(tmp_path: Path) 
 
     def never() -> None:
         with open_checkpoint(store, "best", LocalComm(), verify=False) as checkpoint:
-            save_tree(store, "best", tree(1.0), Manifest(number=1, created_s=time.time()), LocalComm())
+            save_tree(
+                store,
+                "best",
+                tree(1.0),
+                Manifest(number=1, created_s=time.time()),
+                LocalComm(),
+            )
             checkpoint.check_current()
 
     with pytest.raises(CheckpointReplacedError, match="each of the 20 times"):
@@ -179,16 +236,26 @@ def test_a_checkpoint_that_is_replaced_at_every_try_is_an_error(tmp_path: Path) 
 
 # -- a save owns its folder ------------------------------------------------------------------------------------------
 def sharded(value: float) -> StateTree:
-    return StateTree({"model": Component({"w": Slice(torch.full((4,), value), (4,), (0,))}, None, "model")})
+    return StateTree(
+        {
+            "model": Component(
+                {"w": Slice(torch.full((4,), value), (4,), (0,))}, None, "model"
+            )
+        }
+    )
 
 
 @pytest.mark.parametrize("has_manifest", [False, True])
-def test_a_sharded_save_leaves_no_stale_model_beside_its_shards(has_manifest: bool, tmp_path: Path) -> None:
+def test_a_sharded_save_leaves_no_stale_model_beside_its_shards(
+    has_manifest: bool, tmp_path: Path
+) -> None:
     store = LocalStore(tmp_path)
     if has_manifest:
         save_tree(store, "out", sharded(2.0), Manifest(), LocalComm())
     save_model({"w": torch.ones(4)}, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"holds an exported model \(model\.safetensors\)"):
+    with pytest.raises(
+        CheckpointError, match=r"holds an exported model \(model\.safetensors\)"
+    ):
         save_tree(store, "out", sharded(3.0), Manifest(), LocalComm())
     assert torch.equal(read_model(tmp_path / "out")["w"], torch.ones(4))
 
@@ -230,9 +297,15 @@ class Killed(Disk):
 
 @pytest.mark.parametrize("size", ["10GB", "20B"])
 def test_a_killed_merge_leaves_no_mixture_and_the_next_one_no_leftovers(
-    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    size: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    old, new = {"a": torch.zeros(4), "b": torch.zeros(4)}, {"a": torch.ones(4), "b": torch.ones(4)}
+    old, new = (
+        {"a": torch.zeros(4), "b": torch.zeros(4)},
+        {"a": torch.ones(4), "b": torch.ones(4)},
+    )
     source = StateTree({"model": Component(new, None, "model")})
     save_tree(LocalStore(tmp_path), "source", source, Manifest(), LocalComm())
     target = tmp_path / "target"
@@ -254,7 +327,10 @@ def test_a_killed_merge_leaves_no_mixture_and_the_next_one_no_leftovers(
         assert len(values) == 1
         if list(target.glob(".hasten-draft*")):
             main(["ckpt", "list", str(target)])
-            assert "was interrupted; the next one there removes them" in capsys.readouterr().out
+            assert (
+                "was interrupted; the next one there removes them"
+                in capsys.readouterr().out
+            )
         merge(str(tmp_path / "source"), target, max_shard_size=size, overwrite=True)
         assert {float(tensor[0]) for tensor in read_model(target).values()} == {1.0}
         assert not list(target.glob(".hasten*"))
@@ -270,16 +346,24 @@ def test_a_save_without_the_best_metric_is_an_error(tmp_path: Path) -> None:
     accelerator.save_state(metrics={"loss": 1.0})
     accelerator.save_state(metrics={"loss": float("nan")})
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["checkpoint_0", "checkpoint_1"], "the best, and the newest although it is nan"
+    assert names == ["checkpoint_0", "checkpoint_1"], (
+        "the best, and the newest although it is nan"
+    )
     accelerator.save_state()
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["checkpoint_0", "checkpoint_2"]
 
 
 # -- disks and places ------------------------------------------------------------------------------------------------
-def test_errors_of_a_disk_name_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_disk_name_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     absent = tmp_path / "not" / "made"
-    full = str(cannot_write("x", absent, 5_000_000, OSError(errno.ENOSPC, "No space left on device")))
+    full = str(
+        cannot_write(
+            "x", absent, 5_000_000, OSError(errno.ENOSPC, "No space left on device")
+        )
+    )
     assert "is full" in full
     assert "mounted at /" in full
     assert "this rank writes 5.0 MB" in full
@@ -290,8 +374,12 @@ def test_errors_of_a_disk_name_what_it_lacks(tmp_path: Path, monkeypatch: pytest
         f_files, f_favail = 1000, 0
 
     monkeypatch.setattr(os, "statvfs", lambda path: NoInodes)
-    assert "all its 1000 inodes are in use" in str(cannot_write("x", tmp_path, 0, OSError(errno.ENOSPC, "No space")))
-    assert "in your quota" in str(cannot_write("x", tmp_path, 0, OSError(errno.EDQUOT, "Quota exceeded")))
+    assert "all its 1000 inodes are in use" in str(
+        cannot_write("x", tmp_path, 0, OSError(errno.ENOSPC, "No space"))
+    )
+    assert "in your quota" in str(
+        cannot_write("x", tmp_path, 0, OSError(errno.EDQUOT, "Quota exceeded"))
+    )
     limit = str(cannot_write("x", tmp_path, 0, OSError(errno.EFBIG, "File too large")))
     assert "ulimit -f unlimited" in limit
     assert "total_limit" not in limit
@@ -302,18 +390,24 @@ def test_a_disk_that_is_full_at_the_start_is_named(tmp_path: Path) -> None:
         def make_folder(self, path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    with pytest.raises(CheckpointError, match=r"the disk of .* \(mounted at .* is full"):
+    with pytest.raises(
+        CheckpointError, match=r"the disk of .* \(mounted at .* is full"
+    ):
         LocalStore(tmp_path / "run", Full()).begin("best")
 
 
-def test_the_list_of_a_checkpoint_is_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_a_checkpoint_is_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     accelerator, _ = run()
     accelerator.save_state(tmp_path / "best")
     assert main(["ckpt", "list", str(tmp_path / "best"), "--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["best"]
 
 
-def test_a_loop_of_links_is_a_typed_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_of_links_is_a_typed_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     accelerator, _ = run()
     for use in (accelerator.load_state, accelerator.save_state):
@@ -327,12 +421,16 @@ def test_a_loop_of_links_is_a_typed_error(tmp_path: Path, capsys: pytest.Capture
 def test_a_model_is_not_read_through_a_link_out_of_its_folder(tmp_path: Path) -> None:
     save_model({"w": torch.ones(2)}, tmp_path / "elsewhere")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "elsewhere" / "model.safetensors")
+    (tmp_path / "model" / "model.safetensors").symlink_to(
+        tmp_path / "elsewhere" / "model.safetensors"
+    )
     with pytest.raises(UnsafeCheckpointError, match="leads out of"):
         read_model(tmp_path / "model")
 
 
 @pytest.mark.parametrize("state", [3, {}, {"version": 99}])
-def test_a_forged_state_of_a_loader_is_an_error_of_the_checkpoint(state: object) -> None:
+def test_a_forged_state_of_a_loader_is_an_error_of_the_checkpoint(
+    state: object,
+) -> None:
     with pytest.raises(CheckpointError, match="loader's state"):
         decode_position(state, "samples", 4)  # type: ignore[arg-type]

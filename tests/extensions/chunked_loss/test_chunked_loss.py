@@ -18,11 +18,15 @@ from tests.support.live_bytes import LiveBytes
 
 OPTIONS: list[dict[str, Any]] = [
     {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
-    for reduction, smoothing, ignored in itertools.product(("mean", "sum", "none"), (0.0, 0.1, 1.0), (-100, 0, 3))
+    for reduction, smoothing, ignored in itertools.product(
+        ("mean", "sum", "none"), (0.0, 0.1, 1.0), (-100, 0, 3)
+    )
 ]
 
 
-def drawn(shape: tuple[int, ...], width: int, classes: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, ...]:
+def drawn(
+    shape: tuple[int, ...], width: int, classes: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, ...]:
     """Return hidden states, a weight, a bias, targets and token weights."""
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(*shape, width, generator=g, dtype=dtype)
@@ -37,22 +41,37 @@ def drawn(shape: tuple[int, ...], width: int, classes: int, dtype: torch.dtype, 
     )
 
 
-def torchs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
+def torchs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
     """Return torch's loss of the whole logits."""
     logits = F.linear(hidden, weight, bias)
     return F.cross_entropy(logits.flatten(0, -2), target.flatten(), **options)
 
 
-def compare(got: Tensor, expected: Tensor, inputs: list[Tensor], grad: Tensor, tolerance: float) -> None:
+def compare(
+    got: Tensor, expected: Tensor, inputs: list[Tensor], grad: Tensor, tolerance: float
+) -> None:
     """Compare losses and gradients."""
-    torch.testing.assert_close(got.flatten(), expected.flatten(), rtol=tolerance, atol=tolerance)
-    grads = [torch.autograd.grad(loss, inputs, grad.view(loss.shape)) for loss in (got, expected)]
+    torch.testing.assert_close(
+        got.flatten(), expected.flatten(), rtol=tolerance, atol=tolerance
+    )
+    grads = [
+        torch.autograd.grad(loss, inputs, grad.view(loss.shape))
+        for loss in (got, expected)
+    ]
     for mine, theirs in zip(*grads, strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)]
+)
 @pytest.mark.parametrize("chunk", [1, 3, 64, None])
 def test_losses_and_gradients_equal_torchs_for_every_option(
     dtype: torch.dtype, tolerance: float, chunk: int | None
@@ -62,29 +81,52 @@ def test_losses_and_gradients_equal_torchs_for_every_option(
     for number, (options, shape) in enumerate(itertools.product(OPTIONS, shapes)):
         hidden, weight, bias, target, _ = drawn(shape, 6, 11, dtype, number)
         target[..., 0] = 5  # torch's mean of no token at all is nan
-        inputs = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+        inputs = [
+            hidden.requires_grad_(),
+            weight.requires_grad_(),
+            bias.requires_grad_(),
+        ]
         used = bias if number % 2 else None
         expected = torchs(hidden, weight, target, used, options)
-        got = ChunkedCrossEntropyLoss(chunk_tokens=chunk, **options)(hidden, weight, target, used)
-        grad = torch.rand(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(number))
-        compare(got, expected, inputs if used is not None else inputs[:2], grad, tolerance)
+        got = ChunkedCrossEntropyLoss(chunk_tokens=chunk, **options)(
+            hidden, weight, target, used
+        )
+        grad = torch.rand(
+            expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(number)
+        )
+        compare(
+            got, expected, inputs if used is not None else inputs[:2], grad, tolerance
+        )
         assert got.shape == (target.shape if options["reduction"] == "none" else ())
 
 
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_token_weights_multiply_the_losses_of_tokens(reduction: str, learned: bool) -> None:
+def test_token_weights_multiply_the_losses_of_tokens(
+    reduction: str, learned: bool
+) -> None:
     hidden, weight, bias, target, weights = drawn((4, 5), 6, 11, torch.float64, 1)
     target[0, :3] = -100
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     if learned:
         inputs.append(weights.requires_grad_())
-    each = torchs(hidden, weight, target, bias, {"reduction": "none"}).view(target.shape) * weights
+    each = (
+        torchs(hidden, weight, target, bias, {"reduction": "none"}).view(target.shape)
+        * weights
+    )
     kept = weights * (target != -100)
-    expected = {"none": each, "sum": each.sum(), "mean": each.sum() / kept.sum()}[reduction]
+    expected = {"none": each, "sum": each.sum(), "mean": each.sum() / kept.sum()}[
+        reduction
+    ]
     options: dict[str, Any] = {"reduction": reduction}
     loss = ChunkedCrossEntropyLoss(chunk_tokens=4, **options)
-    compare(loss(hidden, weight, target, bias, weights), expected, inputs, torch.ones_like(expected), 1e-12)
+    compare(
+        loss(hidden, weight, target, bias, weights),
+        expected,
+        inputs,
+        torch.ones_like(expected),
+        1e-12,
+    )
 
 
 def test_a_batch_of_ignored_tokens_has_torchs_mean_and_no_gradient_of_a_sum() -> None:
@@ -93,7 +135,10 @@ def test_a_batch_of_ignored_tokens_has_torchs_mean_and_no_gradient_of_a_sum() ->
     assert ChunkedCrossEntropyLoss()(hidden, weight, target).isnan()
     assert F.cross_entropy(hidden @ weight.t(), target).isnan()
     (grad,) = torch.autograd.grad(
-        ChunkedCrossEntropyLoss(reduction="sum")(hidden, weight.requires_grad_(), target), [weight]
+        ChunkedCrossEntropyLoss(reduction="sum")(
+            hidden, weight.requires_grad_(), target
+        ),
+        [weight],
     )
     assert not grad.any()
 
@@ -103,21 +148,27 @@ def test_frozen_weights_get_no_gradient_and_hidden_states_do() -> None:
     hidden.requires_grad_()
     for reduction in ("mean", "none"):
         expected = torchs(hidden, weight, target, bias, {"reduction": reduction})
-        got: Tensor = ChunkedCrossEntropyLoss(chunk_tokens=2, reduction=reduction)(hidden, weight, target, bias)
+        got: Tensor = ChunkedCrossEntropyLoss(chunk_tokens=2, reduction=reduction)(
+            hidden, weight, target, bias
+        )
         compare(got, expected, [hidden], torch.ones_like(expected), 1e-12)
 
 
 def test_without_gradients_nothing_is_recorded() -> None:
     hidden, weight, _, target, _ = drawn((9,), 6, 11, torch.float32, 1)
     with torch.no_grad():
-        loss = ChunkedCrossEntropyLoss()(hidden.requires_grad_(), weight.requires_grad_(), target)
+        loss = ChunkedCrossEntropyLoss()(
+            hidden.requires_grad_(), weight.requires_grad_(), target
+        )
     assert not loss.requires_grad
     torch.testing.assert_close(loss, torchs(hidden, weight, target, None, {}).detach())
 
 
 def test_backward_twice_through_a_retained_graph_adds_the_same_gradient() -> None:
     hidden, weight, _, target, _ = drawn((9,), 6, 11, torch.float32, 1)
-    loss = ChunkedCrossEntropyLoss(chunk_tokens=2)(hidden, weight.requires_grad_(), target)
+    loss = ChunkedCrossEntropyLoss(chunk_tokens=2)(
+        hidden, weight.requires_grad_(), target
+    )
     loss.backward(retain_graph=True)
     assert weight.grad is not None
     once = weight.grad.clone()
@@ -126,7 +177,9 @@ def test_backward_twice_through_a_retained_graph_adds_the_same_gradient() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_and_low_precision_weights_keep_the_precision_of_the_whole_loss(dtype: torch.dtype) -> None:
+def test_autocast_and_low_precision_weights_keep_the_precision_of_the_whole_loss(
+    dtype: torch.dtype,
+) -> None:
     """The error against float64 is at most that of torch's own loss in the same precision, with a quarter as slack."""
     hidden, weight, _, target, _ = drawn((64,), 32, 50, torch.float32, 1)
     weight *= 0.2
@@ -135,7 +188,9 @@ def test_autocast_and_low_precision_weights_keep_the_precision_of_the_whole_loss
     wanted = torch.autograd.grad(exact, inputs)
     scale = 2.0**10  # as a loss scale multiplies it
     for amp in (True, False):
-        given = inputs if amp else [x.detach().to(dtype).requires_grad_() for x in inputs]
+        given = (
+            inputs if amp else [x.detach().to(dtype).requires_grad_() for x in inputs]
+        )
         with torch.autocast("cpu", dtype, enabled=amp):
             theirs = torchs(given[0], given[1], target, None, {})
             mine = ChunkedCrossEntropyLoss(chunk_tokens=7)(given[0], given[1], target)
@@ -152,20 +207,40 @@ def test_it_runs_inside_a_recomputed_region() -> None:
     hidden, weight, _, target, _ = drawn((12,), 6, 11, torch.float64, 1)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     loss = ChunkedCrossEntropyLoss(chunk_tokens=5)
-    got: Any = checkpoint(lambda h: loss(h * 2, weight, target), hidden, use_reentrant=False)
-    compare(got, torchs(hidden * 2, weight, target, None, {}), inputs, torch.ones(()), 1e-12)
+    got: Any = checkpoint(
+        lambda h: loss(h * 2, weight, target), hidden, use_reentrant=False
+    )
+    compare(
+        got, torchs(hidden * 2, weight, target, None, {}), inputs, torch.ones(()), 1e-12
+    )
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+# torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_it_traces_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)  # else torch leaves its thread
+    # else torch leaves its thread
+    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)
     hidden, weight, bias, target, _ = drawn((12,), 6, 11, torch.float32, 1)
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     for reduction in ("mean", "none"):
-        loss = ChunkedCrossEntropyLoss(chunk_tokens=5, reduction=reduction, label_smoothing=0.1)
+        loss = ChunkedCrossEntropyLoss(
+            chunk_tokens=5, reduction=reduction, label_smoothing=0.1
+        )
         compiled: Any = torch.compile(loss, backend="aot_eager", fullgraph=True)
-        expected = torchs(hidden, weight, target, bias, {"reduction": reduction, "label_smoothing": 0.1})
-        compare(compiled(hidden, weight, target, bias), expected, inputs, torch.ones_like(expected), 2e-5)
+        expected = torchs(
+            hidden,
+            weight,
+            target,
+            bias,
+            {"reduction": reduction, "label_smoothing": 0.1},
+        )
+        compare(
+            compiled(hidden, weight, target, bias),
+            expected,
+            inputs,
+            torch.ones_like(expected),
+            2e-5,
+        )
 
 
 @pytest.mark.parametrize("amp", [False, True])
@@ -195,7 +270,9 @@ def test_the_peak_of_memory_is_an_eighth_of_that_of_whole_logits(amp: bool) -> N
 def test_wrong_arguments_are_named() -> None:
     hidden, weight, bias, target, weights = drawn((4, 3), 6, 11, torch.float32, 1)
     loss = ChunkedCrossEntropyLoss()
-    with pytest.raises(ArgumentError, match=r"hidden states \[4, 3, 6\] do not fit a weight \[6, 11\]"):
+    with pytest.raises(
+        ArgumentError, match=r"hidden states \[4, 3, 6\] do not fit a weight \[6, 11\]"
+    ):
         loss(hidden, weight.t(), target)
     with pytest.raises(ArgumentError, match=r"targets \[4, 2\].*shift labels before"):
         loss(hidden, weight, target[:, 1:])
@@ -206,7 +283,10 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ArgumentError, match=r"token weights \[4\]"):
         loss(hidden, weight, target, None, weights[:, 0])
     target[0, 0] = 11
-    with pytest.raises(ArgumentError, match=r"not one of the head's 11 classes .*ignore_index, which is -100"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"not one of the head's 11 classes .*ignore_index, which is -100",
+    ):
         loss(hidden, weight, target)
     with pytest.raises(ConfigError, match="reduction='middle'"):
         ChunkedCrossEntropyLoss(reduction="middle")  # type: ignore[arg-type]

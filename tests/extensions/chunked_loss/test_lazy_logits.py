@@ -37,7 +37,8 @@ ENCODER_DECODER: dict[str, Any] = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True}),
-    "Gemma2": ("Gemma2ForCausalLM", {**SIZES, "final_logit_softcapping": 3.0}),  # a soft cap
+    # a soft cap
+    "Gemma2": ("Gemma2ForCausalLM", {**SIZES, "final_logit_softcapping": 3.0}),
     "Cohere": ("CohereForCausalLM", {**SIZES, "logit_scale": 0.3}),  # a factor
     "Granite": ("GraniteForCausalLM", {**SIZES, "logits_scaling": 3.0}),  # a divisor
     "T5": (
@@ -111,18 +112,29 @@ def test_transformers_models_train_as_without_it(name: str) -> None:
     for amp, tolerance in ((False, 1e-5), (True, 1e-2)):
         own, other = copy.deepcopy(model), chunked(model)
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-            expected, got = own(input_ids=ids, labels=labels), other(input_ids=ids, labels=labels)
+            expected, got = (
+                own(input_ids=ids, labels=labels),
+                other(input_ids=ids, labels=labels),
+            )
         assert isinstance(got.logits, LazyLogits)
         assert got.logits.shape == expected.logits.shape
         assert got.logits.dtype == expected.logits.dtype
-        torch.testing.assert_close(got.logits.detach(), expected.logits.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            got.logits.detach(),
+            expected.logits.detach(),
+            rtol=tolerance,
+            atol=tolerance,
+        )
         torch.testing.assert_close(got.loss, expected.loss, rtol=tolerance, atol=0)
         got.loss.backward()
         expected.loss.backward()
         for mine, theirs in zip(other.parameters(), own.parameters(), strict=True):
             if theirs.grad is not None:
                 torch.testing.assert_close(
-                    mine.grad, theirs.grad, rtol=0, atol=tolerance * max(1.0, float(theirs.grad.norm()))
+                    mine.grad,
+                    theirs.grad,
+                    rtol=0,
+                    atol=tolerance * max(1.0, float(theirs.grad.norm())),
                 )
 
 
@@ -131,9 +143,14 @@ def test_a_tokens_share_of_a_larger_batch_is_divided_by_its_number() -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     ids = torch.randint(3, 97, (2, 5))
-    expected = model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(40)).loss
+    expected = model(
+        input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(40)
+    ).loss
     torch.testing.assert_close(
-        chunked(model)(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(40)).loss, expected
+        chunked(model)(
+            input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(40)
+        ).loss,
+        expected,
     )
 
 
@@ -142,7 +159,10 @@ def test_a_loss_outside_the_model_is_chunked_too() -> None:
     other = chunked(model, "head")
     logits = other(tokens())
     assert isinstance(logits[:, :-1].float().contiguous().view(-1, 19), LazyLogits)
-    loss, expected = next_token_loss(logits, tokens()), next_token_loss(model(tokens()), tokens())
+    loss, expected = (
+        next_token_loss(logits, tokens()),
+        next_token_loss(model(tokens()), tokens()),
+    )
     torch.testing.assert_close(loss, expected)
     for a, b in zip(
         torch.autograd.grad(loss, list(other.parameters())),
@@ -161,11 +181,17 @@ READERS: dict[str, Any] = {
     "in a list": lambda x: torch.stack([x, x]),
     "other shape": lambda x: x.reshape(-1, 57),
     "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
-    "class weights": lambda x: F.cross_entropy(x.flatten(0, 1), tokens().flatten(), weight=torch.arange(19.0)),
-    "probabilities": lambda x: F.cross_entropy(x.flatten(0, 1), torch.full((18, 19), 1 / 19)),
+    "class weights": lambda x: F.cross_entropy(
+        x.flatten(0, 1), tokens().flatten(), weight=torch.arange(19.0)
+    ),
+    "probabilities": lambda x: F.cross_entropy(
+        x.flatten(0, 1), torch.full((18, 19), 1 / 19)
+    ),
     "classes second": lambda x: F.cross_entropy(x.transpose(1, 2), tokens()),
     "capped twice": lambda x: torch.tanh(torch.tanh(x * 2) * 3),
-    "capped": lambda x: F.cross_entropy((torch.tanh(x / 2) * 2).flatten(0, 1), tokens().flatten(), label_smoothing=0.1),
+    "capped": lambda x: F.cross_entropy(
+        (torch.tanh(x / 2) * 2).flatten(0, 1), tokens().flatten(), label_smoothing=0.1
+    ),
     "scaled by a tensor": lambda x: x * torch.tensor(2.0),
     "double": lambda x: x.double(),
     "rows": lambda x: x[:, torch.tensor([0, 2])],
@@ -178,7 +204,10 @@ READERS: dict[str, Any] = {
 def test_whatever_reads_the_logits_gets_those_of_the_model(reader: str) -> None:
     read = READERS[reader]
     with torch.no_grad():
-        got, expected = (read(model(tokens())).detach() for model in (chunked(tiny(), "head"), tiny()))
+        got, expected = (
+            read(model(tokens())).detach()
+            for model in (chunked(tiny(), "head"), tiny())
+        )
     assert type(got) is Tensor
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
@@ -202,7 +231,10 @@ def test_reading_logits_after_the_weights_changed_is_refused() -> None:
     torch.autograd.backward(next_token_loss(logits, tokens()))
     assert logits.argmax(-1).shape == (3, 6)
     optimizer.step()
-    with pytest.raises(StepError, match=r"have been changed since the forward pass.*before optimizer.step"):
+    with pytest.raises(
+        StepError,
+        match=r"have been changed since the forward pass.*before optimizer.step",
+    ):
         logits.argmax(-1)
     with pytest.raises(StepError, match="have been changed"):
         next_token_loss(logits, tokens())
@@ -216,9 +248,11 @@ def test_raw_collectives_cannot_take_the_hidden_states_for_logits() -> None:
         assert logits.shape == (3, 6, 19)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, while it traces
+# torch's own, while it traces
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_model_with_it_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)  # else torch leaves its thread
+    # else torch leaves its thread
+    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)
     model = tiny()
     other = chunked(model, "head")
 
@@ -257,7 +291,10 @@ def test_it_is_removed_by_its_tag_and_repeated_without_stacking() -> None:
 
 
 def test_heads_that_cannot_be_chunked_are_named() -> None:
-    with pytest.raises(PrepareError, match=r"Name the layer with head=; its last linear layer is 'head'"):
+    with pytest.raises(
+        PrepareError,
+        match=r"Name the layer with head=; its last linear layer is 'head'",
+    ):
         use_chunked_loss(tiny())
 
     class Adapted(nn.Linear):

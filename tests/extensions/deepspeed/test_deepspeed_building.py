@@ -26,7 +26,10 @@ pytestmark = pytest.mark.skipif(
 
 def engine(stage: int = 3, **options: Any) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 8}
-    return {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": zero}, **options}}
+    return {
+        "strategy": "deepspeed",
+        "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": zero}, **options},
+    }
 
 
 class Block(nn.Module):
@@ -39,7 +42,10 @@ class Block(nn.Module):
         self.register_buffer("shift", torch.linspace(0, 1, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + torch.tanh(self.linear(self.norm(x)) + self.shift.to(x.dtype)) @ self.tied
+        out: Tensor = (
+            x
+            + torch.tanh(self.linear(self.norm(x)) + self.shift.to(x.dtype)) @ self.tied
+        )
         return out
 
 
@@ -72,7 +78,9 @@ class Net(nn.Module):
         return out
 
 
-def trained(accelerator: Accelerator, partitioned: bool, steps: int = 5) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    accelerator: Accelerator, partitioned: bool, steps: int = 5
+) -> tuple[list[float], dict[str, Tensor]]:
     if partitioned:
         with accelerator.init_module():
             model: Any = Net()
@@ -83,7 +91,13 @@ def trained(accelerator: Accelerator, partitioned: bool, steps: int = 5) -> tupl
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
     for step in range(steps):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + accelerator.process_index))
+        x = torch.randn(
+            4,
+            6,
+            generator=torch.Generator().manual_seed(
+                10 * step + accelerator.process_index
+            ),
+        )
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -95,7 +109,9 @@ def trained(accelerator: Accelerator, partitioned: bool, steps: int = 5) -> tupl
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_model_built_partitioned_trains_as_one_built_whole(ctx: ProcessContext, precision: str) -> None:
+def test_a_model_built_partitioned_trains_as_one_built_whole(
+    ctx: ProcessContext, precision: str
+) -> None:
     linear = nn.functional.linear
     ours = trained(Accelerator(mixed_precision=precision, **engine()), True)
     assert nn.functional.linear is linear
@@ -115,9 +131,12 @@ class Watching(nn.Module):
         self.held: list[int] = []
         for _ in range(8):
             self.layers.append(nn.Linear(64, 64, bias=False))
-            with torch._C.DisableTorchFunction():  # else a parameter is gathered to be looked at
+            # else a parameter is gathered to be looked at
+            with torch._C.DisableTorchFunction():
                 parameters: list[Any] = list(self.parameters())
-                self.held.append(sum(p.numel() + p.ds_tensor.numel() for p in parameters))
+                self.held.append(
+                    sum(p.numel() + p.ds_tensor.numel() for p in parameters)
+                )
 
 
 @ranks(2)
@@ -128,7 +147,9 @@ def test_a_process_never_holds_more_than_its_part(ctx: ProcessContext) -> None:
         model = Watching()
     assert model.held == [64 * 64 // 2 * (number + 1) for number in range(8)]
     teacher = accelerator.prepare(model)
-    assert [tuple(parameter.shape) for parameter in teacher.parameters()] == [(64, 64)] * 8
+    assert [tuple(parameter.shape) for parameter in teacher.parameters()] == [
+        (64, 64)
+    ] * 8
     assert teacher.layers[0](torch.ones(1, 64)).shape == (1, 64)
 
 
@@ -144,7 +165,10 @@ class Lost(nn.Module):
 @ranks(1)
 def test_what_would_be_lost_is_refused(ctx: ProcessContext) -> None:
     accelerator = Accelerator(**engine())
-    with pytest.raises(PrepareError, match=r"instead of its \.data"), accelerator.init_module():
+    with (
+        pytest.raises(PrepareError, match=r"instead of its \.data"),
+        accelerator.init_module(),
+    ):
         Lost()
     Lost()  # nothing is left behind
     with pytest.raises(ConfigError, match="needs ZeRO stage 3"):
@@ -159,8 +183,16 @@ def test_what_would_be_lost_is_refused(ctx: ProcessContext) -> None:
 def test_transformers_builds_partitioned(ctx: ProcessContext, tmp_path: Any) -> None:
     """With zero3_init_flag after Accelerator(), else in init_module(); the weights are those of the files, and it trains the same."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 32}
-    config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    sizes = {
+        "n_positions": 16,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "vocab_size": 32,
+    }
+    config = transformers.GPT2Config(
+        **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
     folder = tmp_path / "gpt2"
     torch.manual_seed(1)
     plain = transformers.GPT2LMHeadModel(config)
@@ -191,7 +223,9 @@ def test_transformers_builds_partitioned(ctx: ProcessContext, tmp_path: Any) -> 
     with accelerator.init_module():
         model = read(folder)
     assert losses(accelerator, partitioned(model)) == whole
-    assert all(parameter.numel() for parameter in read(folder).parameters()), "outside the block models are whole"
+    assert all(parameter.numel() for parameter in read(folder).parameters()), (
+        "outside the block models are whole"
+    )
     accelerator = Accelerator(**engine(zero3_init_flag=True))
     assert losses(accelerator, partitioned(read(folder))) == whole
     del accelerator

@@ -21,7 +21,15 @@ FOLDER: Final = Path(__file__).with_name("golden_configs")
 HUB: Final[dict[str, Any]] = {  # the shape transformers' documentation gives
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {
+            "lr": "auto",
+            "betas": "auto",
+            "eps": "auto",
+            "weight_decay": "auto",
+        },
+    },
     "scheduler": {
         "type": "WarmupDecayLR",
         "params": {
@@ -56,12 +64,19 @@ CASES: Final = MappingProxyType(
         ),
         "stage_3_offloaded": (
             DeepSpeedPlugin(
-                zero_stage=3, offload_optimizer_device="cpu", offload_param_device="cpu", zero3_save_16bit_model=True
+                zero_stage=3,
+                offload_optimizer_device="cpu",
+                offload_param_device="cpu",
+                zero3_save_16bit_model=True,
             ),
             Facts(mixed_precision="fp16", world_size=2),
         ),
         "state_on_nvme": (
-            DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/drive"),
+            DeepSpeedPlugin(
+                zero_stage=3,
+                offload_optimizer_device="nvme",
+                offload_optimizer_nvme_path="/drive",
+            ),
             Facts(),
         ),
         "file_with_state_on_nvme": (
@@ -100,7 +115,10 @@ CASES: Final = MappingProxyType(
         ),
         "total_batch_given": (
             DeepSpeedPlugin(
-                hf_ds_config={"train_batch_size": 64, "zero_optimization": {"stage": 1, "overlap_comm": True}}
+                hf_ds_config={
+                    "train_batch_size": 64,
+                    "zero_optimization": {"stage": 1, "overlap_comm": True},
+                }
             ),
             Facts(accumulation=2, world_size=4),
         ),
@@ -111,7 +129,12 @@ CASES: Final = MappingProxyType(
 def text(name: str) -> str:
     plugin, facts = CASES[name]
     made = translate(plugin, facts)
-    shown = {"stage": made.stage, "clipping": made.clipping, "config": made.config, "notes": list(made.notes)}
+    shown = {
+        "stage": made.stage,
+        "clipping": made.clipping,
+        "config": made.config,
+        "notes": list(made.notes),
+    }
     return json.dumps(shown, indent=1, sort_keys=True) + "\n"
 
 
@@ -141,41 +164,106 @@ def test_the_given_mapping_is_left_as_it_was() -> None:
             "=4 and the loop's gradient_accumulation_steps=2 differ",
         ),
         ({"bf16": {"enabled": True}}, Facts(), "Set mixed_precision='bf16'"),
-        ({"fp16": {"enabled": False}}, Facts(mixed_precision="fp16"), "Set mixed_precision='no'"),
-        ({"train_batch_size": 10}, Facts(world_size=4), "Set a multiple of 4"),
-        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, Facts(), 'Write "auto" for one of them'),
-        ({"zero_optimization": {"stage": 4}}, Facts(), "Set 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, Facts(), "needs stage 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, Facts(), "needs stage 3"),
-        ({"zero_optimization": {"stage": 3, "offload_param": NVME}}, Facts(), "Use device='cpu'"),
-        ({"zero_optimization": {"stage": 2, "offload_param": NVME}}, Facts(), "needs stage 3, but the stage is 2"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": NVME}}, Facts(), "needs stage 3, but the stage is 2"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, Facts(), "has no nvme_path"),
         (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {**NVME, "pipeline_write": True}}},
+            {"fp16": {"enabled": False}},
+            Facts(mixed_precision="fp16"),
+            "Set mixed_precision='no'",
+        ),
+        ({"train_batch_size": 10}, Facts(world_size=4), "Set a multiple of 4"),
+        (
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
+            Facts(),
+            'Write "auto" for one of them',
+        ),
+        ({"zero_optimization": {"stage": 4}}, Facts(), "Set 0, 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            Facts(),
+            "needs stage 1, 2 or 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            Facts(),
+            "needs stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": NVME}},
+            Facts(),
+            "Use device='cpu'",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": NVME}},
+            Facts(),
+            "needs stage 3, but the stage is 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": NVME}},
+            Facts(),
+            "needs stage 3, but the stage is 2",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "nvme"},
+                }
+            },
+            Facts(),
+            "has no nvme_path",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {**NVME, "pipeline_write": True},
+                }
+            },
             Facts(),
             "Remove pipeline_write",
         ),
         ({"zero_optimization": 3}, Facts(), "Write zero_optimization as a mapping"),
         ({"optimizer": {"type": "AdamW"}}, Facts(), "one of them would be ignored"),
         ({}, Facts(optimizer={"lr": 1.0}), "no optimizer section"),
-        ({"optimizer": {"params": {"eps": "auto"}}}, Facts(optimizer={"lr": 1.0}), "DummyOptim was not given eps"),
-        ({"scheduler": {"params": {"total_num_steps": "auto"}}}, Facts(), "DummyScheduler"),
-        ({"comms_logger": {"enabled": "auto"}}, Facts(), 'says "auto" for comms_logger.enabled'),
+        (
+            {"optimizer": {"params": {"eps": "auto"}}},
+            Facts(optimizer={"lr": 1.0}),
+            "DummyOptim was not given eps",
+        ),
+        (
+            {"scheduler": {"params": {"total_num_steps": "auto"}}},
+            Facts(),
+            "DummyScheduler",
+        ),
+        (
+            {"comms_logger": {"enabled": "auto"}},
+            Facts(),
+            'says "auto" for comms_logger.enabled',
+        ),
         ({"torch_autocast": {"enabled": True}}, Facts(), "Remove torch_autocast"),
         ({}, Facts(mixed_precision="fp8"), "use 'bf16'"),
     ],
 )
-def test_contradictions_name_both_sides(given: dict[str, Any], facts: Facts, words: str) -> None:
+def test_contradictions_name_both_sides(
+    given: dict[str, Any], facts: Facts, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         translate(DeepSpeedPlugin(hf_ds_config=given), facts)
 
 
 def test_sections_that_are_one_mapping_are_filled_in_apart() -> None:
     place = {"device": "cpu"}
-    shared = {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+    shared = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": place,
+            "offload_optimizer": place,
+        }
+    }
     apart = json.loads(json.dumps(shared))
-    made, expected = (translate(DeepSpeedPlugin(hf_ds_config=given), Facts()) for given in (shared, apart))
+    made, expected = (
+        translate(DeepSpeedPlugin(hf_ds_config=given), Facts())
+        for given in (shared, apart)
+    )
     assert made == expected
     sections = made.config["zero_optimization"]
     assert sections["offload_param"] is not sections["offload_optimizer"]
@@ -183,7 +271,11 @@ def test_sections_that_are_one_mapping_are_filled_in_apart() -> None:
 
 
 def test_files_are_read_and_explained(tmp_path: Path) -> None:
-    good, bad, other = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "list.json"
+    good, bad, other = (
+        tmp_path / "good.json",
+        tmp_path / "bad.json",
+        tmp_path / "list.json",
+    )
     good.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     bad.write_text("{")
     other.write_text("[]")

@@ -15,9 +15,13 @@ from hasten.launch.network import free_port
 from hasten.optional import available
 
 pytestmark = [
-    pytest.mark.exhaustive,  # three starts of DeepSpeed, about ten seconds each on a quiet machine
+    # three starts of DeepSpeed, about ten seconds each on a quiet machine
+    pytest.mark.exhaustive,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not available("deepspeed", VERSIONS), reason=f"deepspeed{VERSIONS} is not installed"),
+    pytest.mark.skipif(
+        not available("deepspeed", VERSIONS),
+        reason=f"deepspeed{VERSIONS} is not installed",
+    ),
 ]
 
 SCRIPT = """
@@ -42,9 +46,14 @@ if accelerator.is_main_process:
 
 def losses_of(words: list[str]) -> tuple[int, list[float]]:
     """How many processes trained, and their losses."""
-    tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    tools = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
     tools |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=280, env=tools)
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=280, env=tools
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if "RESULT " in line]
     count, losses = json.loads(line.partition("RESULT ")[2])
@@ -57,9 +66,27 @@ def test_deepspeeds_launcher_starts_what_ours_does(tmp_path: Path) -> None:
     alone = losses_of([str(script)])
     port = str(free_port())
     theirs = losses_of(
-        ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port, str(script)]
+        [
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_accelerators",
+            "2",
+            "--master_port",
+            port,
+            str(script),
+        ]
     )
-    ours = losses_of(["-m", "hasten.cli.main", "launch", "--cpu", "--num_processes", "2", str(script)])
+    ours = losses_of(
+        [
+            "-m",
+            "hasten.cli.main",
+            "launch",
+            "--cpu",
+            "--num_processes",
+            "2",
+            str(script),
+        ]
+    )
     assert (alone[0], theirs[0], ours[0]) == (1, 2, 2)
     assert theirs[1] == ours[1]
     assert theirs[1] == pytest.approx(alone[1], abs=1e-5)

@@ -44,30 +44,46 @@ def samples(length: int = 32) -> list[tuple[Tensor, Tensor]]:
 
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7), nn.Tanh(), nn.Linear(7, 1))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7), nn.Tanh(), nn.Linear(7, 1)
+    )
 
 
 def engine(stage: int, **zero: Any) -> dict[str, Any]:
     return {
         "strategy": "deepspeed",
-        "deepspeed_plugin": {"hf_ds_config": {"zero_optimization": {"stage": stage, **SMALL, **zero}}},
+        "deepspeed_plugin": {
+            "hf_ds_config": {"zero_optimization": {"stage": stage, **SMALL, **zero}}
+        },
     }
 
 
 class Run:
     """One training, step by step; the script is the same for every strategy."""
 
-    def __init__(self, accelerator: Accelerator, clip: float | None = None, length: int = 32) -> None:
+    def __init__(
+        self, accelerator: Accelerator, clip: float | None = None, length: int = 32
+    ) -> None:
         self.accelerator, self.clip = accelerator, clip
         model = net()
         groups = [
-            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+            {
+                "params": [p for p in model.parameters() if p.ndim > 1],
+                "weight_decay": 0.1,
+            },
+            {
+                "params": [p for p in model.parameters() if p.ndim == 1],
+                "weight_decay": 0.0,
+            },
         ]
         optimizer = torch.optim.AdamW(groups, lr=2e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step / 10))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1.0 / (1 + step / 10)
+        )
         loader: DataLoader[Any] = DataLoader(samples(length), batch_size=4)  # type: ignore[arg-type]
-        self.model, self.optimizer, self.schedule, self.loader = accelerator.prepare(model, optimizer, schedule, loader)
+        self.model, self.optimizer, self.schedule, self.loader = accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.updates: list[int] = []
@@ -110,22 +126,35 @@ def trained(settings: dict[str, Any], steps: int, **kwargs: Any) -> Run:
 @ranks(2, exhaustive=(1,))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("steps", STEPS)
-def test_every_stage_trains_like_ddp(ctx: ProcessContext, stage: int, steps: int) -> None:
+def test_every_stage_trains_like_ddp(
+    ctx: ProcessContext, stage: int, steps: int
+) -> None:
     """The windows of three do not divide the epoch: its last one is shorter, and its mean must be one all the same.
 
     fp32: sums in another order, over the steps of Adam. bf16: DDP rounds activations, an engine the weights as well.
     """
     for precision, tolerance in (("no", 2e-6), ("bf16", 3e-2)):
         for every in (1, 3):
-            common = {"mixed_precision": precision, "gradient_accumulation_steps": every}
-            plain = trained({**common, "strategy": "ddp" if ctx.world.size > 1 else "none"}, steps)
+            common = {
+                "mixed_precision": precision,
+                "gradient_accumulation_steps": every,
+            }
+            plain = trained(
+                {**common, "strategy": "ddp" if ctx.world.size > 1 else "none"}, steps
+            )
             ours = trained({**common, **engine(stage)}, steps)
             label = f"{precision}, accumulation {every}"
             assert ours.updates == plain.updates, label
             torch.testing.assert_close(
-                torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0, atol=tolerance, msg=label
+                torch.tensor(ours.losses),
+                torch.tensor(plain.losses),
+                rtol=0,
+                atol=tolerance,
+                msg=label,
             )
-            torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=tolerance, msg=label)
+            torch.testing.assert_close(
+                ours.weights, plain.weights, rtol=0, atol=tolerance, msg=label
+            )
 
 
 @ranks(2, exhaustive=(1,))
@@ -133,20 +162,28 @@ def test_every_stage_trains_like_ddp(ctx: ProcessContext, stage: int, steps: int
 def test_the_loop_clips(ctx: ProcessContext, stage: int) -> None:
     """clip_grad_norm_ gives the norm that DDP gives, and what it clips to wins over DeepSpeed's own number."""
     common = {"gradient_accumulation_steps": 2}
-    plain = trained({**common, "strategy": "ddp" if ctx.world.size > 1 else "none"}, 8, clip=0.05)
+    plain = trained(
+        {**common, "strategy": "ddp" if ctx.world.size > 1 else "none"}, 8, clip=0.05
+    )
     settings = engine(stage)
     settings["deepspeed_plugin"]["hf_ds_config"]["gradient_clipping"] = 1.0
     ours = trained({**common, **settings}, 8, clip=0.05)
-    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7
+    )
     torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
     alone = engine(stage)
     alone["deepspeed_plugin"]["hf_ds_config"]["gradient_clipping"] = 0.05
-    torch.testing.assert_close(trained({**common, **alone}, 8).weights, plain.weights, rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        trained({**common, **alone}, 8).weights, plain.weights, rtol=0, atol=2e-6
+    )
 
 
 @ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_clamped_and_clipped_by_any_norm(ctx: ProcessContext, stage: int) -> None:
+def test_gradients_are_clamped_and_clipped_by_any_norm(
+    ctx: ProcessContext, stage: int
+) -> None:
     """As under DDP, and with the optimizer's state on the CPU as well, where a clamped gradient is clipped afterwards."""
 
     def trained_clipping(settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -156,7 +193,9 @@ def test_gradients_are_clamped_and_clipped_by_any_norm(ctx: ProcessContext, stag
                 run.accelerator.backward(nn.functional.mse_loss(run.model(x), y))
                 run.accelerator.clip_grad_value_(run.model.parameters(), 0.02)
                 kind = (1.0, 2.0, 3.0, float("inf"))[step // 2 % 4]
-                norm = run.accelerator.clip_grad_norm_(run.model.parameters(), 0.04, norm_type=kind)
+                norm = run.accelerator.clip_grad_norm_(
+                    run.model.parameters(), 0.04, norm_type=kind
+                )
                 norms += [] if norm is None else [float(norm)]
                 run.optimizer.step()
                 run.optimizer.zero_grad()
@@ -171,7 +210,9 @@ def test_gradients_are_clamped_and_clipped_by_any_norm(ctx: ProcessContext, stag
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_optimizer_that_has_state_goes_on_with_it(ctx: ProcessContext, stage: int) -> None:
+def test_an_optimizer_that_has_state_goes_on_with_it(
+    ctx: ProcessContext, stage: int
+) -> None:
     """Three steps of plain torch, and three more in an engine that takes over weights and moments, equal six."""
 
     def batch(step: int) -> Tensor:
@@ -185,7 +226,8 @@ def test_an_optimizer_that_has_state_goes_on_with_it(ctx: ProcessContext, stage:
             model.load_state_dict(plain.state_dict())
             optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2e-2)
             optimizer.load_state_dict(deepcopy(reference.state_dict()))
-        loss: Any = plain(batch(step)).square().mean()  # Any: torch leaves backward untyped
+        # Any: torch leaves backward untyped
+        loss: Any = plain(batch(step)).square().mean()
         loss.backward()
         reference.step()
         reference.zero_grad()
@@ -196,17 +238,23 @@ def test_an_optimizer_that_has_state_goes_on_with_it(ctx: ProcessContext, stage:
         optimizer.step()
         optimizer.zero_grad()
     for name, value in accelerator.get_state_dict(model).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name
+        )
 
 
 @ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_to_the_cpu_changes_no_number(ctx: ProcessContext, stage: int) -> None:
-    zero = {"offload_optimizer": {"device": "cpu"}} | ({"offload_param": {"device": "cpu"}} if stage == 3 else {})
+    zero = {"offload_optimizer": {"device": "cpu"}} | (
+        {"offload_param": {"device": "cpu"}} if stage == 3 else {}
+    )
     common = {"gradient_accumulation_steps": 3}
     plain = trained({**common, "strategy": "ddp"}, 11, clip=0.5)
     ours = trained({**common, **engine(stage, **zero)}, 11, clip=0.5)
-    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7
+    )
     torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
 
 
@@ -219,21 +267,32 @@ def fp16_on_any_cpu() -> Iterator[None]:
     kind = type(need("deepspeed").accelerator.get_accelerator())
     with (
         mock.patch.object(kind, "is_fp16_supported", return_value=True),
-        mock.patch.object(kind, "supported_dtypes", return_value=[torch.float32, torch.bfloat16, torch.float16]),
+        mock.patch.object(
+            kind,
+            "supported_dtypes",
+            return_value=[torch.float32, torch.bfloat16, torch.float16],
+        ),
     ):
         yield
 
 
 @ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_overflow_skips_the_update_and_says_so(ctx: ProcessContext, stage: int) -> None:
+def test_an_overflow_skips_the_update_and_says_so(
+    ctx: ProcessContext, stage: int
+) -> None:
     with fp16_on_any_cpu():
         overflow(stage)
 
 
 def overflow(stage: int) -> None:
     settings = engine(stage)
-    scale = {"enabled": "auto", "initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    scale = {
+        "enabled": "auto",
+        "initial_scale_power": 24,
+        "hysteresis": 1,
+        "loss_scale_window": 1000,
+    }
     settings["deepspeed_plugin"]["hf_ds_config"]["fp16"] = scale
     run = Run(Accelerator(mixed_precision="fp16", **settings))
     before, rate = run.weights, run.schedule.get_last_lr()
@@ -261,7 +320,10 @@ def gan(accelerator: Accelerator | None, rank: int, half: bool) -> list[float]:
     rng = torch.Generator().manual_seed(2)
     seen = []
     for _ in range(6):
-        noise, real = torch.randn(8, 4, generator=rng), torch.randn(8, 4, generator=rng) + 1
+        noise, real = (
+            torch.randn(8, 4, generator=rng),
+            torch.randn(8, 4, generator=rng) + 1,
+        )
         if half:
             noise, real = noise.chunk(2)[rank], real.chunk(2)[rank]
         for optimizer, critic in ((od, True), (og, False)):
@@ -270,14 +332,28 @@ def gan(accelerator: Accelerator | None, rank: int, half: bool) -> list[float]:
             loss = loss - d(real).tanh().mean() if critic else -loss
             accelerator.backward(loss) if accelerator else loss.backward()
             optimizer.step()
-            seen.append(float(accelerator.reduce(loss.detach(), "mean") if accelerator else loss.detach()))
+            seen.append(
+                float(
+                    accelerator.reduce(loss.detach(), "mean")
+                    if accelerator
+                    else loss.detach()
+                )
+            )
     return seen
 
 
 def two_engines(ctx: ProcessContext) -> None:
     for stage in (0, 1, 2, 3):
-        ours = torch.tensor(gan(Accelerator(**engine(stage)), ctx.rank, ctx.world.size > 1))
-        torch.testing.assert_close(ours, torch.tensor(gan(None, 0, False)), rtol=0, atol=2e-6, msg=f"stage {stage}")
+        ours = torch.tensor(
+            gan(Accelerator(**engine(stage)), ctx.rank, ctx.world.size > 1)
+        )
+        torch.testing.assert_close(
+            ours,
+            torch.tensor(gan(None, 0, False)),
+            rtol=0,
+            atol=2e-6,
+            msg=f"stage {stage}",
+        )
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
@@ -314,7 +390,8 @@ def test_unused_parameters_and_two_losses_and_a_teacher(ctx: ProcessContext) -> 
             aim = teacher(torch.cat([x, x[:, :2]], 1)).detach()
             for smooth in (torch.square, torch.sin):
                 accelerator.backward(smooth(model(x, step % 2 == 0) - aim).mean())
-                reference_loss: Any = smooth(plain(x, step % 2 == 0) - aim).mean()  # Any: torch leaves backward untyped
+                # Any: torch leaves backward untyped
+                reference_loss: Any = smooth(plain(x, step % 2 == 0) - aim).mean()
                 reference_loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -322,7 +399,9 @@ def test_unused_parameters_and_two_losses_and_a_teacher(ctx: ProcessContext) -> 
             reference.zero_grad()
         state = accelerator.get_state_dict(model)
         for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6, msg=f"stage {stage}: {name}")
+            torch.testing.assert_close(
+                state[name], value, rtol=0, atol=1e-6, msg=f"stage {stage}: {name}"
+            )
 
 
 class Turning(nn.Module):
@@ -334,7 +413,11 @@ class Turning(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor, way: str) -> Tensor:
-        layers = {"forth": (self.first, self.second), "back": (self.second, self.first), "first": (self.first,)}
+        layers = {
+            "forth": (self.first, self.second),
+            "back": (self.second, self.first),
+            "first": (self.first,),
+        }
         for layer in layers[way]:
             x = layer(x)
         return x
@@ -342,25 +425,35 @@ class Turning(nn.Module):
 
 @ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("other", ["back", "first"])
-def test_gradients_that_come_in_another_order_on_one_rank_are_refused(ctx: ProcessContext, other: str) -> None:
+def test_gradients_that_come_in_another_order_on_one_rank_are_refused(
+    ctx: ProcessContext, other: str
+) -> None:
     """ZeRO 2 would add up numbers of different parameters; the same turn on every rank is right, also when it changes."""
     accelerator = Accelerator(**engine(2))
     model, plain = Turning(), Turning()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for way in ("forth", other, "forth"):
         accelerator.backward(model(torch.ones(2, 4), way).square().mean())
-        loss: Any = plain(torch.ones(2, 4), way).square().mean()  # Any: torch leaves backward untyped
+        # Any: torch leaves backward untyped
+        loss: Any = plain(torch.ones(2, 4), way).square().mean()
         loss.backward()
         for each in (optimizer, reference):
             each.step()
             each.zero_grad()
     for name, value in accelerator.get_state_dict(model).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name
+        )
     last = ctx.world.size - 1
-    loss = model(torch.ones(2, 4), other if ctx.rank == last else "forth").square().mean()
+    loss = (
+        model(torch.ones(2, 4), other if ctx.rank == last else "forth").square().mean()
+    )
     with pytest.raises(
-        StepError, match=f"passed gradients to ZeRO 2 in different orders: .* on rank 0 and .* on rank {last}"
+        StepError,
+        match=f"passed gradients to ZeRO 2 in different orders: .* on rank 0 and .* on rank {last}",
     ):
         accelerator.backward(loss)
 
@@ -371,7 +464,9 @@ class Stumbling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        )
 
     def forward(self, x: Tensor, fail: bool = False) -> Tensor:
         hidden = x
@@ -388,7 +483,9 @@ def test_zero_3_leaves_linear_layers_of_other_models_alone(ctx: ProcessContext) 
     torchs = functional.linear
     accelerator = Accelerator(**engine(3))
     model, plain = Stumbling(), Stumbling()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     assert functional.linear is torchs
     with pytest.raises(ValueError, match="stumbled"), torch.no_grad():
         model(torch.ones(2, 4), fail=True)
@@ -397,21 +494,28 @@ def test_zero_3_leaves_linear_layers_of_other_models_alone(ctx: ProcessContext) 
     optimizer.step()
     assert functional.linear is torchs
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    loss: Any = plain(torch.ones(2, 4)).square().mean()  # Any: torch leaves backward untyped
+    # Any: torch leaves backward untyped
+    loss: Any = plain(torch.ones(2, 4)).square().mean()
     loss.backward()
     reference.step()
     for name, value in accelerator.get_state_dict(model).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name
+        )
 
 
 @ranks(2)
 @pytest.mark.filterwarnings("ignore:.*the loss is nan:hasten.errors.HastenWarning")
-def test_an_update_of_numbers_that_are_not_finite_is_skipped_on_every_rank(ctx: ProcessContext) -> None:
+def test_an_update_of_numbers_that_are_not_finite_is_skipped_on_every_rank(
+    ctx: ProcessContext,
+) -> None:
     """One rank's loss is nan; the weights stay on all, and the run goes on as if the batch had not been."""
     for stage in (0, 1, 2, 3):
         accelerator = Accelerator(trust={"numbers": "skip"}, **engine(stage))
         model, plain = Branching(), Branching()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         reference = torch.optim.SGD(plain.parameters(), lr=0.1)
         for step in range(4):
             bad = torch.nan if step == 1 and ctx.rank == 1 else 1.0
@@ -419,22 +523,33 @@ def test_an_update_of_numbers_that_are_not_finite_is_skipped_on_every_rank(ctx: 
             optimizer.step()
             optimizer.zero_grad()
             if step != 1:
-                loss: Any = plain(torch.ones(2, 4), True).square().mean()  # Any: torch leaves backward untyped
+                # Any: torch leaves backward untyped
+                loss: Any = plain(torch.ones(2, 4), True).square().mean()
                 loss.backward()
                 reference.step()
                 reference.zero_grad()
         for name, value in accelerator.get_state_dict(model).items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=f"stage {stage}: {name}")
+            torch.testing.assert_close(
+                value,
+                plain.state_dict()[name],
+                rtol=0,
+                atol=1e-6,
+                msg=f"stage {stage}: {name}",
+            )
 
 
 @ranks(2)
 @pytest.mark.filterwarnings("ignore:.*the loss is nan:hasten.errors.HastenWarning")
-def test_a_rollback_leaves_the_bad_batch_out(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_rollback_leaves_the_bad_batch_out(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     """Back to the checkpoint, without the batch of both ranks in which one sample is nan: as if it had not been there."""
 
     def weights(stage: int, rotten: bool) -> State:
         accelerator = Accelerator(
-            trust={"numbers": "rollback"}, project_dir=str(tmp_path / f"{stage}{rotten}"), **engine(stage)
+            trust={"numbers": "rollback"},
+            project_dir=str(tmp_path / f"{stage}{rotten}"),
+            **engine(stage),
         )
         rows = [x.clone() for x, _ in samples(40)]
         if rotten:
@@ -451,7 +566,9 @@ def test_a_rollback_leaves_the_bad_batch_out(ctx: ProcessContext, tmp_path: Path
             optimizer.zero_grad()
             if number == 1:
                 accelerator.save_state(tmp_path / f"state{stage}{rotten}")
-        return {name: [value] for name, value in accelerator.get_state_dict(model).items()}
+        return {
+            name: [value] for name, value in accelerator.get_state_dict(model).items()
+        }
 
     for stage in (0, 1, 2, 3):
         assert_same(weights(stage, True), weights(stage, False), f"stage {stage}")
@@ -461,10 +578,17 @@ def test_a_rollback_leaves_the_bad_batch_out(ctx: ProcessContext, tmp_path: Path
 def test_placeholders_and_auto_values(ctx: ProcessContext) -> None:
     settings = engine(2)
     settings["deepspeed_plugin"]["hf_ds_config"] |= {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto"},
+        },
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"},
+            "params": {
+                "warmup_num_steps": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_type": "linear",
+            },
         },
         "train_micro_batch_size_per_gpu": "auto",
     }
@@ -487,8 +611,15 @@ def test_placeholders_and_auto_values(ctx: ProcessContext) -> None:
         schedule.step()
     assert rates == sorted(rates)
     assert rates[0] < rates[-1] == 0.01
-    got = torch.cat([value.flatten() for value in accelerator.get_state_dict(model).values()])
-    torch.testing.assert_close(got, torch.cat([v.flatten() for v in plain.state_dict().values()]), rtol=0, atol=2e-6)
+    got = torch.cat(
+        [value.flatten() for value in accelerator.get_state_dict(model).values()]
+    )
+    torch.testing.assert_close(
+        got,
+        torch.cat([v.flatten() for v in plain.state_dict().values()]),
+        rtol=0,
+        atol=2e-6,
+    )
 
 
 @ranks(1)
@@ -502,7 +633,10 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext) -> None:
         accelerator.clip_grad_norm_(list(run.model.parameters())[:1], 1.0)
     with pytest.raises(StepError, match="Call it once per model"):
         accelerator.clip_grad_value_(list(run.model.parameters())[:1], 1.0)
-    with pytest.raises(StepError, match="even_batches=True"), accelerator.join_uneven_inputs([run.model]):
+    with (
+        pytest.raises(StepError, match="even_batches=True"),
+        accelerator.join_uneven_inputs([run.model]),
+    ):
         pass
     with pytest.raises(PrepareError, match="cannot be marked"):
         accelerator.mark_forward_method(run.model, "forward")
@@ -519,29 +653,44 @@ State = dict[str, list[Tensor]]
 def whole_state(run: Run) -> State:
     """Weights, master weights and Adam's moments of every parameter, gathered by DeepSpeed's own functions."""
     shown = need("deepspeed.utils")
-    state = {name: [value.clone()] for name, value in run.accelerator.get_state_dict(run.model).items()}
+    state = {
+        name: [value.clone()]
+        for name, value in run.accelerator.get_state_dict(run.model).items()
+    }
     inner = run.accelerator.unwrap_model(run.model)
     zero = run.model.optimizer
-    if hasattr(zero, "_hp_optimizer_states_linked"):  # DeepSpeed links the groups after the first one too early
+    # DeepSpeed links the groups after the first one too early
+    if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
     for name, parameter in inner.named_parameters():
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             state[name].append(shown.safe_get_full_fp32_param(parameter).clone())
             state[name] += [
-                shown.safe_get_full_optimizer_state(parameter, key).clone() for key in ("exp_avg", "exp_avg_sq")
+                shown.safe_get_full_optimizer_state(parameter, key).clone()
+                for key in ("exp_avg", "exp_avg_sq")
             ]
     if run.optimizer.optimizer.stage == 0:
         saved = run.optimizer.state_dict()["state"]
-        state["moments"] = [one[key].clone() for one in saved.values() for key in ("master", "exp_avg", "exp_avg_sq")]
+        state["moments"] = [
+            one[key].clone()
+            for one in saved.values()
+            for key in ("master", "exp_avg", "exp_avg_sq")
+        ]
     return state
 
 
 def fresh_run(stage: int, precision: str) -> Run:
-    return Run(Accelerator(mixed_precision=precision, gradient_accumulation_steps=1, **engine(stage)))
+    return Run(
+        Accelerator(
+            mixed_precision=precision, gradient_accumulation_steps=1, **engine(stage)
+        )
+    )
 
 
-def save_some(ctx: ProcessContext, folder: Path, stage: int, precision: str) -> tuple[State, list[float]]:
+def save_some(
+    ctx: ProcessContext, folder: Path, stage: int, precision: str
+) -> tuple[State, list[float]]:
     """The state that was saved after five steps, and the losses of the six steps after it."""
     run = fresh_run(stage, precision)
     run.steps(5)
@@ -552,7 +701,9 @@ def save_some(ctx: ProcessContext, folder: Path, stage: int, precision: str) -> 
     return whole_state(run), uninterrupted.losses[5:]
 
 
-def load_some(ctx: ProcessContext, folder: Path, stage: int, precision: str) -> tuple[State, list[float], State]:
+def load_some(
+    ctx: ProcessContext, folder: Path, stage: int, precision: str
+) -> tuple[State, list[float], State]:
     """The state after loading, the losses of six steps more, and the weights of the exported model."""
     run = fresh_run(stage, precision)
     run.steps(2)  # state that loading must replace
@@ -566,7 +717,10 @@ def load_some(ctx: ProcessContext, folder: Path, stage: int, precision: str) -> 
 
 
 def whole_weights(run: Run) -> State:
-    return {name: [value.clone()] for name, value in run.accelerator.get_state_dict(run.model).items()}
+    return {
+        name: [value.clone()]
+        for name, value in run.accelerator.get_state_dict(run.model).items()
+    }
 
 
 def assert_same(found: State, wanted: State, label: str) -> None:
@@ -582,7 +736,10 @@ def assert_same(found: State, wanted: State, label: str) -> None:
     [
         (1, "no"),
         (3, "bf16"),
-        *(pytest.param(*both, marks=pytest.mark.exhaustive) for both in ((0, "bf16"), (2, "bf16"), (3, "no"))),
+        *(
+            pytest.param(*both, marks=pytest.mark.exhaustive)
+            for both in ((0, "bf16"), (2, "bf16"), (3, "no"))
+        ),
     ],
 )
 def test_a_checkpoint_loads_on_any_number_of_processes(
@@ -591,7 +748,9 @@ def test_a_checkpoint_loads_on_any_number_of_processes(
     state, after = rank_pool.run(save_some, 2, tmp_path, stage, precision)[0]
     weights = {name: values[:1] for name, values in state.items() if name != "moments"}
     for world in (2, 1, 3):
-        for found, losses, exported in rank_pool.run(load_some, world, tmp_path, stage, precision):
+        for found, losses, exported in rank_pool.run(
+            load_some, world, tmp_path, stage, precision
+        ):
             label = f"stage {stage}, {precision}, loaded on {world}"
             assert_same(found, state, label)
             assert_same(exported, weights, label)

@@ -114,8 +114,14 @@ for half, layers, used in ((False, 1, []), (True, 3, [3, 3, 3, 2, 3]), (True, 8,
 @cache
 def library() -> str | None:
     """Build DeepSpeed's library, which takes minutes the first time on a machine; what went wrong, or None."""
-    done = subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else f"{INSTALL}: {done.stderr.strip().splitlines()[-1]}"
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD], capture_output=True, text=True, check=False
+    )
+    return (
+        None
+        if done.returncode == 0
+        else f"{INSTALL}: {done.stderr.strip().splitlines()[-1]}"
+    )
 
 
 @pytest.fixture
@@ -144,12 +150,24 @@ class Wide(nn.Module):
 class Run:
     """One training, step by step; SGD, so that a gradient of zero and none are the same, or AdamW."""
 
-    def __init__(self, accelerator: Accelerator, adam: bool = True, rows: int = 70001, built: bool = False) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        adam: bool = True,
+        rows: int = 70001,
+        built: bool = False,
+    ) -> None:
         self.accelerator = accelerator
         with accelerator.init_module() if built else nullcontext():
             model = Wide(rows)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1) if adam else torch.optim.SGD(trained, lr=0.1)
+        trained = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
+        optimizer = (
+            torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1)
+            if adam
+            else torch.optim.SGD(trained, lr=0.1)
+        )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.done, self.norms = 0, [0.0]
 
@@ -171,21 +189,39 @@ class Run:
     @property
     def weights(self) -> dict[str, Tensor]:
         """Whole weights."""
-        return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
+        return {
+            name: value.clone()
+            for name, value in self.accelerator.get_state_dict(self.model).items()
+        }
 
 
-def engine(folder: Path | None, **options: Any) -> dict[str, Any]:  # Any: settings of DeepSpeed
+# Any: settings of DeepSpeed
+def engine(folder: Path | None, **options: Any) -> dict[str, Any]:
     """Settings with the state in a folder, or in host memory, where sub-groups are the same: they decide the order of sums."""
-    zero: dict[str, Any] = {"stage": 3, "sub_group_size": 1, "offload_optimizer": place(folder), **options}
-    config = {"zero_optimization": zero, "fp16": {"enabled": "auto", "initial_scale_power": 4}}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "sub_group_size": 1,
+        "offload_optimizer": place(folder),
+        **options,
+    }
+    config = {
+        "zero_optimization": zero,
+        "fp16": {"enabled": "auto", "initial_scale_power": 4},
+    }
     return {"strategy": "deepspeed", "deepspeed_plugin": {"hf_ds_config": config}}
 
 
 def place(folder: Path | None) -> dict[str, Any]:
-    return {"device": "cpu"} if folder is None else {"device": "nvme", "nvme_path": str(folder)}
+    return (
+        {"device": "cpu"}
+        if folder is None
+        else {"device": "nvme", "nvme_path": str(folder)}
+    )
 
 
-def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor], atol: float = 0.0) -> None:
+def assert_equal(
+    first: dict[str, Tensor], second: dict[str, Tensor], atol: float = 0.0
+) -> None:
     assert first.keys() == second.keys()
     for name, value in first.items():
         far = float((second[name] - value).abs().max())
@@ -193,8 +229,11 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor], atol: floa
 
 
 @ranks(1)
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError])  # DeepSpeed's own, for an architecture list with "9.0a"
-def test_a_library_that_cannot_be_built_is_told(ctx: ProcessContext, tmp_path: Path, kind: type[Exception]) -> None:
+# DeepSpeed's own, for an architecture list with "9.0a"
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_a_library_that_cannot_be_built_is_told(
+    ctx: ProcessContext, tmp_path: Path, kind: type[Exception]
+) -> None:
     def no_compiler(self: object, verbose: bool = False) -> None:
         raise kind("no compiler was found")
 
@@ -202,23 +241,36 @@ def test_a_library_that_cannot_be_built_is_told(ctx: ProcessContext, tmp_path: P
     builder = need("deepspeed.ops.op_builder").AsyncIOBuilder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "load", no_compiler)
-        with pytest.raises(PrepareError, match=r"no compiler was found\). Install its build dependencies .*libaio-dev"):
+        with pytest.raises(
+            PrepareError,
+            match=r"no compiler was found\). Install its build dependencies .*libaio-dev",
+        ):
             Run(Accelerator(**engine(tmp_path)))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @ranks(2)
-def test_state_on_nvme_trains_like_ddp(ctx: ProcessContext, tmp_path: Path, built: None) -> None:
+def test_state_on_nvme_trains_like_ddp(
+    ctx: ProcessContext, tmp_path: Path, built: None
+) -> None:
     """Two windows, clipped; the state is on the drive between them."""
     common: dict[str, Any] = {"gradient_accumulation_steps": 2}
     plain = Run(Accelerator(strategy="ddp", **common)).steps(4)
-    ours = Run(Accelerator(**engine(tmp_path / "nvme", sub_group_size=10**9), **common)).steps(4)
+    ours = Run(
+        Accelerator(**engine(tmp_path / "nvme", sub_group_size=10**9), **common)
+    ).steps(4)
     names = [file.name for file in (tmp_path / "nvme").rglob("*.swp")]
     assert any("exp_avg_sq" in name for name in names), names
-    inside = [flat.numel() for flat in ours.model.optimizer.fp32_partitioned_groups_flat]
-    assert sorted(inside) == [0, 0, 0, 4, 35001], "what is larger than 1 MiB is not in memory"
-    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7)
+    inside = [
+        flat.numel() for flat in ours.model.optimizer.fp32_partitioned_groups_flat
+    ]
+    assert sorted(inside) == [0, 0, 0, 4, 35001], (
+        "what is larger than 1 MiB is not in memory"
+    )
+    torch.testing.assert_close(
+        torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-5, atol=1e-7
+    )
     assert_equal(plain.weights, ours.weights, atol=2e-6)
 
 
@@ -259,17 +311,28 @@ def test_a_run_with_state_on_nvme_resumes_bit_for_bit(
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @ranks(2)
-def test_old_gradients_and_loaded_weights(ctx: ProcessContext, tmp_path: Path, built: None) -> None:
+def test_old_gradients_and_loaded_weights(
+    ctx: ProcessContext, tmp_path: Path, built: None
+) -> None:
     """A layer that a window does not use is not updated by an old gradient; load_model writes the masters too."""
     plain = (
         Run(
-            Accelerator(strategy="ddp", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]),
+            Accelerator(
+                strategy="ddp",
+                kwargs_handlers=[
+                    DistributedDataParallelKwargs(find_unused_parameters=True)
+                ],
+            ),
             adam=False,
         )
         .steps(2)
         .steps(2, False)
     )
-    ours = Run(Accelerator(**engine(tmp_path / "nvme")), adam=False).steps(2).steps(2, third=False)
+    ours = (
+        Run(Accelerator(**engine(tmp_path / "nvme")), adam=False)
+        .steps(2)
+        .steps(2, third=False)
+    )
     assert_equal(plain.weights, ours.weights, atol=2e-6)
     ours.accelerator.save_model(ours.model, tmp_path / "model")
     trained: list[dict[str, Tensor]] = []
@@ -290,7 +353,12 @@ def test_the_drive_is_left_clean(tmp_path: Path, built: None) -> None:
 
 
 def two_engines(folder: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", TWO_ENGINES, str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_ENGINES, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
 
@@ -300,7 +368,10 @@ def two_engines(folder: Path) -> None:
 def test_the_read_that_is_lost(tmp_path: Path, built: None) -> None:
     """Why a sub-group holds one parameter: DeepSpeed's own library says that it has read, and has not, at 256 bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", LOST_READ, str(tmp_path / "written")], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LOST_READ, str(tmp_path / "written")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines()[-3:] == [
         "0 (0, 1) True False",

@@ -29,7 +29,11 @@ MADE = {
     "optimizer": {"type": "AdamW", "params": {"lr": 2e-2, "torch_adam": True}},
     "scheduler": {
         "type": "WarmupLR",
-        "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 6, "warmup_type": "linear"},
+        "params": {
+            "warmup_max_lr": 2e-2,
+            "warmup_num_steps": 6,
+            "warmup_type": "linear",
+        },
     },
 }
 
@@ -37,7 +41,9 @@ MADE = {
 class Run:
     """A training whose optimizer and schedule are the script's, or made by DeepSpeed."""
 
-    def __init__(self, ctx: ProcessContext, stage: int, precision: str, made: bool) -> None:
+    def __init__(
+        self, ctx: ProcessContext, stage: int, precision: str, made: bool
+    ) -> None:
         config = {"zero_optimization": {"stage": stage}, **(MADE if made else {})}
         self.accelerator = Accelerator(
             strategy="deepspeed",
@@ -48,21 +54,29 @@ class Run:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
         optimizer: Any = (
-            DummyOptim(model.parameters(), lr=2e-2) if made else torch.optim.AdamW(model.parameters(), lr=2e-2)
+            DummyOptim(model.parameters(), lr=2e-2)
+            if made
+            else torch.optim.AdamW(model.parameters(), lr=2e-2)
         )
         schedule: Any = (
             DummyScheduler(optimizer, warmup_num_steps=6)
             if made
-            else torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+            else torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: 1.0 / (1 + step)
+            )
         )
-        self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(
+            model, optimizer, schedule
+        )
         self.rank = ctx.world.rank
         self.rates: list[float] = []
         self.losses: list[float] = []
 
     def passes(self, first: int, last: int) -> None:
         for number in range(first, last):
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + self.rank))
+            x = torch.randn(
+                4, 6, generator=torch.Generator().manual_seed(10 * number + self.rank)
+            )
             with self.accelerator.accumulate(self.model):
                 loss = (self.model(x).float() - x.sum(1, keepdim=True)).square().mean()
                 self.accelerator.backward(loss)
@@ -80,7 +94,9 @@ class Run:
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_resume_is_the_run_that_never_stopped(ctx: ProcessContext, tmp_path: Path, stage: int, made: bool) -> None:
+def test_a_resume_is_the_run_that_never_stopped(
+    ctx: ProcessContext, tmp_path: Path, stage: int, made: bool
+) -> None:
     for precision in ("no", "bf16") if stage == 2 else ("no",):
         folder = str(tmp_path / precision)
         whole = Run(ctx, stage, precision, made)
@@ -98,7 +114,9 @@ def test_a_resume_is_the_run_that_never_stopped(ctx: ProcessContext, tmp_path: P
 
         assert again.losses == whole.losses[6:], precision
         assert again.rates == whole.rates[6:], precision
-        assert len(set(whole.rates)) > 4, "the schedule must move, or the test shows nothing"
+        assert len(set(whole.rates)) > 4, (
+            "the schedule must move, or the test shows nothing"
+        )
         for ours, theirs in zip(again.weights, whole.weights, strict=True):
             assert torch.equal(ours, theirs), precision
 
@@ -126,7 +144,9 @@ def test_an_open_window_is_named_at_a_save_and_dropped_at_a_load(
 
 
 @ranks(1)
-def test_a_checkpoint_without_a_schedule_leaves_the_schedule_and_says_so(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_schedule_leaves_the_schedule_and_says_so(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     run = Run(ctx, 1, "no", made=False)
     run.passes(0, 2)
     inner, run.optimizer.optimizer.schedule = run.optimizer.optimizer.schedule, None
@@ -141,7 +161,9 @@ def test_a_checkpoint_without_a_schedule_leaves_the_schedule_and_says_so(ctx: Pr
 
 
 @ranks(1)
-def test_an_engine_on_nvme_refuses_checkpoints_that_would_leave_it_out(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_an_engine_on_nvme_refuses_checkpoints_that_would_leave_it_out(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     run = Run(ctx, 3, "no", made=False)
     with mock.patch.object(type(run.optimizer.optimizer), "on_nvme", True):
         for call in (run.model.save_checkpoint, run.model.load_checkpoint):

@@ -28,13 +28,18 @@ pytestmark = pytest.mark.skipif(
 
 CLIP: Final = 0.05
 STEPS: Final = 5
-NORMS: Final = ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload")
+NORMS: Final = (
+    "get_grad_norm_direct",
+    "complete_grad_norm_calculation_for_cpu_offload",
+)
 """DeepSpeed's functions that compute the norm of one group of parameters."""
 
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7), nn.Tanh(), nn.Linear(7, 1))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 7), nn.Tanh(), nn.Linear(7, 1)
+    )
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -56,14 +61,18 @@ def counting(optimizer: Any, counts: list[str]) -> None:  # Any: DeepSpeed is un
     for name in NORMS:
         if (compute := getattr(optimizer, name, None)) is not None:
 
-            def counted(*args: Any, _name: str = name, _compute: Any = compute, **kwargs: Any) -> Any:
+            def counted(
+                *args: Any, _name: str = name, _compute: Any = compute, **kwargs: Any
+            ) -> Any:
                 counts.append(_name)
                 return _compute(*args, **kwargs)
 
             setattr(optimizer, name, counted)
 
 
-def plain(ctx: ProcessContext, stage: int, half: bool, offload: bool) -> tuple[list[float], list[float], int]:
+def plain(
+    ctx: ProcessContext, stage: int, half: bool, offload: bool
+) -> tuple[list[float], list[float], int]:
     """Losses, norms and the number of computed norms of DeepSpeed without hasten."""
     deepspeed = deepspeed_engine.join(ctx)
     config = {
@@ -76,9 +85,15 @@ def plain(ctx: ProcessContext, stage: int, half: bool, offload: bool) -> tuple[l
     }
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    place = {"LOCAL_RANK": str(ctx.rank), "RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world.size)}
+    place = {
+        "LOCAL_RANK": str(ctx.rank),
+        "RANK": str(ctx.rank),
+        "WORLD_SIZE": str(ctx.world.size),
+    }
     with mock.patch.dict(os.environ, place), deepspeed_engine.torchs_linear():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
     counts: list[str] = []
     counting(engine.optimizer, counts)
     losses, norms = [], []
@@ -92,7 +107,9 @@ def plain(ctx: ProcessContext, stage: int, half: bool, offload: bool) -> tuple[l
     return losses, norms, len(counts)
 
 
-def on_hasten(ctx: ProcessContext, stage: int, half: bool, offload: bool) -> tuple[list[float], list[float], int]:
+def on_hasten(
+    ctx: ProcessContext, stage: int, half: bool, offload: bool
+) -> tuple[list[float], list[float], int]:
     """The same through the loop of any strategy."""
     accelerator = Accelerator(
         strategy="deepspeed",
@@ -100,7 +117,9 @@ def on_hasten(ctx: ProcessContext, stage: int, half: bool, offload: bool) -> tup
         deepspeed_plugin={"hf_ds_config": {"zero_optimization": zero(stage, offload)}},
     )
     model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-2))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=2e-2)
+    )
     counts: list[str] = []
     counting(model.optimizer, counts)
     losses, norms = [], []
@@ -120,10 +139,14 @@ def on_hasten(ctx: ProcessContext, stage: int, half: bool, offload: bool) -> tup
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_clipped_steps_are_those_of_plain_deepspeed(ctx: ProcessContext, stage: int, half: bool, offload: bool) -> None:
+def test_clipped_steps_are_those_of_plain_deepspeed(
+    ctx: ProcessContext, stage: int, half: bool, offload: bool
+) -> None:
     """Losses and norms are equal bit for bit, and each norm of a group is computed once a step, as plain DeepSpeed does."""
     losses, norms, counted = plain(ctx, stage, half, offload)
-    with mock.patch.object(deepspeed_optimizer, "_local_norm", wraps=deepspeed_optimizer._local_norm) as another:
+    with mock.patch.object(
+        deepspeed_optimizer, "_local_norm", wraps=deepspeed_optimizer._local_norm
+    ) as another:
         ours = on_hasten(ctx, stage, half, offload)
     assert ours[0] == losses
     assert ours[1] == norms
@@ -133,13 +156,18 @@ def test_clipped_steps_are_those_of_plain_deepspeed(ctx: ProcessContext, stage: 
 
 @ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_norm_that_was_computed_is_not_used_for_other_gradients(ctx: ProcessContext, stage: int) -> None:
+def test_a_norm_that_was_computed_is_not_used_for_other_gradients(
+    ctx: ProcessContext, stage: int
+) -> None:
     """Gradients clamped after clipping have another norm, and the next window computes its norm anew."""
     accelerator = Accelerator(
-        strategy="deepspeed", deepspeed_plugin={"hf_ds_config": {"zero_optimization": zero(stage, False)}}
+        strategy="deepspeed",
+        deepspeed_plugin={"hf_ds_config": {"zero_optimization": zero(stage, False)}},
     )
     model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-2))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=2e-2)
+    )
     found = []
     for step in range(2):
         accelerator.backward(model(batch(step, ctx.rank)).square().mean())
@@ -152,5 +180,7 @@ def test_a_norm_that_was_computed_is_not_used_for_other_gradients(ctx: ProcessCo
         found.append(float(before))
         optimizer.step()
         optimizer.zero_grad()
-        assert math.isclose(float(model.get_global_grad_norm()), float(after), rel_tol=1e-6)
+        assert math.isclose(
+            float(model.get_global_grad_norm()), float(after), rel_tol=1e-6
+        )
     assert found[0] != found[1]

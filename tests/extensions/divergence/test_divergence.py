@@ -17,11 +17,20 @@ MESHES = (
 )
 
 
-def records(mesh: MeshSpec, axes: tuple[Axis, ...], odd: tuple[int, ...]) -> dict[int, list[Record]]:
+def records(
+    mesh: MeshSpec, axes: tuple[Axis, ...], odd: tuple[int, ...]
+) -> dict[int, list[Record]]:
     """Each set of peers holds a value of its own, and the odd ranks something else."""
     names = tuple(map(str, axes))
     return {
-        rank: [Record("parameter", "weight", names, 10 * mesh.peers(rank, *axes)[0] + (rank in odd))]
+        rank: [
+            Record(
+                "parameter",
+                "weight",
+                names,
+                10 * mesh.peers(rank, *axes)[0] + (rank in odd),
+            )
+        ]
         for rank in range(mesh.world_size)
     }
 
@@ -39,7 +48,9 @@ def test_the_minority_of_each_group_is_named(mesh: MeshSpec) -> None:
                     rest = set(group) - camp
                     if camp and rest:
                         lead = min(group)
-                        smaller = len(camp) < len(rest) or (len(camp) == len(rest) and lead in rest)
+                        smaller = len(camp) < len(rest) or (
+                            len(camp) == len(rest) and lead in rest
+                        )
                         expected |= camp if smaller else rest
                 assert (() if found is None else found.odd) == tuple(sorted(expected))
 
@@ -47,7 +58,9 @@ def test_the_minority_of_each_group_is_named(mesh: MeshSpec) -> None:
 def test_a_tensor_that_some_ranks_lack_differs() -> None:
     mesh = MeshSpec(dp_replicate=3)
     axes = (str(Axis.DP_REPLICATE),)
-    held = {rank: [Record("state", "weight (exp_avg)", axes, 1)] for rank in (0, 1)} | {2: []}
+    held = {rank: [Record("state", "weight (exp_avg)", axes, 1)] for rank in (0, 1)} | {
+        2: []
+    }
     found = find(held, mesh, 7, None)
     assert found is not None
     assert (found.cause, found.odd) == ("state", (2,))
@@ -67,18 +80,31 @@ def test_the_cause_comes_before_its_consequences() -> None:
     )
     for first in range(len(order)):
         kinds = [kind for kind, _ in order[first:]]
-        held = {rank: [Record(kind, kind, axes, rank) for kind in kinds] for rank in range(2)}
+        held = {
+            rank: [Record(kind, kind, axes, rank) for kind in kinds]
+            for rank in range(2)
+        }
         found = find(held, mesh, 7, 3)
         assert found is not None
         assert found.cause == order[first][1]
-        for part in ("seen at update 7 (all agreed at update 3)", "cause:", "cure:", "now:   x"):
+        for part in (
+            "seen at update 7 (all agreed at update 3)",
+            "cause:",
+            "cure:",
+            "now:   x",
+        ):
             assert part in found.message("x")
 
 
 def test_gradients_and_generators_alone_are_no_alarm() -> None:
     mesh = MeshSpec(tp=2)
     axes = (str(Axis.TP),)
-    held = {rank: [Record(kind, kind, axes, rank) for kind in ("gradient", "random", "updates")] for rank in range(2)}
+    held = {
+        rank: [
+            Record(kind, kind, axes, rank) for kind in ("gradient", "random", "updates")
+        ]
+        for rank in range(2)
+    }
     assert find(held, mesh, 1, None) is None
     for rank, rows in held.items():
         rows.append(Record("parameter", "weight", axes, rank))

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator, LocalSGD
-from hasten.config.sections.parallel import DistributedDataParallelKwargs, ParallelismConfig
+from hasten.config.sections.parallel import (
+    DistributedDataParallelKwargs,
+    ParallelismConfig,
+)
 from hasten.errors import DivergenceError, HastenWarning
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -72,21 +75,33 @@ class Run:
 
 def start(sgd: bool = False, buffers: bool = True, **settings: Any) -> Run:
     if not buffers:
-        settings["kwargs_handlers"] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+        settings["kwargs_handlers"] = [
+            DistributedDataParallelKwargs(broadcast_buffers=False)
+        ]
     trust = {"divergence_every": EVERY} | settings.pop("trust", {})
     accelerator = Accelerator(trust=trust, **settings)
     net = seeded(Net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1) if sgd else torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = (
+        torch.optim.SGD(net.parameters(), lr=0.1)
+        if sgd
+        else torch.optim.AdamW(net.parameters(), lr=1e-2)
+    )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     g = torch.Generator().manual_seed(3)
     world = accelerator.num_processes
     data = TensorDataset(
-        torch.randn(10 * 4 * world, 6, generator=g), torch.randint(0, 3, (10 * 4 * world,), generator=g)
+        torch.randn(10 * 4 * world, 6, generator=g),
+        torch.randint(0, 3, (10 * 4 * world,), generator=g),
     )
     loader = DataLoader(data, batch_size=4, shuffle=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)  # torch 2.13's new name
-        model, optimizer, scheduler, loader = accelerator.prepare(net, optimizer, scheduler, loader)
+        # torch 2.13's new name
+        warnings.filterwarnings(
+            "ignore", "`broadcast_buffers` is deprecated", FutureWarning
+        )
+        model, optimizer, scheduler, loader = accelerator.prepare(
+            net, optimizer, scheduler, loader
+        )
     return Run(accelerator, model, net, optimizer, scheduler, loader)
 
 
@@ -174,26 +189,49 @@ def nothing(run: Run, step: int) -> None:
 
 CASES: dict[str, Case] = {
     "edit in place": Case(on_last_rank(edit_weight), "outside", "last.weight"),
-    "edit in place, sgd": Case(on_last_rank(edit_weight), "outside", "last.weight", (("sgd", True),)),
+    "edit in place, sgd": Case(
+        on_last_rank(edit_weight), "outside", "last.weight", (("sgd", True),)
+    ),
     "load on one rank": Case(on_last_rank(load_weights), "outside", "first.weight"),
-    "layer initialised anew without a seed": Case(everywhere(unseeded_layer), "outside", "first.weight"),
-    "never equal": Case(everywhere(unseeded_layer, at=0), "initialisation", "first.weight", agreed=False),
-    "edited optimizer state": Case(on_last_rank(edit_state), "state", "first.weight (exp_avg)"),
-    "own learning rate": Case(on_last_rank(own_rate), "settings", "param_groups[0]['lr']"),
-    "scheduler on one rank": Case(on_last_rank(extra_scheduler_step), "settings", "param_groups[0]['lr']"),
+    "layer initialised anew without a seed": Case(
+        everywhere(unseeded_layer), "outside", "first.weight"
+    ),
+    "never equal": Case(
+        everywhere(unseeded_layer, at=0), "initialisation", "first.weight", agreed=False
+    ),
+    "edited optimizer state": Case(
+        on_last_rank(edit_state), "state", "first.weight (exp_avg)"
+    ),
+    "own learning rate": Case(
+        on_last_rank(own_rate), "settings", "param_groups[0]['lr']"
+    ),
+    "scheduler on one rank": Case(
+        on_last_rank(extra_scheduler_step), "settings", "param_groups[0]['lr']"
+    ),
     "step on one rank": Case(on_last_rank(extra_step), "updates", "first.weight"),
-    "batch on one rank": Case(on_last_rank(extra_batch), "data", "position of loader 0"),
-    "gradients not averaged": Case(everywhere(past_the_model), "gradients", "first.weight"),
-    "gradients not averaged, sgd": Case(everywhere(past_the_model), "gradients", "first.weight", (("sgd", True),)),
+    "batch on one rank": Case(
+        on_last_rank(extra_batch), "data", "position of loader 0"
+    ),
+    "gradients not averaged": Case(
+        everywhere(past_the_model), "gradients", "first.weight"
+    ),
+    "gradients not averaged, sgd": Case(
+        everywhere(past_the_model), "gradients", "first.weight", (("sgd", True),)
+    ),
     "buffer": Case(
-        everywhere(write_buffer), "buffers", "seen", (("buffers", False), ("trust", {"divergence_ignore": ["norm.*"]}))
+        everywhere(write_buffer),
+        "buffers",
+        "seen",
+        (("buffers", False), ("trust", {"divergence_ignore": ["norm.*"]})),
     ),
 }
 
 
 @ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("name", CASES)
-def test_the_report_names_cause_tensor_ranks_and_update(ctx: ProcessContext, name: str) -> None:
+def test_the_report_names_cause_tensor_ranks_and_update(
+    ctx: ProcessContext, name: str
+) -> None:
     case = CASES[name]
     run = start(**dict(case.kwargs))
     case.spoil(run, 0)
@@ -212,16 +250,24 @@ def test_the_report_names_cause_tensor_ranks_and_update(ctx: ProcessContext, nam
 
 
 @ranks(2)
-def test_running_statistics_of_each_rank_are_a_warning_and_told_once(ctx: ProcessContext) -> None:
+def test_running_statistics_of_each_rank_are_a_warning_and_told_once(
+    ctx: ProcessContext,
+) -> None:
     """Training agrees, so it goes on; ignored by name, they are not mentioned at all."""
     for ignored, told in (((), 1), (("norm.running_*", "norm.num_batches_tracked"), 0)):
         run = start(buffers=False, trust={"divergence_ignore": ignored})
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run.train(nothing)
-        words = [str(one.message) for one in caught if issubclass(one.category, HastenWarning)]
+        words = [
+            str(one.message)
+            for one in caught
+            if issubclass(one.category, HastenWarning)
+        ]
         assert len(words) == (told if ctx.is_main else 0)
-        assert all("SyncBatchNorm" in text and "norm.running_mean" in text for text in words)
+        assert all(
+            "SyncBatchNorm" in text and "norm.running_mean" in text for text in words
+        )
 
 
 @ranks(2)
@@ -230,7 +276,9 @@ def test_report_goes_on_and_tells_once(ctx: ProcessContext) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.train(on_last_rank(edit_weight), steps=24)
-    words = [str(one.message) for one in caught if issubclass(one.category, HastenWarning)]
+    words = [
+        str(one.message) for one in caught if issubclass(one.category, HastenWarning)
+    ]
     assert len(words) == (1 if ctx.is_main else 0)
     assert all("'last.weight', seen at update 8" in text for text in words)
     assert run.accelerator._clock.num_updates == 24
@@ -247,14 +295,24 @@ def test_off_and_a_pattern_without_a_name(ctx: ProcessContext) -> None:
 
 
 # -- other ways of spreading ----------------------------------------------------------------------------------------
-def language_run(sizes: dict[str, Any], strategy: str, spoil: Callable[[nn.Module], None], **settings: Any) -> Tensor:
+def language_run(
+    sizes: dict[str, Any],
+    strategy: str,
+    spoil: Callable[[nn.Module], None],
+    **settings: Any,
+) -> Tensor:
     """Train a small language model and return this rank's part of a layer; a case may spoil it after six updates."""
     config = ParallelismConfig(**sizes)
     accelerator = Accelerator(
-        parallelism_config=config, strategy=strategy, trust={"divergence_every": EVERY}, **settings
+        parallelism_config=config,
+        strategy=strategy,
+        trust={"divergence_every": EVERY},
+        **settings,
     )
     net = seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=6))
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
+    )
     g = torch.Generator().manual_seed(1)
     for step in range(14):
         batch = torch.randint(0, 16, (4, 6), generator=g)
@@ -294,9 +352,14 @@ def edit_own_part(net: nn.Module) -> None:
 
 
 @ranks(2)
-def test_ranks_of_a_tensor_parallel_group_compare_what_is_whole(ctx: ProcessContext) -> None:
+def test_ranks_of_a_tensor_parallel_group_compare_what_is_whole(
+    ctx: ProcessContext,
+) -> None:
     language_run({"tp_size": 2}, "auto", keep)
-    with pytest.raises(DivergenceError, match="tensor parallelism: ranks of a group read different batches") as caught:
+    with pytest.raises(
+        DivergenceError,
+        match="tensor parallelism: ranks of a group read different batches",
+    ) as caught:
         language_run({"tp_size": 2}, "auto", edit_a_whole_one)
     assert caught.value.cause == "gradients"
 
@@ -305,24 +368,37 @@ def test_ranks_of_a_tensor_parallel_group_compare_what_is_whole(ctx: ProcessCont
 def test_shards_have_no_copy_to_differ_from(ctx: ProcessContext) -> None:
     kept = language_run({}, "fsdp", keep)
     edited = language_run({}, "fsdp", edit_own_part)
-    assert bool((edited[0] - kept[0] > 0.5).all()) == (ctx.rank > 0), "the edit must outlast the checks"
+    assert bool((edited[0] - kept[0] > 0.5).all()) == (ctx.rank > 0), (
+        "the edit must outlast the checks"
+    )
 
 
 @pytest.mark.exhaustive
 @ranks(4)
-def test_columns_of_hybrid_sharding_and_replicas_beside_tensor_parallel(ctx: ProcessContext) -> None:
+def test_columns_of_hybrid_sharding_and_replicas_beside_tensor_parallel(
+    ctx: ProcessContext,
+) -> None:
     hybrid = {"dp_replicate_size": 2, "dp_shard_size": 2}
-    for sizes, strategy in ((hybrid, "fsdp"), ({"tp_size": 2, "dp_replicate_size": 2}, "auto")):
+    for sizes, strategy in (
+        (hybrid, "fsdp"),
+        ({"tp_size": 2, "dp_replicate_size": 2}, "auto"),
+    ):
         language_run(sizes, strategy, keep)
         with pytest.raises(DivergenceError) as caught:
             language_run(sizes, strategy, edit_a_part)
         found = caught.value
-        assert (found.cause, found.name, found.ranks) == ("outside", "blocks.0.up.weight", (3,)), str(found)
+        assert (found.cause, found.name, found.ranks) == (
+            "outside",
+            "blocks.0.up.weight",
+            (3,),
+        ), str(found)
         assert "rank 1 and rank 3 differ from each other" in str(found)
 
 
 # -- no false alarm -------------------------------------------------------------------------------------------------
-def loop(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, epochs: int = 2) -> None:
+def loop(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, epochs: int = 2
+) -> None:
     for _ in range(epochs):
         for x, y in loader:
             with accelerator.accumulate(model):
@@ -333,19 +409,27 @@ def loop(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, epoc
 
 def data(rows: int = 40) -> TensorDataset:
     g = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(rows, 6, generator=g), torch.randint(0, 3, (rows,), generator=g))
+    return TensorDataset(
+        torch.randn(rows, 6, generator=g), torch.randint(0, 3, (rows,), generator=g)
+    )
 
 
 @ranks(2)
-def test_accumulation_resuming_and_scaled_losses_are_left_in_peace(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_accumulation_resuming_and_scaled_losses_are_left_in_peace(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     for precision in ("no", "fp16"):
         for part in range(2):
             accelerator = Accelerator(
-                gradient_accumulation_steps=3, trust={"divergence_every": 1}, mixed_precision=precision
+                gradient_accumulation_steps=3,
+                trust={"divergence_every": 1},
+                mixed_precision=precision,
             )
             net = seeded(Net, 9 * part)
             made = accelerator.prepare(
-                net, torch.optim.AdamW(net.parameters()), DataLoader(data(), batch_size=4, shuffle=True)
+                net,
+                torch.optim.AdamW(net.parameters()),
+                DataLoader(data(), batch_size=4, shuffle=True),
             )
             folder = str(tmp_path / precision)
             if part:
@@ -359,7 +443,10 @@ def two_models(spoils: bool) -> None:
     """A generator and its judge, each with an optimizer; the judge may be edited on rank 1."""
     accelerator = Accelerator(trust={"divergence_every": 1})
     makes, judges = nn.Linear(2, 6), nn.Linear(6, 1)
-    one, two = torch.optim.Adam(makes.parameters()), torch.optim.Adam(judges.parameters())
+    one, two = (
+        torch.optim.Adam(makes.parameters()),
+        torch.optim.Adam(judges.parameters()),
+    )
     maker, judge, one, two = accelerator.prepare(makes, judges, one, two)
     for step in range(12):
         fake = maker(torch.randn(4, 2))
@@ -375,7 +462,9 @@ def two_models(spoils: bool) -> None:
 
 
 @ranks(2)
-def test_two_models_are_left_in_peace_and_the_second_is_named(ctx: ProcessContext) -> None:
+def test_two_models_are_left_in_peace_and_the_second_is_named(
+    ctx: ProcessContext,
+) -> None:
     two_models(spoils=False)
     with pytest.raises(DivergenceError) as caught:
         two_models(spoils=True)
@@ -383,7 +472,9 @@ def test_two_models_are_left_in_peace_and_the_second_is_named(ctx: ProcessContex
 
 
 @ranks(2)
-def test_ranks_that_train_apart_on_purpose_are_left_in_peace(ctx: ProcessContext) -> None:
+def test_ranks_that_train_apart_on_purpose_are_left_in_peace(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(trust={"divergence_every": 1})
     net = seeded(Net)
     model, optimizer, loader = accelerator.prepare(
@@ -399,13 +490,19 @@ def test_ranks_that_train_apart_on_purpose_are_left_in_peace(ctx: ProcessContext
 
 
 @ranks(2)
-def test_uneven_inputs_and_rank_local_parameters_are_left_in_peace(ctx: ProcessContext) -> None:
+def test_uneven_inputs_and_rank_local_parameters_are_left_in_peace(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(trust={"divergence_every": 1})
-    net = nn.Sequential(seeded(lambda: nn.Linear(6, 8)), seeded(lambda: nn.Linear(8, 3)))
+    net = nn.Sequential(
+        seeded(lambda: nn.Linear(6, 8)), seeded(lambda: nn.Linear(8, 3))
+    )
     net._ddp_params_and_buffers_to_ignore = ["1.bias"]  # type: ignore[assignment]  # how torch is told
     torch.manual_seed(ctx.rank)
     nn.init.normal_(net[1].bias)  # type: ignore[arg-type]  # a module's attribute
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1)
+    )
     with accelerator.join_uneven_inputs([model]):
         for x, y in [data(8)[:]] * (3 + ctx.rank):
             accelerator.backward(nn.functional.cross_entropy(model(x), y))

@@ -10,13 +10,22 @@ from hasten.extensions.divergence.fingerprint import CHUNK, Fingerprints
 
 CPU = torch.device("cpu")
 DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.complex64,
+    ),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 
 
 def made(dtype: torch.dtype, size: int) -> Tensor:
-    return torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(size)).to(dtype)
+    return torch.randint(
+        0, 2, (size,), generator=torch.Generator().manual_seed(size)
+    ).to(dtype)
 
 
 def bits_flipped(tensor: Tensor, byte: int, bit: int) -> Tensor:
@@ -34,8 +43,22 @@ def test_one_flipped_bit_is_seen_wherever_it_is(dtype: torch.dtype) -> None:
         before = int(prints.of([whole], CPU))
         assert int(prints.of([whole.clone()], CPU)) == before
         for _ in range(8):
-            byte = int(torch.randint(whole.numel() * whole.element_size(), (), generator=g))
-            assert int(prints.of([bits_flipped(whole, byte, 0 if dtype == torch.bool else byte % 8)], CPU)) != before
+            byte = int(
+                torch.randint(whole.numel() * whole.element_size(), (), generator=g)
+            )
+            assert (
+                int(
+                    prints.of(
+                        [
+                            bits_flipped(
+                                whole, byte, 0 if dtype == torch.bool else byte % 8
+                            )
+                        ],
+                        CPU,
+                    )
+                )
+                != before
+            )
 
 
 def test_places_rows_signs_and_nans_count() -> None:
@@ -43,7 +66,15 @@ def test_places_rows_signs_and_nans_count() -> None:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     nan = x.clone()
     nan[2, 2] = float("nan")
-    others = [x.flip(0), x.flip(1), x.t().reshape(5, 4), -x, nan, torch.zeros_like(x), x * (1 + 1e-7)]
+    others = [
+        x.flip(0),
+        x.flip(1),
+        x.t().reshape(5, 4),
+        -x,
+        nan,
+        torch.zeros_like(x),
+        x * (1 + 1e-7),
+    ]
     two_signs = x.clone()
     two_signs[0, 0] *= -1
     two_signs[3, 1] *= -1
@@ -52,10 +83,15 @@ def test_places_rows_signs_and_nans_count() -> None:
     assert prints.of([nan], CPU).tolist() == prints.of([nan.clone()], CPU).tolist()
 
 
-def test_a_tensor_has_the_same_fingerprint_at_the_same_place_in_any_memory_format() -> None:
+def test_a_tensor_has_the_same_fingerprint_at_the_same_place_in_any_memory_format() -> (
+    None
+):
     prints = Fingerprints()
     image = torch.randn(2, 3, 4, 5)
-    assert prints.of([image], CPU).tolist() == prints.of([image.to(memory_format=torch.channels_last)], CPU).tolist()
+    assert (
+        prints.of([image], CPU).tolist()
+        == prints.of([image.to(memory_format=torch.channels_last)], CPU).tolist()
+    )
     assert prints.of([], CPU).tolist() == []
     assert prints.of([torch.empty(0), torch.empty(0, 3)], CPU).tolist() == [0, 0]
 
@@ -65,7 +101,10 @@ def test_what_stands_beside_a_tensor_does_not_change_its_fingerprint(size: int) 
     prints = Fingerprints()
     x, other = torch.randn(size), torch.randn(300)
     alone = int(prints.of([x], CPU))
-    assert prints.of([other, x, x.double(), other, x], CPU)[[1, 4]].tolist() == [alone, alone]
+    assert prints.of([other, x, x.double(), other, x], CPU)[[1, 4]].tolist() == [
+        alone,
+        alone,
+    ]
 
 
 def test_many_small_tensors_have_fingerprints_of_their_own() -> None:

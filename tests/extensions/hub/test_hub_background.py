@@ -27,7 +27,10 @@ def connected(ctx: ProcessContext, cache: Path) -> Iterator[Hub | None]:
     pytest.importorskip("huggingface_hub")
     where = str(cache)
     if ctx.world.rank == 0:
-        with serving() as hub, client_at(ctx.world.broadcast_object(hub.address), where):
+        with (
+            serving() as hub,
+            client_at(ctx.world.broadcast_object(hub.address), where),
+        ):
             yield hub
     else:
         with client_at(ctx.world.broadcast_object(None), where):
@@ -35,10 +38,14 @@ def connected(ctx: ProcessContext, cache: Path) -> Iterator[Hub | None]:
 
 
 def prepared(ctx: ProcessContext, strategy: str) -> tuple[Accelerator, nn.Module, Any]:
-    accelerator = Accelerator(cpu=True, strategy=strategy if ctx.world.size > 1 else "none")
+    accelerator = Accelerator(
+        cpu=True, strategy=strategy if ctx.world.size > 1 else "none"
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     return accelerator, model, optimizer
 
 
@@ -49,14 +56,24 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
 
 
 @ranks(1, 2)
-def test_training_goes_on_while_the_main_process_uploads(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_training_goes_on_while_the_main_process_uploads(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with connected(ctx, tmp_path) as hub:
         accelerator, model, optimizer = prepared(ctx, "fsdp")
         train(accelerator, model, optimizer)
-        before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        before = {
+            name: value.clone()
+            for name, value in accelerator.get_state_dict(model).items()
+        }
         if hub is not None:
             hub.before_gate = 0
-        assert accelerator.push_to_hub(model, NAME, token=TOKEN, max_shard_size="1100B", blocking=False) is None
+        assert (
+            accelerator.push_to_hub(
+                model, NAME, token=TOKEN, max_shard_size="1100B", blocking=False
+            )
+            is None
+        )
         for _ in range(3):
             train(accelerator, model, optimizer)
         accelerator.wait_for_everyone()
@@ -66,7 +83,12 @@ def test_training_goes_on_while_the_main_process_uploads(ctx: ProcessContext, tm
         accelerator.end_training()
         if hub is not None:
             files = hub.files(NAME)
-            sent = {k: v for name, raw in files.items() if name.endswith(".safetensors") for k, v in load(raw).items()}
+            sent = {
+                k: v
+                for name, raw in files.items()
+                if name.endswith(".safetensors")
+                for k, v in load(raw).items()
+            }
             assert len([name for name in files if name.endswith(".safetensors")]) > 1
             assert all(torch.equal(sent[name], before[name]) for name in before)
         accelerator.load_model(model, f"hf://{NAME}")  # every rank, its own slices
@@ -75,7 +97,9 @@ def test_training_goes_on_while_the_main_process_uploads(ctx: ProcessContext, tm
 
 
 @ranks(1, 2)
-def test_a_failed_upload_is_raised_on_every_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_failed_upload_is_raised_on_every_rank(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with connected(ctx, tmp_path) as hub:
         accelerator, model, optimizer = prepared(ctx, "ddp")
         if hub is not None:

@@ -45,13 +45,19 @@ def push(model: nn.Module, **options: object) -> str | None:
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_shards_arrive_in_parts_and_load_back(hub: Hub) -> None:
     hub.part_size = 500
     address = push(net(), metrics={"accuracy": 0.875}, commit_message="first")
-    assert address == f"{hub.address}/{NAME}/commit/{hub.repositories[NAME].head('main').oid}"
+    assert (
+        address
+        == f"{hub.address}/{NAME}/commit/{hub.repositories[NAME].head('main').oid}"
+    )
     assert hub.messages(NAME) == ["first"]
     assert sum(name.startswith("model-0000") for name in hub.files(NAME)) == 4
     assert set(hub.received.values()) == {1}
@@ -66,7 +72,11 @@ def test_shards_arrive_in_parts_and_load_back(hub: Hub) -> None:
 def test_models_of_transformers_load_from_the_hub(hub: Hub) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     model = transformers.LlamaForCausalLM(config)
     push(model, max_shard_size="3KB")
@@ -78,7 +88,9 @@ def test_models_of_transformers_load_from_the_hub(hub: Hub) -> None:
 def test_fewer_files_replace_the_old_ones(hub: Hub) -> None:
     push(net())
     push(net(), max_shard_size="1GB")
-    assert [name for name in hub.files(NAME) if name.startswith("model")] == ["model.safetensors"]
+    assert [name for name in hub.files(NAME) if name.startswith("model")] == [
+        "model.safetensors"
+    ]
 
 
 def test_a_branch_of_its_own(hub: Hub) -> None:
@@ -101,7 +113,9 @@ def test_a_refused_upload_changes_nothing_and_is_resumed(hub: Hub) -> None:
     hub.refuse_after = None
     push(net())
     assert len(hub.received) == 4
-    assert all(hub.received[oid] == 1 for oid in arrived), "objects that had arrived were sent again"
+    assert all(hub.received[oid] == 1 for oid in arrived), (
+        "objects that had arrived were sent again"
+    )
 
 
 KILLED: Final = """
@@ -130,15 +144,20 @@ def test_a_killed_upload_is_resumed(hub: Hub, tmp_path: Path) -> None:
     assert all(hub.received[oid] == 1 for oid in arrived)
 
 
-def test_a_broken_download_continues_where_it_broke(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_client.constants, "DOWNLOAD_CHUNK_SIZE", 512)  # bytes that the client writes at a time
+def test_a_broken_download_continues_where_it_broke(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # bytes that the client writes at a time
+    monkeypatch.setattr(hub_client.constants, "DOWNLOAD_CHUNK_SIZE", 512)
     push(net(), max_shard_size="1GB")
     hub.ranges.clear()
     hub.breaks_after = 700
     fresh = net(1)
     Accelerator(cpu=True).load_model(fresh, f"hf://{NAME}")
     assert equal(fresh, net())
-    assert [one for one in hub.ranges if one.startswith("bytes=512-")], "the whole file was sent again"
+    assert [one for one in hub.ranges if one.startswith("bytes=512-")], (
+        "the whole file was sent again"
+    )
 
 
 def test_cards_edited_by_hand_are_not_replaced(hub: Hub) -> None:
@@ -151,15 +170,23 @@ def test_cards_edited_by_hand_are_not_replaced(hub: Hub) -> None:
     assert hub.files(NAME)["README.md"] == b"# My own text"
 
 
-def test_tokens_reach_no_error_and_no_log(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_reach_no_error_and_no_log(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     hub.repeats_token = True
     wrong = "plain-text-that-looks-like-no-token"
     accelerator = Accelerator(cpu=True, project_dir=str(tmp_path / "run"))
-    with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match="hf auth login") as caught:
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(HubError, match="hf auth login") as caught,
+    ):
         accelerator.push_to_hub(net(), NAME, token=wrong)
     with caplog.at_level(logging.DEBUG):
         accelerator.push_to_hub(net(), NAME, token=wrong, blocking=False)
-    with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match="hf auth login") as later:
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(HubError, match="hf auth login") as later,
+    ):
         accelerator.end_training()
     shown = [caplog.text]
     for error in (caught.value, later.value):
@@ -168,12 +195,21 @@ def test_tokens_reach_no_error_and_no_log(hub: Hub, tmp_path: Path, caplog: pyte
         shown += traceback.format_exception(error)
     assert "invalid credentials" in shown[-1]
     assert not [text for text in shown if wrong in text]
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and wrong.encode() in path.read_bytes()]
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and wrong.encode() in path.read_bytes()
+    ]
     assert wrong not in repr(HubRepository(NAME, wrong))
-    assert clean(f"Bearer {TOKEN} at http://me:word@host", [wrong]) == "Bearer *** at http://***@host"
+    assert (
+        clean(f"Bearer {TOKEN} at http://me:word@host", [wrong])
+        == "Bearer *** at http://***@host"
+    )
 
 
-@pytest.mark.parametrize("address", ["hf://tiny", "someone/tiny", "hf:///tiny", "hf://a/b/c"])
+@pytest.mark.parametrize(
+    "address", ["hf://tiny", "someone/tiny", "hf:///tiny", "hf://a/b/c"]
+)
 def test_wrong_addresses(address: str) -> None:
     with pytest.raises(ArgumentError, match="write hf://owner/name"):
         parse_address(address)
@@ -193,9 +229,15 @@ def test_wrong_arguments(repo_id: str, options: dict[str, object], match: str) -
 
 
 def test_a_card_holds_the_numbers_of_the_run() -> None:
-    history = [{"step": step, "epoch": step / 100, "loss": 1 / step} for step in range(1, 101)]
+    history = [
+        {"step": step, "epoch": step / 100, "loss": 1 / step} for step in range(1, 101)
+    ]
     history.append({"step": 100, "eval_loss": 0.5})
-    text = model_card(CardContent(name="a/b", history=history, settings={"api_key": "abc", "note": "x | y"}))
+    text = model_card(
+        CardContent(
+            name="a/b", history=history, settings={"api_key": "abc", "note": "x | y"}
+        )
+    )
     assert MARK in text
     assert "| step | epoch | eval_loss | loss |" in text
     assert "| 100 | 1 | 0.5 | 0.01 |" in text

@@ -23,7 +23,13 @@ from hasten.extensions.kubernetes.manifests import plan_submit
 from hasten.launch.base import Host, LaunchRequest, Target
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
-from tests.support.machines import NamespaceMachine, Zygote, machines, warm_launcher, why_impossible
+from tests.support.machines import (
+    NamespaceMachine,
+    Zygote,
+    machines,
+    warm_launcher,
+    why_impossible,
+)
 from tests.support.preemptible import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(300)]
@@ -52,12 +58,25 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 def manifest(kind: str) -> list[dict[str, Any]]:
     """The objects that `hasten launch --submit kubernetes` writes for the training."""
-    size = ["--nnodes=1:2", "--max_restarts=2"] if kind == "elastic" else ["--num_machines=2", "--quiet"]
+    size = (
+        ["--nnodes=1:2", "--max_restarts=2"]
+        if kind == "elastic"
+        else ["--num_machines=2", "--quiet"]
+    )
     kind = "pytorchjob" if kind == "elastic" else kind
-    flags = ["--submit=kubernetes", f"--kind={kind}", "--kubernetes_image=a", "--kubernetes_name=train", "--cpu", *size]
+    flags = [
+        "--submit=kubernetes",
+        f"--kind={kind}",
+        "--kubernetes_image=a",
+        "--kubernetes_name=train",
+        "--cpu",
+        *size,
+    ]
     resolved = resolve(flags=make_parser().parse_args(flags).settings)
     words = (str(SAMPLES), "0.04", str(SAVED_AT) if "--nnodes=1:2" in flags else "0")
-    request = LaunchRequest(resolved.config, Target(str(TRAIN), words), handoff.pack(resolved.entries))
+    request = LaunchRequest(
+        resolved.config, Target(str(TRAIN), words), handoff.pack(resolved.entries)
+    )
     return list(yaml.safe_load_all(plan_submit(request, Host()).files[0].text))
 
 
@@ -65,7 +84,13 @@ def container_of(found: object) -> dict[str, Any]:
     """The container with the command: that of the pod template, or a TrainJob's trainer."""
     if isinstance(found, dict) and "command" in found:
         return found
-    inner = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    inner = (
+        found.values()
+        if isinstance(found, dict)
+        else found
+        if isinstance(found, list)
+        else ()
+    )
     return next((made for item in inner if (made := container_of(item))), {})
 
 
@@ -82,27 +107,56 @@ def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
     for item in container.get("env", []):
         source = item.get("valueFrom", {})
         if "fieldRef" in source:  # a label or an annotation of the pod
-            env[item["name"]] = attempt[source["fieldRef"]["fieldPath"].rpartition("/")[2].removesuffix("']")]
+            env[item["name"]] = attempt[
+                source["fieldRef"]["fieldPath"].rpartition("/")[2].removesuffix("']")
+            ]
         else:
             env[item["name"]] = item["value"]
-    numbers = {"PET_NNODES": "2", "PET_NODE_RANK": str(index), "PET_NPROC_PER_NODE": "1"}
-    first = {"pytorchjob": "train-master-0", "elastic": "train-worker-0"}.get(kind, "train-node-0-0.train")
+    numbers = {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": str(index),
+        "PET_NPROC_PER_NODE": "1",
+    }
+    first = {"pytorchjob": "train-master-0", "elastic": "train-worker-0"}.get(
+        kind, "train-node-0-0.train"
+    )
     if kind == "jobset":
         env["JOB_COMPLETION_INDEX"] = str(index)
     elif kind == "trainjob":
-        env |= {"JOB_COMPLETION_INDEX": str(index), **numbers, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": "29500"}
+        env |= {
+            "JOB_COMPLETION_INDEX": str(index),
+            **numbers,
+            "PET_MASTER_ADDR": first,
+            "PET_MASTER_PORT": "29500",
+        }
     elif kind == "elastic":  # pods without numbers: the rendezvous counts them
-        env |= {"PET_NNODES": "1:2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"{first}:29500"}
-        env |= {"PET_MAX_RESTARTS": "2", "PET_NPROC_PER_NODE": "1", "PYTHONUNBUFFERED": "1"}
+        env |= {
+            "PET_NNODES": "1:2",
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ENDPOINT": f"{first}:29500",
+        }
+        env |= {
+            "PET_MAX_RESTARTS": "2",
+            "PET_NPROC_PER_NODE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
     else:
-        env |= {"RANK": str(index), "WORLD_SIZE": "2", "MASTER_ADDR": first, "MASTER_PORT": "29500", **numbers}
+        env |= {
+            "RANK": str(index),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": first,
+            "MASTER_PORT": "29500",
+            **numbers,
+        }
         env["PYTHONUNBUFFERED"] = "1"
     command: list[str] = container["command"]
     assert command[:4] == ["python", "-m", "hasten", "launch"]
     return command[4:], env, first
 
 
-def start(folder: Path, kind: str, order: list[NamespaceMachine], attempt: int, **more: str) -> None:
+def start(
+    folder: Path, kind: str, order: list[NamespaceMachine], attempt: int, **more: str
+) -> None:
     """Start one pod on each machine; the position in `order` is the index."""
     for index, machine in enumerate(order):
         words, env, first = pod(kind, index)
@@ -140,26 +194,37 @@ def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
     with machines(zygote, 2) as (a, b):
         start(tmp_path, kind, [a, b], 0)
         wait_for_lines(run / "seen-1", 5)
-        os.kill(b.launcher, signal.SIGTERM)  # kubelet evicts one pod; its process 1 is the launcher
+        # kubelet evicts one pod; its process 1 is the launcher
+        os.kill(b.launcher, signal.SIGTERM)
         ends = [a.end(), b.end()]
         assert [code for code, _ in ends] == [preempted, preempted], ends
         assert "end" not in (run / "seen-0").read_text()
         start(
-            tmp_path, kind, [b, a], 1
-        )  # the replacements run on each other's node, so the first pod has another address
+            tmp_path,
+            kind,
+            [b, a],
+            1,
+            # the replacements run on each other's node, so the first pod has another address
+        )
         again = [a.end(), b.end()]
     assert [code for code, _ in again] == [0, 0], again
     for rank in range(2):
-        assert (run / f"seen-{rank}").read_text() == (whole / f"seen-{rank}").read_text()
+        assert (run / f"seen-{rank}").read_text() == (
+            whole / f"seen-{rank}"
+        ).read_text()
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
 @pytest.mark.exhaustive
-def test_an_elastic_job_continues_with_the_pods_that_are_left(zygote: Zygote, tmp_path: Path) -> None:
+def test_an_elastic_job_continues_with_the_pods_that_are_left(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     """A node is lost without a signal: the other pod restarts alone from the last checkpoint, and every sample is used once."""
     run = tmp_path / "run"
     run.mkdir()
-    quick = {"HASTEN_RDZV_CONF": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"}
+    quick = {
+        "HASTEN_RDZV_CONF": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+    }
     with machines(zygote, 2) as (a, b):
         start(tmp_path, "elastic", [a, b], 0, **quick)
         wait_for_lines(run / "seen-1", SAVED_AT + 2)  # not within the save
@@ -172,7 +237,9 @@ def test_an_elastic_job_continues_with_the_pods_that_are_left(zygote: Zygote, tm
     alone = sizes.index(1)
     assert sizes == [2] * alone + [1] * (len(sizes) - alone)
     assert alone == SAVED_AT
-    assert sorted(sample for ranks in used.values() for batch in ranks for sample in batch) == list(range(SAMPLES))
+    assert sorted(
+        sample for ranks in used.values() for batch in ranks for sample in batch
+    ) == list(range(SAMPLES))
 
 
 def steps(run: Path) -> dict[int, list[list[int]]]:
@@ -184,9 +251,15 @@ def steps(run: Path) -> dict[int, list[list[int]]]:
                 step, size, *samples, _ = line.split()
                 found[int(step)] = (
                     int(size),
-                    {**found.get(int(step), (0, {}))[1], rank: [int(one) for one in samples]},
+                    {
+                        **found.get(int(step), (0, {}))[1],
+                        rank: [int(one) for one in samples],
+                    },
                 )
-    return {step: [ranks[rank] for rank in range(size)] for step, (size, ranks) in sorted(found.items())}
+    return {
+        step: [ranks[rank] for rank in range(size)]
+        for step, (size, ranks) in sorted(found.items())
+    }
 
 
 ALONE: Final = """
@@ -200,15 +273,26 @@ print(accelerator.process_index, accelerator.num_processes, accelerator.device.t
 
 @pytest.mark.parametrize(
     "kind",
-    ["by hand", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("jobset", "trainjob", "pytorchjob"))],
+    [
+        "by hand",
+        *(
+            pytest.param(kind, marks=pytest.mark.exhaustive)
+            for kind in ("jobset", "trainjob", "pytorchjob")
+        ),
+    ],
 )
-def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(tmp_path: Path, kind: str) -> None:
+def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(
+    tmp_path: Path, kind: str
+) -> None:
     running = []
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = str(probe.getsockname()[1])
     for index in range(2):
         _, env, first = pod("jobset" if kind == "by hand" else kind, index)
-        here = {name: "127.0.0.1" if value == first else value for name, value in env.items()}
+        here = {
+            name: "127.0.0.1" if value == first else value
+            for name, value in env.items()
+        }
         if kind == "by hand":
             here = {
                 "JOB_COMPLETION_INDEX": str(index),
@@ -216,9 +300,21 @@ def test_a_script_that_runs_directly_in_its_pod_needs_no_settings(tmp_path: Path
                 "MASTER_ADDR": "127.0.0.1",
             }
         port = dict.fromkeys(("MASTER_PORT", "PET_MASTER_PORT"), free)
-        variables = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HASTEN_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+        variables = {
+            "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+            "HASTEN_HOME": str(tmp_path),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         whole = {**os.environ, **variables, **here, **port}
         words = [sys.executable, "-c", ALONE]
-        running.append(subprocess.Popen(words, env=whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        running.append(
+            subprocess.Popen(
+                words,
+                env=whole,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
     ends = [process.communicate(timeout=240) for process in running]
     assert [out for out, _ in ends] == ["0 2 cpu 3.0\n", "1 2 cpu 3.0\n"], ends

@@ -23,7 +23,11 @@ def documents(plan: str) -> list[dict[str, Any]]:
     """The objects in the manifest of an accepted plan."""
     lines = (GOLDEN / f"{plan}.txt").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("file "))
-    rows = [line[4:] for line in lines[start + 1 :] if line.startswith("    ") or not line.startswith("process ")]
+    rows = [
+        line[4:]
+        for line in lines[start + 1 :]
+        if line.startswith("    ") or not line.startswith("process ")
+    ]
     text = "\n".join(row for row in rows if not row.startswith("kubectl "))
     return [found for found in yaml.safe_load_all(text) if found]
 
@@ -32,7 +36,11 @@ def templates(found: object) -> Iterator[dict[str, Any]]:
     """Every pod template below an object."""
     if isinstance(found, dict):
         for key, value in found.items():
-            if key == "template" and isinstance(value, dict) and "containers" in value.get("spec", {}):
+            if (
+                key == "template"
+                and isinstance(value, dict)
+                and "containers" in value.get("spec", {})
+            ):
                 yield value
             yield from templates(value)
     elif isinstance(found, list):
@@ -44,7 +52,11 @@ def jobs(found: object) -> Iterator[dict[str, Any]]:
     """The specification of every Job below an object."""
     if isinstance(found, dict):
         for key, value in found.items():
-            if key == "spec" and isinstance(value, dict) and "podFailurePolicy" in value:
+            if (
+                key == "spec"
+                and isinstance(value, dict)
+                and "podFailurePolicy" in value
+            ):
                 yield value
             yield from jobs(value)
     elif isinstance(found, list):
@@ -58,7 +70,12 @@ def kind(plan: str) -> set[str]:
 
 
 def test_every_kind_is_among_the_plans() -> None:
-    assert set().union(*map(kind, PLANS)) == {"JobSet", "TrainingRuntime", "TrainJob", "PyTorchJob"}
+    assert set().union(*map(kind, PLANS)) == {
+        "JobSet",
+        "TrainingRuntime",
+        "TrainJob",
+        "PyTorchJob",
+    }
     assert all(list(templates(documents(plan))) for plan in PLANS)
 
 
@@ -68,14 +85,33 @@ def test_pods_and_jobs_fit_the_schemas_of_the_core(plan: str, version: str) -> N
     validate = pytest.importorskip("kubernetes_validate", reason=REASON).validate
     pods = [*templates(documents(plan))]
     for template in pods:
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **template["metadata"]}}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "a", **template["metadata"]},
+        }
         validate({**pod, "spec": template["spec"]}, version, strict=True)
     for spec in jobs(documents(plan)):
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec}
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "a"},
+            "spec": spec,
+        }
         validate(job, version, strict=True)
     wrong = {**pods[0]["spec"], "terminationGracePeriod": 1}
-    with pytest.raises(Exception, match="terminationGracePeriod"):  # the schemas are strict, so the check can fail
-        validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": wrong}, version, strict=True)
+    # the schemas are strict, so the check can fail
+    with pytest.raises(Exception, match="terminationGracePeriod"):
+        validate(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": "a"},
+                "spec": wrong,
+            },
+            version,
+            strict=True,
+        )
 
 
 @pytest.mark.parametrize("plan", [p for p in PLANS if not kind(p) & {"PyTorchJob"}])
@@ -88,8 +124,14 @@ def test_jobsets_and_trainjobs_fit_the_models_of_kubeflow(plan: str) -> None:
     }
     for document in documents(plan):
         model = classes[document["kind"]].from_dict(document)
-        assert model.to_dict() == document  # a field that the model does not have would be missing
-        assert classes[document["kind"]].from_dict({**document, "specification": {}}).to_dict() == document
+        # a field that the model does not have would be missing
+        assert model.to_dict() == document
+        assert (
+            classes[document["kind"]]
+            .from_dict({**document, "specification": {}})
+            .to_dict()
+            == document
+        )
 
 
 def unknown_fields(models: Any, name: str, found: dict[str, Any]) -> Iterator[str]:
@@ -97,7 +139,10 @@ def unknown_fields(models: Any, name: str, found: dict[str, Any]) -> Iterator[st
     if name.startswith("V1"):
         return
     declared = getattr(models, name)
-    types = {declared.attribute_map[field]: text for field, text in declared.openapi_types.items()}
+    types = {
+        declared.attribute_map[field]: text
+        for field, text in declared.openapi_types.items()
+    }
     for key, value in found.items():
         if key not in types:
             yield f"{name}.{key}"
@@ -117,7 +162,9 @@ def test_pytorchjobs_have_the_fields_of_the_training_operator(plan: str) -> None
     (document,) = documents(plan)
     assert not [*unknown_fields(models, "KubeflowOrgV1PyTorchJob", document)]
     wrong = {**document["spec"], "elasticity": {}}
-    assert [*unknown_fields(models, "KubeflowOrgV1PyTorchJobSpec", wrong)] == ["KubeflowOrgV1PyTorchJobSpec.elasticity"]
+    assert [*unknown_fields(models, "KubeflowOrgV1PyTorchJobSpec", wrong)] == [
+        "KubeflowOrgV1PyTorchJobSpec.elasticity"
+    ]
     for replica in document["spec"]["pytorchReplicaSpecs"].values():
         assert replica["restartPolicy"] == "ExitCode"
         (container,) = replica["template"]["spec"]["containers"]

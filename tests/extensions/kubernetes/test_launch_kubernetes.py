@@ -34,8 +34,12 @@ BASE: Final = ("--submit=kubernetes", "--kubernetes_image=registry.example/train
 def plan_of(resolved: Resolved, *args: str) -> LaunchPlan:
     """The plan of a script under these settings."""
     launch = resolved.config.launch
-    target = Target("train_lm.py", args, module=launch.module, no_python=launch.no_python)
-    return make_plan(LaunchRequest(resolved.config, target, handoff.pack(resolved.entries)), Host())
+    target = Target(
+        "train_lm.py", args, module=launch.module, no_python=launch.no_python
+    )
+    return make_plan(
+        LaunchRequest(resolved.config, target, handoff.pack(resolved.entries)), Host()
+    )
 
 
 def plan(*flags: str) -> LaunchPlan:
@@ -51,7 +55,9 @@ def objects(made: LaunchPlan) -> list[dict[str, Any]]:
 def pod_of(made: LaunchPlan) -> dict[str, Any]:
     """The pod of a JobSet."""
     (jobset,) = objects(made)
-    pod: dict[str, Any] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod: dict[str, Any] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"][
+        "template"
+    ]["spec"]
     return pod
 
 
@@ -61,7 +67,12 @@ def test_files_variables_and_flags_agree(tmp_path: Path) -> None:
         "schema: 1\ncpu: true\nlaunch:\n  submit: kubernetes\n  num_machines: 2\n"
         "  kubernetes: {image: 'registry.example/train:1', volume: runs, labels: {team: vision}}\n"
     )
-    flags = ["--cpu", "--num_machines=2", "--kubernetes_volume=runs", "--kubernetes_labels=team=vision"]
+    flags = [
+        "--cpu",
+        "--num_machines=2",
+        "--kubernetes_volume=runs",
+        "--kubernetes_labels=team=vision",
+    ]
     variables = {
         "HASTEN_CPU": "1",
         "HASTEN_SUBMIT": "kubernetes",
@@ -70,16 +81,25 @@ def test_files_variables_and_flags_agree(tmp_path: Path) -> None:
         "HASTEN_KUBERNETES_VOLUME": "runs",
         "HASTEN_KUBERNETES_LABELS": "team=vision",
     }
-    made = [plan(*flags), plan_of(resolve(env=variables)), plan_of(resolve(file=read(file).entries))]
+    made = [
+        plan(*flags),
+        plan_of(resolve(env=variables)),
+        plan_of(resolve(file=read(file).entries)),
+    ]
     assert made[0].files == made[1].files == made[2].files
     assert objects(made[0])[0]["metadata"]["labels"]["team"] == "vision"
 
 
 def test_settings_travel_to_the_pods_as_flags_whatever_their_source_was() -> None:
     resolved = resolve(
-        flags=make_parser().parse_args([*BASE, "--cpu", "--gradient_accumulation_steps=4"]).settings,
+        flags=make_parser()
+        .parse_args([*BASE, "--cpu", "--gradient_accumulation_steps=4"])
+        .settings,
         env={"HASTEN_MIXED_PRECISION": "bf16"},
-        code={"launch.stop_grace_s": 20.0, "tracking.log_with": ("json", "tensorboard")},
+        code={
+            "launch.stop_grace_s": 20.0,
+            "tracking.log_with": ("json", "tensorboard"),
+        },
     )
     (container,) = pod_of(plan_of(resolved, "--lr", "3"))["containers"]
     command = container["command"]
@@ -87,110 +107,237 @@ def test_settings_travel_to_the_pods_as_flags_whatever_their_source_was() -> Non
     again = resolve(flags=make_parser().parse_args(command[4:script]).settings).config
     assert command[:4] == ["python", "-m", "hasten", "launch"]
     assert command[script:] == ["train_lm.py", "--lr", "3"]
-    assert (again.cpu, again.mixed_precision, again.launch.stop_grace_s) == (True, "bf16", 20.0)
+    assert (again.cpu, again.mixed_precision, again.launch.stop_grace_s) == (
+        True,
+        "bf16",
+        20.0,
+    )
     assert again.gradient_accumulation.num_steps == 4
     assert again.tracking.log_with == ("json", "tensorboard")
     assert again.launch.submit is None
 
 
 def test_a_pod_has_time_to_save_shared_memory_and_its_volume() -> None:
-    made = pod_of(plan("--cpu", "--stop_grace_s=300", "--kubernetes_volume=runs", "--kubernetes_shared_memory=16Gi"))
+    made = pod_of(
+        plan(
+            "--cpu",
+            "--stop_grace_s=300",
+            "--kubernetes_volume=runs",
+            "--kubernetes_shared_memory=16Gi",
+        )
+    )
     assert made["terminationGracePeriodSeconds"] == 330
     assert made["volumes"] == [
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
+        {
+            "name": "shared-memory",
+            "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"},
+        },
         {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "runs"}},
     ]
-    mounts = {mount["name"]: mount["mountPath"] for mount in made["containers"][0]["volumeMounts"]}
+    mounts = {
+        mount["name"]: mount["mountPath"]
+        for mount in made["containers"][0]["volumeMounts"]
+    }
     assert mounts == {"shared-memory": "/dev/shm", "checkpoints": "/checkpoints"}
-    assert pod_of(plan("--cpu", "--kubernetes_grace_s=600"))["terminationGracePeriodSeconds"] == 600
+    assert (
+        pod_of(plan("--cpu", "--kubernetes_grace_s=600"))[
+            "terminationGracePeriodSeconds"
+        ]
+        == 600
+    )
 
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
-def test_preempted_pods_are_replaced_and_a_stall_ends_or_restarts_the_job(kind: str) -> None:
+def test_preempted_pods_are_replaced_and_a_stall_ends_or_restarts_the_job(
+    kind: str,
+) -> None:
     def policies(*flags: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         spec = objects(plan("--cpu", f"--kind={kind}", *flags))[0]["spec"]
         jobset = spec["template"]["spec"] if kind == "trainjob" else spec
         job = jobset["replicatedJobs"][0]["template"]["spec"]
         assert job["backoffLimit"] == 0
-        assert job["template"]["spec"]["restartPolicy"] == "Never"  # required by podFailurePolicy
+        # required by podFailurePolicy
+        assert job["template"]["spec"]["restartPolicy"] == "Never"
         rules: list[dict[str, Any]] = job["podFailurePolicy"]["rules"]
         return jobset["failurePolicy"], rules
 
     policy, rules = policies()
     assert policy == {"maxRestarts": 3}
-    assert [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules] == [
+    assert [
+        (rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules
+    ] == [
         ("Ignore", [85]),
         ("Ignore", None),
     ]
-    policy, rules = policies("--kubernetes_on_stall=fail", "--kubernetes_max_restarts=0")
-    assert [rule.get("onExitCodes", {}).get("values") for rule in rules] == [[85], [86], None]
+    policy, rules = policies(
+        "--kubernetes_on_stall=fail", "--kubernetes_max_restarts=0"
+    )
+    assert [rule.get("onExitCodes", {}).get("values") for rule in rules] == [
+        [85],
+        [86],
+        None,
+    ]
     assert rules[1]["action"] == "FailJob"
     assert policy["maxRestarts"] == 0
-    assert [(rule["action"], rule["onJobFailureReasons"]) for rule in policy["rules"]] == [
-        ("FailJobSet", ["PodFailurePolicy"])
-    ]
+    assert [
+        (rule["action"], rule["onJobFailureReasons"]) for rule in policy["rules"]
+    ] == [("FailJobSet", ["PodFailurePolicy"])]
 
 
 def test_a_pytorchjob_retries_codes_above_127_so_the_launcher_translates() -> None:
     def command(*flags: str) -> list[str]:
         (job,) = objects(plan("--cpu", "--kind=pytorchjob", *flags))
-        found: list[str] = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["command"]
+        found: list[str] = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"][
+            "spec"
+        ]["containers"][0]["command"]
         return found
 
     assert "--exit_codes=85=143,86=134" in command()
     assert "--exit_codes=85=143" in command("--kubernetes_on_stall=fail")
 
 
-def test_the_launcher_translates_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_translates_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("leave.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
-    codes = [main(["--cpu", "--exit_codes=85=143", "leave.py", code]) for code in ("85", "3", "0")]
+    codes = [
+        main(["--cpu", "--exit_codes=85=143", "leave.py", code])
+        for code in ("85", "3", "0")
+    ]
     assert codes == [143, 3, 0]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--cpu", "--kubernetes_name=Train"], r"name='Train' is not a DNS label.*Correct --kubernetes_name"),
+        (
+            ["--cpu", "--kubernetes_name=Train"],
+            r"name='Train' is not a DNS label.*Correct --kubernetes_name",
+        ),
         (["--cpu", "--kubernetes_name=1st"], r"starting with a letter"),
-        (["--cpu", f"--kubernetes_name={'a' * 60}"], r"pods would be called a+-node-0-0-12345.*Use at most 48"),
-        (["--cpu", "--kubernetes_namespace=my.team"], r"namespace='my\.team' is not a DNS-1123 label"),
-        (["--cpu", "--kubernetes_volume=My_Runs"], r"volume='My_Runs' is not a DNS-1123 name.*Correct it"),
-        (["--cpu", "--kubernetes_env_from=a,B!"], r"env_from='B!' is not a DNS-1123 name"),
-        (["--cpu", "--kubernetes_cpu=four"], r"cpu='four' is not a quantity of CPUs.*500m"),
-        (["--cpu", "--kubernetes_memory=64GB"], r"memory='64GB' is not a quantity of memory.*64Gi"),
+        (
+            ["--cpu", f"--kubernetes_name={'a' * 60}"],
+            r"pods would be called a+-node-0-0-12345.*Use at most 48",
+        ),
+        (
+            ["--cpu", "--kubernetes_namespace=my.team"],
+            r"namespace='my\.team' is not a DNS-1123 label",
+        ),
+        (
+            ["--cpu", "--kubernetes_volume=My_Runs"],
+            r"volume='My_Runs' is not a DNS-1123 name.*Correct it",
+        ),
+        (
+            ["--cpu", "--kubernetes_env_from=a,B!"],
+            r"env_from='B!' is not a DNS-1123 name",
+        ),
+        (
+            ["--cpu", "--kubernetes_cpu=four"],
+            r"cpu='four' is not a quantity of CPUs.*500m",
+        ),
+        (
+            ["--cpu", "--kubernetes_memory=64GB"],
+            r"memory='64GB' is not a quantity of memory.*64Gi",
+        ),
         (["--cpu", "--kubernetes_memory=0"], r"memory='0' is not a quantity"),
-        (["--cpu", "--kubernetes_memory=8Gi", "--kubernetes_shared_memory=9G"], r"exceeds kubernetes\.memory=8Gi"),
+        (
+            ["--cpu", "--kubernetes_memory=8Gi", "--kubernetes_shared_memory=9G"],
+            r"exceeds kubernetes\.memory=8Gi",
+        ),
         (["--cpu", "--kubernetes_labels=a b=c"], r"labels: a b=c is not a label"),
-        (["--cpu", "--kubernetes_node_selector=pool=-x"], r"node_selector: pool=-x is not a label"),
-        (["--kubernetes_gpus=1", "--kubernetes_gpu_resource=my gpu"], r"gpu_resource: my gpu= is not a label"),
-        (["--cpu", "--kubernetes_volume_path=runs"], r"volume_path='runs' is not an absolute path"),
-        (["--cpu", "--kubernetes_volume=a", "--kubernetes_volume_path=/dev/shm"], r"would hide files"),
-        (["--cpu", "--kubernetes_env=a-b=1"], r"env: 'a-b' is not the name of a variable"),
-        (["--cpu", "--kubernetes_env=PET_NNODES=1"], r"PET_NNODES is set by the manifest"),
-        (["--cpu", "--kubernetes_env=WANDB_API_KEY=hunter2"], r"looks like a credential.*--kubernetes_env_from"),
-        (["--cpu", "--project_dir=s3://id:hunter2@bucket/x"], r"project_dir .*looks like a credential"),
+        (
+            ["--cpu", "--kubernetes_node_selector=pool=-x"],
+            r"node_selector: pool=-x is not a label",
+        ),
+        (
+            ["--kubernetes_gpus=1", "--kubernetes_gpu_resource=my gpu"],
+            r"gpu_resource: my gpu= is not a label",
+        ),
+        (
+            ["--cpu", "--kubernetes_volume_path=runs"],
+            r"volume_path='runs' is not an absolute path",
+        ),
+        (
+            ["--cpu", "--kubernetes_volume=a", "--kubernetes_volume_path=/dev/shm"],
+            r"would hide files",
+        ),
+        (
+            ["--cpu", "--kubernetes_env=a-b=1"],
+            r"env: 'a-b' is not the name of a variable",
+        ),
+        (
+            ["--cpu", "--kubernetes_env=PET_NNODES=1"],
+            r"PET_NNODES is set by the manifest",
+        ),
+        (
+            ["--cpu", "--kubernetes_env=WANDB_API_KEY=hunter2"],
+            r"looks like a credential.*--kubernetes_env_from",
+        ),
+        (
+            ["--cpu", "--project_dir=s3://id:hunter2@bucket/x"],
+            r"project_dir .*looks like a credential",
+        ),
         (["--cpu", "--nnodes=2:4"], r"a jobset has a fixed one.*--kind pytorchjob"),
         (["--cpu", "--nnodes=2:4", "--kind=trainjob"], r"a trainjob has a fixed one"),
         (
             ["--cpu", "--nnodes=2:4", "--kind=pytorchjob", "--num_processes=4"],
             r"over 2:4 pods.*--processes_per_machine",
         ),
-        (["--cpu", "--num_machines=2", "--num_processes=3"], r"cannot be split evenly over 2 pods"),
+        (
+            ["--cpu", "--num_machines=2", "--num_processes=3"],
+            r"cannot be split evenly over 2 pods",
+        ),
         (["--cpu", "--kubernetes_gpus=2"], r"cpu and kubernetes\.gpus=2 contradict"),
         ([], r"neither GPUs nor a number of processes.*--kubernetes_gpus"),
-        (["--num_processes=4", "--kubernetes_gpus=2"], r"4 processes in a pod with kubernetes\.gpus=2"),
-        (["--cpu", "--kubernetes_grace_s=60"], r"grace_s=60 does not exceed stop_grace_s=120"),
-        (["--cpu", "--kind=pytorchjob", "--kubernetes_max_restarts=2"], r"has no counterpart in a PyTorchJob"),
-        (["--cpu", "--main_process_port=0"], r"main_process_port=0 cannot be the rendezvous of pods"),
-        (["--cpu", "--main_process_ip=10.0.0.1"], r"main_process_ip.*first pod\. Remove main_process_ip"),
-        (["--cpu", "--submit_options=time=1"], r"submit_options.*options of a batch script"),
-        (["--cpu", "--metrics_port=9400", "--metrics_host=0.0.0.0"], r"beyond the pod without.*metrics_token_file"),
-        (["--cpu", "--kubernetes_resources=rdma/hca=many"], r"rdma/hca=many is not a quantity"),
-        (["--cpu", "--kubernetes_resources=memory=1Gi"], r"have --kubernetes_cpu, --kubernetes_memory"),
-        (["--cpu", '--kubernetes_pod_spec={"volumes": []}'], r"pod_spec: volumes is written.*--kubernetes_volume"),
-        (["--cpu", '--kubernetes_pod_spec={"x": {"password": "hunter2"}}'], r"pod_spec holds what looks like"),
-        (["--cpu", "--kubernetes_annotations=a b=c"], r"annotations: a b= is not a label"),
+        (
+            ["--num_processes=4", "--kubernetes_gpus=2"],
+            r"4 processes in a pod with kubernetes\.gpus=2",
+        ),
+        (
+            ["--cpu", "--kubernetes_grace_s=60"],
+            r"grace_s=60 does not exceed stop_grace_s=120",
+        ),
+        (
+            ["--cpu", "--kind=pytorchjob", "--kubernetes_max_restarts=2"],
+            r"has no counterpart in a PyTorchJob",
+        ),
+        (
+            ["--cpu", "--main_process_port=0"],
+            r"main_process_port=0 cannot be the rendezvous of pods",
+        ),
+        (
+            ["--cpu", "--main_process_ip=10.0.0.1"],
+            r"main_process_ip.*first pod\. Remove main_process_ip",
+        ),
+        (
+            ["--cpu", "--submit_options=time=1"],
+            r"submit_options.*options of a batch script",
+        ),
+        (
+            ["--cpu", "--metrics_port=9400", "--metrics_host=0.0.0.0"],
+            r"beyond the pod without.*metrics_token_file",
+        ),
+        (
+            ["--cpu", "--kubernetes_resources=rdma/hca=many"],
+            r"rdma/hca=many is not a quantity",
+        ),
+        (
+            ["--cpu", "--kubernetes_resources=memory=1Gi"],
+            r"have --kubernetes_cpu, --kubernetes_memory",
+        ),
+        (
+            ["--cpu", '--kubernetes_pod_spec={"volumes": []}'],
+            r"pod_spec: volumes is written.*--kubernetes_volume",
+        ),
+        (
+            ["--cpu", '--kubernetes_pod_spec={"x": {"password": "hunter2"}}'],
+            r"pod_spec holds what looks like",
+        ),
+        (
+            ["--cpu", "--kubernetes_annotations=a b=c"],
+            r"annotations: a b= is not a label",
+        ),
         (["--cpu", "--ray"], r"ask for kubernetes and ray"),
         (["--cpu", "--launcher=mpi"], r"ask for kubernetes and mpi"),
     ],
@@ -214,7 +361,11 @@ def test_wrong_settings_are_refused(flags: list[str], message: str) -> None:
     ],
 )
 def test_a_job_needs_an_image(image: str | None, said: str) -> None:
-    code = {"cpu": True, "launch.submit": "kubernetes", "launch.kubernetes.image": image}
+    code = {
+        "cpu": True,
+        "launch.submit": "kubernetes",
+        "launch.kubernetes.image": image,
+    }
     with pytest.raises(ConfigError, match=said) as refused:
         plan_of(resolve(code=code))
     assert "such as registry" in str(refused.value)
@@ -222,10 +373,20 @@ def test_a_job_needs_an_image(image: str | None, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "image", ["train", "localhost:5000/train", "r.example/a/b:1.2-c_d", f"r.example/train:1@sha256:{'0a' * 32}"]
+    "image",
+    [
+        "train",
+        "localhost:5000/train",
+        "r.example/a/b:1.2-c_d",
+        f"r.example/train:1@sha256:{'0a' * 32}",
+    ],
 )
 def test_names_of_images_are_accepted(image: str) -> None:
-    code = {"cpu": True, "launch.submit": "kubernetes", "launch.kubernetes.image": image}
+    code = {
+        "cpu": True,
+        "launch.submit": "kubernetes",
+        "launch.kubernetes.image": image,
+    }
     assert pod_of(plan_of(resolve(code=code)))["containers"][0]["image"] == image
 
 
@@ -241,12 +402,33 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 @pytest.mark.parametrize("kind", ["jobset", "trainjob", "pytorchjob"])
 def test_arguments_and_variables_arrive_as_they_were_given(kind: str) -> None:
     words = ("cost$$5", "$(HASTEN_TOKEN)", "$HOME", "$", "$$(A)$$")
-    flags = [*BASE, "--cpu", f"--kind={kind}", "--num_machines=2", "--kubernetes_env=PRICE=$(HASTEN_TOKEN)$$5"]
-    text = plan_of(resolve(flags=make_parser().parse_args(flags).settings), *words).files[0].text
-    (command,) = {json.dumps(found["command"]) for found in mappings(yaml.safe_load_all(text)) if "command" in found}
-    arrived = [expanded(word, {"HASTEN_TOKEN": "hunter2", "A": "hunter2"}) for word in json.loads(command)]
+    flags = [
+        *BASE,
+        "--cpu",
+        f"--kind={kind}",
+        "--num_machines=2",
+        "--kubernetes_env=PRICE=$(HASTEN_TOKEN)$$5",
+    ]
+    text = (
+        plan_of(resolve(flags=make_parser().parse_args(flags).settings), *words)
+        .files[0]
+        .text
+    )
+    (command,) = {
+        json.dumps(found["command"])
+        for found in mappings(yaml.safe_load_all(text))
+        if "command" in found
+    }
+    arrived = [
+        expanded(word, {"HASTEN_TOKEN": "hunter2", "A": "hunter2"})
+        for word in json.loads(command)
+    ]
     assert tuple(arrived[-len(words) :]) == words
-    (price,) = {found["value"] for found in mappings(yaml.safe_load_all(text)) if found.get("name") == "PRICE"}
+    (price,) = {
+        found["value"]
+        for found in mappings(yaml.safe_load_all(text))
+        if found.get("name") == "PRICE"
+    }
     assert expanded(price, {"HASTEN_TOKEN": "hunter2"}) == "$(HASTEN_TOKEN)$$5"
 
 
@@ -255,12 +437,18 @@ def mappings(found: object) -> Iterator[dict[str, Any]]:
     if isinstance(found, dict):
         yield found
         found = found.values()
-    for item in found if isinstance(found, Iterable) and not isinstance(found, str) else ():
+    for item in (
+        found if isinstance(found, Iterable) and not isinstance(found, str) else ()
+    ):
         yield from mappings(item)
 
 
 def test_fields_of_the_pod_annotations_and_resources_are_written() -> None:
-    spec = {"priorityClassName": "batch", "tolerations": [{"key": "gpu", "operator": "Exists"}], "affinity": {"a": {}}}
+    spec = {
+        "priorityClassName": "batch",
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"a": {}},
+    }
     resolved = resolve(
         flags=make_parser().parse_args([*BASE, "--kubernetes_gpus=1"]).settings,
         code={
@@ -272,7 +460,10 @@ def test_fields_of_the_pod_annotations_and_resources_are_written() -> None:
     planned = plan_of(resolved)
     pod = pod_of(planned)
     assert {name: pod[name] for name in spec} == spec
-    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "1", "rdma/hca": "1"}
+    assert pod["containers"][0]["resources"]["limits"] == {
+        "nvidia.com/gpu": "1",
+        "rdma/hca": "1",
+    }
     assert objects(planned)[0]["metadata"]["annotations"] == {"team/budget": "3"}
     same = '--kubernetes_pod_spec={"priorityClassName": "batch"}'
     assert pod_of(plan("--cpu", same))["priorityClassName"] == "batch"
@@ -290,11 +481,21 @@ def test_prometheus_is_asked_to_scrape_only_what_it_can_reach() -> None:
         "prometheus.io/port": "9400",
         "prometheus.io/scheme": "http",
     }
-    assert annotations(*beyond) == annotations("--metrics_port=9400") == annotations("--metrics_port=0", *beyond) == {}
-    assert any("no annotation asks" in note for note in plan("--cpu", "--metrics_port=9400").notes)
+    assert (
+        annotations(*beyond)
+        == annotations("--metrics_port=9400")
+        == annotations("--metrics_port=0", *beyond)
+        == {}
+    )
+    assert any(
+        "no annotation asks" in note
+        for note in plan("--cpu", "--metrics_port=9400").notes
+    )
 
 
-def test_the_manifest_alone_is_printed_for_kubectl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_manifest_alone_is_printed_for_kubectl(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*BASE, "--cpu", "--dry_run", "-o", "yaml", "train.py"]) == 0
     printed = capsys.readouterr().out
     assert printed.replace("train", "train-lm") == plan("--cpu").files[0].text.replace(
@@ -325,7 +526,9 @@ def test_contradictions_are_refused(flags: list[str], message: str) -> None:
         main([*flags, "--cpu", "--dry_run", __file__])
 
 
-def test_the_example_is_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_is_what_the_command_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (REPOSITORY / "docs" / "kubernetes.md").read_text()
     command = page.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
     monkeypatch.chdir(tmp_path)
@@ -334,13 +537,17 @@ def test_the_example_is_what_the_command_writes(tmp_path: Path, monkeypatch: pyt
     assert Path("train-jobset.yaml").read_text() == example.read_text()
 
 
-def test_the_script_may_be_in_the_image_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_may_be_in_the_image_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*BASE, "--cpu", "-q", "/app/train.py"]) == 0
     assert [file.name for file in tmp_path.iterdir()] == ["train-jobset.yaml"]
 
 
-def test_without_kubectl_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kubectl_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     settings = make_parser().parse_args([*BASE, "--cpu", "--apply"]).settings
     job = prepare(["train.py"], settings=settings, host=Host())
@@ -385,15 +592,35 @@ class Answer(BaseHTTPRequestHandler):
         if path == "/api":
             self.answer(200, {"kind": "APIVersions", "versions": ["v1"]})
         elif path == "/apis":
-            groups = [{"name": group, "versions": versions, "preferredVersion": versions[0]}]
-            self.answer(200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
+            groups = [
+                {"name": group, "versions": versions, "preferredVersion": versions[0]}
+            ]
+            self.answer(
+                200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+            )
         elif path in (f"/apis/{gv}", "/api/v1"):
-            listed = {"name": plural, "singularName": "", "namespaced": True, "kind": kind, "verbs": ["create", "get"]}
-            found = {"kind": "APIResourceList", "groupVersion": gv if gv in path else "v1"}
+            listed = {
+                "name": plural,
+                "singularName": "",
+                "namespaced": True,
+                "kind": kind,
+                "verbs": ["create", "get"],
+            }
+            found = {
+                "kind": "APIResourceList",
+                "groupVersion": gv if gv in path else "v1",
+            }
             self.answer(200, {**found, "resources": [listed] if gv in path else []})
         else:
             self.answer(
-                404, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+                404,
+                {
+                    "kind": "Status",
+                    "apiVersion": "v1",
+                    "status": "Failure",
+                    "reason": "NotFound",
+                    "code": 404,
+                },
             )
 
     def do_POST(self) -> None:
@@ -420,18 +647,44 @@ def api_server() -> Iterator[ApiServer]:
 def test_apply_submits_the_manifest_through_kubectl(tmp_path: Path) -> None:
     with api_server() as server:
         address = f"http://127.0.0.1:{server.server_address[1]}"
-        context: dict[str, Any] = {"clusters": [{"name": "c", "cluster": {"server": address}}], "users": []}
-        context |= {"contexts": [{"name": "x", "context": {"cluster": "c", "user": ""}}], "current-context": "x"}
-        (tmp_path / "kubeconfig").write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **context}))
-        env = {**os.environ, "KUBECONFIG": str(tmp_path / "kubeconfig"), "HOME": str(tmp_path)}
+        context: dict[str, Any] = {
+            "clusters": [{"name": "c", "cluster": {"server": address}}],
+            "users": [],
+        }
+        context |= {
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": ""}}],
+            "current-context": "x",
+        }
+        (tmp_path / "kubeconfig").write_text(
+            yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **context})
+        )
+        env = {
+            **os.environ,
+            "KUBECONFIG": str(tmp_path / "kubeconfig"),
+            "HOME": str(tmp_path),
+        }
         # The server has no OpenAPI documents, which kubectl's own validation would download.
         kubectl = tmp_path / "bin" / "kubectl"
         kubectl.parent.mkdir()
-        kubectl.write_text(f'#!/bin/sh\nexec {shutil.which("kubectl")} "$@" --validate=false\n')
+        kubectl.write_text(
+            f'#!/bin/sh\nexec {shutil.which("kubectl")} "$@" --validate=false\n'
+        )
         kubectl.chmod(0o755)
         env["PATH"] = f"{kubectl.parent}:{env['PATH']}"
-        words = [sys.executable, "-m", "hasten", "launch", *BASE, "--cpu", "--apply", "--num_machines=2", "train.py"]
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        words = [
+            sys.executable,
+            "-m",
+            "hasten",
+            "launch",
+            *BASE,
+            "--cpu",
+            "--apply",
+            "--num_machines=2",
+            "train.py",
+        ]
+        done = subprocess.run(
+            words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+        )
     assert done.returncode == 0, done.stderr
     assert "jobset.jobset.x-k8s.io/train created" in done.stdout
     (created,) = server.created

@@ -38,7 +38,14 @@ class StatusHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Take a status."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.got.append((time.monotonic(), self.headers["Authorization"], self.path, json.loads(body)))
+        self.server.got.append(
+            (
+                time.monotonic(),
+                self.headers["Authorization"],
+                self.path,
+                json.loads(body),
+            )
+        )
         self.server.pause.wait(self.server.slow_s)
         self.send_response(self.server.code)
         if self.server.code == 302:
@@ -82,7 +89,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
     made = folder / "ca.crt", folder / "key.pem"
-    subprocess.run(["openssl", *words.split(), "-out", made[0], "-keyout", made[1]], check=True, capture_output=True)
+    subprocess.run(
+        ["openssl", *words.split(), "-out", made[0], "-keyout", made[1]],
+        check=True,
+        capture_output=True,
+    )
     return made
 
 
@@ -101,24 +112,36 @@ def server(certificate: tuple[Path, Path]) -> Iterator[ControllerServer]:
 
 
 @pytest.fixture
-def endpoint(server: ControllerServer, certificate: tuple[Path, Path], tmp_path: Path) -> StatusEndpoint:
+def endpoint(
+    server: ControllerServer, certificate: tuple[Path, Path], tmp_path: Path
+) -> StatusEndpoint:
     """The endpoint as a pod sees it."""
     (tmp_path / "token").write_text("first\n")
-    return StatusEndpoint(f"{server.url}/status", str(certificate[0]), str(tmp_path / "token"))
+    return StatusEndpoint(
+        f"{server.url}/status", str(certificate[0]), str(tmp_path / "token")
+    )
 
 
 def variables(endpoint: StatusEndpoint) -> dict[str, str]:
     """The variables that the controller injects."""
     names = {"URL": endpoint.url, "CA_CERT": endpoint.ca_cert, "TOKEN": endpoint.token}
-    return {f"KUBEFLOW_TRAINER_SERVER_{name}": value for name, value in names.items() if value}
+    return {
+        f"KUBEFLOW_TRAINER_SERVER_{name}": value
+        for name, value in names.items()
+        if value
+    }
 
 
 def test_statuses_have_the_fields_of_the_controller_and_are_rate_limited(
     server: ControllerServer, endpoint: StatusEndpoint, tmp_path: Path
 ) -> None:
     share = [0.0]
-    status = TrainJobStatus(endpoint, lambda: share[0], lambda: round(share[0] * 40), every_s=0.2)
-    status.take({"loss": torch.tensor(0.15), "name": "x", "ok": True, "bad": float("nan")})
+    status = TrainJobStatus(
+        endpoint, lambda: share[0], lambda: round(share[0] * 40), every_s=0.2
+    )
+    status.take(
+        {"loss": torch.tensor(0.15), "name": "x", "ok": True, "bad": float("nan")}
+    )
     server.wait(1)
     (tmp_path / "token").write_text("second")
     for percent in range(1, 100):
@@ -128,18 +151,30 @@ def test_statuses_have_the_fields_of_the_controller_and_are_rate_limited(
     status.close()
     assert not status._thread.is_alive()
     found = server.wait(3)
-    times, tokens = [at for at, _, _, _ in server.got], [token for _, token, _, _ in server.got]
-    assert min(late - early for early, late in pairwise(times[:-1])) > 0.15  # the last one is posted at the end
-    assert (tokens[0], tokens[-1]) == ("Bearer first", "Bearer second")  # read again: tokens are rotated
+    times, tokens = (
+        [at for at, _, _, _ in server.got],
+        [token for _, token, _, _ in server.got],
+    )
+    # the last one is posted at the end
+    assert min(late - early for early, late in pairwise(times[:-1])) > 0.15
+    # read again: tokens are rotated
+    assert (tokens[0], tokens[-1]) == ("Bearer first", "Bearer second")
     assert found[0]["progressPercentage"] == 0
     assert found[-1]["progressPercentage"] == 99
     assert found[-1]["estimatedRemainingSeconds"] == 0
-    assert {m["name"]: m["value"] for m in found[-1]["metrics"]} == {"step": "40", "loss": f"{1 / 99:.8g}"}
+    assert {m["name"]: m["value"] for m in found[-1]["metrics"]} == {
+        "step": "40",
+        "loss": f"{1 / 99:.8g}",
+    }
     assert found[-1]["lastUpdatedTime"].endswith("Z")
 
 
-def test_a_status_fits_the_model_of_kubeflow(server: ControllerServer, endpoint: StatusEndpoint) -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="`make test-kubernetes` installs it")
+def test_a_status_fits_the_model_of_kubeflow(
+    server: ControllerServer, endpoint: StatusEndpoint
+) -> None:
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="`make test-kubernetes` installs it"
+    )
     status = TrainJobStatus(endpoint, lambda: 0.5, lambda: 3, every_s=0.1)
     server.wait(1)
     status.close()
@@ -161,13 +196,20 @@ def test_the_outermost_bar_gives_the_share_without_epoch_loops(
     assert server.wait(1)[-1]["progressPercentage"] == 25
 
 
-@pytest.mark.parametrize("trouble", ["refused", "error", "untrusted", "no token", "slow", "redirect"])
+@pytest.mark.parametrize(
+    "trouble", ["refused", "error", "untrusted", "no token", "slow", "redirect"]
+)
 def test_no_trouble_of_the_endpoint_reaches_the_training(
-    server: ControllerServer, endpoint: StatusEndpoint, caplog: pytest.LogCaptureFixture, trouble: str
+    server: ControllerServer,
+    endpoint: StatusEndpoint,
+    caplog: pytest.LogCaptureFixture,
+    trouble: str,
 ) -> None:
     match trouble:
         case "refused":
-            endpoint = StatusEndpoint("https://localhost:9/status", endpoint.ca_cert, endpoint.token)
+            endpoint = StatusEndpoint(
+                "https://localhost:9/status", endpoint.ca_cert, endpoint.token
+            )
         case "error" | "redirect":
             server.code = 500 if trouble == "error" else 302
         case "untrusted":
@@ -187,14 +229,21 @@ def test_no_trouble_of_the_endpoint_reaches_the_training(
     status.close()
     assert not status._thread.is_alive()
     if trouble != "slow":
-        assert sum("cannot be posted" in text for text in caplog.messages) == 1  # said once, not every time
+        # said once, not every time
+        assert sum("cannot be posted" in text for text in caplog.messages) == 1
     if trouble == "redirect":
-        assert {path for _, _, path, _ in server.got} == {"/status"}  # the token went nowhere else
+        # the token went nowhere else
+        assert {path for _, _, path, _ in server.got} == {"/status"}
 
 
 def test_the_token_is_sent_over_https_only(caplog: pytest.LogCaptureFixture) -> None:
     assert StatusEndpoint.from_env({}) is None
-    assert StatusEndpoint.from_env({"KUBEFLOW_TRAINER_SERVER_URL": "http://controller/status"}) is None
+    assert (
+        StatusEndpoint.from_env(
+            {"KUBEFLOW_TRAINER_SERVER_URL": "http://controller/status"}
+        )
+        is None
+    )
     assert "is not an https address" in caplog.text
 
 
@@ -206,7 +255,9 @@ def test_a_run_reports_its_epochs_and_ends_its_thread(
     accelerator = Accelerator(cpu=True)
     model, data = torch.nn.Linear(1, 1), torch.arange(8.0).reshape(-1, 1)
     loader = DataLoader(TensorDataset(data), batch_size=2)
-    model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), loader
+    )
     shares = []
     for _ in accelerator.epochs(2):
         for (x,) in batches:
@@ -218,7 +269,10 @@ def test_a_run_reports_its_epochs_and_ends_its_thread(
     accelerator.end_training()
     assert shares == [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
     assert server.wait(1)[-1]["progressPercentage"] == 100
-    assert {m["name"]: m["value"] for m in server.wait(1)[-1]["metrics"]} == {"step": "8", "loss": "0.5"}
+    assert {m["name"]: m["value"] for m in server.wait(1)[-1]["metrics"]} == {
+        "step": "8",
+        "loss": "0.5",
+    }
     assert THREAD not in {thread.name for thread in threading.enumerate()}
 
 
@@ -237,10 +291,19 @@ for epoch in accelerator.epochs(4):
 """
 
 
-def test_a_process_that_exits_posts_its_last_state(server: ControllerServer, endpoint: StatusEndpoint) -> None:
+def test_a_process_that_exits_posts_its_last_state(
+    server: ControllerServer, endpoint: StatusEndpoint
+) -> None:
     env = {**os.environ, **variables(endpoint)}
-    done = subprocess.run([sys.executable, "-c", PREEMPTED], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PREEMPTED],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 85, done.stderr
     last = server.wait(1)[-1]
-    assert last["progressPercentage"] == 37  # one epoch of four, and two batches of four
+    # one epoch of four, and two batches of four
+    assert last["progressPercentage"] == 37
     assert {"name": "loss", "value": "0.25"} in last["metrics"]

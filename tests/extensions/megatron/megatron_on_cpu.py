@@ -37,7 +37,11 @@ class OnCPU(TorchFunctionMode):
     """Takes "cuda" for the CPU wherever torch is given a device, and names CPU tensors as CUDA's."""
 
     def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if _on_cuda(kwargs.get("device")):
@@ -62,7 +66,13 @@ def _counted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _all_gather(even: Any, outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+def _all_gather(
+    even: Any,
+    outputs: list[torch.Tensor],
+    own: torch.Tensor,
+    group: Any = None,
+    **kwargs: Any,
+) -> Any:
     """all_gather() of tensors of different lengths, which NCCL has and gloo has not."""
     if len({tuple(one.shape) for one in outputs}) == 1:
         return even(outputs, own, group=group, **kwargs)
@@ -74,7 +84,11 @@ def _all_gather(even: Any, outputs: list[torch.Tensor], own: torch.Tensor, group
 
 
 def _reduce_scatter(
-    even: Any, output: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **kwargs: Any
+    even: Any,
+    output: torch.Tensor,
+    parts: list[torch.Tensor],
+    group: Any = None,
+    **kwargs: Any,
 ) -> Any:
     """reduce_scatter() likewise."""
     if len({tuple(one.shape) for one in parts}) == 1:
@@ -107,15 +121,32 @@ def megatron_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda module, *args: module))
-        random = package("tensor_parallel.random")
-        stack.enter_context(patch.object(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()))
         stack.enter_context(
-            patch.object(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
+            patch.object(torch.nn.Module, "cuda", lambda module, *args: module)
+        )
+        random = package("tensor_parallel.random")
+        stack.enter_context(
+            patch.object(
+                random,
+                "_get_cuda_rng_state",
+                lambda *args, **kwargs: torch.get_rng_state(),
+            )
+        )
+        stack.enter_context(
+            patch.object(
+                random,
+                "_set_cuda_rng_state",
+                lambda state, *args, **kwargs: torch.set_rng_state(state),
+            )
         )
         tokens = package("transformer.moe.token_dispatcher")
         stack.enter_context(patch.object(tokens, "maybe_move_tensor_to_cpu", _counted))
-        for name, stand_in in (("all_gather", _all_gather), ("reduce_scatter", _reduce_scatter)):
-            stack.enter_context(patch.object(dist, name, partial(stand_in, getattr(dist, name))))
+        for name, stand_in in (
+            ("all_gather", _all_gather),
+            ("reduce_scatter", _reduce_scatter),
+        ):
+            stack.enter_context(
+                patch.object(dist, name, partial(stand_in, getattr(dist, name)))
+            )
         stack.enter_context(OnCPU())
         yield

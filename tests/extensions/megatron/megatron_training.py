@@ -25,7 +25,11 @@ ROWS: Final = 8
 LENGTH: Final = 12
 VOCAB: Final = 33
 """Not divisible by 2: one tensor parallel rank holds rows that pad it."""
-TOKENS: Final[dict[str, Any]] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+TOKENS: Final[dict[str, Any]] = {
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     "tp2": {"tp_degree": 2},
     "pp2": {"pp_degree": 2},
@@ -55,23 +59,56 @@ def on_cpu() -> AbstractContextManager[None]:
     return block
 
 
-def language_model(family: str, seed: int = 0, dropout: float = 0.0, **changes: Any) -> Any:
+def language_model(
+    family: str, seed: int = 0, dropout: float = 0.0, **changes: Any
+) -> Any:
     """A small model of transformers, with weights of this seed."""
     transformers = importlib.import_module("transformers")
     torch.manual_seed(seed)
-    wide = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
-    shape: dict[str, Any] = {"intermediate_size": 24, "max_position_embeddings": LENGTH, **wide, **TOKENS}
-    rotary = {**shape, "num_key_value_heads": 2, "rope_parameters": ROPE, "attention_dropout": dropout}
+    wide = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+    }
+    shape: dict[str, Any] = {
+        "intermediate_size": 24,
+        "max_position_embeddings": LENGTH,
+        **wide,
+        **TOKENS,
+    }
+    rotary = {
+        **shape,
+        "num_key_value_heads": 2,
+        "rope_parameters": ROPE,
+        "attention_dropout": dropout,
+    }
     match family:
         case "gpt2":
-            drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-            size = {"n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": VOCAB, "n_positions": LENGTH}
-            return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**size, **TOKENS, **drops, **changes}))
+            drops = {
+                "resid_pdrop": dropout,
+                "embd_pdrop": dropout,
+                "attn_pdrop": dropout,
+            }
+            size = {
+                "n_layer": 2,
+                "n_embd": 16,
+                "n_head": 4,
+                "vocab_size": VOCAB,
+                "n_positions": LENGTH,
+            }
+            return transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(**{**size, **TOKENS, **drops, **changes})
+            )
         case "llama":
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**rotary, **changes}))
+            return transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(**{**rotary, **changes})
+            )
         case "mixtral":
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-            return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**rotary, **experts, **changes}))
+            return transformers.MixtralForCausalLM(
+                transformers.MixtralConfig(**{**rotary, **experts, **changes})
+            )
     raise AssertionError(family)
 
 
@@ -82,14 +119,20 @@ def samples(family: str = "gpt2") -> list[dict[str, Tensor]]:
     mask, labels = torch.ones_like(tokens), tokens.clone()
     mask[:, -2:], labels[:, -2:] = 0, -100
     columns = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [
+        dict(zip(columns, row, strict=True))
+        for row in zip(*columns.values(), strict=True)
+    ]
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
     """`eps` is far above the rounding of gradients that are zero, such as those of the biases of keys."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     plain = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
 
 
@@ -101,20 +144,36 @@ def loss_of(model: Any, batch: Any) -> Tensor:
 def samples_of(model: Any, padded: bool = True) -> list[dict[str, Tensor]]:
     """The samples for a model; without masks if nothing is to be `padded`."""
     found = samples(model.config.model_type)
-    return found if padded else [{k: v for k, v in one.items() if k != "attention_mask"} for one in found]
+    return (
+        found
+        if padded
+        else [{k: v for k, v in one.items() if k != "attention_mask"} for one in found]
+    )
 
 
 class Run:
     """One training, step by step."""
 
     def __init__(
-        self, accelerator: Accelerator, model: Any, split: int, by_hand: bool = False, padded: bool = True
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        split: int,
+        by_hand: bool = False,
+        padded: bool = True,
     ) -> None:
         self.accelerator, self.by_hand = accelerator, by_hand
         optimizer = optimizer_of(model)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step / 10))
-        loader: DataLoader[Any] = DataLoader(samples_of(model, padded), batch_size=ROWS // split)  # type: ignore[arg-type]
-        self.model, self.optimizer, self.schedule, self.loader = accelerator.prepare(model, optimizer, schedule, loader)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1.0 / (1 + step / 10)
+        )
+        loader: DataLoader[Any] = DataLoader(
+            samples_of(model, padded),  # type: ignore[arg-type]
+            batch_size=ROWS // split,
+        )
+        self.model, self.optimizer, self.schedule, self.loader = accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
         self.losses: list[float] = []
         self.norms: list[float] = []
 
@@ -151,19 +210,30 @@ def engine(layout: dict[str, Any], micro: int = 2, **settings: Any) -> Accelerat
 class Plain:
     """What the transformers model does in plain torch, in one process."""
 
-    def __init__(self, family: str, steps: int, every: int = 1, padded: bool = True, **changes: Any) -> None:
+    def __init__(
+        self,
+        family: str,
+        steps: int,
+        every: int = 1,
+        padded: bool = True,
+        **changes: Any,
+    ) -> None:
         self.model = language_model(family, **changes)
         self.losses: list[float] = []
         self.norms: list[float] = []
         optimizer = optimizer_of(self.model)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step / 10))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1.0 / (1 + step / 10)
+        )
         batches = list(DataLoader(samples_of(self.model, padded), batch_size=ROWS))  # type: ignore[arg-type]
         for number in range(1, steps + 1):
             loss = loss_of(self.model, batches[(number - 1) % len(batches)])
             (loss / every).backward()  # type: ignore[no-untyped-call]
             self.losses.append(float(loss.detach()))
             if number % every == 0:
-                self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.4)))
+                self.norms.append(
+                    float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.4))
+                )
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
@@ -193,7 +263,9 @@ def assert_trains_alike(
     fp32: the sums of a step have another order, over 20 steps of Adam.
     """
     inside = ("tp_degree", "pp_degree", "context_parallel_size")
-    split = ctx.world.size // torch.Size([layout.get(name, 1) for name in inside]).numel()
+    split = (
+        ctx.world.size // torch.Size([layout.get(name, 1) for name in inside]).numel()
+    )
     with on_cpu():
         accelerator = engine(layout, gradient_accumulation_steps=2)
         model = language_model(family, seed=0 if ctx.rank == 0 else 5, **changes)
@@ -205,23 +277,39 @@ def assert_trains_alike(
         run.model.config.save_pretrained(folder)
         accelerator.wait_for_everyone()
     plain = Plain(family, STEPS, every=2, padded=padded, **changes)
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(plain.losses), rtol=0, atol=2e-5)
-    torch.testing.assert_close(torch.tensor(run.norms), torch.tensor(plain.norms), rtol=0, atol=5e-5)
+    torch.testing.assert_close(
+        torch.tensor(run.losses), torch.tensor(plain.losses), rtol=0, atol=2e-5
+    )
+    torch.testing.assert_close(
+        torch.tensor(run.norms), torch.tensor(plain.norms), rtol=0, atol=5e-5
+    )
     expected = plain.model.state_dict()
     assert weights.keys() == expected.keys(), weights.keys() ^ expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4, msg=name)
     torch.testing.assert_close(logits, logits_of(plain.model), rtol=0, atol=2e-4)
-    again = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(folder)
+    again = importlib.import_module(
+        "transformers"
+    ).AutoModelForCausalLM.from_pretrained(folder)
     torch.testing.assert_close(logits_of(again), logits, rtol=0, atol=2e-6)
     for name, value in again.state_dict().items():
         assert torch.equal(value, weights[name]), name
 
 
-def assert_goes_on(layout: dict[str, Any], precision: str, split: int, folder: Path, family: str = "gpt2") -> None:
+def assert_goes_on(
+    layout: dict[str, Any],
+    precision: str,
+    split: int,
+    folder: Path,
+    family: str = "gpt2",
+) -> None:
     """A run that is saved and loaded goes on as the one that was not interrupted. Ranks: every rank."""
     with on_cpu():
-        first = Run(engine(layout, mixed_precision=precision), language_model(family, dropout=0.2), split)
+        first = Run(
+            engine(layout, mixed_precision=precision),
+            language_model(family, dropout=0.2),
+            split,
+        )
         first.steps(4)
         first.accelerator.save_state(folder / "state")
         first.losses.clear()
@@ -234,11 +322,15 @@ def assert_goes_on(layout: dict[str, Any], precision: str, split: int, folder: P
         second.accelerator.load_state(folder / "state")
         second.steps(4)
         assert second.losses == first.losses
-        for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        for a, b in zip(
+            first.model.parameters(), second.model.parameters(), strict=True
+        ):
             assert torch.equal(a, b)
 
 
-def save_some(folder: Path, layout: dict[str, Any], split: int, family: str) -> list[float]:
+def save_some(
+    folder: Path, layout: dict[str, Any], split: int, family: str
+) -> list[float]:
     """Losses after a checkpoint and weights were written. Ranks: every rank."""
     with on_cpu():
         run = Run(engine(layout), language_model(family), split)
@@ -249,7 +341,9 @@ def save_some(folder: Path, layout: dict[str, Any], split: int, family: str) -> 
         return run.losses[4:]
 
 
-def load_some(folder: Path, layout: dict[str, Any], split: int, family: str) -> list[float]:
+def load_some(
+    folder: Path, layout: dict[str, Any], split: int, family: str
+) -> list[float]:
     """Losses after the checkpoint was loaded, which holds the weights. Ranks: every rank."""
     with on_cpu():
         run = Run(engine(layout), language_model(family, seed=4), split)

@@ -51,12 +51,18 @@ def of(family: Family, **changes: Any) -> ModelFacts:
 @pytest.mark.parametrize(
     ("family", "given", "words"),
     [
-        ("llama", {"position_ids": TOKENS}, r"\['position_ids'\].*pass only input_ids, attention_mask, labels\."),
+        (
+            "llama",
+            {"position_ids": TOKENS},
+            r"\['position_ids'\].*pass only input_ids, attention_mask, labels\.",
+        ),
         ("gpt2", {"token_type_ids": TOKENS}, r"\['token_type_ids'\]"),
         ("gpt2", {"input_ids": None}, "without input_ids, which a gpt2 model needs"),
     ],
 )
-def test_what_would_be_ignored_is_refused(family: Family, given: dict[str, Any], words: str) -> None:
+def test_what_would_be_ignored_is_refused(
+    family: Family, given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(StepError, match=words):
         tensors_of_call(of(family), {"input_ids": TOKENS, "use_cache": False, **given})
 
@@ -65,10 +71,16 @@ def test_what_would_be_ignored_is_refused(family: Family, given: dict[str, Any],
     ("family", "settings", "words"),
     [
         ("gpt2", {"seq_length": 4}, r"of 8 tokens, and megatron\.seq_length=4"),
-        ("gpt2", {"tp_degree": 3, "sequence_parallelism": True}, "of 8 tokens.*pad to a multiple of 3"),
+        (
+            "gpt2",
+            {"tp_degree": 3, "sequence_parallelism": True},
+            "of 8 tokens.*pad to a multiple of 3",
+        ),
     ],
 )
-def test_other_lengths_are_refused(family: Family, settings: dict[str, Any], words: str) -> None:
+def test_other_lengths_are_refused(
+    family: Family, settings: dict[str, Any], words: str
+) -> None:
     given = CallTensors(input_ids=TOKENS)
     check_lengths(given, of(family), MegatronLMPlugin())
     with pytest.raises(StepError, match=words):
@@ -76,14 +88,21 @@ def test_other_lengths_are_refused(family: Family, settings: dict[str, Any], wor
 
 
 def test_a_sequence_longer_than_the_table_of_positions_is_refused() -> None:
-    with pytest.raises(StepError, match="of 8 tokens, but the model has only 7 positions; truncate the sequences"):
-        check_lengths(CallTensors(input_ids=TOKENS), of("gpt2", positions=7), MegatronLMPlugin())
+    with pytest.raises(
+        StepError,
+        match="of 8 tokens, but the model has only 7 positions; truncate the sequences",
+    ):
+        check_lengths(
+            CallTensors(input_ids=TOKENS), of("gpt2", positions=7), MegatronLMPlugin()
+        )
 
 
 def test_masks_block_padding_and_what_comes_later() -> None:
     mask = torch.tensor([[1, 1, 0]])
     tokens = torch.tensor([[4, 5, 0]])
-    _, positions, blocked = engine_arguments(CallTensors(input_ids=tokens, attention_mask=mask), ALONE, 0)
+    _, positions, blocked = engine_arguments(
+        CallTensors(input_ids=tokens, attention_mask=mask), ALONE, 0
+    )
     assert positions is not None
     assert blocked is not None
     assert positions.tolist() == [[0, 1, 2]]
@@ -94,12 +113,18 @@ def test_masks_block_padding_and_what_comes_later() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_context_parallel_ranks_hold_every_token_once(ranks: int, masked: bool) -> None:
     layout = layout_of(ranks)
-    given = CallTensors(input_ids=TOKENS, **({"attention_mask": torch.ones_like(TOKENS)} if masked else {}))
+    given = CallTensors(
+        input_ids=TOKENS,
+        **({"attention_mask": torch.ones_like(TOKENS)} if masked else {}),
+    )
     parts = [engine_arguments(given, layout, rank) for rank in range(ranks)]
     whole = engine_arguments(CallTensors(input_ids=TOKENS), ALONE, 0)
     for number, wanted in enumerate(whole[:2]):
         assert wanted is not None
-        assert torch.equal(in_order(torch.cat([one[number] for one in parts], 1), layout, 1), wanted)  # type: ignore[misc]
+        assert torch.equal(
+            in_order(torch.cat([one[number] for one in parts], 1), layout, 1),  # type: ignore[misc]
+            wanted,
+        )
     if masked:
         rows = torch.cat([one[2] for one in parts], 2)  # type: ignore[misc]
         assert torch.equal(in_order(rows, layout, 2), whole[2].expand(2, 1, 8, 8))  # type: ignore[union-attr]
@@ -118,9 +143,18 @@ def test_each_token_predicts_the_next_label() -> None:
 
 
 def attention(scale: float | None = None) -> CoreAttention:
-    config = SimpleNamespace(kv_channels=4, attention_dropout=0.0, sequence_parallel=False)
+    config = SimpleNamespace(
+        kv_channels=4, attention_dropout=0.0, sequence_parallel=False
+    )
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    return CoreAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=SimpleNamespace(cp=group))
+    return CoreAttention(
+        config,
+        1,
+        None,
+        "self",
+        softmax_scale=scale,
+        pg_collection=SimpleNamespace(cp=group),
+    )
 
 
 def random(*shape: int) -> Tensor:
@@ -130,10 +164,18 @@ def random(*shape: int) -> Tensor:
 @pytest.mark.parametrize("scale", [None, 1.0])
 def test_attention_adds_its_bias_and_blocks_its_mask(scale: float | None) -> None:
     """As plain softmax does; keys shared by two heads each."""
-    query, key, value, bias = random(5, 3, 4, 4), random(6, 3, 2, 4), random(6, 3, 2, 4) + 1, random(1, 4, 5, 6)
+    query, key, value, bias = (
+        random(5, 3, 4, 4),
+        random(6, 3, 2, 4),
+        random(6, 3, 2, 4) + 1,
+        random(1, 4, 5, 6),
+    )
     blocked = torch.rand((3, 1, 5, 6), generator=torch.Generator().manual_seed(1)) < 0.3
     found = attention(scale)(query, key, value, blocked, attention_bias=bias)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key.repeat_interleave(2, 2), value.repeat_interleave(2, 2)))
+    q, k, v = (
+        x.permute(1, 2, 0, 3)
+        for x in (query, key.repeat_interleave(2, 2), value.repeat_interleave(2, 2))
+    )
     scores = q @ k.mT * (0.5 if scale is None else scale) + bias
     expected = scores.masked_fill(blocked, -torch.inf).softmax(-1) @ v
     torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
@@ -153,4 +195,6 @@ def test_a_token_that_sees_nothing_stays_finite() -> None:
 def test_without_a_mask_later_keys_are_not_seen() -> None:
     query, key, value = random(3, 1, 1, 4), random(3, 1, 1, 4), random(3, 1, 1, 4)
     later = torch.ones(3, 3, dtype=torch.bool).triu(1)[None, None]
-    torch.testing.assert_close(attention()(query, key, value, None), attention()(query, key, value, later))
+    torch.testing.assert_close(
+        attention()(query, key, value, None), attention()(query, key, value, later)
+    )

@@ -20,7 +20,12 @@ from hasten.extensions.megatron.config import translate
 from hasten.extensions.megatron.families import ModelFacts, check_class, model_facts
 from hasten.extensions.megatron.settings import MegatronLMPlugin
 from hasten.extensions.megatron.shard_plan import locate_shard, tensor_entries
-from hasten.extensions.megatron.weights import fuse, shard_of_whole, to_hub, unpadded_shard
+from hasten.extensions.megatron.weights import (
+    fuse,
+    shard_of_whole,
+    to_hub,
+    unpadded_shard,
+)
 from hasten.runtime.mesh_plan import Axis, mesh_of
 
 GPT2: Final = SimpleNamespace(
@@ -55,7 +60,13 @@ LLAMA: Final = SimpleNamespace(
     rope_parameters={"rope_type": "default", "rope_theta": 500.0},
 )
 MIXTRAL: Final = SimpleNamespace(
-    **{**vars(LLAMA), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    **{
+        **vars(LLAMA),
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    }
 )
 MODELS: Final = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
 # What a setting needs beside it, and the keyword of the engine that it changes. Those without one act elsewhere: in a step, where
@@ -63,11 +74,23 @@ MODELS: Final = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
 ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "tp_degree": ({"tp_degree": 2}, "tensor_model_parallel_size"),
     "pp_degree": ({"pp_degree": 2}, "pipeline_model_parallel_size"),
-    "sequence_parallelism": ({"tp_degree": 2, "sequence_parallelism": True}, "sequence_parallel"),
+    "sequence_parallelism": (
+        {"tp_degree": 2, "sequence_parallelism": True},
+        "sequence_parallel",
+    ),
     "recompute_activations": ({"recompute_activations": True}, "recompute_granularity"),
-    "recompute_granularity": ({"recompute_granularity": "full"}, "recompute_granularity"),
-    "recompute_method": ({"recompute_granularity": "full", "recompute_method": "block"}, "recompute_method"),
-    "recompute_num_layers": ({"recompute_granularity": "full", "recompute_num_layers": 2}, "recompute_num_layers"),
+    "recompute_granularity": (
+        {"recompute_granularity": "full"},
+        "recompute_granularity",
+    ),
+    "recompute_method": (
+        {"recompute_granularity": "full", "recompute_method": "block"},
+        "recompute_method",
+    ),
+    "recompute_num_layers": (
+        {"recompute_granularity": "full", "recompute_num_layers": 2},
+        "recompute_num_layers",
+    ),
     "decoder_last_pipeline_num_layers": (
         {"pp_degree": 2, "decoder_last_pipeline_num_layers": 1},
         "num_layers_in_last_pipeline_stage",
@@ -75,7 +98,10 @@ ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "attention_backend": ({"attention_backend": "local"}, "attention_backend"),
     "attention_dropout": ({"attention_dropout": 0.5}, "attention_dropout"),
     "hidden_dropout": ({"hidden_dropout": 0.5}, "hidden_dropout"),
-    "attention_softmax_in_fp32": ({"attention_softmax_in_fp32": True}, "attention_softmax_in_fp32"),
+    "attention_softmax_in_fp32": (
+        {"attention_softmax_in_fp32": True},
+        "attention_softmax_in_fp32",
+    ),
     "use_distributed_optimizer": ({}, None),  # of the optimizer, not of the layers
     "num_micro_batches": ({}, None),
     "gradient_clipping": ({}, None),
@@ -83,8 +109,14 @@ ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "return_logits": ({}, None),
     "use_rotary_position_embeddings": ({}, None),
     "context_parallel_size": ({"context_parallel_size": 2}, "context_parallel_size"),
-    "expert_model_parallel_size": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size"),
-    "expert_tensor_parallel_size": ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size"),
+    "expert_model_parallel_size": (
+        {"expert_model_parallel_size": 2},
+        "expert_model_parallel_size",
+    ),
+    "expert_tensor_parallel_size": (
+        {"expert_tensor_parallel_size": 2},
+        "expert_tensor_parallel_size",
+    ),
 }
 
 
@@ -93,10 +125,16 @@ def plugin(**given: Any) -> MegatronLMPlugin:
 
 
 def made(model: str = "gpt2", **given: Any) -> dict[str, Any]:
-    return dict(translate(plugin(**given), model_facts(MODELS[model]), "no").transformer)
+    return dict(
+        translate(plugin(**given), model_facts(MODELS[model]), "no").transformer
+    )
 
 
-@pytest.mark.parametrize("info", [info for info in FIELDS if info.path[0] == "megatron"], ids=lambda info: info.name)
+@pytest.mark.parametrize(
+    "info",
+    [info for info in FIELDS if info.path[0] == "megatron"],
+    ids=lambda info: info.name,
+)
 def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
     name = info.path[-1]
     if name in ACTS:
@@ -107,32 +145,45 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
             assert made(model, **given)[keyword] != made(model, **without)[keyword]
         return
     other: Any = {bool: not info.default}.get(type(info.default), 7)
-    (complaint,) = absent.refused({info.path: SettingEntry(info.path, other, SettingSource("code", name))})
+    (complaint,) = absent.refused(
+        {info.path: SettingEntry(info.path, other, SettingSource("code", name))}
+    )
     assert str(complaint).startswith(f"megatron.{name}=")
     assert "is not in this version; " in str(complaint)
 
 
 def test_degrees_are_axes_of_the_mesh() -> None:
-    sizes = plugin(tp_degree=2, pp_degree=3, context_parallel_size=2, expert_model_parallel_size=4)
+    sizes = plugin(
+        tp_degree=2, pp_degree=3, context_parallel_size=2, expert_model_parallel_size=4
+    )
     config = Config(strategy="megatron", megatron=sizes)  # type: ignore[call-arg]  # its section
     mesh = mesh_of(config, 24, 24)
-    assert [mesh.size(axis) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.CP, Axis.TP)] == [3, 2, 2, 2]
+    assert [
+        mesh.size(axis) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.CP, Axis.TP)
+    ] == [3, 2, 2, 2]
     assert mesh.ep == 1  # experts are divided by the engine, among all ranks of a stage
-    assert mesh_of(replace(config, strategy="ddp"), 12, 12).size(Axis.DP_REPLICATE) == 12
+    assert (
+        mesh_of(replace(config, strategy="ddp"), 12, 12).size(Axis.DP_REPLICATE) == 12
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"tp_degree": 3}, "does not divide the model's 4 heads"),
-        ({"pp_degree": 3}, "divides the model's 4 layers into stages of different size"),
+        (
+            {"pp_degree": 3},
+            "divides the model's 4 layers into stages of different size",
+        ),
         ({"decoder_last_pipeline_num_layers": 1}, "has no effect with pp_degree=1"),
         ({"sequence_parallelism": True}, "tp_degree=1; increase"),
         ({"recompute_method": "block"}, "recompute_granularity='full', or remove it"),
         ({"recompute_activations": True, "recompute_granularity": "full"}, "keep one"),
     ],
 )
-def test_options_that_cannot_hold_are_refused(given: dict[str, Any], words: str) -> None:
+def test_options_that_cannot_hold_are_refused(
+    given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         made(**given)
 
@@ -140,11 +191,27 @@ def test_options_that_cannot_hold_are_refused(given: dict[str, Any], words: str)
 @pytest.mark.parametrize(
     ("model", "given", "words"),
     [
-        ("gpt2", {"use_rotary_position_embeddings": True}, "use other position embeddings; remove it"),
-        ("llama", {"expert_model_parallel_size": 2}, "which have no experts; remove it"),
-        ("llama", {"expert_tensor_parallel_size": 2}, "which have no experts; remove it"),
+        (
+            "gpt2",
+            {"use_rotary_position_embeddings": True},
+            "use other position embeddings; remove it",
+        ),
+        (
+            "llama",
+            {"expert_model_parallel_size": 2},
+            "which have no experts; remove it",
+        ),
+        (
+            "llama",
+            {"expert_tensor_parallel_size": 2},
+            "which have no experts; remove it",
+        ),
         ("mixtral", {"expert_model_parallel_size": 3}, "set it to a divisor of 4"),
-        ("mixtral", {"expert_tensor_parallel_size": 5}, "inner size 24; set it to a divisor"),
+        (
+            "mixtral",
+            {"expert_tensor_parallel_size": 5},
+            "inner size 24; set it to a divisor",
+        ),
         ("mixtral", {"tp_degree": 2}, "set sequence_parallelism=True as well"),
         (
             "mixtral",
@@ -153,7 +220,9 @@ def test_options_that_cannot_hold_are_refused(given: dict[str, Any], words: str)
         ),
     ],
 )
-def test_options_that_a_model_has_no_place_for_are_refused(model: str, given: dict[str, Any], words: str) -> None:
+def test_options_that_a_model_has_no_place_for_are_refused(
+    model: str, given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         made(model, **given)
 
@@ -165,15 +234,25 @@ def test_options_that_say_what_a_model_is_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "fits"), [((2, 2, 1), True), ((4, 1, 1), True), ((1, 8, 1), False), ((2, 2, 2), False)]
+    ("sizes", "fits"),
+    [((2, 2, 1), True), ((4, 1, 1), True), ((1, 8, 1), False), ((2, 2, 2), False)],
 )
 def test_experts_divide_the_processes(sizes: tuple[int, int, int], fits: bool) -> None:
     """tp_degree, expert_model_parallel_size and pp_degree over 4 processes."""
     tp, ep, pp = sizes
-    found = plugin(tp_degree=tp, expert_model_parallel_size=ep, pp_degree=pp, sequence_parallelism=tp > 1)
-    config = Config(strategy="megatron", launch=LaunchConfig(num_processes=4), megatron=found)  # type: ignore[call-arg]  # its section
+    found = plugin(
+        tp_degree=tp,
+        expert_model_parallel_size=ep,
+        pp_degree=pp,
+        sequence_parallelism=tp > 1,
+    )
+    config = Config(
+        strategy="megatron", launch=LaunchConfig(num_processes=4), megatron=found
+    )  # type: ignore[call-arg]  # its section
     complaints = [str(one) for one in rules.check_sizes(config, {})]
-    assert [one for one in complaints if "use a multiple of 8 processes" in one] == ([] if fits else complaints)
+    assert [one for one in complaints if "use a multiple of 8 processes" in one] == (
+        [] if fits else complaints
+    )
     assert bool(complaints) is not fits
 
 
@@ -193,19 +272,28 @@ def test_precisions() -> None:
         (MIXTRAL, {"sliding_window": 4}, "sliding_window=4"),
         (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*at least 2"),
         (GPT2, {"embd_pdrop": 0.3}, "embd_pdrop=0.3"),
-        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        (
+            GPT2,
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx=True",
+        ),
         (GPT2, {"activation_function": "swish5"}, "activation='swish5'"),
         (LLAMA, {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3'"),
         (LLAMA, {"attention_bias": True}, "attention_bias=True"),
     ],
 )
-def test_a_variant_that_would_be_computed_differently_is_refused(base: Any, change: dict[str, Any], words: str) -> None:
+def test_a_variant_that_would_be_computed_differently_is_refused(
+    base: Any, change: dict[str, Any], words: str
+) -> None:
     with pytest.raises(PrepareError, match=words):
         model_facts(SimpleNamespace(**{**vars(base), **change}))
 
 
 def test_another_head_is_refused() -> None:
-    with pytest.raises(PrepareError, match=r"LlamaForSequenceClassification: .* pass a LlamaForCausalLM"):
+    with pytest.raises(
+        PrepareError,
+        match=r"LlamaForSequenceClassification: .* pass a LlamaForCausalLM",
+    ):
         check_class(["LlamaForSequenceClassification", "Module"], model_facts(LLAMA))
     check_class(["MyLlama", "LlamaForCausalLM"], model_facts(LLAMA))
 
@@ -236,13 +324,21 @@ def shape_of(name: str, facts: ModelFacts) -> tuple[int, ...]:
     }.items():
         layer, _, kind = name.rpartition(".")
         if name.endswith(end) or layer.endswith(end):
-            return ((shape[-1] if end in turned else shape[0]),) if kind == "bias" else shape
+            return (
+                ((shape[-1] if end in turned else shape[0]),)
+                if kind == "bias"
+                else shape
+            )
     return (facts.vocab,) if name.endswith("bias") else (facts.vocab, hidden)
 
 
 def hub_weights(facts: ModelFacts) -> dict[str, torch.Tensor]:
     """Tensors of the Hub layout, each number once."""
-    shapes = {name: shape_of(name, facts) for entry in tensor_entries(facts) for name in entry.hub}
+    shapes = {
+        name: shape_of(name, facts)
+        for entry in tensor_entries(facts)
+        for name in entry.hub
+    }
     found, start = {}, 0
     for name, shape in shapes.items():
         size = int(torch.Size(shape).numel())
@@ -275,7 +371,9 @@ def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
             held = torch.zeros(local, dtype=whole.dtype)
             unpadded_shard(held, at).copy_(shard_of_whole(whole, at))
             if entry.split != "whole":
-                assert (shard_of_whole(again, at) == -1).all(), "two ranks hold the same part"
+                assert (shard_of_whole(again, at) == -1).all(), (
+                    "two ranks hold the same part"
+                )
             shard_of_whole(again, at).copy_(unpadded_shard(held, at))
         assert torch.equal(again, whole), entry.name
         wholes[entry.name] = again

@@ -22,7 +22,8 @@ from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 
 pytestmark = [
-    pytest.mark.timeout(300),  # a worker imports transformers and megatron-core at its first test
+    # a worker imports transformers and megatron-core at its first test
+    pytest.mark.timeout(300),
     pytest.mark.skipif(
         not (available("megatron", VERSIONS) and available("transformers")),
         reason=f"megatron-core{VERSIONS} or transformers is not installed (pip install 'hasten[megatron]' transformers)",
@@ -63,7 +64,9 @@ def kit() -> Any:
         pytest.param("mixtral", "cp2", marks=pytest.mark.exhaustive),
     ],
 )
-def test_two_ranks_train_as_plain_torch(ctx: ProcessContext, tmp_path: Path, family: str, layout: str) -> None:
+def test_two_ranks_train_as_plain_torch(
+    ctx: ProcessContext, tmp_path: Path, family: str, layout: str
+) -> None:
     kit().assert_trains_alike(ctx, family, kit().LAYOUTS[layout], tmp_path)
 
 
@@ -75,7 +78,11 @@ def test_two_ranks_train_as_plain_torch(ctx: ProcessContext, tmp_path: Path, fam
     [
         {"tp_degree": 2, "pp_degree": 2},
         {"tp_degree": 2, "sequence_parallelism": True, "recompute_granularity": "full"},
-        {"pp_degree": 2, "recompute_activations": True, "use_distributed_optimizer": True},
+        {
+            "pp_degree": 2,
+            "recompute_activations": True,
+            "use_distributed_optimizer": True,
+        },
     ],
     ids=["tp2pp2", "tp2dp2", "pp2dp2"],
 )
@@ -93,13 +100,25 @@ def test_four_ranks_train_as_plain_torch(
         ("llama", {"context_parallel_size": 2, "pp_degree": 2}),
         (
             "gpt2",
-            {"context_parallel_size": 2, "tp_degree": 2, "sequence_parallelism": True, "recompute_activations": True},
+            {
+                "context_parallel_size": 2,
+                "tp_degree": 2,
+                "sequence_parallelism": True,
+                "recompute_activations": True,
+            },
         ),
         ("gpt2", {"context_parallel_size": 2, "use_distributed_optimizer": True}),
         ("mixtral", {"expert_model_parallel_size": 2}),
         ("mixtral", {"expert_model_parallel_size": 2, "pp_degree": 2}),
         ("mixtral", {"expert_model_parallel_size": 2, "context_parallel_size": 2}),
-        ("mixtral", {"expert_model_parallel_size": 2, "tp_degree": 2, "sequence_parallelism": True}),
+        (
+            "mixtral",
+            {
+                "expert_model_parallel_size": 2,
+                "tp_degree": 2,
+                "sequence_parallelism": True,
+            },
+        ),
         (
             "mixtral",
             {
@@ -112,7 +131,13 @@ def test_four_ranks_train_as_plain_torch(
     ],
     ids=[
         *("llama-cp2pp2", "gpt2-cp2tp2", "gpt2-cp2dp2"),
-        *("mixtral-ep2dp2", "mixtral-ep2pp2", "mixtral-ep2cp2", "mixtral-ep2tp2", "mixtral-ep2tp2-whole-experts"),
+        *(
+            "mixtral-ep2dp2",
+            "mixtral-ep2pp2",
+            "mixtral-ep2cp2",
+            "mixtral-ep2tp2",
+            "mixtral-ep2tp2-whole-experts",
+        ),
     ],
 )
 def test_other_models_and_axes_train_as_plain_torch(
@@ -124,26 +149,38 @@ def test_other_models_and_axes_train_as_plain_torch(
 @ranks(2, timeout_s=LONG)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_sequences_without_padding_are_divided_too(ctx: ProcessContext, tmp_path: Path, family: str) -> None:
+def test_sequences_without_padding_are_divided_too(
+    ctx: ProcessContext, tmp_path: Path, family: str
+) -> None:
     """Without a mask keys are never whole on one rank."""
-    kit().assert_trains_alike(ctx, family, kit().LAYOUTS["cp2"], tmp_path, by_hand=True, padded=False)
+    kit().assert_trains_alike(
+        ctx, family, kit().LAYOUTS["cp2"], tmp_path, by_hand=True, padded=False
+    )
 
 
 @ranks(2, timeout_s=LONG)
 @pytest.mark.parametrize("layout", ["cp2", "tp2"])
-def test_a_loss_of_the_loops_own_on_whole_logits(ctx: ProcessContext, layout: str) -> None:
+def test_a_loss_of_the_loops_own_on_whole_logits(
+    ctx: ProcessContext, layout: str
+) -> None:
     """The model returns the logits of every token and the whole vocabulary, and its gradients are those of plain torch."""
 
     def loss_of(model: Any, batch: Any) -> torch.Tensor:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        )
 
     with kit().on_cpu():
         accelerator = kit().engine({**kit().LAYOUTS[layout], "return_logits": True})
         run = kit().Run(accelerator, kit().language_model("gpt2"), 1)
         batch = next(iter(run.loader))
         told = run.model(**batch)
-        torch.testing.assert_close(told.loss, loss_of(run.model, batch), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            told.loss, loss_of(run.model, batch), rtol=0, atol=1e-6
+        )
         accelerator.backward(loss_of(run.model, batch))
         norm = accelerator.clip_grad_norm_(run.model.parameters(), 0.4)
     plain = kit().Plain("gpt2", 1)
@@ -157,7 +194,12 @@ def test_a_loss_of_the_loops_own_on_whole_logits(ctx: ProcessContext, layout: st
     [
         {"tp_degree": 2, "sequence_parallelism": True, "recompute_activations": True},
         pytest.param(
-            {"tp_degree": 2, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            {
+                "tp_degree": 2,
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 2,
+            },
             marks=pytest.mark.exhaustive,
         ),
     ],
@@ -173,11 +215,15 @@ def test_sequence_parallel_and_recompute_change_no_number(
 @ranks(2, timeout_s=LONG)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "layout"), [("llama", "pp2"), ("mixtral", "ep2")])
-def test_a_model_without_weights_is_initialised_by_the_engine(ctx: ProcessContext, family: str, layout: str) -> None:
+def test_a_model_without_weights_is_initialised_by_the_engine(
+    ctx: ProcessContext, family: str, layout: str
+) -> None:
     with kit().on_cpu():
         with torch.device("meta"):
             model = kit().language_model(family)
-        run = kit().Run(kit().engine(kit().LAYOUTS[layout]), model, kit().split_of(layout))
+        run = kit().Run(
+            kit().engine(kit().LAYOUTS[layout]), model, kit().split_of(layout)
+        )
         weights = run.accelerator.get_state_dict(run.model)
         run.steps(8)
     assert weights.keys() == kit().language_model(family).state_dict().keys()
@@ -194,13 +240,21 @@ def test_a_model_without_weights_is_initialised_by_the_engine(ctx: ProcessContex
 def test_bf16_keeps_masters(ctx: ProcessContext) -> None:
     """Weights of 16 bits beside float32 masters: the curve is that of fp32 up to the rounding of weights."""
     with kit().on_cpu():
-        run = kit().Run(kit().engine({"tp_degree": 2}, mixed_precision="bf16"), kit().language_model("llama"), 1)
+        run = kit().Run(
+            kit().engine({"tp_degree": 2}, mixed_precision="bf16"),
+            kit().language_model("llama"),
+            1,
+        )
         run.steps(8)
         assert {p.dtype for p in run.model.parameters()} == {torch.bfloat16}
-        masters = [v["master"].data.dtype for v in run.optimizer.state_dict()["state"].values()]
+        masters = [
+            v["master"].data.dtype for v in run.optimizer.state_dict()["state"].values()
+        ]
     assert set(masters) == {torch.float32}
     plain = kit().Plain("llama", 8)
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(plain.losses), rtol=0, atol=3e-2)
+    torch.testing.assert_close(
+        torch.tensor(run.losses), torch.tensor(plain.losses), rtol=0, atol=3e-2
+    )
     assert run.losses != plain.losses
 
 
@@ -222,22 +276,36 @@ def test_a_run_goes_on_bit_for_bit(
     ctx: ProcessContext, tmp_path: Path, family: str, layout: str, precision: str
 ) -> None:
     """Also with dropout, whose random numbers depend on the seed, the batch and the place alone."""
-    kit().assert_goes_on(kit().LAYOUTS[layout], precision, kit().split_of(layout), tmp_path, family)
+    kit().assert_goes_on(
+        kit().LAYOUTS[layout], precision, kit().split_of(layout), tmp_path, family
+    )
 
 
 @pytest.mark.exhaustive
 @ranks(4, timeout_s=LONG)
-def test_shares_of_tensor_parallel_ranks_go_on_bit_for_bit(ctx: ProcessContext, tmp_path: Path) -> None:
-    kit().assert_goes_on({"tp_degree": 2, "use_distributed_optimizer": True}, "bf16", 2, tmp_path)
+def test_shares_of_tensor_parallel_ranks_go_on_bit_for_bit(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
+    kit().assert_goes_on(
+        {"tp_degree": 2, "use_distributed_optimizer": True}, "bf16", 2, tmp_path
+    )
 
 
-def save_some(ctx: ProcessContext, folder: Path, family: str, layout: str) -> list[float]:
-    found: list[float] = kit().save_some(folder, kit().LAYOUTS[layout], kit().split_of(layout), family)
+def save_some(
+    ctx: ProcessContext, folder: Path, family: str, layout: str
+) -> list[float]:
+    found: list[float] = kit().save_some(
+        folder, kit().LAYOUTS[layout], kit().split_of(layout), family
+    )
     return found
 
 
-def load_some(ctx: ProcessContext, folder: Path, family: str, layout: str) -> list[float]:
-    found: list[float] = kit().load_some(folder, kit().LAYOUTS[layout], kit().split_of(layout), family)
+def load_some(
+    ctx: ProcessContext, folder: Path, family: str, layout: str
+) -> list[float]:
+    found: list[float] = kit().load_some(
+        folder, kit().LAYOUTS[layout], kit().split_of(layout), family
+    )
     return found
 
 
@@ -255,8 +323,12 @@ def load_some(ctx: ProcessContext, folder: Path, family: str, layout: str) -> li
 def test_a_checkpoint_loads_in_another_layout(
     rank_pool: Pool, tmp_path: Path, family: str, saved: str, loaded: str
 ) -> None:
-    after = torch.tensor(rank_pool.run(save_some, 2, tmp_path, family, saved, timeout_s=LONG)[0])
-    found = torch.tensor(rank_pool.run(load_some, 2, tmp_path, family, loaded, timeout_s=LONG)[0])
+    after = torch.tensor(
+        rank_pool.run(save_some, 2, tmp_path, family, saved, timeout_s=LONG)[0]
+    )
+    found = torch.tensor(
+        rank_pool.run(load_some, 2, tmp_path, family, loaded, timeout_s=LONG)[0]
+    )
     torch.testing.assert_close(found, after, rtol=0, atol=2e-5)
 
 
@@ -264,22 +336,33 @@ def test_a_checkpoint_loads_in_another_layout(
 
 
 def test_the_cpu_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="megatron-core needs CUDA; train on NVIDIA GPUs") as caught:
+    with pytest.raises(
+        ConfigError, match="megatron-core needs CUDA; train on NVIDIA GPUs"
+    ) as caught:
         Accelerator(strategy="megatron", cpu=True)
     assert "\n" not in str(caught.value)
 
 
 @ranks(2, timeout_s=LONG)
-def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_what_an_engine_cannot_do_is_refused(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with kit().on_cpu():
         accelerator = kit().engine({"pp_degree": 2}, gradient_accumulation_steps=2)
         net = torch.nn.Linear(2, 2)
-        with pytest.raises(PrepareError, match="only these architectures can be trained: gpt2, llama, mixtral"):
+        with pytest.raises(
+            PrepareError,
+            match="only these architectures can be trained: gpt2, llama, mixtral",
+        ):
             accelerator.prepare(net, torch.optim.SGD(net.parameters()))
         frozen = kit().language_model("gpt2")
         frozen.transformer.wpe.requires_grad_(False)
-        with pytest.raises(PrepareError, match="requires gradients, but is not in the optimizer"):
-            accelerator.prepare(frozen, torch.optim.SGD(frozen.transformer.wte.parameters()))
+        with pytest.raises(
+            PrepareError, match="requires gradients, but is not in the optimizer"
+        ):
+            accelerator.prepare(
+                frozen, torch.optim.SGD(frozen.transformer.wte.parameters())
+            )
         run = kit().Run(accelerator, kit().language_model("gpt2"), 1)
         batch = next(iter(DataLoader(kit().samples(), batch_size=kit().ROWS)))
         with pytest.raises(StepError, match="call the model under"):
@@ -302,20 +385,40 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path
 
 
 @ranks(2, timeout_s=LONG)
-def test_shares_of_the_optimizer_state_are_refused_where_they_do_not_fit(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_shares_of_the_optimizer_state_are_refused_where_they_do_not_fit(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with kit().on_cpu():
         model = kit().language_model("gpt2")
-        with pytest.raises(PrepareError, match="only distributes the state of Adam and AdamW"):
-            kit().engine(kit().LAYOUTS["shared"]).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        run = kit().Run(kit().engine(kit().LAYOUTS["shared"]), kit().language_model("gpt2"), 2)
+        with pytest.raises(
+            PrepareError, match="only distributes the state of Adam and AdamW"
+        ):
+            kit().engine(kit().LAYOUTS["shared"]).prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1)
+            )
+        run = kit().Run(
+            kit().engine(kit().LAYOUTS["shared"]), kit().language_model("gpt2"), 2
+        )
         run.steps(1)
-        held = [slot for slot in run.optimizer.state_dict()["state"].values() if slot["exp_avg"].data.numel()]
-        everyone = ctx.world.all_gather_object(sum(slot["exp_avg"].data.numel() for slot in held))
+        held = [
+            slot
+            for slot in run.optimizer.state_dict()["state"].values()
+            if slot["exp_avg"].data.numel()
+        ]
+        everyone = ctx.world.all_gather_object(
+            sum(slot["exp_avg"].data.numel() for slot in held)
+        )
         assert sum(everyone) == sum(p.numel() for p in run.model.parameters())
-        assert max(everyone) < 0.6 * sum(everyone)  # each rank keeps its share of the moments
+        # each rank keeps its share of the moments
+        assert max(everyone) < 0.6 * sum(everyone)
         run.accelerator.save_state(tmp_path / "state")
-        whole = kit().Run(kit().engine(kit().LAYOUTS["dp2"]), kit().language_model("gpt2"), 2)
-        with pytest.raises(CheckpointError, match="use_distributed_optimizer=True, and this run has False"):
+        whole = kit().Run(
+            kit().engine(kit().LAYOUTS["dp2"]), kit().language_model("gpt2"), 2
+        )
+        with pytest.raises(
+            CheckpointError,
+            match="use_distributed_optimizer=True, and this run has False",
+        ):
             whole.accelerator.load_state(tmp_path / "state")
 
 
@@ -325,7 +428,10 @@ def test_batches_that_a_layout_cannot_divide_are_refused(ctx: ProcessContext) ->
         layout = {"tp_degree": 2, "sequence_parallelism": True, "seq_length": 12}
         run = kit().Run(kit().engine(layout), kit().language_model("llama"), 1)
         batch = next(iter(run.loader))
-        with pytest.raises(StepError, match=r"of 11 tokens, and megatron\.seq_length=12; pad to that length"):
+        with pytest.raises(
+            StepError,
+            match=r"of 11 tokens, and megatron\.seq_length=12; pad to that length",
+        ):
             run.model(**{**batch, "input_ids": batch["input_ids"][:, :11]})
         with pytest.raises(StepError, match="which the engine's layers do not support"):
             run.model(**batch, position_ids=batch["input_ids"])
@@ -338,12 +444,21 @@ def test_models_and_sequences_that_do_not_fit_are_refused(ctx: ProcessContext) -
     transformers = pytest.importorskip("transformers")
     with kit().on_cpu():
         accelerator = kit().engine(kit().LAYOUTS["cp2"])
-        other = transformers.LlamaForSequenceClassification(kit().language_model("llama").config)
-        with pytest.raises(PrepareError, match=r"LlamaForSequenceClassification.*LlamaForCausalLM"):
+        other = transformers.LlamaForSequenceClassification(
+            kit().language_model("llama").config
+        )
+        with pytest.raises(
+            PrepareError, match=r"LlamaForSequenceClassification.*LlamaForCausalLM"
+        ):
             accelerator.prepare(other, torch.optim.SGD(other.parameters()))
         run = kit().Run(accelerator, kit().language_model("llama"), 1)
         batch = next(iter(run.loader))
-        with pytest.raises(ConfigError, match="cp_size=2 cannot divide into 4 equal chunks"):
+        with pytest.raises(
+            ConfigError, match="cp_size=2 cannot divide into 4 equal chunks"
+        ):
             run.model(**{name: value[:, :10] for name, value in batch.items()})
-        with pytest.raises(ConfigError, match=r"checkpoint_in_memory=5 is not supported with megatron\.expert_model"):
+        with pytest.raises(
+            ConfigError,
+            match=r"checkpoint_in_memory=5 is not supported with megatron\.expert_model",
+        ):
             kit().engine(kit().LAYOUTS["ep2"], checkpoint_in_memory=5)

@@ -31,12 +31,23 @@ class Position:
 
 def main(strategy: str, updates: int, every: int | None) -> None:
     set_seed(0)
-    accelerator = Accelerator(cpu=True, strategy=strategy, checkpoint_in_memory=every, gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        cpu=True,
+        strategy=strategy,
+        checkpoint_in_memory=every,
+        gradient_accumulation_steps=2,
+    )
     net: Any = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 1))
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
     schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    loader: Any = DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4, shuffle=True)
-    net, optimizer, schedule, loader = accelerator.prepare(net, optimizer, schedule, loader)
+    loader: Any = DataLoader(
+        TensorDataset(torch.randn(64, 8), torch.randn(64, 1)),
+        batch_size=4,
+        shuffle=True,
+    )
+    net, optimizer, schedule, loader = accelerator.prepare(
+        net, optimizer, schedule, loader
+    )
     position = Position()
     accelerator.register_for_checkpointing(position)
     log = Path(f"updates-{accelerator.process_index}").open("a", buffering=1)  # noqa: SIM115 - until the process is killed
@@ -56,7 +67,9 @@ def main(strategy: str, updates: int, every: int | None) -> None:
                 position.step += 1
                 time.sleep(PAUSE_S)
                 log.write(f"step {position.step} {time.time()}\n")
-    digest = hashlib.sha256(repr((schedule.get_last_lr(), torch.randn(4).tolist())).encode())
+    digest = hashlib.sha256(
+        repr((schedule.get_last_lr(), torch.randn(4).tolist())).encode()
+    )
     for tensor in accelerator.get_state_dict(net).values():
         digest.update(tensor.numpy().tobytes())
     Path(f"end-{accelerator.process_index}-{every}").write_text(digest.hexdigest())

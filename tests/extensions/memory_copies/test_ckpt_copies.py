@@ -29,7 +29,9 @@ def machines(count: int, each: int) -> list[tuple[int, ...]]:
     return [tuple(range(i * each, (i + 1) * each)) for i in range(count)]
 
 
-def after_copy(layout: list[tuple[int, ...]], steps: list[int]) -> list[set[MemoryCopy]]:
+def after_copy(
+    layout: list[tuple[int, ...]], steps: list[int]
+) -> list[set[MemoryCopy]]:
     """What every machine holds when the states of these steps are copied everywhere."""
     world = sum(map(len, layout))
     held: list[set[MemoryCopy]] = [set() for _ in layout]
@@ -50,19 +52,27 @@ def test_any_one_machine_may_be_lost(count: int, each: int) -> None:
         choice = newest_common(held, layout)
         assert choice is not None
         assert choice.step == 5
-        assert choice.sources == tuple(neighbour(i, count) if i == lost else i for i in range(count))
+        assert choice.sources == tuple(
+            neighbour(i, count) if i == lost else i for i in range(count)
+        )
 
 
 @pytest.mark.parametrize("count", range(2, 8))
 def test_two_machines_may_be_lost_unless_one_kept_the_other(count: int) -> None:
     layout = machines(count, 2)
     for pair in itertools.combinations(range(count), 2):
-        held = [set() if i in pair else copies for i, copies in enumerate(after_copy(layout, [9]))]
+        held = [
+            set() if i in pair else copies
+            for i, copies in enumerate(after_copy(layout, [9]))
+        ]
         a, b = pair
         beside = neighbour(a, count) == b or neighbour(b, count) == a
         assert (newest_common(held, layout) is None) == beside
         if beside:
-            assert "no machine holds the state that machine" in why_none(held, layout) or count == 2
+            assert (
+                "no machine holds the state that machine" in why_none(held, layout)
+                or count == 2
+            )
 
 
 def test_a_copy_that_is_not_everywhere_does_not_count() -> None:
@@ -74,10 +84,15 @@ def test_a_copy_that_is_not_everywhere_does_not_count() -> None:
     ]
     for size in range(len(newer) + 1):
         for there in itertools.combinations(newer, size):
-            held = [copies | {copy for machine, copy in there if machine == i} for i, copies in enumerate(whole)]
+            held = [
+                copies | {copy for machine, copy in there if machine == i}
+                for i, copies in enumerate(whole)
+            ]
             choice = newest_common(held, layout)
             assert choice is not None
-            assert choice.step == (6 if {copy.ranks for _, copy in there} == set(layout) else 5)
+            assert choice.step == (
+                6 if {copy.ranks for _, copy in there} == set(layout) else 5
+            )
             for machine, source in enumerate(choice.sources):
                 assert MemoryCopy(layout[machine], 3, choice.step) in held[source]
 
@@ -107,10 +122,14 @@ def test_ranks_are_grouped_by_their_folder() -> None:
 
 def context(mesh: MeshSpec | None = None) -> ProcessContext:
     comm = LocalComm()
-    return ProcessContext(Topology(), mesh or MeshSpec.flat(1), comm.device, comm, lambda *axes: comm)
+    return ProcessContext(
+        Topology(), mesh or MeshSpec.flat(1), comm.device, comm, lambda *axes: comm
+    )
 
 
-def test_what_would_not_help_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_would_not_help_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(env.MEMORY_FOLDER, raising=False)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ConfigError, match="not started by `hasten launch`"):
@@ -124,7 +143,10 @@ def test_what_would_not_help_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         accelerator.join_uneven_inputs([])
     monkeypatch.setenv("HASTEN_CHECKPOINT_IN_MEMORY", "1")
     with pytest.raises(ConfigError, match="set save_steps"):
-        Trainer(torch.nn.Linear(1, 1), TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True))
+        Trainer(
+            torch.nn.Linear(1, 1),
+            TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True),
+        )
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
     with pytest.raises(ConfigError, match="--max_restarts N"):
         memory_root(context(), 1)

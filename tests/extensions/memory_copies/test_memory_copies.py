@@ -12,7 +12,14 @@ from typing import Final
 
 import pytest
 
-from tests.support.machines import NamespaceMachine, Zygote, machines, meet, warm_launcher, why_impossible
+from tests.support.machines import (
+    NamespaceMachine,
+    Zygote,
+    machines,
+    meet,
+    warm_launcher,
+    why_impossible,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
@@ -26,7 +33,9 @@ RETURN_S: Final = 10.0
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     if reason := why_impossible():
         pytest.skip(reason)
-    with warm_launcher(SUPPORT / "launch_zygote.py", tmp_path_factory.mktemp("home")) as process:
+    with warm_launcher(
+        SUPPORT / "launch_zygote.py", tmp_path_factory.mktemp("home")
+    ) as process:
         yield process
 
 
@@ -46,20 +55,46 @@ class Job:
     """A training on two machines."""
 
     def __init__(
-        self, hosts: list[NamespaceMachine], warm: str, folder: Path, strategy: str, updates: int, every: int
+        self,
+        hosts: list[NamespaceMachine],
+        warm: str,
+        folder: Path,
+        strategy: str,
+        updates: int,
+        every: int,
     ) -> None:
         self.hosts = hosts
         self._folder = folder
         self._every = every or None
-        rank = [sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", warm, str(SCRIPT)]
-        self._words = ["--max_restarts=99", "--no_python", "--", *rank, strategy, str(updates), str(every)]
+        rank = [
+            sys.executable,
+            "-S",
+            str(SUPPORT / "rank_zygote.py"),
+            "rank",
+            warm,
+            str(SCRIPT),
+        ]
+        self._words = [
+            "--max_restarts=99",
+            "--no_python",
+            "--",
+            *rank,
+            strategy,
+            str(updates),
+            str(every),
+        ]
         for number in range(2):
             (folder / f"updates-{number}").unlink(missing_ok=True)
             self.start(number)
 
     def start(self, number: int) -> float:
         at = time.time()
-        words = [*meet(2), f"--machine_rank={number}", "--processes_per_machine=1", *self._words]
+        words = [
+            *meet(2),
+            f"--machine_rank={number}",
+            "--processes_per_machine=1",
+            *self._words,
+        ]
         self.hosts[number].start(self._folder, words)
         return at
 
@@ -68,9 +103,17 @@ class Job:
         found = []
         for rank in range(2):
             path = self._folder / f"updates-{rank}"
-            rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+            rows = (
+                [line.split() for line in path.read_text().splitlines()]
+                if path.exists()
+                else []
+            )
             found.append(
-                [(int(r[1]), float(r[2])) for r in rows if len(r) == 3 and r[0] == what and float(r[2]) > since]
+                [
+                    (int(r[1]), float(r[2]))
+                    for r in rows
+                    if len(r) == 3 and r[0] == what and float(r[2]) > since
+                ]
             )
         return found
 
@@ -80,14 +123,19 @@ class Job:
     def wait(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, "\n".join(host.said for host in self.hosts)
+            assert time.monotonic() < deadline, "\n".join(
+                host.said for host in self.hosts
+            )
             time.sleep(0.02)
 
     def end(self) -> tuple[str, ...]:
         """What the ranks held at the end; under FSDP the whole weights are on rank 0 alone."""
         ends = [host.end() for host in self.hosts]
         assert [code for code, _ in ends] == [0, 0], ends
-        return tuple((self._folder / f"end-{rank}-{self._every}").read_text() for rank in range(2))
+        return tuple(
+            (self._folder / f"end-{rank}-{self._every}").read_text()
+            for rank in range(2)
+        )
 
     def lose(self, number: int) -> tuple[int, float]:
         """Kill a machine and bring it back: updates that were lost, and seconds from its return to the next update."""
@@ -97,10 +145,19 @@ class Job:
         self.wait(lambda: all(self.lines("step", at)))
         resumed = {rows[0][0] for rows in self.lines("resumed", at)}
         assert len(resumed) == 1
-        return before - resumed.pop(), max(rows[0][1] for rows in self.lines("step", at)) - at
+        return before - resumed.pop(), max(
+            rows[0][1] for rows in self.lines("step", at)
+        ) - at
 
 
-def lose_machines(zygote: Zygote, warm: str, folder: Path, strategy: str, victims: list[int], seed: int) -> None:
+def lose_machines(
+    zygote: Zygote,
+    warm: str,
+    folder: Path,
+    strategy: str,
+    victims: list[int],
+    seed: int,
+) -> None:
     chance = random.Random(seed)
     updates = 8 * (len(victims) + 1)
     with machines(zygote, 2) as hosts:
@@ -109,20 +166,32 @@ def lose_machines(zygote: Zygote, warm: str, folder: Path, strategy: str, victim
         for kill, victim in enumerate(victims):
             target = 8 * kill + chance.randint(1, 7)
             job.wait(lambda target=target: job.step() >= target)  # type: ignore[misc]
-            time.sleep(0.1 * chance.random())  # in the update, in the copy, or between them
+            # in the update, in the copy, or between them
+            time.sleep(0.1 * chance.random())
             lost, took = job.lose(victim)
             assert lost <= 1, f"{lost} updates were lost"
             assert took < RETURN_S, f"{took:.1f} s"
         assert job.end() == wanted
 
 
-def test_a_lost_machine_costs_one_update_whichever_it_is(zygote: Zygote, warm: str, tmp_path: Path) -> None:
+def test_a_lost_machine_costs_one_update_whichever_it_is(
+    zygote: Zygote, warm: str, tmp_path: Path
+) -> None:
     lose_machines(zygote, warm, tmp_path, "ddp", [1, 0], seed=0)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_twenty_lost_machines(zygote: Zygote, warm: str, tmp_path: Path, strategy: str) -> None:
+def test_twenty_lost_machines(
+    zygote: Zygote, warm: str, tmp_path: Path, strategy: str
+) -> None:
     chance = random.Random(strategy)
-    lose_machines(zygote, warm, tmp_path, strategy, [chance.randrange(2) for _ in range(20)], seed=1)
+    lose_machines(
+        zygote,
+        warm,
+        tmp_path,
+        strategy,
+        [chance.randrange(2) for _ in range(20)],
+        seed=1,
+    )

@@ -35,9 +35,15 @@ def settings_of(name: str) -> dict[str, Any]:
         case "fsdp":
             return {"strategy": "fsdp"}
         case "hsdp":
-            return {"strategy": "fsdp", "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}
+            return {
+                "strategy": "fsdp",
+                "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2},
+            }
         case "fp16":
-            return {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=128.0)]}
+            return {
+                "mixed_precision": "fp16",
+                "kwargs_handlers": [GradScalerKwargs(init_scale=128.0)],
+            }
         case _:
             return {}
 
@@ -65,7 +71,9 @@ class Run:
         optimizer = torch.optim.AdamW(net.parameters(), lr=3e-2)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         g = torch.Generator().manual_seed(3)
-        data = TensorDataset(torch.randn(48, 6, generator=g), torch.randn(48, 1, generator=g))
+        data = TensorDataset(
+            torch.randn(48, 6, generator=g), torch.randn(48, 1, generator=g)
+        )
         loader = DataLoader(data, batch_size=2, shuffle=True)
         self.net, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             net, optimizer, schedule, loader
@@ -90,18 +98,27 @@ class Run:
     def fingerprint(self) -> list[Tensor]:
         """Everything that must be equal."""
         tensors = list(self.accelerator.unwrap_model(self.net).state_dict().values())
-        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors += [
+            value for state in self.optimizer.state.values() for value in state.values()
+        ]
         local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-        return [*(t.detach().clone() for t in local), torch.tensor(self.schedule.get_last_lr())]
+        return [
+            *(t.detach().clone() for t in local),
+            torch.tensor(self.schedule.get_last_lr()),
+        ]
 
 
 @contextmanager
-def on_machines(ctx: ProcessContext, folder: Path, count: int = 2) -> Iterator[list[Path]]:
+def on_machines(
+    ctx: ProcessContext, folder: Path, count: int = 2
+) -> Iterator[list[Path]]:
     """Machines for the ranks, in equal parts, with their folders in memory."""
     roots = [folder / f"memory-{i}" for i in range(count)]
     with env.restored():
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = "3"
-        os.environ["HASTEN_MEMORY_FOLDER"] = str(roots[ctx.rank * count // ctx.world.size])
+        os.environ["HASTEN_MEMORY_FOLDER"] = str(
+            roots[ctx.rank * count // ctx.world.size]
+        )
         yield roots
 
 
@@ -110,7 +127,8 @@ def die(ctx: ProcessContext, roots: list[Path], lost: list[int]) -> None:
     ctx.world.barrier("the end of the processes")
     if ctx.rank == 0:
         for root in roots:
-            for mark in root.glob("*/.user-*"):  # the claims of processes that are no more
+            # the claims of processes that are no more
+            for mark in root.glob("*/.user-*"):
                 mark.unlink()
         for machine in lost:
             shutil.rmtree(roots[machine])
@@ -143,13 +161,16 @@ def one_machine_is_lost(ctx: ProcessContext, folder: Path, how: str) -> None:
             torch.manual_seed(999 + ctx.rank)
             second = Run(ctx, how, folder / f"at{stop}")
             assert second.accelerator.load_state(must_exist=False)
-            assert updates(second) == stop // 2  # not one update is lost when it was over
+            # not one update is lost when it was over
+            assert updates(second) == stop // 2
             goes_on_like(whole, second)
 
 
 @ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_lost_machine_costs_nothing_that_was_copied(ctx: ProcessContext, tmp_path: Path, how: str) -> None:
+def test_a_lost_machine_costs_nothing_that_was_copied(
+    ctx: ProcessContext, tmp_path: Path, how: str
+) -> None:
     one_machine_is_lost(ctx, tmp_path, how)
 
 
@@ -165,7 +186,9 @@ def test_the_same_with_a_loss_scale(ctx: ProcessContext, tmp_path: Path) -> None
 
 
 @ranks(2)
-def test_a_damaged_copy_leaves_the_one_before(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_damaged_copy_leaves_the_one_before(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     """Cut off while it was copied, or changed in memory: what is not as it was written is no copy."""
     whole = Run(ctx, "ddp", tmp_path, every=None)
     whole.train(STEPS)
@@ -173,13 +196,19 @@ def test_a_damaged_copy_leaves_the_one_before(ctx: ProcessContext, tmp_path: Pat
         with on_machines(ctx, tmp_path / kind) as roots:
             Run(ctx, "ddp", tmp_path / kind).train(8)
             if ctx.rank == 0:
-                for folder in (tmp_path / kind).glob("memory-*/0/ranks_0-0/checkpoint_4"):
+                for folder in (tmp_path / kind).glob(
+                    "memory-*/0/ranks_0-0/checkpoint_4"
+                ):
                     file = folder / "random_states_0.safetensors"
                     raw = file.read_bytes()
                     if kind == "no manifest":
                         (folder / MANIFEST_NAME).unlink()
                     else:
-                        file.write_bytes(raw[:-1] if kind == "cut" else raw[:-1] + bytes([raw[-1] ^ 1]))
+                        file.write_bytes(
+                            raw[:-1]
+                            if kind == "cut"
+                            else raw[:-1] + bytes([raw[-1] ^ 1])
+                        )
             die(ctx, roots, [])
             second = Run(ctx, "ddp", tmp_path / kind)
             assert second.accelerator.load_state(must_exist=False)
@@ -188,7 +217,9 @@ def test_a_damaged_copy_leaves_the_one_before(ctx: ProcessContext, tmp_path: Pat
 
 
 @ranks(2)
-def test_without_copies_the_disk_is_taken_and_the_reason_logged(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_without_copies_the_disk_is_taken_and_the_reason_logged(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -196,7 +227,8 @@ def test_without_copies_the_disk_is_taken_and_the_reason_logged(ctx: ProcessCont
     whole.train(STEPS)
     with on_machines(ctx, tmp_path) as roots:
         first = Run(ctx, "ddp", tmp_path)
-        assert not first.accelerator.load_state(must_exist=False)  # nothing yet, neither here nor there
+        # nothing yet, neither here nor there
+        assert not first.accelerator.load_state(must_exist=False)
         first.train(10, save_at=6)
         die(ctx, roots, [])
         if ctx.rank == 0:
@@ -210,12 +242,17 @@ def test_without_copies_the_disk_is_taken_and_the_reason_logged(ctx: ProcessCont
         logger.removeHandler(handler)
         assert updates(second) == 3
         if ctx.rank == 0:
-            assert any("no machine holds the state that machine 1 had after update 5" in line for line in said), said
+            assert any(
+                "no machine holds the state that machine 1 had after update 5" in line
+                for line in said
+            ), said
         goes_on_like(whole, second)
 
 
 @ranks(2)
-def test_the_newer_one_is_taken_and_the_others_are_forgotten(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_the_newer_one_is_taken_and_the_others_are_forgotten(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with on_machines(ctx, tmp_path) as roots:
         first = Run(ctx, "ddp", tmp_path, every=3)
         first.train(6)
@@ -229,7 +266,8 @@ def test_the_newer_one_is_taken_and_the_others_are_forgotten(ctx: ProcessContext
         ctx.world.barrier("loaded")
         assert not list(tmp_path.glob("memory-*/0/ranks_*/checkpoint_*"))
         second.train(10)
-        second.accelerator.load_state(place)  # back to update 3 by hand: what lies ahead is no longer this run's
+        # back to update 3 by hand: what lies ahead is no longer this run's
+        second.accelerator.load_state(place)
         ctx.world.barrier("loaded again")
         die(ctx, roots, [])
         third = Run(ctx, "ddp", tmp_path, every=3)
@@ -238,7 +276,9 @@ def test_the_newer_one_is_taken_and_the_others_are_forgotten(ctx: ProcessContext
 
 
 @ranks(2)
-def test_two_accelerators_of_a_process_keep_their_own(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_two_accelerators_of_a_process_keep_their_own(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with on_machines(ctx, tmp_path) as roots:
         one, two = Run(ctx, "ddp", tmp_path / "one"), Run(ctx, "ddp", tmp_path / "two")
         one.train(4)
@@ -246,12 +286,16 @@ def test_two_accelerators_of_a_process_keep_their_own(ctx: ProcessContext, tmp_p
         one.train(6)
         die(ctx, roots, [1])
         again = [Run(ctx, "ddp", tmp_path / name) for name in ("one", "two")]
-        assert [bool(run.accelerator.load_state(must_exist=False)) for run in again] == [True, True]
+        assert [
+            bool(run.accelerator.load_state(must_exist=False)) for run in again
+        ] == [True, True]
         assert [updates(run) for run in again] == [3, 5]
 
 
 @ranks(1, 2)
-def test_one_machine_keeps_copies_for_its_own_processes(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_one_machine_keeps_copies_for_its_own_processes(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with on_machines(ctx, tmp_path, count=1) as roots:
         Run(ctx, "ddp", tmp_path).train(6)
         die(ctx, roots, [])
@@ -261,17 +305,27 @@ def test_one_machine_keeps_copies_for_its_own_processes(ctx: ProcessContext, tmp
 
 
 @ranks(2)
-def test_too_little_memory_is_refused_with_the_numbers(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_too_little_memory_is_refused_with_the_numbers(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     small = tmp_path / "memory-0"
     small.mkdir(exist_ok=True)
-    if ctx.rank == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(small)]).returncode:
+    if (
+        ctx.rank == 0
+        and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(small)]
+        ).returncode
+    ):
         small = Path()
     try:
         if not all(ctx.world.all_gather_object(small != Path())):
             return  # not root
         with (
             on_machines(ctx, tmp_path),
-            pytest.raises(ConfigError, match=r"checkpoint_in_memory needs up to 0\.\d MB .* where 0\.0 MB are free"),
+            pytest.raises(
+                ConfigError,
+                match=r"checkpoint_in_memory needs up to 0\.\d MB .* where 0\.0 MB are free",
+            ),
         ):
             Run(ctx, "ddp", tmp_path).train(4)
     finally:

@@ -68,12 +68,19 @@ def test_numbers_that_are_not_known_are_left_out() -> None:
 
 
 def test_prometheus_accepts_the_text() -> None:
-    tool = shutil.which("promtool", path=os.pathsep.join([os.environ.get("PROMETHEUS_BIN", ""), os.environ["PATH"]]))
+    tool = shutil.which(
+        "promtool",
+        path=os.pathsep.join(
+            [os.environ.get("PROMETHEUS_BIN", ""), os.environ["PATH"]]
+        ),
+    )
     if tool is None:
         pytest.skip("promtool is not installed")
 
     def check(text: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([tool, "check", "metrics"], input=text, capture_output=True, text=True)
+        return subprocess.run(
+            [tool, "check", "metrics"], input=text, capture_output=True, text=True
+        )
 
     done = check(metrics_text(READING, LABELS))
     assert (done.returncode, done.stderr) == (0, "")

@@ -53,7 +53,9 @@ def scraped(accelerator: Accelerator) -> dict[str, float]:
 
 def test_metrics_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingPackageError, match=r"metrics\.port=0.*hasten\[metrics\]"):
+    with pytest.raises(
+        MissingPackageError, match=r"metrics\.port=0.*hasten\[metrics\]"
+    ):
         Accelerator(cpu=True, metrics={"port": 0})
 
 
@@ -66,7 +68,9 @@ def prepared(accelerator: Accelerator) -> tuple[Any, Any, Any]:
 
 
 def test_a_training_is_scraped_while_it_runs(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path / "mine"), trust="off", metrics={"port": 0})
+    accelerator = Accelerator(
+        cpu=True, project_dir=str(tmp_path / "mine"), trust="off", metrics={"port": 0}
+    )
     model, optimizer, loader = prepared(accelerator)
     for number, (x, y) in enumerate(loader):
         loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -79,7 +83,10 @@ def test_a_training_is_scraped_while_it_runs(tmp_path: Path) -> None:
         optimizer.zero_grad()
         if number == 0:
             model.load_state_dict(seeded(Classifier).state_dict())
-            assert scraped(accelerator)["hasten_loss"] != scraped(accelerator)["hasten_loss"], "nan"
+            assert (
+                scraped(accelerator)["hasten_loss"]
+                != scraped(accelerator)["hasten_loss"]
+            ), "nan"
             time.sleep(1.1)
     accelerator.save_state()
     time.sleep(0.1)
@@ -96,19 +103,31 @@ def test_a_training_is_scraped_while_it_runs(tmp_path: Path) -> None:
     assert 0 < found["hasten_checkpoint_duration_seconds"] < 60
     assert 0 <= found["hasten_data_wait_ratio"] <= 1
     assert found["hasten_time_seconds/checkpoint"] > 0
-    causes = sum(value for name, value in found.items() if name.startswith("hasten_time_seconds/"))
+    causes = sum(
+        value
+        for name, value in found.items()
+        if name.startswith("hasten_time_seconds/")
+    )
     assert causes == pytest.approx(found["hasten_uptime_seconds"], abs=0.5)
-    assert found["hasten_goodput_ratio"] == pytest.approx(found["hasten_time_seconds/useful"] / causes, abs=0.01)
+    assert found["hasten_goodput_ratio"] == pytest.approx(
+        found["hasten_time_seconds/useful"] / causes, abs=0.01
+    )
     accelerator.end_training()
 
 
 def test_nothing_listens_unless_it_is_asked_for() -> None:
     accelerator = Accelerator(cpu=True)
     assert metrics_of(accelerator) is None
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("hasten-m", "hasten-o"))]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(("hasten-m", "hasten-o"))
+    ]
 
 
-def test_two_accelerators_in_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_accelerators_in_one_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each has its own numbers; the same port is served by the first, and the other trains without it."""
     first = Accelerator(cpu=True, metrics={"port": 0, "job": "a"})
     second = Accelerator(cpu=True, metrics={"port": 0, "job": "b"})
@@ -138,7 +157,9 @@ def test_an_accelerator_that_is_dropped_leaves_no_thread() -> None:
     gc.collect()
     assert gone() is None
     until = time.monotonic() + 5
-    while (left := [t for t in threading.enumerate() if t.name == "hasten-metrics"]) and time.monotonic() < until:
+    while (
+        left := [t for t in threading.enumerate() if t.name == "hasten-metrics"]
+    ) and time.monotonic() < until:
         time.sleep(0.02)
     assert not left
 
@@ -151,14 +172,21 @@ def test_settings_that_cannot_be_honoured_are_refused_at_once() -> None:
 
 
 def test_flags_and_variables_name_the_port() -> None:
-    assert resolve(env={"HASTEN_METRICS_PORT": "9400"}).config.section(MetricsSettings).port == 9400
+    assert (
+        resolve(env={"HASTEN_METRICS_PORT": "9400"})
+        .config.section(MetricsSettings)
+        .port
+        == 9400
+    )
 
 
 @pytest.mark.parametrize("folder", [True, False])
 def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
     """An update after the end of a second, or a scrape, has the next loss and norm stored; the others are not looked at."""
     project_dir = str(tmp_path) if folder else None
-    accelerator = Accelerator(cpu=True, trust="off", metrics={"port": 0}, project_dir=project_dir)
+    accelerator = Accelerator(
+        cpu=True, trust="off", metrics={"port": 0}, project_dir=project_dir
+    )
     model, optimizer, _ = prepared(accelerator)
     metrics = metrics_of(accelerator)
     assert metrics is not None
@@ -170,13 +198,17 @@ def test_values_are_taken_once_a_second(tmp_path: Path, folder: bool) -> None:
             log._due_s = 0.0
         if number == 6:
             metrics.read()
-        accelerator.backward(sum((p * 0).sum() for p in model.parameters()) + float(number))
+        accelerator.backward(
+            sum((p * 0).sum() for p in model.parameters()) + float(number)
+        )
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         known.append(metrics.sampled.known)
         due.append((metrics.sampled.loss_due, metrics.sampled.norm_due))
         log._due_s = float("inf")
-    assert [one["loss"] for one in known] == [1, 2, 2, 2, 5, 6], "the first update of a run has the second stored"
+    assert [one["loss"] for one in known] == [1, 2, 2, 2, 5, 6], (
+        "the first update of a run has the second stored"
+    )
     assert all(one["grad_norm"] == 0 for one in known)
     assert due[2:] == [(False, False), (True, True), (False, False), (False, False)]
     accelerator.end_training()
@@ -215,7 +247,9 @@ def test_a_process_that_ends_or_fails_is_not_held(tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONWARNINGS": "default"}
     runs = [
-        subprocess.Popen([sys.executable, str(script), how], stdout=-1, stderr=-1, text=True, env=env)
+        subprocess.Popen(
+            [sys.executable, str(script), how], stdout=-1, stderr=-1, text=True, env=env
+        )
         for how in ("end", "fail")
     ]
     for run, expected in zip(runs, (0, 1), strict=True):

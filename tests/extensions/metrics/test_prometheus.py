@@ -105,14 +105,17 @@ def until(port: int, path: str, wanted: str, **query: str) -> str:
 def test_a_stalled_job_is_alerted(ctx: ProcessContext, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("token-of-the-job")
     accelerator = Accelerator(
-        context=ctx, metrics={"port": 0, "job": "nightly", "token_file": str(tmp_path / "secret")}
+        context=ctx,
+        metrics={"port": 0, "job": "nightly", "token_file": str(tmp_path / "secret")},
     )
     metrics = metrics_of(accelerator)
     assert metrics is not None
     assert metrics.server is not None
     torch.manual_seed(0)
     model: Any = nn.Linear(4, 2)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     targets = accelerator.gather_object([f"127.0.0.1:{metrics.server.port}"])
 
     def step() -> None:
@@ -142,7 +145,9 @@ def test_a_stalled_job_is_alerted(ctx: ProcessContext, tmp_path: Path) -> None:
             alerts = until(port, "alerts", '"firing"')
             assert '"alertname": "HastenJobStalled"' in alerts
             assert "nightly has made no update" in alerts
-            assert asked(port, "query", query="up == 0")["result"] == [], "a stalled rank is scraped all the same"
+            assert asked(port, "query", query="up == 0")["result"] == [], (
+                "a stalled rank is scraped all the same"
+            )
     else:
         for _ in range(200):
             step()
@@ -159,7 +164,10 @@ def test_prometheus_accepts_the_rules() -> None:
     tool = shutil.which("promtool", path=PLACES)
     if tool is None:
         pytest.skip("promtool is not installed")
-    done = subprocess.run([tool, "check", "rules", str(DOCS / "prometheus" / "hasten.rules.yml")], capture_output=True)
+    done = subprocess.run(
+        [tool, "check", "rules", str(DOCS / "prometheus" / "hasten.rules.yml")],
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -195,58 +203,96 @@ def full_text(rank: int, began: float) -> str:
         samples_returned=count,
         replicas_waiting_s=0.5,
     )
-    return metrics_text(reading, {"job": "nightly", "rank": str(rank), "machine": f"node{rank}"})
+    return metrics_text(
+        reading, {"job": "nightly", "rank": str(rank), "machine": f"node{rank}"}
+    )
 
 
 @needs_prometheus
 def test_every_query_of_the_dashboard_returns_data(tmp_path: Path) -> None:
     """With the variables as Grafana replaces them, each panel's query and each variable's has an answer for both ranks."""
-    board, began = json.loads((DOCS / "grafana" / "hasten.json").read_text()), time.monotonic()
-    variables = {"$job": "nightly", "$machine": "node0|node1", "$__rate_interval": "10s", "$__range": "1m"}
+    board, began = (
+        json.loads((DOCS / "grafana" / "hasten.json").read_text()),
+        time.monotonic(),
+    )
+    variables = {
+        "$job": "nightly",
+        "$machine": "node0|node1",
+        "$__rate_interval": "10s",
+        "$__range": "1m",
+    }
     (tmp_path / "secret").write_text("right")
     access = access_of(MetricsSettings(token_file=str(tmp_path / "secret")))
-    servers = [MetricsServer(0, access, partial(full_text, rank, began)) for rank in range(2)]
+    servers = [
+        MetricsServer(0, access, partial(full_text, rank, began)) for rank in range(2)
+    ]
     with ExitStack() as stack:
         for one in servers:
             one.start()
             stack.callback(one.close)
-        port = stack.enter_context(prometheus(tmp_path, [f"127.0.0.1:{one.port}" for one in servers], "right"))
-        queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+        port = stack.enter_context(
+            prometheus(tmp_path, [f"127.0.0.1:{one.port}" for one in servers], "right")
+        )
+        queries = [
+            target["expr"] for panel in board["panels"] for target in panel["targets"]
+        ]
         assert len(queries) > 20
         for query in queries:
             plain = query
             for name, value in variables.items():
                 plain = plain.replace(name, value)
             assert "$" not in plain, "a variable that the test does not know"
-            found = json.loads(until(port, "query", r'"result": \[\{', query=plain))["result"]
+            found = json.loads(until(port, "query", r'"result": \[\{', query=plain))[
+                "result"
+            ]
             assert all(one["value"][1] != "NaN" for one in found), plain
             labels = {one["metric"].get("machine") for one in found} - {None}
             assert labels in (set(), {"node0", "node1"}), plain
-        for variable in board["templating"]["list"][1:]:  # the first one chooses the Prometheus
-            series, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"]).groups()  # type: ignore[union-attr]
-            known = asked(port, f"label/{label}/values", **{"match[]": series.replace("$job", "nightly")})
+        # the first one chooses the Prometheus
+        for variable in board["templating"]["list"][1:]:
+            series, label = re.fullmatch(
+                r"label_values\((.*), (\w+)\)", variable["query"]["query"]
+            ).groups()  # type: ignore[union-attr]
+            known = asked(
+                port,
+                f"label/{label}/values",
+                **{"match[]": series.replace("$job", "nightly")},
+            )
             assert known == {"job": ["nightly"], "machine": ["node0", "node1"]}[label]
 
 
 def test_grafana_knows_every_field_of_the_dashboard() -> None:
     """Against the types that Grafana publishes, which drop fields that they do not know."""
-    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="`make test-kubernetes` installs it")
+    models = pytest.importorskip(
+        "grafana_foundation_sdk.models.dashboard",
+        reason="`make test-kubernetes` installs it",
+    )
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
     board = json.loads((DOCS / "grafana" / "hasten.json").read_text())
 
     def read_back(given: dict[str, Any]) -> Any:
-        return json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(given)))
+        return json.loads(
+            encoder.JSONEncoder().encode(models.Dashboard.from_json(given))
+        )
 
     assert not [*missing(board, read_back(board))]
-    assert [*missing({**board, "pannels": []}, read_back({**board, "pannels": []}))] == ["/pannels"]
+    assert [
+        *missing({**board, "pannels": []}, read_back({**board, "pannels": []}))
+    ] == ["/pannels"]
 
 
 def missing(given: Any, found: Any, at: str = "") -> Iterator[str]:
     """The paths of values that are not the same in `found`; it may have more."""
     if isinstance(given, dict) and isinstance(found, dict):
         for key, value in given.items():
-            yield from missing(value, found[key], f"{at}/{key}") if key in found else [f"{at}/{key}"]
-    elif isinstance(given, list) and isinstance(found, list) and len(given) == len(found):
+            yield from (
+                missing(value, found[key], f"{at}/{key}")
+                if key in found
+                else [f"{at}/{key}"]
+            )
+    elif (
+        isinstance(given, list) and isinstance(found, list) and len(given) == len(found)
+    ):
         for index, (value, other) in enumerate(zip(given, found, strict=True)):
             yield from missing(value, other, f"{at}[{index}]")
     elif given != found:
@@ -254,7 +300,9 @@ def missing(given: Any, found: Any, at: str = "") -> Iterator[str]:
 
 
 def test_the_dashboard_and_the_rules_use_metrics_that_exist() -> None:
-    known = set(re.findall(r"^# TYPE (\S+)", full_text(0, time.monotonic()), re.MULTILINE))
+    known = set(
+        re.findall(r"^# TYPE (\S+)", full_text(0, time.monotonic()), re.MULTILINE)
+    )
     rules, board = (
         (DOCS / "prometheus" / "hasten.rules.yml").read_text(),
         (DOCS / "grafana" / "hasten.json").read_text(),
@@ -265,5 +313,13 @@ def test_the_dashboard_and_the_rules_use_metrics_that_exist() -> None:
         assert used <= known, used - known
     panels = json.loads(board)["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    shown = set(re.findall(r"\bhasten_[a-z_]+", json.dumps([panel["targets"] for panel in panels])))
-    assert known - shown <= {"hasten_info", "hasten_uptime_seconds", "hasten_checkpoints_total"}
+    shown = set(
+        re.findall(
+            r"\bhasten_[a-z_]+", json.dumps([panel["targets"] for panel in panels])
+        )
+    )
+    assert known - shown <= {
+        "hasten_info",
+        "hasten_uptime_seconds",
+        "hasten_checkpoints_total",
+    }

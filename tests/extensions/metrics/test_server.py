@@ -57,10 +57,16 @@ def test_metrics_are_served_and_other_paths_are_not() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
 def test_other_addresses_need_authentication(host: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.host=.*everyone in the network.*Set metrics\.token_file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"metrics\.host=.*everyone in the network.*Set metrics\.token_file",
+    ):
         access_of(MetricsSettings(host=host))
     (tmp_path / "token").write_text("abc\n")
-    assert access_of(MetricsSettings(host=host, token_file=str(tmp_path / "token"))).token == "abc"
+    assert (
+        access_of(MetricsSettings(host=host, token_file=str(tmp_path / "token"))).token
+        == "abc"
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
@@ -70,7 +76,9 @@ def test_loopback_needs_none(host: str) -> None:
 
 def test_requests_without_the_token_are_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("right\n")
-    with serving(MetricsSettings(host="127.0.0.1", token_file=str(tmp_path / "token"))) as port:
+    with serving(
+        MetricsSettings(host="127.0.0.1", token_file=str(tmp_path / "token"))
+    ) as port:
         assert get(port)[0] == 401
         assert get(port, Authorization="Bearer wrong")[0] == 401
         assert get(port, Authorization="right")[0] == 401
@@ -78,8 +86,13 @@ def test_requests_without_the_token_are_refused(tmp_path: Path) -> None:
         assert get(port, Authorization="Bearer right") == (200, TEXT)
 
 
-@pytest.mark.parametrize(("content", "match"), [("", "holds no token"), ("ä", "holds no token"), (None, "cannot be")])
-def test_a_token_file_without_a_token_is_refused(content: str | None, match: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [("", "holds no token"), ("ä", "holds no token"), (None, "cannot be")],
+)
+def test_a_token_file_without_a_token_is_refused(
+    content: str | None, match: str, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "token").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=match):
@@ -96,11 +109,42 @@ def make_certificates(folder: Path, host: str = "127.0.0.1") -> None:
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     for ca in ("ca", "other"):
-        openssl("req", "-x509", *key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "1", "-subj", f"/CN={ca}")
+        openssl(
+            "req",
+            "-x509",
+            *key,
+            "-keyout",
+            f"{ca}.key",
+            "-out",
+            f"{ca}.pem",
+            "-days",
+            "1",
+            "-subj",
+            f"/CN={ca}",
+        )
     for name, ca in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
-        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl(
+            "req",
+            *key,
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+            "-subj",
+            f"/CN={name}",
+        )
         (folder / "san").write_text(f"subjectAltName=IP:{host}\n")
-        sign = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-days", "1", "-extfile", "san")
+        sign = (
+            "-CA",
+            f"{ca}.pem",
+            "-CAkey",
+            f"{ca}.key",
+            "-CAcreateserial",
+            "-days",
+            "1",
+            "-extfile",
+            "san",
+        )
         openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *sign)
 
 
@@ -111,24 +155,44 @@ def test_mutual_tls(tmp_path: Path) -> None:
         return str(tmp_path / name)
 
     settings = MetricsSettings(
-        host="127.0.0.1", tls_cert_file=at("server.pem"), tls_key_file=at("server.key"), tls_client_ca=at("ca.pem")
+        host="127.0.0.1",
+        tls_cert_file=at("server.pem"),
+        tls_key_file=at("server.key"),
+        tls_client_ca=at("ca.pem"),
     )
     with serving(settings) as port:
         place = "127.0.0.1", port
-        (sample,) = scrape.samples(*place, None, at("ca.pem"), at("client.pem"), at("client.key"))
+        (sample,) = scrape.samples(
+            *place, None, at("ca.pem"), at("client.pem"), at("client.key")
+        )
         assert (sample.name, sample.value) == ("hasten_step", 1.0)
         for cert in (None, "stranger"):
-            pair = (None, None) if cert is None else (at(f"{cert}.pem"), at(f"{cert}.key"))
+            pair = (
+                (None, None) if cert is None else (at(f"{cert}.pem"), at(f"{cert}.key"))
+            )
             assert scrape.error(*place, None, at("ca.pem"), *pair)
         assert scrape.error(*place, None, at("other.pem"), None, None), "another server"
         assert scrape.error(*place, None, None, None, None), "without TLS"
     access_of(MetricsSettings(host="0.0.0.0", tls_cert_file=at("server.pem"), tls_key_file=at("server.key"), tls_client_ca=at("ca.pem")))  # fmt: skip
-    with pytest.raises(ConfigError, match=r"Set metrics\.token_file"):  # TLS alone does not authenticate clients
-        access_of(MetricsSettings(host="0.0.0.0", tls_cert_file=at("server.pem"), tls_key_file=at("server.key")))
-    with pytest.raises(ConfigError, match=r"needs the server's certificate and its key\. Set both"):
+    # TLS alone does not authenticate clients
+    with pytest.raises(ConfigError, match=r"Set metrics\.token_file"):
+        access_of(
+            MetricsSettings(
+                host="0.0.0.0",
+                tls_cert_file=at("server.pem"),
+                tls_key_file=at("server.key"),
+            )
+        )
+    with pytest.raises(
+        ConfigError, match=r"needs the server's certificate and its key\. Set both"
+    ):
         access_of(MetricsSettings(tls_cert_file=at("server.pem")))
     with pytest.raises(ConfigError, match="PEM files that belong together"):
-        access_of(MetricsSettings(tls_cert_file=at("server.pem"), tls_key_file=at("client.key")))
+        access_of(
+            MetricsSettings(
+                tls_cert_file=at("server.pem"), tls_key_file=at("client.key")
+            )
+        )
     assert isinstance(access_of(settings).tls, ssl.SSLContext)
 
 
@@ -142,7 +206,9 @@ def own_address() -> str:
     pytest.skip("this machine has no address but loopback")
 
 
-def test_an_address_of_the_network_is_served_to_those_who_prove_themselves(tmp_path: Path) -> None:
+def test_an_address_of_the_network_is_served_to_those_who_prove_themselves(
+    tmp_path: Path,
+) -> None:
     """A token, client certificates, or both, from another machine."""
     host = own_address()
     make_certificates(tmp_path, host)
@@ -156,7 +222,10 @@ def test_an_address_of_the_network_is_served_to_those_who_prove_themselves(tmp_p
 
     certificates = (at("ca.pem"), at("client.pem"), at("client.key"))
     tls = MetricsSettings(
-        host="0.0.0.0", tls_cert_file=at("server.pem"), tls_key_file=at("server.key"), tls_client_ca=at("ca.pem")
+        host="0.0.0.0",
+        tls_cert_file=at("server.pem"),
+        tls_key_file=at("server.key"),
+        tls_client_ca=at("ca.pem"),
     )
     with serving(MetricsSettings(host=host, token_file=at("token"))) as port:
         assert not error_of(port, "right", None, None, None)
@@ -167,7 +236,9 @@ def test_an_address_of_the_network_is_served_to_those_who_prove_themselves(tmp_p
     with serving(tls) as port:
         assert not error_of(port, None, *certificates)
         assert error_of(port, None, at("ca.pem"), None, None)
-        assert error_of(port, None, at("ca.pem"), at("stranger.pem"), at("stranger.key"))
+        assert error_of(
+            port, None, at("ca.pem"), at("stranger.pem"), at("stranger.key")
+        )
     with serving(replace(tls, host=host, token_file=at("token"))) as port:
         assert not error_of(port, "right", *certificates)
         assert "401" in error_of(port, None, *certificates)
@@ -196,7 +267,8 @@ def test_garbage_and_slow_clients_leave_the_server_running(
             with socket.create_connection(("127.0.0.1", port), timeout=5) as link:
                 link.sendall(content)
                 link.shutdown(socket.SHUT_WR)
-                with suppress(ConnectionResetError):  # the server has closed the connection with bytes of ours unread
+                # the server has closed the connection with bytes of ours unread
+                with suppress(ConnectionResetError):
                     link.recv(4096)
             assert get(port) == (200, TEXT)
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
@@ -209,7 +281,9 @@ def test_garbage_and_slow_clients_leave_the_server_running(
     assert capfd.readouterr() == ("", ""), "nothing is printed"
 
 
-def test_an_error_while_reading_is_the_scrapers(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_while_reading_is_the_scrapers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def broken() -> str:
         raise RuntimeError("no numbers")
 
@@ -280,4 +354,6 @@ def test_closing_at_once_and_twice() -> None:
         made.start()
         made.close()
         made.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "hasten-metrics"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "hasten-metrics"
+    ]

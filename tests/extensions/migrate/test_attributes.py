@@ -139,7 +139,9 @@ def test_every_established_name_is_there_or_has_a_replacement() -> None:
 
 
 def test_the_page_and_the_command_name_the_replacements() -> None:
-    done = migrate("from accelerate import Accelerator\na = Accelerator()\na.distributed_type\na.num_processes\n")
+    done = migrate(
+        "from accelerate import Accelerator\na = Accelerator()\na.distributed_type\na.num_processes\n"
+    )
     assert [finding.line for finding in done.findings] == [3]
     assert INSTEAD["distributed_type"] in done.findings[0].text
     text = DOCS.read_text()

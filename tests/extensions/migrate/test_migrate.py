@@ -29,11 +29,13 @@ accelerator = Accelerator(cpu = True)   # odd spacing stays
 
 def test_only_names_change() -> None:
     done = migrate(SCRIPT)
-    assert done.text == SCRIPT.replace("from accelerate.utils import", "from hasten import").replace(
-        "from accelerate import", "from hasten import"
-    ).replace("import accelerate\n", "import hasten\n").replace(
-        "accelerate.utils.set_seed(1)", "hasten.set_seed(1)"
-    ).replace("accelerate.skip_first_batches", "hasten.skip_first_batches")
+    assert done.text == SCRIPT.replace(
+        "from accelerate.utils import", "from hasten import"
+    ).replace("from accelerate import", "from hasten import").replace(
+        "import accelerate\n", "import hasten\n"
+    ).replace("accelerate.utils.set_seed(1)", "hasten.set_seed(1)").replace(
+        "accelerate.skip_first_batches", "hasten.skip_first_batches"
+    )
     assert done.findings == ()
 
 
@@ -43,31 +45,53 @@ def test_a_script_without_accelerate_is_left_alone() -> None:
 
 
 def test_names_that_hasten_lacks_stay_and_are_said() -> None:
-    done = migrate("from accelerate.state import (\n    PartialState,  # kept\n    set_seed as seed,\n)\n")
-    assert done.text == "# kept\nfrom hasten import set_seed as seed\nfrom accelerate.state import PartialState\n"
+    done = migrate(
+        "from accelerate.state import (\n    PartialState,  # kept\n    set_seed as seed,\n)\n"
+    )
+    assert (
+        done.text
+        == "# kept\nfrom hasten import set_seed as seed\nfrom accelerate.state import PartialState\n"
+    )
     ast.parse(done.text)
-    assert [(one.line, "PartialState" in one.text) for one in done.findings] == [(1, True)]
+    assert [(one.line, "PartialState" in one.text) for one in done.findings] == [
+        (1, True)
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_names_that_hasten_has_elsewhere_are_said_with_their_home(name: str) -> None:
-    done = migrate(f"import accelerate\nfrom accelerate.utils import {name}\naccelerate.utils.set_seed(1)\n")
+    done = migrate(
+        f"import accelerate\nfrom accelerate.utils import {name}\naccelerate.utils.set_seed(1)\n"
+    )
     said = [one.text for one in done.findings if "separate settings" not in one.text]
     assert said == [f"accelerate.utils.{name} stays; {FUNCTIONS[name]}"]
-    for owner, found in re.findall(r"(accelerator|hasten(?:\.\w+)*)\.(\w+)", FUNCTIONS[name]):
-        assert hasattr(import_module(owner) if owner != "accelerator" else Accelerator(cpu=True), found)
+    for owner, found in re.findall(
+        r"(accelerator|hasten(?:\.\w+)*)\.(\w+)", FUNCTIONS[name]
+    ):
+        assert hasattr(
+            import_module(owner) if owner != "accelerator" else Accelerator(cpu=True),
+            found,
+        )
 
 
 def test_modules_of_accelerate_are_not_taken_for_names() -> None:
     done = migrate("import accelerate\naccelerate.big_modeling.dispatch_model\n")
-    assert (done.text, done.findings) == ("import hasten\nhasten.bigmodel.dispatch_model\n", ())
+    assert (done.text, done.findings) == (
+        "import hasten\nhasten.bigmodel.dispatch_model\n",
+        (),
+    )
     [found] = migrate("from accelerate import utils\n").findings
-    assert found.text == "the module accelerate.utils stays; import names from hasten instead"
+    assert (
+        found.text
+        == "the module accelerate.utils stays; import names from hasten instead"
+    )
 
 
 @pytest.mark.parametrize("method", sorted(NOTES))
 def test_every_method_that_differs_is_named(method: str) -> None:
-    done = migrate(f"from accelerate import Accelerator\na = Accelerator()\na.{method}()\n")
+    done = migrate(
+        f"from accelerate import Accelerator\na = Accelerator()\na.{method}()\n"
+    )
     assert any(one.line == 3 and method in one.text for one in done.findings)
 
 
@@ -107,24 +131,34 @@ def test_arguments_and_attributes_that_hasten_lacks_are_named() -> None:
     assert "scale" in said[6]
 
 
-def test_the_command_prints_a_diff_and_writes_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_diff_and_writes_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_bytes(b"from accelerate import Accelerator\r\nprint(Accelerator)\r\n")
     assert main(["migrate", str(tmp_path)]) == 0
     assert "+from hasten import Accelerator" in capsys.readouterr().out
     assert b"accelerate" in script.read_bytes()
     assert main(["migrate", str(script), "--write"]) == 0
-    assert script.read_bytes() == b"from hasten import Accelerator\r\nprint(Accelerator)\r\n"
+    assert (
+        script.read_bytes()
+        == b"from hasten import Accelerator\r\nprint(Accelerator)\r\n"
+    )
 
 
-def test_findings_make_the_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_make_the_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("from accelerate import PartialState\n")
     assert migrate_cmd.main([str(script)]) == 1
     assert f"{script}:1: accelerate.PartialState" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "said"), [("accelerate = (\n", "is not valid Python"), (None, "does not exist")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("accelerate = (\n", "is not valid Python"), (None, "does not exist")],
+)
 def test_what_cannot_be_migrated_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
 ) -> None:

@@ -73,7 +73,14 @@ def plain(net: nn.Module, steps: int = STEPS) -> nn.Module:
     return net
 
 
-def train(accelerator: Accelerator, net: nn.Module, made: list[Any], steps: range, parts: int, part: int) -> None:
+def train(
+    accelerator: Accelerator,
+    net: nn.Module,
+    made: list[Any],
+    steps: range,
+    parts: int,
+    part: int,
+) -> None:
     for step in steps:
         accelerator.backward((net(batch(step).chunk(parts)[part]) - 1).pow(2).mean())
         for optimizer in made:
@@ -82,20 +89,36 @@ def train(accelerator: Accelerator, net: nn.Module, made: list[Any], steps: rang
 
 
 def check(expected: nn.Module, model: nn.Module, what: str) -> None:
-    for (name, a), b in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (name, a), b in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
         whole = a.full_tensor() if hasattr(a, "full_tensor") else a
-        torch.testing.assert_close(whole.detach(), b.detach(), rtol=0, atol=1e-5, msg=f"{what} {name}: {whole} {b}")
+        torch.testing.assert_close(
+            whole.detach(),
+            b.detach(),
+            rtol=0,
+            atol=1e-5,
+            msg=f"{what} {name}: {whole} {b}",
+        )
 
 
-def sharded(hidden: int, sharding: bool = True, experts: bool = True, **settings: Any) -> None:
+def sharded(
+    hidden: int, sharding: bool = True, experts: bool = True, **settings: Any
+) -> None:
     accelerator = Accelerator(cpu=True, **settings)
     net = Net(hidden, experts)
     made = optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
     assert [type(one).__name__ for one in made] == ["Muon", "AdamW"]
     net, *made = accelerator.prepare(net, *made)
-    tensor = settings["parallelism_config"].tp_size if "parallelism_config" in settings else 1
+    tensor = (
+        settings["parallelism_config"].tp_size
+        if "parallelism_config" in settings
+        else 1
+    )
     parts = accelerator.num_processes // tensor
-    train(accelerator, net, made, range(STEPS), parts, accelerator.process_index // tensor)
+    train(
+        accelerator, net, made, range(STEPS), parts, accelerator.process_index // tensor
+    )
     if sharding:
         assert any(hasattr(p, "full_tensor") for p in net.parameters())
     check(plain(Net(hidden, experts)), accelerator.unwrap_model(net), str(settings))
@@ -104,7 +127,9 @@ def sharded(hidden: int, sharding: bool = True, experts: bool = True, **settings
 @ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("hidden", [20, 7])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_update_is_that_of_whole_matrices(ctx: ProcessContext, strategy: str, hidden: int) -> None:
+def test_the_update_is_that_of_whole_matrices(
+    ctx: ProcessContext, strategy: str, hidden: int
+) -> None:
     sharded(hidden, strategy == "fsdp", strategy=strategy)
 
 
@@ -116,19 +141,31 @@ def test_under_tensor_parallelism(ctx: ProcessContext) -> None:
 @ranks(4)
 @pytest.mark.parametrize("kind", ["hybrid", "tensor"])
 def test_on_meshes_of_two_axes(ctx: ProcessContext, kind: str) -> None:
-    sizes: dict[str, Any] = {"dp_replicate_size": 2} if kind == "hybrid" else {"tp_size": 2, "tp_plan": PLAN}
-    sharded(20, strategy="fsdp", parallelism_config=ParallelismConfig(dp_shard_size=2, **sizes))
+    sizes: dict[str, Any] = (
+        {"dp_replicate_size": 2}
+        if kind == "hybrid"
+        else {"tp_size": 2, "tp_plan": PLAN}
+    )
+    sharded(
+        20,
+        strategy="fsdp",
+        parallelism_config=ParallelismConfig(dp_shard_size=2, **sizes),
+    )
 
 
 @ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_resumed_run_equals_one_that_was_not_stopped(ctx: ProcessContext, tmp_path: Path, strategy: str) -> None:
+def test_a_resumed_run_equals_one_that_was_not_stopped(
+    ctx: ProcessContext, tmp_path: Path, strategy: str
+) -> None:
     where: str = ctx.world.broadcast_object(str(tmp_path))
 
     def fresh() -> tuple[Accelerator, nn.Module, list[Any]]:
         accelerator = Accelerator(cpu=True, strategy=strategy)
         net = Net()
-        net, *made = accelerator.prepare(net, *optimizers(net, lr=0.02, adamw_lr=1e-2, show=False))
+        net, *made = accelerator.prepare(
+            net, *optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
+        )
         return accelerator, net, made
 
     accelerator, net, made = fresh()
@@ -136,7 +173,9 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(ctx: ProcessContext, tmp_
     train(accelerator, net, made, range(6), *share)
     accelerator.save_state(f"{where}/middle")
     train(accelerator, net, made, range(6, 12), *share)
-    whole = {name: value.clone() for name, value in accelerator.get_state_dict(net).items()}
+    whole = {
+        name: value.clone() for name, value in accelerator.get_state_dict(net).items()
+    }
     accelerator, net, made = fresh()
     accelerator.load_state(f"{where}/middle")
     train(accelerator, net, made, range(6, 12), *share)
@@ -150,12 +189,16 @@ def test_a_checkpoint_is_resharded(ctx: ProcessContext, tmp_path: Path) -> None:
     where: str = ctx.world.broadcast_object(str(tmp_path))
     accelerator = Accelerator(cpu=True, strategy="fsdp")
     net = Net()
-    net, *made = accelerator.prepare(net, *optimizers(net, lr=0.02, adamw_lr=1e-2, show=False))
+    net, *made = accelerator.prepare(
+        net, *optimizers(net, lr=0.02, adamw_lr=1e-2, show=False)
+    )
     train(accelerator, net, made, range(4), 2, accelerator.process_index)
     accelerator.save_state(f"{where}/saved", safe_serialization=True)
     ddp = Accelerator(cpu=True, strategy="ddp")
     model = Net()
-    model, *again = ddp.prepare(model, *optimizers(model, lr=0.02, adamw_lr=1e-2, show=False))
+    model, *again = ddp.prepare(
+        model, *optimizers(model, lr=0.02, adamw_lr=1e-2, show=False)
+    )
     ddp.load_state(f"{where}/saved")
     train(ddp, model, again, range(4, STEPS), 2, ddp.process_index)
     check(plain(Net()), ddp.unwrap_model(model), "resharded")
@@ -163,7 +206,9 @@ def test_a_checkpoint_is_resharded(ctx: ProcessContext, tmp_path: Path) -> None:
 
 @ranks(2)
 def test_cuts_that_leave_a_rank_without_rows(ctx: ProcessContext) -> None:
-    accelerator = Accelerator(cpu=True, strategy="fsdp", fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator = Accelerator(
+        cpu=True, strategy="fsdp", fsdp_plugin=FullyShardedDataParallelPlugin()
+    )
     torch.manual_seed(1)
     one_row = nn.Linear(4, 1, bias=False)
     expected = one_row.weight.detach().clone()
@@ -173,4 +218,7 @@ def test_cuts_that_leave_a_rank_without_rows(ctx: ProcessContext) -> None:
     net, optimizer = accelerator.prepare(one_row, Muon(one_row.parameters(), lr=0.1))
     accelerator.backward(net(torch.ones(2, 4)).mean())
     optimizer.step()
-    torch.testing.assert_close(net.weight.full_tensor().detach(), reference.param_groups[0]["params"][0].detach())
+    torch.testing.assert_close(
+        net.weight.full_tensor().detach(),
+        reference.param_groups[0]["params"][0].detach(),
+    )

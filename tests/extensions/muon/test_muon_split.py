@@ -17,7 +17,9 @@ from hasten.extensions.muon.optimizers import optimizers, split_parameters
 
 def trained(cls: Any, steps: int = 20, **options: Any) -> torch.Tensor:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(12, 24, bias=False), nn.Tanh(), nn.Linear(24, 8, bias=False))
+    net = nn.Sequential(
+        nn.Linear(12, 24, bias=False), nn.Tanh(), nn.Linear(24, 8, bias=False)
+    )
     optimizer = cls(net.parameters(), lr=0.02, **options)
     x, y = torch.randn(16, 12), torch.randn(16, 8)
     for _ in range(steps):
@@ -39,18 +41,30 @@ def trained(cls: Any, steps: int = 20, **options: Any) -> torch.Tensor:
 )
 def test_whole_matrices_train_bitwise_as_with_torch(options: dict[str, Any]) -> None:
     expected = trained(torch.optim.Muon, **options)
-    assert torch.equal(trained(Muon, iteration_dtype=torch.bfloat16, **options), expected)
-    assert not torch.equal(trained(Muon, **options), expected)  # float32 iterations on the CPU
+    assert torch.equal(
+        trained(Muon, iteration_dtype=torch.bfloat16, **options), expected
+    )
+    # float32 iterations on the CPU
+    assert not torch.equal(trained(Muon, **options), expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 64), (3, 64, 8), (1, 8, 8), (2, 8, 13)])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_steps_in_pairs_give_the_matrices_of_single_steps(shape: tuple[int, ...], steps: int) -> None:
+def test_steps_in_pairs_give_the_matrices_of_single_steps(
+    shape: tuple[int, ...], steps: int
+) -> None:
     torch.manual_seed(0)
     matrices = torch.randn(shape, dtype=torch.float64)
-    single = Iteration(COEFFICIENTS, 1e-7, steps, torch.float64, torch.device("cpu"), paired=False)
+    single = Iteration(
+        COEFFICIENTS, 1e-7, steps, torch.float64, torch.device("cpu"), paired=False
+    )
     expected = single.run(matrices)
-    torch.testing.assert_close(dataclasses.replace(single, paired=True).run(matrices), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        dataclasses.replace(single, paired=True).run(matrices),
+        expected,
+        rtol=1e-10,
+        atol=1e-12,
+    )
 
 
 def test_a_stack_is_updated_matrix_by_matrix() -> None:
@@ -102,12 +116,18 @@ def test_parameters_are_split_by_role(tied: bool) -> None:
 
 
 def test_the_last_matrix_is_the_head_where_no_name_says_so() -> None:
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    net = nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)
+    )
     assert set(split_parameters(net).muon) == {"0.weight", "2.weight"}
 
 
-def test_frozen_parameters_are_left_out_and_patterns_go_to_adamw(capsys: pytest.CaptureFixture[str]) -> None:
-    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+def test_frozen_parameters_are_left_out_and_patterns_go_to_adamw(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    net = nn.Sequential(
+        nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+    )
     net[1].requires_grad_(False)
     muon, adamw = optimizers(net, lr=0.1, adamw_lr=0.01, adamw=[r"^2\."])
     assert [len(group["params"]) for group in muon.param_groups] == [1]

@@ -85,7 +85,10 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    groups: list[dict[str, Any]] = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 1e-3}]
+    groups: list[dict[str, Any]] = [
+        {"params": parameters[::2]},
+        {"params": parameters[1::2], "lr": 1e-3},
+    ]
     return torch.optim.AdamW(groups, 1e-2)
 
 
@@ -100,13 +103,15 @@ def train(
         optimizer.zero_grad()
         net(torch.randn(3, 4, generator=drawn)).square().sum().backward()
         if step == 2:
-            next(net.parameters()).grad = None  # a parameter without a gradient keeps its state
+            # a parameter without a gradient keeps its state
+            next(net.parameters()).grad = None
         optimizer.step()
     return net, optimizer
 
 
 def check_equal(
-    first: tuple[nn.Module, torch.optim.Optimizer], second: tuple[nn.Module, torch.optim.Optimizer]
+    first: tuple[nn.Module, torch.optim.Optimizer],
+    second: tuple[nn.Module, torch.optim.Optimizer],
 ) -> None:
     for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(a, b)
@@ -116,12 +121,17 @@ def check_equal(
         assert list(values) == list(states[1][index])
         for key, value in values.items():
             other = states[1][index][key]
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (index, key)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), (
+                index,
+                key,
+            )
 
 
 MAKERS: dict[str, Make] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, foreach=True),
-    "adam, amsgrad": lambda parameters: torch.optim.Adam(parameters, 1e-2, amsgrad=True),
+    "adam, amsgrad": lambda parameters: torch.optim.Adam(
+        parameters, 1e-2, amsgrad=True
+    ),
     "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9),
     "two groups": two_groups,
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, 1e-2),
@@ -132,12 +142,15 @@ MAKERS: dict[str, Make] = {
 def test_an_update_in_pieces_waits_for_every_copy(name: str) -> None:
     lanes = LateLanes()
     plain = train(MAKERS[name], lambda optimizer: None)
-    check_equal(plain, train(MAKERS[name], lambda optimizer: StreamedUpdate(optimizer, lanes)))
+    check_equal(
+        plain, train(MAKERS[name], lambda optimizer: StreamedUpdate(optimizer, lanes))
+    )
     assert lanes.done > 20
 
 
 def test_pieces_fetched_into_free_memory_give_the_same_numbers() -> None:
-    use = Memory(0, 10**6)  # a large peak was seen first, so that all pieces fit ahead of the update
+    # a large peak was seen first, so that all pieces fit ahead of the update
+    use = Memory(0, 10**6)
     most: list[int] = []
 
     def attach(optimizer: torch.optim.Optimizer) -> None:
@@ -152,12 +165,20 @@ def test_pieces_fetched_into_free_memory_give_the_same_numbers() -> None:
     assert most[-1] > 2 * 10 * 32 * 32 * 4  # all of the state
 
 
-def test_state_is_in_host_memory_between_updates_and_the_device_holds_a_part_at_a_time() -> None:
+def test_state_is_in_host_memory_between_updates_and_the_device_holds_a_part_at_a_time() -> (
+    None
+):
     found: list[StreamedUpdate] = []
     _, optimizer = train(
-        MAKERS["adamw"], lambda made: found.append(StreamedUpdate(made, HostLanes(torch.device("cpu"))))
+        MAKERS["adamw"],
+        lambda made: found.append(StreamedUpdate(made, HostLanes(torch.device("cpu")))),
     )
-    total = sum(value.numel() * 4 for values in optimizer.state.values() for value in values.values() if value.ndim)
+    total = sum(
+        value.numel() * 4
+        for values in optimizer.state.values()
+        for value in values.values()
+        if value.ndim
+    )
     assert 0 < found[0].held_bytes < total / 2
     found[0].release()
     assert found[0].held_bytes == 0
@@ -171,7 +192,8 @@ def test_a_loaded_state_is_used_by_the_next_update() -> None:
     )
     saved = train(make, lambda optimizer: None, steps=2)[1].state_dict()
     for net, optimizer in (plain, streamed):
-        optimizer.load_state_dict(copy.deepcopy(saved))  # on one device, torch would share its memory
+        # on one device, torch would share its memory
+        optimizer.load_state_dict(copy.deepcopy(saved))
         optimizer.zero_grad()
         net(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -179,7 +201,9 @@ def test_a_loaded_state_is_used_by_the_next_update() -> None:
 
 
 def test_a_parameter_added_later_is_updated_too() -> None:
-    def trained(attach: Callable[[torch.optim.Optimizer], object]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def trained(
+        attach: Callable[[torch.optim.Optimizer], object],
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
         net, optimizer = train(MAKERS["adamw"], attach)
         extra = nn.Linear(2, 2)
         with torch.no_grad():
@@ -191,14 +215,19 @@ def test_a_parameter_added_later_is_updated_too() -> None:
             optimizer.step()
         return nn.Sequential(net, extra), optimizer
 
-    check_equal(trained(lambda made: None), trained(lambda made: StreamedUpdate(made, LateLanes())))
+    check_equal(
+        trained(lambda made: None),
+        trained(lambda made: StreamedUpdate(made, LateLanes())),
+    )
 
 
 def test_hooks_of_the_user_run_once_for_an_update_and_see_all_parameters() -> None:
     seen: list[int] = []
 
     def attach(optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_post_hook(lambda made, *_: seen.append(len(made.param_groups[0]["params"])))
+        optimizer.register_step_post_hook(
+            lambda made, *_: seen.append(len(made.param_groups[0]["params"]))
+        )
         StreamedUpdate(optimizer, LateLanes())
 
     train(MAKERS["adamw"], attach, steps=3)
@@ -208,7 +237,8 @@ def test_hooks_of_the_user_run_once_for_an_update_and_see_all_parameters() -> No
 def test_the_budget_uses_memory_that_activations_have_left_and_no_more() -> None:
     memory = Memory(100, 120)
     budget = MemoryBudget(10, memory)
-    step = ((20, True), (110, True), (70, False), (40, False))  # two blocks begin, two gradients arrive
+    # two blocks begin, two gradients arrive
+    step = ((20, True), (110, True), (70, False), (40, False))
     for memory.now, in_forward in step:
         budget.sample(0, in_forward)
     budget.end_step()
@@ -230,7 +260,9 @@ def test_the_budget_uses_memory_that_activations_have_left_and_no_more() -> None
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_what_is_held_while_the_loss_is_computed_fits_the_device_beside_the_peak(micro_batches: int) -> None:
+def test_what_is_held_while_the_loss_is_computed_fits_the_device_beside_the_peak(
+    micro_batches: int,
+) -> None:
     memory = Memory(0, 120)  # the peak of 120 was the loss, which no sample saw
     budget = MemoryBudget(10, memory)
     forward = [(20, True), (60, True)]
@@ -241,7 +273,12 @@ def test_what_is_held_while_the_loss_is_computed_fits_the_device_beside_the_peak
     for number, (memory.now, in_forward) in enumerate(step[: 2 * micro_batches]):
         budget.sample(0, in_forward)
         if number % 2:  # the loss follows
-            for memory.room, tight in ((1000, False), (160, False), (159, True), (130, True)):
+            for memory.room, tight in (
+                (1000, False),
+                (160, False),
+                (159, True),
+                (130, True),
+            ):
                 assert budget.is_tight(40) == tight
                 assert not budget.is_tight(10)
         else:

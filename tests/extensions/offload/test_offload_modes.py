@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.modules.names import local_tensor
 from hasten.runtime.context import ProcessContext
@@ -26,7 +29,9 @@ STEPS = 12
 
 
 def build(tied: bool = False) -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=16, width=8, heads=2, depth=3, context=6, tied=tied))
+    return seeded(
+        lambda: TinyLM(vocab=16, width=8, heads=2, depth=3, context=6, tied=tied)
+    )
 
 
 def tokens(steps: int) -> list[tuple[Tensor, ...]]:
@@ -49,30 +54,46 @@ def test_every_mode_on_one_device_is_bitwise_equal_to_none(
 ) -> None:
     found = {
         mode: hasten_losses(accelerator, TASK, STEPS)
-        for mode, accelerator in accelerators(mixed_precision=precision, recompute=recompute)
+        for mode, accelerator in accelerators(
+            mixed_precision=precision, recompute=recompute
+        )
     }
     assert all(losses == found[None] for losses in found.values()), found
 
 
 @ranks(2)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_every_mode_over_shards_is_bitwise_equal_to_none(ctx: ProcessContext, precision: str) -> None:
+def test_every_mode_over_shards_is_bitwise_equal_to_none(
+    ctx: ProcessContext, precision: str
+) -> None:
     found = {
         mode: hasten_losses(accelerator, TASK, STEPS)
-        for mode, accelerator in accelerators(strategy="fsdp", mixed_precision=precision)
+        for mode, accelerator in accelerators(
+            strategy="fsdp", mixed_precision=precision
+        )
     }
     assert all(losses == found[None] for losses in found.values()), found
 
 
 @ranks(2)
 def test_optimizer_state_of_replicas_and_of_split_layers(ctx: ProcessContext) -> None:
-    for settings in ({"strategy": "ddp"}, {"parallelism_config": ParallelismConfig(tp_size=2)}):
-        found = [hasten_losses(Accelerator(offload=mode, **settings), TASK, STEPS) for mode in (None, "optimizer")]
+    for settings in (
+        {"strategy": "ddp"},
+        {"parallelism_config": ParallelismConfig(tp_size=2)},
+    ):
+        found = [
+            hasten_losses(Accelerator(offload=mode, **settings), TASK, STEPS)
+            for mode in (None, "optimizer")
+        ]
         assert found[0] == found[1]
 
 
 def trained(
-    accelerator: Accelerator, folder: Path, make: Any = torch.optim.AdamW, stop: int = 5, load: bool = False
+    accelerator: Accelerator,
+    folder: Path,
+    make: Any = torch.optim.AdamW,
+    stop: int = 5,
+    load: bool = False,
 ) -> tuple[list[float], nn.Module]:
     """Train with two optimizers and a scheduler, save after three steps or load that state, and return losses and model."""
     net = build(tied=True)
@@ -106,34 +127,50 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.suffix in {".safetensors", ".bin"}}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.suffix in {".safetensors", ".bin"}
+    }
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("mode", ["optimizer", "all"])
-def test_checkpoints_are_the_same_files_and_load_into_any_mode(ctx: ProcessContext, mode: str, tmp_path: Path) -> None:
+def test_checkpoints_are_the_same_files_and_load_into_any_mode(
+    ctx: ProcessContext, mode: str, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"strategy": "fsdp"} if ctx.world.size > 1 else {}
     plain, expected = trained(Accelerator(**settings), tmp_path / "plain")
-    losses, model = trained(Accelerator(offload=mode, **settings), tmp_path / "offloaded")
+    losses, model = trained(
+        Accelerator(offload=mode, **settings), tmp_path / "offloaded"
+    )
     assert losses == plain
     assert all(map(torch.equal, weights(model), weights(expected)))
     saved = files(tmp_path / "plain")
     assert saved
     assert saved == files(tmp_path / "offloaded")
     for source, target in (("plain", mode), ("offloaded", None), ("offloaded", mode)):
-        resumed, again = trained(Accelerator(offload=target, **settings), tmp_path / source, load=True)
+        resumed, again = trained(
+            Accelerator(offload=target, **settings), tmp_path / source, load=True
+        )
         assert resumed == plain[3:], (source, target)
         assert all(map(torch.equal, weights(again), weights(expected)))
 
 
 @ranks(1)
-def test_state_and_streamed_weights_are_in_host_memory_between_steps(ctx: ProcessContext) -> None:
+def test_state_and_streamed_weights_are_in_host_memory_between_steps(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(offload="all")
     net = build()
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.1)
+    )
     block = net.blocks[0]
     inside: list[int] = []
-    block.register_forward_pre_hook(lambda module, inputs: inside.append(next(module.parameters()).data_ptr()))
+    block.register_forward_pre_hook(
+        lambda module, inputs: inside.append(next(module.parameters()).data_ptr())
+    )
     at_rest = next(block.parameters()).data_ptr()
     (batch,) = tokens(1)[0]
     accelerator.backward(next_token_loss(model(batch), batch))
@@ -143,23 +180,38 @@ def test_state_and_streamed_weights_are_in_host_memory_between_steps(ctx: Proces
     optimizer.step()
     assert not any(map(torch.equal, before, weights(model)))
     storages = {
-        v.untyped_storage().data_ptr() for values in optimizer.state.values() for v in values.values() if v.ndim
+        v.untyped_storage().data_ptr()
+        for values in optimizer.state.values()
+        for v in values.values()
+        if v.ndim
     }
-    assert len(storages) <= 2  # slabs of host memory, not the memory that the update used
+    # slabs of host memory, not the memory that the update used
+    assert len(storages) <= 2
 
 
 @ranks(1)
 @pytest.mark.parametrize("mode", [None, *MODES])
-def test_a_training_that_is_dropped_leaves_no_memory_behind(ctx: ProcessContext, mode: str | None) -> None:
+def test_a_training_that_is_dropped_leaves_no_memory_behind(
+    ctx: ProcessContext, mode: str | None
+) -> None:
     accelerator = Accelerator(offload=mode)
     net = build()
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.1)
+    )
     for (batch,) in tokens(3):
         accelerator.backward(next_token_loss(model(batch), batch))
         optimizer.step()
         optimizer.zero_grad()
-    kept: list[weakref.ref[Tensor]] = [weakref.ref(parameter) for parameter in net.parameters()]
-    kept += [weakref.ref(v) for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    kept: list[weakref.ref[Tensor]] = [
+        weakref.ref(parameter) for parameter in net.parameters()
+    ]
+    kept += [
+        weakref.ref(v)
+        for values in optimizer.state.values()
+        for v in values.values()
+        if isinstance(v, Tensor)
+    ]
     assert kept
     del accelerator, net, model, optimizer, batch
     gc.collect()
@@ -167,15 +219,20 @@ def test_a_training_that_is_dropped_leaves_no_memory_behind(ctx: ProcessContext,
 
 
 @ranks(1)
-def test_a_window_is_repeated_from_a_save_inside_it(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_window_is_repeated_from_a_save_inside_it(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     def run(mode: str | None, resume: bool) -> list[Tensor]:
         accelerator = Accelerator(offload=mode, gradient_accumulation_steps=2)
         net = build()
-        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            net, torch.optim.AdamW(net.parameters(), lr=0.1)
+        )
         if resume:
             accelerator.load_state(tmp_path / str(mode))
         for number, (batch,) in enumerate(tokens(4)):
-            if resume and number < 2:  # the save inside the second window stored its beginning
+            # the save inside the second window stored its beginning
+            if resume and number < 2:
                 continue
             with accelerator.accumulate(model):
                 accelerator.backward(next_token_loss(model(batch), batch))
@@ -198,7 +255,9 @@ def test_combinations_that_cannot_be_offloaded_are_refused(ctx: ProcessContext) 
     with pytest.raises(ConfigError, match=r"megatron\.optimizer_cpu_offload"):
         Accelerator(offload="all", strategy="megatron", cpu=True)
     with pytest.raises(ConfigError, match=r"Remove fsdp\.cpu_offload"):
-        Accelerator(offload="all", fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True))
+        Accelerator(
+            offload="all", fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True)
+        )
     with pytest.raises(ConfigError, match="dynamo_backend='no'"):
         Accelerator(offload="parameters", dynamo_backend="eager")
     accelerator = Accelerator(offload="optimizer")

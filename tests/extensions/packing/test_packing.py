@@ -38,22 +38,35 @@ def samples(count: int, longest: int = 20, seed: int = 0) -> list[dict[str, list
         {
             "input_ids": [
                 1 + i % (VOCABULARY - 1),
-                *(draw.randrange(1, VOCABULARY) for _ in range(draw.randrange(longest))),
+                *(
+                    draw.randrange(1, VOCABULARY)
+                    for _ in range(draw.randrange(longest))
+                ),
             ]
         }
         for i in range(count)
     ]
 
 
-def loader_of(data: list[dict[str, list[int]]], max_tokens: int = 32, **options: Any) -> DataLoader[Any]:
-    sampler = PackedBatchSampler([len(sample["input_ids"]) for sample in data], max_tokens, **options)
+def loader_of(
+    data: list[dict[str, list[int]]], max_tokens: int = 32, **options: Any
+) -> DataLoader[Any]:
+    sampler = PackedBatchSampler(
+        [len(sample["input_ids"]) for sample in data], max_tokens, **options
+    )
     return DataLoader(data, batch_sampler=sampler, collate_fn=PackedCollator())  # type: ignore[arg-type]
 
 
 def rows_of(batch: dict[str, Tensor]) -> list[tuple[int, ...]]:
     """The samples of a pack, cut apart where positions restart."""
-    starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
-    return [tuple(batch["input_ids"][0, a:b].tolist()) for a, b in itertools.pairwise(starts)]
+    starts = [
+        *(batch["position_ids"][0] == 0).nonzero().flatten().tolist(),
+        batch["input_ids"].shape[1],
+    ]
+    return [
+        tuple(batch["input_ids"][0, a:b].tolist())
+        for a, b in itertools.pairwise(starts)
+    ]
 
 
 class Attention(nn.Module):
@@ -70,28 +83,43 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         x = self.embed(tokens) + self.place(positions)
         q, k, v = (part[:, None] for part in self.qkv(x).chunk(3, dim=-1))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None
+        )
         logits: Tensor = self.head(x + out[:, 0])
         return logits
 
 
 def shifted_loss(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=IGNORED, reduction=reduction)
+    return F.cross_entropy(
+        logits[0, :-1], labels[0, 1:], ignore_index=IGNORED, reduction=reduction
+    )
 
 
 def test_packs_are_full_and_hold_each_sample_once() -> None:
-    for count, max_tokens, seed in ((0, 8, 0), (1, 20, 0), (57, 20, 1), (200, 64, 2), (1000, 128, 3)):
+    for count, max_tokens, seed in (
+        (0, 8, 0),
+        (1, 20, 0),
+        (57, 20, 1),
+        (200, 64, 2),
+        (1000, 128, 3),
+    ):
         data = samples(count, 20)
         lengths = [len(sample["input_ids"]) for sample in data]
         sampler = PackedBatchSampler(lengths, max_tokens, seed=seed)
         for epoch in range(2):
             sampler.set_epoch(epoch)
             packs = list(sampler)
-            assert sorted(index for pack in packs for index in pack) == list(range(count))
-            assert all(sum(lengths[index] for index in pack) <= max_tokens for pack in packs)
+            assert sorted(index for pack in packs for index in pack) == list(
+                range(count)
+            )
+            assert all(
+                sum(lengths[index] for index in pack) <= max_tokens for pack in packs
+            )
             assert len(packs) == len(sampler)
         if count >= 200:
-            assert sum(lengths) / (len(sampler) * max_tokens) > 0.95  # hardly a token is wasted
+            # hardly a token is wasted
+            assert sum(lengths) / (len(sampler) * max_tokens) > 0.95
     first, second = PackedBatchSampler([3] * 40, 6), PackedBatchSampler([3] * 40, 6)
     second.set_epoch(1)
     assert list(first) == list(first) != list(second)
@@ -116,7 +144,10 @@ def test_the_loss_of_a_pack_is_that_of_its_samples() -> None:
             batch = collate([data[index] for index in pack])
             mask = packed_attention_mask(batch["position_ids"])
             logits = net(batch["input_ids"], batch["position_ids"], mask)
-            packed = packed + shifted_loss(logits, batch["labels"], "mean") * batch["num_tokens"]
+            packed = (
+                packed
+                + shifted_loss(logits, batch["labels"], "mean") * batch["num_tokens"]
+            )
             seen += int(batch["num_tokens"])
         assert seen == count
         torch.testing.assert_close(packed, total)
@@ -135,7 +166,9 @@ def test_masks_agree() -> None:
         row = torch.tensor(0)
         for query in range(8):
             for key in range(8):
-                allowed = block.mask_mod(row, row, torch.tensor(query), torch.tensor(key))
+                allowed = block.mask_mod(
+                    row, row, torch.tensor(query), torch.tensor(key)
+                )
                 assert bool(allowed) == bool(mask[query, key])
 
 
@@ -144,10 +177,17 @@ def test_masks_agree() -> None:
 def test_flex_attention_with_block_masks_equals_masked_attention(causal: bool) -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     positions = torch.cat([torch.arange(n) for n in (40, 3, 61, 1, 23)])[None]
-    q, k, v = (torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=packed_attention_mask(positions, causal))
+    q, k, v = (
+        torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(i))
+        for i in range(3)
+    )
+    wanted = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=packed_attention_mask(positions, causal)
+    )
     with torch.no_grad():
-        found = flex.flex_attention(q, k, v, block_mask=packed_block_mask(positions, causal))
+        found = flex.flex_attention(
+            q, k, v, block_mask=packed_block_mask(positions, causal)
+        )
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -170,12 +210,16 @@ def test_a_llama_of_transformers_keeps_packed_samples_apart(kind: str) -> None:
     for sample in data:
         tokens = torch.tensor([sample["input_ids"]])
         if tokens.shape[1] > 1:
-            total = total + model(input_ids=tokens, labels=tokens).loss * (tokens.shape[1] - 1)
+            total = total + model(input_ids=tokens, labels=tokens).loss * (
+                tokens.shape[1] - 1
+            )
             count += tokens.shape[1] - 1
     batch = PackedCollator(transformers=True)(data)
     tokens_in_pack = int(num_label_tokens(batch["labels"]))
     assert tokens_in_pack == count
-    torch.testing.assert_close(model(**batch).loss * tokens_in_pack, total, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(**batch).loss * tokens_in_pack, total, rtol=1e-4, atol=1e-4
+    )
 
 
 @ranks(1, 2, exhaustive=(3, 4))
@@ -185,7 +229,12 @@ def test_each_sample_is_read_once(ctx: ProcessContext, workers: int) -> None:
     accelerator = Accelerator(cpu=True)
     user = loader_of(data)
     loader = accelerator.prepare(
-        DataLoader(data, batch_sampler=user.batch_sampler, collate_fn=PackedCollator(), num_workers=workers)  # type: ignore[arg-type]
+        DataLoader(
+            data,  # type: ignore[arg-type]
+            batch_sampler=user.batch_sampler,
+            collate_fn=PackedCollator(),
+            num_workers=workers,
+        )
     )
     for _ in range(2):
         mine = [row for batch in loader for row in rows_of(batch)]
@@ -194,12 +243,15 @@ def test_each_sample_is_read_once(ctx: ProcessContext, workers: int) -> None:
         repeated = len(everyone) - len(wanted)
         assert set(everyone) == set(wanted)
         assert repeated >= 0
-        if len(user) % ctx.world.size == 0:  # otherwise the last step repeats packs, as every prepared loader does
+        # otherwise the last step repeats packs, as every prepared loader does
+        if len(user) % ctx.world.size == 0:
             assert sorted(everyone) == sorted(wanted)
 
 
 @ranks(2)
-def test_a_weighted_loop_equals_one_process_on_unpacked_samples(ctx: ProcessContext) -> None:
+def test_a_weighted_loop_equals_one_process_on_unpacked_samples(
+    ctx: ProcessContext,
+) -> None:
     """Four packs on two ranks, two updates: the gradient is the mean over all tokens of an update."""
     data = [{"input_ids": [1 + i, *range(2, 2 + 7 + i % 3)]} for i in range(16)]
     plain = Attention()
@@ -208,11 +260,15 @@ def test_a_weighted_loop_equals_one_process_on_unpacked_samples(ctx: ProcessCont
     packs = list(sampler)
     assert len(packs) == 4
     for update in range(2):
-        chosen = [data[index] for pack in packs[2 * update : 2 * update + 2] for index in pack]
+        chosen = [
+            data[index] for pack in packs[2 * update : 2 * update + 2] for index in pack
+        ]
         losses = torch.zeros(())
         for sample in chosen:
             tokens = torch.tensor([sample["input_ids"]])
-            losses = losses + shifted_loss(plain(tokens, torch.arange(tokens.shape[1])[None], None), tokens, "sum")
+            losses = losses + shifted_loss(
+                plain(tokens, torch.arange(tokens.shape[1])[None], None), tokens, "sum"
+            )
         torch.autograd.backward(losses / sum(len(s["input_ids"]) - 1 for s in chosen))
         reference.step()
         reference.zero_grad()
@@ -226,16 +282,24 @@ def test_a_weighted_loop_equals_one_process_on_unpacked_samples(ctx: ProcessCont
     )
     for batch in loader:
         mask = packed_attention_mask(batch["position_ids"])
-        loss = shifted_loss(net(batch["input_ids"], batch["position_ids"], mask), batch["labels"], "mean")
+        loss = shifted_loss(
+            net(batch["input_ids"], batch["position_ids"], mask),
+            batch["labels"],
+            "mean",
+        )
         accelerator.backward(loss, weight=batch["num_tokens"])
         optimizer.step()
         optimizer.zero_grad()
-    for ours, theirs in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
+    for ours, theirs in zip(
+        accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True
+    ):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
 @ranks(2)
-def test_a_resumed_loader_continues_with_the_next_pack(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_resumed_loader_continues_with_the_next_pack(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     where: str = ctx.world.broadcast_object(str(tmp_path))
     data = samples(80)
     accelerator = Accelerator(cpu=True)
@@ -261,7 +325,10 @@ def test_balanced_packs_cost_ranks_the_same() -> None:
 
     def waiting(sampler: PackedBatchSampler, num_ranks: int) -> float:
         costs = [sum(lengths[index] ** 2 for index in pack) for pack in sampler]
-        steps = [costs[i : i + num_ranks] for i in range(0, len(costs) - num_ranks + 1, num_ranks)]
+        steps = [
+            costs[i : i + num_ranks]
+            for i in range(0, len(costs) - num_ranks + 1, num_ranks)
+        ]
         return sum(map(max, steps)) / (sum(map(sum, steps)) / num_ranks)
 
     for num_ranks in (2, 4, 8):
@@ -274,7 +341,9 @@ def test_balanced_packs_cost_ranks_the_same() -> None:
             balanced.set_epoch(epoch)
             orders.append(list(balanced))
             assert len(orders[-1]) == len(balanced) == len(plain)
-            assert sorted(index for pack in orders[-1] for index in pack) == list(range(1000))
+            assert sorted(index for pack in orders[-1] for index in pack) == list(
+                range(1000)
+            )
         assert orders[0] != orders[1]
         assert waiting(balanced, num_ranks) < 1.02 < waiting(plain, num_ranks)
     assert list(PackedBatchSampler([], 8, balance=4)) == []
@@ -297,18 +366,29 @@ class Packed(nn.Module):
 
 def small_llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes))
+    made: nn.Module = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes)
+    )
     return made
 
 
-def unpacked_update(net: nn.Module, chosen: list[dict[str, list[int]]], logits_of: Any) -> float:
+def unpacked_update(
+    net: nn.Module, chosen: list[dict[str, list[int]]], logits_of: Any
+) -> float:
     """The mean loss by tokens of samples one by one, with its gradients."""
     total = torch.zeros(())
     for sample in chosen:
         tokens = torch.tensor([sample["input_ids"]])
-        total = total + shifted_loss(logits_of(net, tokens, torch.arange(tokens.shape[1])[None]), tokens, "sum")
+        total = total + shifted_loss(
+            logits_of(net, tokens, torch.arange(tokens.shape[1])[None]), tokens, "sum"
+        )
     loss = total / sum(len(sample["input_ids"]) - 1 for sample in chosen)
     torch.autograd.backward(loss)
     return loss.item()
@@ -316,12 +396,20 @@ def unpacked_update(net: nn.Module, chosen: list[dict[str, list[int]]], logits_o
 
 def over_ranks(way: str, cp_size: int) -> Accelerator:
     handler = TorchContextParallelConfig(cp_comm_strategy=way)  # type: ignore[arg-type]
-    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=cp_size, cp_handler=handler))
+    return Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(cp_size=cp_size, cp_handler=handler),
+    )
 
 
 @ranks(2, exhaustive=(4,), timeout_s=400)
-@pytest.mark.parametrize(("name", "way"), [("own", "allgather"), ("llama", "allgather"), ("llama", "ulysses")])
-def test_packs_over_context_parallel_ranks_equal_unpacked_samples(ctx: ProcessContext, name: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("own", "allgather"), ("llama", "allgather"), ("llama", "ulysses")],
+)
+def test_packs_over_context_parallel_ranks_equal_unpacked_samples(
+    ctx: ProcessContext, name: str, way: str
+) -> None:
     """Two ranks share each row; on four ranks two rows make an update, weighted by their tokens."""
     data = [{"input_ids": [1 + i, *range(2, 2 + 5 + (5 * i) % 7)]} for i in range(16)]
     sampler = PackedBatchSampler([len(s["input_ids"]) for s in data], 40)
@@ -338,7 +426,11 @@ def test_packs_over_context_parallel_ranks_equal_unpacked_samples(ctx: ProcessCo
     updates = [packs[i : i + readers] for i in range(0, 4, readers)]
     expected = []
     for update in updates:
-        expected.append(unpacked_update(plain, [data[index] for pack in update for index in pack], logits_of))
+        expected.append(
+            unpacked_update(
+                plain, [data[index] for pack in update for index in pack], logits_of
+            )
+        )
         reference.step()
         reference.zero_grad()
 
@@ -346,34 +438,56 @@ def test_packs_over_context_parallel_ranks_equal_unpacked_samples(ctx: ProcessCo
     collate = PackedCollator(shift_labels=True, pad_to=40)
     net: Any = Packed() if name == "own" else small_llama()
     loader: Any = DataLoader(data, batch_sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
-    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), loader)
+    net, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.5), loader
+    )
     for number, batch in enumerate(loader):
-        tokens, positions, labels = batch["input_ids"], batch["position_ids"], batch["shift_labels"]
+        tokens, positions, labels = (
+            batch["input_ids"],
+            batch["position_ids"],
+            batch["shift_labels"],
+        )
         with accelerator.context_parallel([tokens, positions, labels], [1, 1, 1]):
-            loss = F.cross_entropy(logits_of(net, tokens, positions)[0], labels[0], ignore_index=IGNORED)
+            loss = F.cross_entropy(
+                logits_of(net, tokens, positions)[0], labels[0], ignore_index=IGNORED
+            )
             mine = num_label_tokens(labels)
             accelerator.backward(loss, weight=mine)
         optimizer.step()
         optimizer.zero_grad()
-        summed = accelerator.reduce(torch.stack([loss.detach().nan_to_num() * mine, mine.float()]), "sum")
+        summed = accelerator.reduce(
+            torch.stack([loss.detach().nan_to_num() * mine, mine.float()]), "sum"
+        )
         assert float(summed[0] / summed[1]) == pytest.approx(expected[number], rel=1e-5)
-    for ours, theirs in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
+    for ours, theirs in zip(
+        accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True
+    ):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
 @ranks(2)
-def test_packs_that_attention_would_mix_are_refused_on_every_rank(ctx: ProcessContext) -> None:
+def test_packs_that_attention_would_mix_are_refused_on_every_rank(
+    ctx: ProcessContext,
+) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     tokens = torch.ones(1, 8, dtype=torch.long)
     accelerator = over_ranks("allgather", 2)
     net = accelerator.prepare(Packed(False))
     block = accelerator.context_parallel([tokens, positions], [1, 1])
-    with pytest.raises(StepError, match=r"without a mask that keeps them apart.*packed_attention_mask"), block:
+    with (
+        pytest.raises(
+            StepError,
+            match=r"without a mask that keeps them apart.*packed_attention_mask",
+        ),
+        block,
+    ):
         net(tokens, positions)
 
 
 @ranks(2)
-def test_context_parallel_ranks_resume_with_the_next_pack(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_context_parallel_ranks_resume_with_the_next_pack(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     where: str = ctx.world.broadcast_object(str(tmp_path))
     data = samples(80)
     accelerator = over_ranks("allgather", 2)
@@ -383,7 +497,9 @@ def test_context_parallel_ranks_resume_with_the_next_pack(ctx: ProcessContext, t
         seen.append(rows_of(batch))
         if number == 3:
             accelerator.save_state(f"{where}/middle")
-    assert ctx.world.all_gather_object(seen) == [seen, seen], "both hold parts of the same rows"
+    assert ctx.world.all_gather_object(seen) == [seen, seen], (
+        "both hold parts of the same rows"
+    )
     again = over_ranks("allgather", 2)
     resumed = again.prepare(loader_of(data, balance=2))
     again.load_state(f"{where}/middle")
@@ -402,7 +518,9 @@ def test_fewer_packs_than_ranks_and_a_loop_that_is_left(ctx: ProcessContext) -> 
                 if left:
                     break
             everyone: list[Any] = ctx.world.all_gather_object(mine)
-            assert len({len(one) for one in everyone}) == 1, "every rank makes as many steps"
+            assert len({len(one) for one in everyone}) == 1, (
+                "every rank makes as many steps"
+            )
             if not left:
                 found = {row for one in everyone for rows in one for row in rows}
                 assert found == {tuple(sample["input_ids"]) for sample in data}
@@ -429,31 +547,45 @@ def rest_of_epoch(ctx: ProcessContext, folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("others", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_packs_are_resumed_on_another_number_of_ranks(rank_pool: Pool, tmp_path: Path, others: int) -> None:
+def test_packs_are_resumed_on_another_number_of_ranks(
+    rank_pool: Pool, tmp_path: Path, others: int
+) -> None:
     before = rank_pool.run(save_after, 2, tmp_path, 3)
     after = rank_pool.run(rest_of_epoch, others, tmp_path)
     packs = [tuple(pack) for rank in (*before, *after) for pack in rank]
     data = samples(80)
-    sampler = PackedBatchSampler([len(sample["input_ids"]) for sample in data], 32, balance=2)
-    wanted = [tuple(tuple(data[index]["input_ids"]) for index in pack) for pack in sampler]
+    sampler = PackedBatchSampler(
+        [len(sample["input_ids"]) for sample in data], 32, balance=2
+    )
+    wanted = [
+        tuple(tuple(data[index]["input_ids"]) for index in pack) for pack in sampler
+    ]
     assert set(packs) == set(wanted)
-    assert len(wanted) <= len(packs) < len(wanted) + others, "only the last step repeats packs"
+    assert len(wanted) <= len(packs) < len(wanted) + others, (
+        "only the last step repeats packs"
+    )
 
 
 def test_wrong_samples_are_refused_by_name() -> None:
-    with pytest.raises(DataError, match=r"sample 1 has 9 tokens, more than max_tokens=8.*too_long"):
+    with pytest.raises(
+        DataError, match=r"sample 1 has 9 tokens, more than max_tokens=8.*too_long"
+    ):
         PackedBatchSampler([3, 9], 8)
     assert PackedBatchSampler([3, 9], 8, too_long="skip").skipped == [1]
     long = PackedBatchSampler([3, 9], 8, too_long="truncate", shuffle=False)
     assert list(long) == [[0], [1]]
-    assert PackedCollator(max_tokens=8)([{"input_ids": list(range(9))}])["input_ids"].shape == (1, 8)
+    assert PackedCollator(max_tokens=8)([{"input_ids": list(range(9))}])[
+        "input_ids"
+    ].shape == (1, 8)
     with pytest.raises(ConfigError, match="max_tokens=0"):
         PackedBatchSampler([1], 0)
     with pytest.raises(ConfigError, match="too_long='drop'"):
         PackedBatchSampler([1], 4, too_long="drop")  # type: ignore[arg-type]  # a wrong value on purpose
     with pytest.raises(DataError, match="no 'input_ids'"):
         PackedCollator()([{"text": [1]}])
-    with pytest.raises(DataError, match="'labels' of sample 0 has 1 values and input_ids 2"):
+    with pytest.raises(
+        DataError, match="'labels' of sample 0 has 1 values and input_ids 2"
+    ):
         PackedCollator()([{"input_ids": [1, 2], "labels": [1]}])
     with pytest.raises(DataError, match="more than pad_to=1"):
         PackedCollator(pad_to=1)([{"input_ids": [1, 2]}])

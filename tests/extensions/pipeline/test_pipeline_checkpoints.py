@@ -25,9 +25,15 @@ SETTINGS: Final = MappingProxyType[str, dict[str, Any]](
         "one": {},
         "fsdp": {"strategy": "fsdp"},
         "pp": {"parallelism_config": ParallelismConfig(pp_size=2)},
-        "pp in a V": {"parallelism_config": ParallelismConfig(pp_size=2, pp_handler=ZBV)},
-        "pp+ddp": {"parallelism_config": ParallelismConfig(pp_size=2, dp_replicate_size=2)},
-        "pp+fsdp": {"parallelism_config": ParallelismConfig(pp_size=2, dp_shard_size=2)},
+        "pp in a V": {
+            "parallelism_config": ParallelismConfig(pp_size=2, pp_handler=ZBV)
+        },
+        "pp+ddp": {
+            "parallelism_config": ParallelismConfig(pp_size=2, dp_replicate_size=2)
+        },
+        "pp+fsdp": {
+            "parallelism_config": ParallelismConfig(pp_size=2, dp_shard_size=2)
+        },
         "pp+tp": {"parallelism_config": ParallelismConfig(pp_size=2, tp_size=2)},
     }
 )
@@ -42,23 +48,33 @@ def loss_of(net: nn.Module, batch: Tensor) -> Tensor:
 
 def run(layout: str, seed: int, tied: bool = True) -> Run:
     accelerator = Accelerator(**SETTINGS[layout])
-    net: nn.Module = seeded(lambda: TinyLM(vocab=12, width=8, heads=2, depth=4, context=6, tied=tied), seed)
+    net: nn.Module = seeded(
+        lambda: TinyLM(vocab=12, width=8, heads=2, depth=4, context=6, tied=tied), seed
+    )
     groups = [
         {"params": [p for p in net.parameters() if p.ndim > 1]},
         {"params": [p for p in net.parameters() if p.ndim < 2]},
     ]
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(groups, lr=0.05, foreach=True))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(groups, lr=0.05, foreach=True)
+    )
     return accelerator, net, optimizer
 
 
 def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None:
-    accelerator.forward_backward(net, torch.arange(BATCH * 6).reshape(BATCH, 6) % 11, loss_of)
+    accelerator.forward_backward(
+        net, torch.arange(BATCH * 6).reshape(BATCH, 6) % 11, loss_of
+    )
     optimizer.step()
     optimizer.zero_grad()
 
 
 @pytest.mark.timeout(600)  # all of them: minutes
-@pytest.mark.parametrize("layouts", [FEW, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "layouts",
+    [FEW, pytest.param(ALL, marks=pytest.mark.exhaustive)],
+    ids=["few", "all"],
+)
 def test_every_pair_with_a_pipeline_is_bitwise_equal(
     rank_pool: Pool, tmp_path: Path, layouts: tuple[tuple[str, int], ...]
 ) -> None:
@@ -82,17 +98,24 @@ def half_a_window(ctx: ProcessContext, folder: Path, resume: bool) -> State:
     return held(accelerator, net, optimizer)
 
 
-def test_a_window_is_repeated_from_a_save_inside_it(rank_pool: Pool, tmp_path: Path) -> None:
+def test_a_window_is_repeated_from_a_save_inside_it(
+    rank_pool: Pool, tmp_path: Path
+) -> None:
     straight = joined(rank_pool.run(half_a_window, 2, tmp_path / "half", False))
     resumed = joined(rank_pool.run(half_a_window, 2, tmp_path / "half", True))
     assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
 
 
 @ranks(2)
-def test_stages_save_in_the_background_and_merge_offline(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_stages_save_in_the_background_and_merge_offline(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator, net, optimizer = run("pp", seed=1)
     step(accelerator, net, optimizer)
-    whole = {name: value.clone() for name, value in accelerator.get_state_dict(net).items()}  # a view of live weights
+    # a view of live weights
+    whole = {
+        name: value.clone() for name, value in accelerator.get_state_dict(net).items()
+    }
     accelerator.save_state(tmp_path / "saved", blocking=False)
     step(accelerator, net, optimizer)
     accelerator.wait_for_saves()

@@ -23,7 +23,11 @@ def lm(depth: int = 4, tied: bool = False) -> TinyLM:
 
 def test_the_list_of_blocks_is_found_and_the_rest_sorted_by_registration() -> None:
     found = cut(lm())
-    assert (found.container, found.first, found.last) == ("blocks", ("embed", "position"), ("norm", "head"))
+    assert (found.container, found.first, found.last) == (
+        "blocks",
+        ("embed", "position"),
+        ("norm", "head"),
+    )
     assert found.ranges == ((0, 2), (2, 4))
     assert cut(lm(), split_points=("blocks.1",)).ranges == ((0, 1), (1, 4))
     assert cut(lm(), split_points=("blocks.0", "blocks.3")).ranges == ((0, 3), (3, 4))
@@ -37,9 +41,12 @@ def test_a_sequential_is_its_own_list() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_key_is_written_once_and_every_parameter_has_one_owner(stages: int, tied: bool) -> None:
+def test_every_key_is_written_once_and_every_parameter_has_one_owner(
+    stages: int, tied: bool
+) -> None:
     model = lm(tied=tied)
-    model.extra = nn.Parameter(torch.zeros(3))  # on the way to the blocks: every rank keeps it
+    # on the way to the blocks: every rank keeps it
+    model.extra = nn.Parameter(torch.zeros(3))
     found = cut(model, stages)
     parts = [part_of(model, found, rank) for rank in range(stages)]
     written = [key for part in parts for key in part.own_keys]
@@ -50,17 +57,26 @@ def test_every_key_is_written_once_and_every_parameter_has_one_owner(stages: int
         expected["embed.weight"] = (0, stages - 1)
     assert several == expected
     for name, holders in several.items():
-        assert [name in part.copies for part in parts] == [r in holders[1:] for r in range(stages)]
+        assert [name in part.copies for part in parts] == [
+            r in holders[1:] for r in range(stages)
+        ]
     if tied and stages > 1:
         assert parts[-1].whole_names == {"head.weight": "embed.weight"}
 
 
 def test_models_and_names_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is not a member of a ModuleList or Sequential"):
+    with pytest.raises(
+        ConfigError, match="is not a member of a ModuleList or Sequential"
+    ):
         cut(lm(), split_points=("head",))
     with pytest.raises(ConfigError, match="Name blocks of one list"):
-        cut(nn.ModuleDict({"a": lm(), "b": lm()}), split_points=("a.blocks.1", "b.blocks.1"))
-    with pytest.raises(ConfigError, match="makes 3 stages, but pp_size and the schedule need 2"):
+        cut(
+            nn.ModuleDict({"a": lm(), "b": lm()}),
+            split_points=("a.blocks.1", "b.blocks.1"),
+        )
+    with pytest.raises(
+        ConfigError, match="makes 3 stages, but pp_size and the schedule need 2"
+    ):
         cut(lm(), split_points=("blocks.1", "blocks.2"))
     with pytest.raises(ConfigError, match=r"these are: embed, position, norm, head\."):
         cut(lm(), first_stage=("tail",))

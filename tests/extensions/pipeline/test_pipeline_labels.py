@@ -40,7 +40,9 @@ def batches(steps: int, rows: int = 8) -> list[Batch]:
 
 
 def lm() -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=4, context=LENGTH))
+    return seeded(
+        lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=4, context=LENGTH)
+    )
 
 
 def lm_loss(net: nn.Module, batch: Batch) -> Tensor:
@@ -52,7 +54,9 @@ def count(batch: Batch) -> Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
 
-def trained(accelerator: Accelerator | None, loss_of: Any, steps: int, **weight: Any) -> tuple[list[float], nn.Module]:
+def trained(
+    accelerator: Accelerator | None, loss_of: Any, steps: int, **weight: Any
+) -> tuple[list[float], nn.Module]:
     net: Any = lm()
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if accelerator is not None:
@@ -66,7 +70,10 @@ def trained(accelerator: Accelerator | None, loss_of: Any, steps: int, **weight:
         else:
             mesh = accelerator.ctx.mesh
             place = mesh.index(accelerator.process_index, *BATCH)
-            mine = {key: value.chunk(mesh.size(*BATCH))[place] for key, value in batch.items()}
+            mine = {
+                key: value.chunk(mesh.size(*BATCH))[place]
+                for key, value in batch.items()
+            }
             loss = accelerator.forward_backward(net, mine, loss_of, **weight)
             accelerator.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
@@ -75,7 +82,13 @@ def trained(accelerator: Accelerator | None, loss_of: Any, steps: int, **weight:
     return losses, net
 
 
-def compare(accelerator: Accelerator, loss_of: Any, steps: int, losses: bool = True, **weight: Any) -> None:
+def compare(
+    accelerator: Accelerator,
+    loss_of: Any,
+    steps: int,
+    losses: bool = True,
+    **weight: Any,
+) -> None:
     expected, plain = trained(None, loss_of, steps)
     got, net = trained(accelerator, loss_of, steps, **weight)
     if losses:
@@ -88,27 +101,58 @@ def compare(accelerator: Accelerator, loss_of: Any, steps: int, losses: bool = T
 
 def pipeline(**sizes: Any) -> Accelerator:
     handler = PipelineParallelConfig(
-        **{key: sizes.pop(key) for key in ("schedule", "num_microbatches") if key in sizes}
+        **{
+            key: sizes.pop(key)
+            for key in ("schedule", "num_microbatches")
+            if key in sizes
+        }
     )
-    return Accelerator(parallelism_config=ParallelismConfig(pp_size=2, pp_handler=handler, **sizes))
+    return Accelerator(
+        parallelism_config=ParallelismConfig(pp_size=2, pp_handler=handler, **sizes)
+    )
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "loop_bfs")
+SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "loop_bfs",
+)
 
 
 @ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(s, marks=() if s == "gpipe" else pytest.mark.exhaustive) for s in SCHEDULES]
+    "schedule",
+    [
+        pytest.param(s, marks=() if s == "gpipe" else pytest.mark.exhaustive)
+        for s in SCHEDULES
+    ],
 )
-def test_weights_count_over_micro_batches_and_ranks(ctx: ProcessContext, schedule: Any) -> None:
+def test_weights_count_over_micro_batches_and_ranks(
+    ctx: ProcessContext, schedule: Any
+) -> None:
     micro = 2 if ctx.world.size == 4 and schedule != "zbv_zero_bubble" else 4
-    compare(pipeline(schedule=schedule, num_microbatches=micro), lm_loss, 6, ctx.world.size == 2, weight=count)
+    compare(
+        pipeline(schedule=schedule, num_microbatches=micro),
+        lm_loss,
+        6,
+        ctx.world.size == 2,
+        weight=count,
+    )
 
 
 @ranks(4)
-@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}], ids=["ddp", "fsdp"])
-def test_weights_count_over_data_parallel_ranks(ctx: ProcessContext, sizes: dict[str, int]) -> None:
-    compare(pipeline(num_microbatches=2, **sizes), lm_loss, 4, losses=False, weight=count)
+@pytest.mark.parametrize(
+    "sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}], ids=["ddp", "fsdp"]
+)
+def test_weights_count_over_data_parallel_ranks(
+    ctx: ProcessContext, sizes: dict[str, int]
+) -> None:
+    compare(
+        pipeline(num_microbatches=2, **sizes), lm_loss, 4, losses=False, weight=count
+    )
 
 
 @ranks(2)
@@ -117,14 +161,23 @@ def test_without_a_pipeline_the_weight_is_that_of_backward(ctx: ProcessContext) 
 
 
 @ranks(2)
-def test_a_model_of_transformers_with_padded_labels_trains_as_in_plain_torch(ctx: ProcessContext) -> None:
+def test_a_model_of_transformers_with_padded_labels_trains_as_in_plain_torch(
+    ctx: ProcessContext,
+) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+    }
     build: Any = LlamaForCausalLM
 
     def make() -> nn.Module:
-        made: nn.Module = build(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+        made: nn.Module = build(
+            LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+        )
         return made
 
     def loss_of(net: nn.Module, batch: Batch) -> Tensor:
@@ -166,7 +219,11 @@ def test_ignored_labels_ask_for_a_weight(ctx: ProcessContext) -> None:
 @ranks(2)
 def test_batch_norm_is_refused_in_training_only(ctx: ProcessContext) -> None:
     def make() -> nn.Module:
-        return seeded(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4))))
+        return seeded(
+            lambda: nn.Sequential(
+                *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4))
+            )
+        )
 
     def loss_of(net: nn.Module, batch: Tensor) -> Tensor:
         loss: Tensor = net(batch).pow(2).mean()
@@ -175,7 +232,10 @@ def test_batch_norm_is_refused_in_training_only(ctx: ProcessContext) -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     accelerator = pipeline()
     net = accelerator.prepare(make())
-    with pytest.raises((StepError, PeerFailedError), match="normalises by the mean and variance of its batch"):
+    with pytest.raises(
+        (StepError, PeerFailedError),
+        match="normalises by the mean and variance of its batch",
+    ):
         accelerator.forward_backward(net, x, loss_of)
     whole = pipeline(schedule="gpipe", num_microbatches=1)
     net, plain = whole.prepare(make()), make()

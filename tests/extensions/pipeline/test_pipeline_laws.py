@@ -18,7 +18,13 @@ from hasten.errors import ConfigError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
-from tests.support.training import Batch, Task, hasten_losses, plain_losses, through_stages
+from tests.support.training import (
+    Batch,
+    Task,
+    hasten_losses,
+    plain_losses,
+    through_stages,
+)
 
 STEPS = [8, pytest.param(20, marks=pytest.mark.exhaustive)]
 VOCAB = 16
@@ -43,18 +49,33 @@ def loss_of(net: nn.Module, batch: Batch) -> Tensor:
 
 def task(tied: bool) -> Task:
     def build() -> TinyLM:
-        return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=4, context=6, tied=tied))
+        return seeded(
+            lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=4, context=6, tied=tied)
+        )
 
     return Task(build, batches, loss_of)
 
 
-def check(schedule: PipelineSchedule, tied: bool, precision: str, steps: int, tolerance: float, **sizes: Any) -> None:
-    config = ParallelismConfig(**sizes, pp_handler=PipelineParallelConfig(schedule=schedule))
+def check(
+    schedule: PipelineSchedule,
+    tied: bool,
+    precision: str,
+    steps: int,
+    tolerance: float,
+    **sizes: Any,
+) -> None:
+    config = ParallelismConfig(
+        **sizes, pp_handler=PipelineParallelConfig(schedule=schedule)
+    )
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
     got = torch.tensor(hasten_losses(accelerator, task(tied), steps, through_stages))
     expected = torch.tensor(plain_losses(task(tied), steps))
     torch.testing.assert_close(
-        got, expected, rtol=0, atol=tolerance, msg=lambda m: f"{schedule} {sizes} {precision}: {m}"
+        got,
+        expected,
+        rtol=0,
+        atol=tolerance,
+        msg=lambda m: f"{schedule} {sizes} {precision}: {m}",
     )
 
 
@@ -62,20 +83,33 @@ def check(schedule: PipelineSchedule, tied: bool, precision: str, steps: int, to
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("interleaved_zero_bubble", "loop_bfs") else [])
+        pytest.param(
+            name,
+            marks=[pytest.mark.exhaustive]
+            if name in ("interleaved_zero_bubble", "loop_bfs")
+            else [],
+        )
         for name in SCHEDULES
     ],
 )
 @pytest.mark.parametrize("steps", STEPS)
-def test_every_schedule_trains_like_plain_torch(ctx: ProcessContext, schedule: PipelineSchedule, steps: int) -> None:
+def test_every_schedule_trains_like_plain_torch(
+    ctx: ProcessContext, schedule: PipelineSchedule, steps: int
+) -> None:
     check(schedule, True, "no", steps, 1e-5, pp_size=2)
 
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=() if name == "1f1b" else pytest.mark.exhaustive) for name in SCHEDULES]
+    "schedule",
+    [
+        pytest.param(name, marks=() if name == "1f1b" else pytest.mark.exhaustive)
+        for name in SCHEDULES
+    ],
 )
-def test_every_schedule_trains_like_plain_torch_in_bf16(ctx: ProcessContext, schedule: PipelineSchedule) -> None:
+def test_every_schedule_trains_like_plain_torch_in_bf16(
+    ctx: ProcessContext, schedule: PipelineSchedule
+) -> None:
     check(schedule, False, "bf16", 4, 5e-2, pp_size=2)
 
 
@@ -84,25 +118,36 @@ def test_every_schedule_trains_like_plain_torch_in_bf16(ctx: ProcessContext, sch
     "sizes",
     [
         {"dp_shard_size": 2},
-        *(pytest.param({name: 2}, marks=pytest.mark.exhaustive) for name in ("dp_replicate_size", "tp_size")),
+        *(
+            pytest.param({name: 2}, marks=pytest.mark.exhaustive)
+            for name in ("dp_replicate_size", "tp_size")
+        ),
     ],
     ids=str,
 )
-def test_stages_combine_with_other_axes(ctx: ProcessContext, sizes: dict[str, int]) -> None:
+def test_stages_combine_with_other_axes(
+    ctx: ProcessContext, sizes: dict[str, int]
+) -> None:
     check("1f1b", True, "no", 8, 1e-5, pp_size=2, **sizes)
 
 
 @ranks(4)
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}], ids=str)
-def test_stages_combine_with_other_axes_in_bf16(ctx: ProcessContext, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}], ids=str
+)
+def test_stages_combine_with_other_axes_in_bf16(
+    ctx: ProcessContext, sizes: dict[str, int]
+) -> None:
     check("1f1b", False, "bf16", 4, 5e-2, pp_size=2, **sizes)
 
 
 @ranks(4)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}], ids=str
+)
 def test_every_schedule_combines_with_other_axes(
     ctx: ProcessContext, schedule: PipelineSchedule, sizes: dict[str, int]
 ) -> None:

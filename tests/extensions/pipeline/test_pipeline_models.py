@@ -94,14 +94,18 @@ def batches(steps: int) -> list[dict[str, Tensor]]:
 
 @ranks(2)
 @pytest.mark.parametrize("build", [llama, gpt2, bert], ids=lambda f: str(f.__name__))
-def test_models_of_transformers_train_unchanged(ctx: ProcessContext, build: Any) -> None:
+def test_models_of_transformers_train_unchanged(
+    ctx: ProcessContext, build: Any
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = seeded(build)
         net: nn.Module = seeded(build)
     inner = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     accelerator = Accelerator(parallelism_config=PP2)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+    )
     for batch in batches(4):
         expected = model_loss(plain, batch)
         expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -121,7 +125,9 @@ def test_models_of_transformers_train_unchanged(ctx: ProcessContext, build: Any)
 
 
 def lm(**sizes: Any) -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=4, context=6, **sizes))
+    return seeded(
+        lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=4, context=6, **sizes)
+    )
 
 
 def lm_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -130,12 +136,17 @@ def lm_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
-def test_a_call_without_gradients_runs_through_the_pipeline(ctx: ProcessContext, schedule: Any) -> None:
+def test_a_call_without_gradients_runs_through_the_pipeline(
+    ctx: ProcessContext, schedule: Any
+) -> None:
     """Batches of any size, also smaller than the number of micro-batches; the output is on every rank."""
-    if ctx.world.size == 4 and schedule != "1f1b":  # their eight stages would need eight blocks
+    # their eight stages would need eight blocks
+    if ctx.world.size == 4 and schedule != "1f1b":
         return
     handler = PipelineParallelConfig(schedule=schedule)
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=-1, pp_handler=handler))
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(pp_size=-1, pp_handler=handler)
+    )
     plain = lm()
     net = accelerator.prepare_model(lm(), evaluation_mode=True)
     for rows in (8, 5, 1):
@@ -149,7 +160,9 @@ def test_loaders_metrics_and_export(ctx: ProcessContext, tmp_path: Path) -> None
     accelerator = Accelerator(parallelism_config=PP2)
     net: nn.Module = lm(tied=True)
     loader = DataLoader(Sequences(12, 6, VOCAB), batch_size=4)
-    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+    net, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), loader
+    )
     seen = 0
     for batch in loader:
         accelerator.forward_backward(net, batch, lm_loss)
@@ -183,7 +196,9 @@ def test_stages_hold_only_their_own(ctx: ProcessContext) -> None:
     mine = [name for name, _ in net.named_parameters()]
     everyone = ctx.world.all_gather_object(mine)
     assert sorted(name for names in everyone for name in names) == sorted(everything)
-    assert {id(p) for p in net.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert {id(p) for p in net.parameters()} == {
+        id(p) for group in optimizer.param_groups for p in group["params"]
+    }
     assert ("embed.weight" in mine) is ctx.is_main
 
 
@@ -192,20 +207,30 @@ class Noisy(TinyLM):
 
     def __init__(self) -> None:
         super().__init__(vocab=VOCAB, width=8, heads=2, depth=0, context=6)
-        self.blocks = nn.ModuleList(nn.Sequential(Block(8, 2), nn.Dropout(0.5)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Block(8, 2), nn.Dropout(0.5)) for _ in range(2)
+        )
 
 
 @ranks(2)
-def test_stages_draw_different_dropout_and_keep_the_stream_common(ctx: ProcessContext) -> None:
+def test_stages_draw_different_dropout_and_keep_the_stream_common(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(parallelism_config=PP2)
     net = accelerator.prepare_model(seeded(Noisy))
     masks = []
     blocks: Any = net.blocks
     for block in blocks:
         if isinstance(block, nn.Sequential):
-            block[1].register_forward_hook(lambda m, a, out: masks.append((out == 0).float()))
+            block[1].register_forward_hook(
+                lambda m, a, out: masks.append((out == 0).float())
+            )
     torch.manual_seed(3)
-    accelerator.forward_backward(net, torch.zeros(2, 6, dtype=torch.int64), lambda net, x: next_token_loss(net(x), x))
+    accelerator.forward_backward(
+        net,
+        torch.zeros(2, 6, dtype=torch.int64),
+        lambda net, x: next_token_loss(net(x), x),
+    )
     drawn = ctx.world.all_gather(masks[-1])
     assert not torch.equal(drawn[0], drawn[1])
     after = ctx.world.all_gather(torch.rand(4))
@@ -222,7 +247,9 @@ def test_backward_and_calls_with_gradients_are_refused(ctx: ProcessContext) -> N
     with pytest.raises(StepError, match=r"accelerator.forward_backward"):
         accelerator.backward(torch.zeros((), requires_grad=True))
     with pytest.raises(ConfigError, match=r"a batch of 5 rows .* from \[1, 5\]"):
-        accelerator.forward_backward(net, tokens[:1].expand(5, 6), lambda net, x: next_token_loss(net(x), x))
+        accelerator.forward_backward(
+            net, tokens[:1].expand(5, 6), lambda net, x: next_token_loss(net(x), x)
+        )
     with pytest.raises((StepError, PeerFailedError), match="one loss per micro-batch"):
         accelerator.forward_backward(net, tokens, lambda net, x: net(x))
     with pytest.raises((ZeroDivisionError, PeerFailedError), match="division"):
@@ -259,7 +286,12 @@ class Backwards(TinyLM):
         super().__init__(vocab=VOCAB, width=8, heads=2, depth=2, context=6)
         modules = dict(self._modules)
         self._modules.clear()
-        self._modules.update({name: modules[name] for name in ("head", "norm", "blocks", "embed", "position")})
+        self._modules.update(
+            {
+                name: modules[name]
+                for name in ("head", "norm", "blocks", "embed", "position")
+            }
+        )
 
 
 @ranks(2)
@@ -270,14 +302,25 @@ def test_values_that_pass_by_the_blocks_are_noticed(ctx: ProcessContext) -> None
     def loss_of(net: nn.Module, x: Tensor) -> Tensor:
         return next_token_loss(net(x), x)
 
-    net = accelerator.prepare_model(Residual(vocab=VOCAB, width=8, heads=2, depth=2, context=6))
-    with pytest.raises((PrepareError, PeerFailedError), match="only the hidden state of the blocks is sent"):
+    net = accelerator.prepare_model(
+        Residual(vocab=VOCAB, width=8, heads=2, depth=2, context=6)
+    )
+    with pytest.raises(
+        (PrepareError, PeerFailedError),
+        match="only the hidden state of the blocks is sent",
+    ):
         accelerator.forward_backward(net, tokens, loss_of)
     net = accelerator.prepare_model(seeded(Backwards))
-    with pytest.raises((PrepareError, PeerFailedError), match=r"pp_handler.first_stage="):
+    with pytest.raises(
+        (PrepareError, PeerFailedError), match=r"pp_handler.first_stage="
+    ):
         accelerator.forward_backward(net, tokens, loss_of)
-    sides = PipelineParallelConfig(first_stage=("embed", "position"), last_stage=("head", "norm"))
-    named = Accelerator(parallelism_config=ParallelismConfig(pp_size=2, pp_handler=sides))
+    sides = PipelineParallelConfig(
+        first_stage=("embed", "position"), last_stage=("head", "norm")
+    )
+    named = Accelerator(
+        parallelism_config=ParallelismConfig(pp_size=2, pp_handler=sides)
+    )
     net = named.prepare_model(seeded(Backwards))
     loss = named.forward_backward(net, tokens, loss_of)
     torch.testing.assert_close(loss, loss_of(seeded(Backwards), tokens).detach())

@@ -29,7 +29,9 @@ SCHEDULES: tuple[PipelineSchedule, ...] = (
 )
 
 
-def most(costs: list[float], ranges: tuple[tuple[int, int], ...], before: float, after: float) -> float:
+def most(
+    costs: list[float], ranges: tuple[tuple[int, int], ...], before: float, after: float
+) -> float:
     sums = [sum(costs[start:stop]) for start, stop in ranges]
     sums[0] += before
     sums[-1] += after
@@ -52,10 +54,15 @@ def test_ranges_cover_all_blocks_and_none_is_better() -> None:
                 costs = [float(rng.randint(0, 9)) for _ in range(length)]
                 before, after = float(rng.randint(0, 9)), float(rng.randint(0, 9))
                 found = balanced(costs, parts, before, after)
-                assert [i for start, stop in found for i in range(start, stop)] == list(range(length))
+                assert [i for start, stop in found for i in range(start, stop)] == list(
+                    range(length)
+                )
                 assert len(found) == parts
                 assert all(start < stop for start, stop in found)
-                best = min(most(costs, other, before, after) for other in every_division(length, parts))
+                best = min(
+                    most(costs, other, before, after)
+                    for other in every_division(length, parts)
+                )
                 assert most(costs, found, before, after) == best
 
 
@@ -63,7 +70,9 @@ def test_ranges_cover_all_blocks_and_none_is_better() -> None:
 def test_equal_blocks_are_divided_evenly(parts: int) -> None:
     sizes = [stop - start for start, stop in balanced([1.0] * 96, parts)]
     assert max(sizes) - min(sizes) <= 1
-    assert balanced([1.0] * 4, 2, before=0, after=2) == ((0, 3), (3, 4)), "a heavy head takes blocks off its stage"
+    assert balanced([1.0] * 4, 2, before=0, after=2) == ((0, 3), (3, 4)), (
+        "a heavy head takes blocks off its stage"
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -72,9 +81,13 @@ def test_every_stage_lies_on_one_rank(schedule: PipelineSchedule) -> None:
         place = placement(schedule, ranks, None)
         held = [stage for rank in range(ranks) for stage in place.stages_of(rank)]
         assert sorted(held) == list(range(place.stages))
-        assert all(len(place.stages_of(rank)) == place.per_rank for rank in range(ranks))
+        assert all(
+            len(place.stages_of(rank)) == place.per_rank for rank in range(ranks)
+        )
         check_microbatches(schedule, ranks, default_microbatches(schedule, ranks))
-    assert placement("zbv_zero_bubble", 3, None).stages_of(0) == (0, 5), "the V ends where it began"
+    assert placement("zbv_zero_bubble", 3, None).stages_of(0) == (0, 5), (
+        "the V ends where it began"
+    )
     assert StagePlacement(2, 3).stages_of(1) == (1, 3, 5)
 
 
@@ -98,9 +111,15 @@ def test_numbers_that_do_not_fit_are_refused_with_numbers_that_do() -> None:
 
 def test_bubbles_shrink_with_micro_batches_and_chunks() -> None:
     for ranks in range(2, 9):
-        shares = [bubble("1f1b", ranks, count) for count in (ranks, 2 * ranks, 8 * ranks)]
+        shares = [
+            bubble("1f1b", ranks, count) for count in (ranks, 2 * ranks, 8 * ranks)
+        ]
         assert shares == sorted(shares, reverse=True)
-        assert bubble("interleaved_1f1b", ranks, ranks, 2) < bubble("1f1b", ranks, ranks)
-        assert bubble("interleaved_zero_bubble", ranks, ranks, 2) < bubble("interleaved_1f1b", ranks, ranks, 2)
+        assert bubble("interleaved_1f1b", ranks, ranks, 2) < bubble(
+            "1f1b", ranks, ranks
+        )
+        assert bubble("interleaved_zero_bubble", ranks, ranks, 2) < bubble(
+            "interleaved_1f1b", ranks, ranks, 2
+        )
         assert bubble("zbv_zero_bubble", ranks, 2 * ranks, 2) == 0
     assert bubble("gpipe", 4, 4) == 3 / 7

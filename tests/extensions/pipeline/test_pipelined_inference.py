@@ -22,17 +22,23 @@ def lm() -> TinyLM:
 
 @ranks(1, 2)
 @pytest.mark.parametrize("gather_output", [True, False])
-def test_outputs_are_those_of_the_whole_model(ctx: ProcessContext, gather_output: bool) -> None:
+def test_outputs_are_those_of_the_whole_model(
+    ctx: ProcessContext, gather_output: bool
+) -> None:
     """Batches of any size, with gradients enabled or not, and no rank holds what another one has."""
     whole = lm().eval()
-    net = prepare_pipeline(lm(), num_microbatches=3, gather_output=gather_output, cpu=True)
+    net = prepare_pipeline(
+        lm(), num_microbatches=3, gather_output=gather_output, cpu=True
+    )
     last = ctx.world.rank == ctx.world.size - 1
     for rows in (7, 3, 1):
         tokens = torch.arange(rows * 6).reshape(rows, 6) % VOCAB
         output = net(tokens)
         if gather_output or last:
             assert not output.requires_grad
-            torch.testing.assert_close(output, whole(tokens).detach(), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                output, whole(tokens).detach(), rtol=0, atol=1e-5
+            )
         else:
             assert output is None
     mine = {name for name, _ in net.named_parameters()}
@@ -43,20 +49,30 @@ def test_outputs_are_those_of_the_whole_model(ctx: ProcessContext, gather_output
 @ranks(2)
 def test_stages_begin_where_they_are_told_to(ctx: ProcessContext) -> None:
     net = prepare_pipeline(lm(), split_points=["blocks.1"], cpu=True)
-    mine = {name.split(".")[1] for name, _ in net.named_parameters() if name.startswith("blocks.")}
+    mine = {
+        name.split(".")[1]
+        for name, _ in net.named_parameters()
+        if name.startswith("blocks.")
+    }
     assert mine == ({"0"} if ctx.world.rank == 0 else {"1", "2", "3"})
     tokens = torch.zeros(2, 6, dtype=torch.int64)
-    torch.testing.assert_close(net(tokens), lm().eval()(tokens).detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        net(tokens), lm().eval()(tokens).detach(), rtol=0, atol=1e-5
+    )
     with pytest.raises(ConfigError, match="names 'head'"):
         prepare_pipeline(lm(), split_points=["head"], cpu=True)
 
 
 @ranks(1, 2)
-def test_it_is_told_where_stages_begin_and_what_stays_whole(ctx: ProcessContext) -> None:
+def test_it_is_told_where_stages_begin_and_what_stays_whole(
+    ctx: ProcessContext,
+) -> None:
     net = prepare_pipeline(lm(), cpu=True, no_split_module_classes=["Block"])
     assert stage_starts(net) == ([] if ctx.world.size == 1 else ["blocks.2"])
     if ctx.world.size > 1:
-        with pytest.raises(ConfigError, match=r"names TinyLM, .* inside of 'the model itself'"):
+        with pytest.raises(
+            ConfigError, match=r"names TinyLM, .* inside of 'the model itself'"
+        ):
             prepare_pipeline(lm(), cpu=True, no_split_module_classes=["TinyLM"])
 
 
@@ -69,4 +85,6 @@ def test_weights_come_from_rank_0(ctx: ProcessContext) -> None:
                 parameter.zero_()
     net: nn.Module = prepare_pipeline(mine, cpu=True)
     tokens = torch.zeros(2, 6, dtype=torch.int64)
-    torch.testing.assert_close(net(tokens), lm().eval()(tokens).detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        net(tokens), lm().eval()(tokens).detach(), rtol=0, atol=1e-5
+    )

@@ -73,16 +73,24 @@ def test_every_row_has_its_line_in_order(ctx: ProcessContext, tmp_path: Path) ->
         name, data = prepared(ctx, tmp_path, 23)
         for batch_size in (1, 4, 23, 100):
             output = tmp_path / f"out{batch_size}.jsonl"
-            said = predict_file(Accelerator(), f"{name}:double", data, output, batch_size)
-            processes = "1 process" if ctx.world.size == 1 else f"{ctx.world.size} processes"
+            said = predict_file(
+                Accelerator(), f"{name}:double", data, output, batch_size
+            )
+            processes = (
+                "1 process" if ctx.world.size == 1 else f"{ctx.world.size} processes"
+            )
             assert said == f"{output}: 23 rows on {processes}"
             found = [json.loads(line) for line in output.read_text().splitlines()]
-            assert found == [{"row": number, "twice": [2 * number]} for number in range(23)]
+            assert found == [
+                {"row": number, "twice": [2 * number]} for number in range(23)
+            ]
             assert not output.with_name(f"{output.name}.parts").exists()
 
 
 @ranks(1, 2)
-def test_a_failure_leaves_no_output_and_the_next_start_does_the_rest(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_failure_leaves_no_output_and_the_next_start_does_the_rest(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     output = tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -105,11 +113,15 @@ def test_a_failure_leaves_no_output_and_the_next_start_does_the_rest(ctx: Proces
         done = {int(path.name.split("-")[0]) for path in (tmp_path / "seen").iterdir()}
         assert done >= {4, 5}
         assert len(done) < 12, "what was finished is not done again"
-        assert [json.loads(line)["prediction"] for line in output.read_text().splitlines()] == list(range(12))
+        assert [
+            json.loads(line)["prediction"] for line in output.read_text().splitlines()
+        ] == list(range(12))
 
 
 @ranks(1)
-def test_parts_of_another_job_are_not_mixed_in(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_parts_of_another_job_are_not_mixed_in(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     parts = RowParts(tmp_path / "out.jsonl", 5, 2)
     assert parts.begin({"data": "a"}) == ""
     parts.finish(0, [1, 2])
@@ -122,29 +134,48 @@ def test_parts_of_another_job_are_not_mixed_in(ctx: ProcessContext, tmp_path: Pa
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 512, 513, 5000])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_parts_hold_every_row_once_and_are_not_too_many(tmp_path: Path, num_rows: int, batch_size: int) -> None:
+def test_parts_hold_every_row_once_and_are_not_too_many(
+    tmp_path: Path, num_rows: int, batch_size: int
+) -> None:
     parts = RowParts(tmp_path / "out.jsonl", num_rows, batch_size)
     batches = [batch for part in range(parts.count) for batch in parts.batches(part)]
     assert [row for batch in batches for row in batch] == list(range(num_rows))
     assert parts.count <= 512
-    assert all(len(batch) == batch_size for batch in batches[:-1]), "batches do not depend on how parts are cut"
+    assert all(len(batch) == batch_size for batch in batches[:-1]), (
+        "batches do not depend on how parts are cut"
+    )
 
 
 @ranks(2)
-def test_another_number_of_results_is_an_error_on_every_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_another_number_of_results_is_an_error_on_every_rank(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         patch.syspath_prepend(str(tmp_path))
         name, data = prepared(ctx, tmp_path, 4)
-        with pytest.raises((DataError, PeerFailedError), match="1 results were returned for the 2 rows"):
-            predict_file(Accelerator(), f"{name}:short", data, tmp_path / "out.jsonl", 2)
-        with pytest.raises((ConfigError, PeerFailedError), match=r"has no function 'nothing'; it has .*double"):
-            predict_file(Accelerator(), f"{name}:nothing", data, tmp_path / "out.jsonl", 2)
+        with pytest.raises(
+            (DataError, PeerFailedError), match="1 results were returned for the 2 rows"
+        ):
+            predict_file(
+                Accelerator(), f"{name}:short", data, tmp_path / "out.jsonl", 2
+            )
+        with pytest.raises(
+            (ConfigError, PeerFailedError),
+            match=r"has no function 'nothing'; it has .*double",
+        ):
+            predict_file(
+                Accelerator(), f"{name}:nothing", data, tmp_path / "out.jsonl", 2
+            )
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)]
+)
+def test_killed_and_started_again_it_ends_with_the_same_file(
+    tmp_path: Path, processes: int
+) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     write_rows(tmp_path, 40)
     words = [
@@ -161,7 +192,11 @@ def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path, pro
     ]
     command = [sys.executable, "-m", "hasten.cli.main", *words]
     with subprocess.Popen(
-        command, cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=tmp_path,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     ) as job:
         deadline = time.monotonic() + 90
         while len(list(tmp_path.glob("out.jsonl.parts/*.jsonl"))) < 3:
@@ -170,13 +205,16 @@ def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path, pro
             time.sleep(0.05)
         os.killpg(job.pid, signal.SIGKILL)
     assert not (tmp_path / "out.jsonl").exists()
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(rf"out.jsonl: 40 rows on {processes} process(es)?; ", done.stdout)
     assert "of 20 parts already existed" in done.stdout
-    assert [json.loads(line)["prediction"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
-        number**2 for number in range(40)
-    ]
+    assert [
+        json.loads(line)["prediction"]
+        for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ] == [number**2 for number in range(40)]
 
 
 @pytest.mark.parametrize(
@@ -185,11 +223,18 @@ def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path, pro
         (["nothing", "data.jsonl", "-o", "o.jsonl"], "is not module:function"),
         (["a:b", "absent.jsonl", "-o", "o.jsonl"], "DATA=absent.jsonl does not exist"),
         (["a:b", "data.jsonl", "-o", "o.csv"], "does not end in .jsonl"),
-        (["a:b", "data.jsonl", "-o", "o.jsonl", "--batch-size", "0"], "set it to 1 or more"),
+        (
+            ["a:b", "data.jsonl", "-o", "o.jsonl", "--batch-size", "0"],
+            "set it to 1 or more",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, 1)
@@ -227,7 +272,9 @@ def test_files_of_every_kind_have_rows(tmp_path: Path) -> None:
         ("rows.tsv", b"a\n\xff\n", "save it as UTF-8"),
     ],
 )
-def test_rows_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+def test_rows_that_cannot_be_read_are_named(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=why):
         read_rows(tmp_path / name)

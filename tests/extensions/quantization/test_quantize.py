@@ -17,11 +17,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(3))).to(torch.bfloat16).eval()
+    return (
+        nn.Sequential(
+            *(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(3))
+        )
+        .to(torch.bfloat16)
+        .eval()
+    )
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("int8", 0.02), ("int4", 0.15)])
-def test_quantized_outputs_are_near_and_equal_when_streamed(kind: str, tolerance: float) -> None:
+def test_quantized_outputs_are_near_and_equal_when_streamed(
+    kind: str, tolerance: float
+) -> None:
     model, x = build(), torch.randn(4, 128, dtype=torch.bfloat16)
     with torch.no_grad():
         wanted = model(x)
@@ -37,7 +45,9 @@ def test_quantized_outputs_are_near_and_equal_when_streamed(kind: str, tolerance
 
 def test_widths_that_groups_do_not_divide_are_named() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 96)).to(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"0 has 64 inputs.*groups of 128.*group_size=64"):
+    with pytest.raises(
+        ConfigError, match=r"0 has 64 inputs.*groups of 128.*group_size=64"
+    ):
         quantize_weights(model, "int4")
     quantize_weights(model, "int4", group_size=64)
 
@@ -53,8 +63,12 @@ def test_what_cannot_be_quantized_is_said() -> None:
         quantize_weights(nn.Sequential(empty), "int8")
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("nf4", 0.15), ("fp4", 0.2), ("llm_int8", 0.03)])
-def test_weights_of_bitsandbytes_are_small_and_near(kind: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("nf4", 0.15), ("fp4", 0.2), ("llm_int8", 0.03)]
+)
+def test_weights_of_bitsandbytes_are_small_and_near(
+    kind: str, tolerance: float
+) -> None:
     pytest.importorskip("bitsandbytes")
     model, x = build(), torch.randn(4, 128, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -62,7 +76,9 @@ def test_weights_of_bitsandbytes_are_small_and_near(kind: str, tolerance: float)
         quantize_weights(model, kind, skip_modules=("2.0",))  # type: ignore[arg-type]
         assert (model(x) - wanted).abs().mean() < tolerance
     sizes = [p.numel() * p.element_size() for p in model.parameters() if p.ndim == 2]
-    assert sizes == [128 * 64 if kind != "llm_int8" else 128 * 128] * 2 + [128 * 128 * 2]
+    assert sizes == [128 * 64 if kind != "llm_int8" else 128 * 128] * 2 + [
+        128 * 128 * 2
+    ]
     with pytest.raises(PrepareError, match="quantized by bitsandbytes"):
         cpu_offload(model, "cpu")
 

@@ -23,17 +23,28 @@ CPU = Host(name="here", cores=4, python="/py")
 GPUS = Host(name="here", cores=4, python="/py", device="cuda", num_devices=2)
 
 
-def planned(host: Host = CPU, target: Target | None = None, **settings: Any) -> LaunchPlan:
+def planned(
+    host: Host = CPU, target: Target | None = None, **settings: Any
+) -> LaunchPlan:
     """Plan a launch on Ray with settings of the launch section."""
     code = {
-        f"launch.{name.replace('ray_', 'ray.')}": value for name, value in {"ray_enabled": True, **settings}.items()
+        f"launch.{name.replace('ray_', 'ray.')}": value
+        for name, value in {"ray_enabled": True, **settings}.items()
     }
     program = target or Target("train.py", ("--lr", "1"))
-    return make_plan(LaunchRequest(resolve(code=code).config, program, "{}", folder="/home/me"), host)
+    return make_plan(
+        LaunchRequest(resolve(code=code).config, program, "{}", folder="/home/me"), host
+    )
 
 
 def test_the_plan_is_one_command_with_the_run_as_json() -> None:
-    plan = planned(ray_workers="1:4", max_restarts=3, ray_resources={"CPU": 2}, ray_storage="s3://runs", ray_name="a")
+    plan = planned(
+        ray_workers="1:4",
+        max_restarts=3,
+        ray_resources={"CPU": 2},
+        ray_storage="s3://runs",
+        ray_name="a",
+    )
     assert plan.launcher == "ray"
     (proc,) = plan.procs
     assert proc.argv[:3] == ("/py", "-m", "hasten.extensions.ray.launch_target")
@@ -66,7 +77,9 @@ def test_the_plan_is_one_command_with_the_run_as_json() -> None:
         ),  # the driver's machine may have no GPU
     ],
 )
-def test_workers_and_their_devices(host: Host, settings: dict[str, Any], expected: tuple[list[int], bool]) -> None:
+def test_workers_and_their_devices(
+    host: Host, settings: dict[str, Any], expected: tuple[list[int], bool]
+) -> None:
     run = json.loads(planned(host, ray_storage="runs", **settings).procs[0].argv[3])
     assert run["storage"] == "/home/me/runs", "Ray accepts absolute paths and URLs only"
     assert (run["workers"], run["use_gpu"]) == expected
@@ -75,7 +88,10 @@ def test_workers_and_their_devices(host: Host, settings: dict[str, Any], expecte
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_machines": 2, "main_process_ip": "a"}, "main_process_ip, num_machines would have no effect"),
+        (
+            {"num_machines": 2, "main_process_ip": "a"},
+            "main_process_ip, num_machines would have no effect",
+        ),
         ({"no_python": True}, "no_python would have no effect"),
         ({"submit": "slurm"}, "ask for ray and slurm"),
         ({"launcher": "mpi"}, "ask for mpi and ray"),
@@ -87,7 +103,9 @@ def test_workers_and_their_devices(host: Host, settings: dict[str, Any], expecte
         ({"ray_enabled": False, "ray_storage": "runs"}, "Add --ray, or remove"),
     ],
 )
-def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_without_a_meaning_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         planned(**settings)
 
@@ -100,7 +118,9 @@ class GroupError(Exception):
     """An error with one exception for each failed worker, as Ray Train raises it."""
 
     def __init__(self, **failures: Exception) -> None:
-        self.worker_failures = {int(rank[1:]): error for rank, error in failures.items()}
+        self.worker_failures = {
+            int(rank[1:]): error for rank, error in failures.items()
+        }
 
 
 def test_a_dead_actor_is_a_lost_rank_and_comes_before_its_echoes() -> None:
@@ -111,12 +131,18 @@ def test_a_dead_actor_is_a_lost_rank_and_comes_before_its_echoes() -> None:
     failures = failures_of(GroupError(r0=echo, r3=dead))
     assert [(one.rank, one.lost) for one in failures] == [(0, False), (3, True)]
     words = verdict(failures)
-    assert words.startswith("rank 3 (Ray actor with pid 41 on b7) was lost: its node has died. The other ranks cannot")
+    assert words.startswith(
+        "rank 3 (Ray actor with pid 41 on b7) was lost: its node has died. The other ranks cannot"
+    )
     assert "--max_restarts" in words
 
 
 def test_an_error_of_the_program_comes_before_lost_connections() -> None:
-    failures = failures_of(GroupError(r0=RuntimeError("Connection closed by peer"), r1=ValueError("bad label 7")))
+    failures = failures_of(
+        GroupError(
+            r0=RuntimeError("Connection closed by peer"), r1=ValueError("bad label 7")
+        )
+    )
     assert verdict(failures).startswith("rank 1 failed: ValueError: bad label 7")
     assert failures_of(ValueError("another error")) == []
 
@@ -128,7 +154,12 @@ class _FileSystem:
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("local", "/a/b"), ("s3", "s3:///a/b"), ("gcs", "gs:///a/b"), ("py::fsspec+memory", "memory:///a/b")],
+    [
+        ("local", "/a/b"),
+        ("s3", "s3:///a/b"),
+        ("gcs", "gs:///a/b"),
+        ("py::fsspec+memory", "memory:///a/b"),
+    ],
 )
 def test_ray_storage_has_a_url(kind: str, expected: str) -> None:
     assert public.location(_FileSystem(kind), "/a/b") == expected
@@ -151,14 +182,17 @@ def test_without_ray_the_error_names_the_package() -> None:
 
 
 def test_the_device_that_ray_assigned_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mtia:1")  # on no machine of these tests
+    # on no machine of these tests
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mtia:1")
     with pytest.raises(DeviceError, match="'mtia:1' was asked for"):
         device_for(Config(), Topology())
     assert device_for(Config(cpu=True), Topology()).type == "cpu"
 
 
 def test_the_device_that_ray_assigned_is_read() -> None:
-    assert environment.assigned_device({"ACCELERATE_TORCH_DEVICE": "cuda:1"}) == "cuda:1"
+    assert (
+        environment.assigned_device({"ACCELERATE_TORCH_DEVICE": "cuda:1"}) == "cuda:1"
+    )
     assert environment.assigned_device({"ACCELERATE_TORCH_DEVICE": ""}) is None
     assert run_program.__module__ == "hasten.extensions.ray.launch_target", (
         "workers import the training loop by this name"

@@ -23,7 +23,9 @@ def resumes(place: str) -> None:
     accelerator = Accelerator(cpu=True, project_dir=place)
     model, optimizer = accelerator.prepare(*_pair())
 
-    def hook(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+    def hook(
+        models: list[nn.Module], weights: list[dict[str, Any]], folder: str
+    ) -> None:
         (Path(folder) / "note.txt").write_text("from a hook")
 
     accelerator.register_save_state_pre_hook(hook)
@@ -38,7 +40,9 @@ def resumes(place: str) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     accelerator.load_state()
-    assert all(torch.equal(a, b) for a, b in zip(saved, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(saved, model.parameters(), strict=True)
+    )
     store, name = locate(where)
     assert "note.txt" in {file.name for file in store.manifest(name).files}
     accelerator.end_training()
@@ -81,7 +85,9 @@ def restored(accelerator: Accelerator, model: nn.Module) -> int:
         accelerator.load_state()
     except CheckpointError:
         return 0
-    (number,) = {int(value) for value in model.get_parameter("weight").flatten().tolist()}
+    (number,) = {
+        int(value) for value in model.get_parameter("weight").flatten().tolist()
+    }
     return number
 
 
@@ -112,7 +118,12 @@ def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
     for number, saver in enumerate(savers, start=1):
         saver.run(endpoint)
         assert restored(accelerator, model) == number
-    names = {Path(item).name for item in need("fsspec").filesystem("s3").ls(f"{place}/checkpoints", refresh=True)}
+    names = {
+        Path(item).name
+        for item in need("fsspec")
+        .filesystem("s3")
+        .ls(f"{place}/checkpoints", refresh=True)
+    }
     store = open_store(f"{place}/checkpoints")
     assert len(store.names()) == len(savers)
     assert len(names) == 2 * len(savers), (
@@ -127,7 +138,11 @@ def has_a_number_for_each(place: str) -> None:
     """Saves at the same time get different numbers, and those under one name do not mix."""
     store = open_store(place)
     drafts = [open_store(place).begin_numbered(0) for _ in range(3)]
-    assert [draft.name for draft in drafts] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert [draft.name for draft in drafts] == [
+        "checkpoint_0",
+        "checkpoint_1",
+        "checkpoint_2",
+    ]
     others = [open_store(place).begin("best") for _ in range(2)]
     assert others[0].token != others[1].token
     for draft in (*drafts, *others):
@@ -138,7 +153,11 @@ def has_a_number_for_each(place: str) -> None:
 
 def connect(endpoint: str) -> None:
     """Let S3 clients of this process talk to the server."""
-    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     os.environ["AWS_ENDPOINT_URL"] = endpoint
 
 

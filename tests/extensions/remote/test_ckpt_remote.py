@@ -40,7 +40,12 @@ def url() -> Iterator[str]:
 def save(store: RemoteStore, name: str, number: float, broken: bool = False) -> None:
     comm = LocalComm()
     tensors = {f"w{i}": torch.full((1000,), number) for i in range(3)}
-    tree = StateTree({"model": Component(tensors, None, "model"), "mine": Component({}, {"n": number}, per_rank=True)})
+    tree = StateTree(
+        {
+            "model": Component(tensors, None, "model"),
+            "mine": Component({}, {"n": number}, per_rank=True),
+        }
+    )
     with agreeing(comm, "saving") as together, Save(store, comm) as save:
         save.start(together, name)
         save.plan(tree, together)
@@ -53,7 +58,11 @@ def save(store: RemoteStore, name: str, number: float, broken: bool = False) -> 
 def value(store: RemoteStore, name: str) -> float:
     with open_checkpoint(store, name, LocalComm()) as checkpoint:
         model = checkpoint.component("model")
-        return {float(v) for pieces in model.pieces.values() for v in pieces[0].data.tolist()}.pop()
+        return {
+            float(v)
+            for pieces in model.pieces.values()
+            for v in pieces[0].data.tolist()
+        }.pop()
 
 
 def test_what_has_no_manifest_is_never_chosen(url: str) -> None:
@@ -61,7 +70,9 @@ def test_what_has_no_manifest_is_never_chosen(url: str) -> None:
     save(store, "checkpoint_0", 0.0)
     save(store, "checkpoint_1", 1.0, broken=True)
     assert newest(store) == "checkpoint_0"
-    with pytest.raises(IncompleteCheckpointError, match=r"checkpoint_1/manifest.json does not exist"):
+    with pytest.raises(
+        IncompleteCheckpointError, match=r"checkpoint_1/manifest.json does not exist"
+    ):
         store.manifest("checkpoint_1")
     save(store, "checkpoint_2", 2.0)
     assert store.names() == ["checkpoint_0", "checkpoint_2"]
@@ -82,21 +93,31 @@ def test_overwriting_switches_at_the_manifest(url: str) -> None:
     listed = {*store.listed_files("best"), "manifest.json"}
     stored = set(store.sizes("best"))
     assert listed <= stored
-    assert len(stored - listed) == 2, "only files of the save that died, which are removed a day later"
+    assert len(stored - listed) == 2, (
+        "only files of the save that died, which are removed a day later"
+    )
 
 
 def test_damage_is_found(url: str) -> None:
     store = RemoteStore(url)
     save(store, "checkpoint_0", 0.0)
-    (path,) = [path for path in store.fs.find("/bucket/run/checkpoint_0") if path.endswith("/model.safetensors")]
+    (path,) = [
+        path
+        for path in store.fs.find("/bucket/run/checkpoint_0")
+        if path.endswith("/model.safetensors")
+    ]
     raw = bytearray(store.fs.cat_file(path))
     raw[-3] ^= 1
     store.fs.pipe_file(path, bytes(raw))
-    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors has a wrong checksum"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model\.safetensors has a wrong checksum"
+    ):
         value(store, "checkpoint_0")
     store.fs.rm(path)
     assert not is_complete(store, "checkpoint_0")
-    with pytest.raises(IncompleteCheckpointError, match=r"model\.safetensors is missing"):
+    with pytest.raises(
+        IncompleteCheckpointError, match=r"model\.safetensors is missing"
+    ):
         value(store, "checkpoint_0")
 
 
@@ -112,11 +133,18 @@ def test_a_run_at_a_file_url_is_an_atomic_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not (available("moto") and available("s3fs")), reason="needs moto[s3], flask, flask-cors and s3fs")
+@pytest.mark.skipif(
+    not (available("moto") and available("s3fs")),
+    reason="needs moto[s3], flask, flask-cors and s3fs",
+)
 def test_a_run_on_an_s3_server() -> None:
     """In a process of its own, because clients and server keep threads and sockets."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-W", "ignore", str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("resumed\n")
@@ -129,13 +157,16 @@ def test_urls_that_name_nothing_are_refused() -> None:
         locate("/")
 
 
-def test_abandoned_versions_at_a_url_are_removed_after_a_day(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_versions_at_a_url_are_removed_after_a_day(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = RemoteStore(url)
     for draft in (store.begin("best"), store.begin_numbered(0)):
         draft.put({"part": Blob([b"abc"], 3)})
     save(store, "best", 1.0)
     versions = {name.partition("/")[0] for name in store.sizes("best")}
-    assert len(versions) == 3  # the manifest, the abandoned version and the committed one
+    # the manifest, the abandoned version and the committed one
+    assert len(versions) == 3
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 25 * 3600)
     save(store, "best", 1.0)

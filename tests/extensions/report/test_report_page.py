@@ -19,7 +19,15 @@ from hasten.extensions.report.run_folder import read_run
 from hasten.tracking.values import png
 
 BEGAN = 1_700_000_000.0
-HOSTILE = ("<!--<script>", "</script><b>", "]]>", "a & b", "\u2028\u2029", "__DATA__", "x" * 300)
+HOSTILE = (
+    "<!--<script>",
+    "</script><b>",
+    "]]>",
+    "a & b",
+    "\u2028\u2029",
+    "__DATA__",
+    "x" * 300,
+)
 BROWSER = shutil.which("chromium")
 MEASURED = """<script>
 const boxes = (kind) => [...document.querySelectorAll(kind)].map((found) => found.getBoundingClientRect());
@@ -56,7 +64,11 @@ def odd_run(folder: Path) -> Path:
 
 def data_of(page: str) -> dict[str, Any]:
     """What the page's scripts read, as a browser finds it: the text up to the first end of its element."""
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script', page, re.DOTALL | re.IGNORECASE)
+    found = re.search(
+        r'<script id="data" type="application/json">(.*?)</script',
+        page,
+        re.DOTALL | re.IGNORECASE,
+    )
     assert found is not None
     assert not re.search("[<>&\u2028\u2029]", found[1])
     data: dict[str, Any] = json.loads(found[1])
@@ -68,7 +80,9 @@ def drawn(page: Path, folder: Path, width: int = 1280) -> str:
     assert BROWSER is not None
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
                f"--window-size={width},2000", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=True
+    ).stdout
 
 
 def report(runs: list[Path], page: Path) -> str:
@@ -79,8 +93,12 @@ def report(runs: list[Path], page: Path) -> str:
 
 def test_any_name_of_a_metric_stays_inside_its_script(tmp_path: Path) -> None:
     data = data_of(report([odd_run(tmp_path / "run")], tmp_path / "report.html"))
-    assert {*HOSTILE, "gaps", "all_nan", "inf"} == {chart["title"] for chart in data["charts"]}
-    assert json.loads(script_json({"<!--": "\u2028</script>&"})) == {"<!--": "\u2028</script>&"}
+    assert {*HOSTILE, "gaps", "all_nan", "inf"} == {
+        chart["title"] for chart in data["charts"]
+    }
+    assert json.loads(script_json({"<!--": "\u2028</script>&"})) == {
+        "<!--": "\u2028</script>&"
+    }
 
 
 def test_the_page_is_small(tmp_path: Path) -> None:
@@ -92,7 +110,10 @@ def test_the_page_is_small(tmp_path: Path) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_a_browser_draws_odd_runs_inside_the_window(tmp_path: Path, width: int) -> None:
-    runs, page = [odd_run(tmp_path / "a"), odd_run(tmp_path / "b")], tmp_path / "report.html"
+    runs, page = (
+        [odd_run(tmp_path / "a"), odd_run(tmp_path / "b")],
+        tmp_path / "report.html",
+    )
     text = report(runs, page)
     page.write_text(text.replace("</body>", MEASURED), "utf-8")
     shown = drawn(page, tmp_path, width)
@@ -103,15 +124,25 @@ def test_a_browser_draws_odd_runs_inside_the_window(tmp_path: Path, width: int) 
     assert "no finite value" in shown
     measured = re.search(r'data-measured="([^"]*)"', shown)
     assert measured is not None
-    assert json.loads(measured[1].replace("&quot;", '"')) == {"wide": 0, "cut": 0, "over": 0}
+    assert json.loads(measured[1].replace("&quot;", '"')) == {
+        "wide": 0,
+        "cut": 0,
+        "over": 0,
+    }
 
 
 def test_logged_images_and_tables_are_shown(tmp_path: Path) -> None:
     run, outside = tmp_path / "run", tmp_path / "outside.png"
     table = {"name": "answers", "columns": ["question"], "rows": [["<i>why</i>"]]}
-    rows = [{"step": step, "images": {"noise": [f"images/{step}.png"]}} for step in range(20)]
+    rows = [
+        {"step": step, "images": {"noise": [f"images/{step}.png"]}}
+        for step in range(20)
+    ]
     rows += [
-        {"step": 20, "images": {"noise": ["../outside.png", "missing.png", "text.png"]}},
+        {
+            "step": 20,
+            "images": {"noise": ["../outside.png", "missing.png", "text.png"]},
+        },
         {"step": 20, "table": table},
     ]
     write_run(run, [*rows, {"step": 20, "values": {"loss": 1.0}}])
@@ -124,7 +155,9 @@ def test_logged_images_and_tables_are_shown(tmp_path: Path) -> None:
     text = report([run], tmp_path / "report.html")
     steps = [int(step) for step in re.findall(r"<figcaption>step (\d+)", text)]
     assert steps[0] == 0
-    assert len(steps) == 7, "8 steps, of which the last has no image inside the run's folder"
+    assert len(steps) == 7, (
+        "8 steps, of which the last has no image inside the run's folder"
+    )
     assert text.count("data:image/png;base64,") == 7
     assert "noise (7 of 23 images)" in text
     assert "&lt;i&gt;why" in text
@@ -133,17 +166,30 @@ def test_logged_images_and_tables_are_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("longest_s", "name", "last"),
-    [(30, "seconds", 30), (170, "seconds", 170), (600, "minutes", 10), (36000, "hours", 10)],
+    [
+        (30, "seconds", 30),
+        (170, "seconds", 170),
+        (600, "minutes", 10),
+        (36000, "hours", 10),
+    ],
 )
-def test_the_unit_of_time_suits_the_run(tmp_path: Path, longest_s: int, name: str, last: float) -> None:
+def test_the_unit_of_time_suits_the_run(
+    tmp_path: Path, longest_s: int, name: str, last: float
+) -> None:
     rows = [{"step": step, "values": {"loss": 1.0}} for step in (0, longest_s)]
-    data = data_of(report([write_run(tmp_path / "run", rows)], tmp_path / "report.html"))
+    data = data_of(
+        report([write_run(tmp_path / "run", rows)], tmp_path / "report.html")
+    )
     assert data["unit"]["name"] == name
-    assert data["charts"][0]["traces"][0]["minutes"][-1] * data["unit"]["per_minute"] == pytest.approx(last, abs=1e-3)
+    assert data["charts"][0]["traces"][0]["minutes"][-1] * data["unit"][
+        "per_minute"
+    ] == pytest.approx(last, abs=1e-3)
 
 
 def test_durations_are_spelled() -> None:
-    spelled = [report_data.duration(seconds / 60) for seconds in (0, 0.0123, 16.84, 61, 3661)]
+    spelled = [
+        report_data.duration(seconds / 60) for seconds in (0, 0.0123, 16.84, 61, 3661)
+    ]
     assert spelled == ["0 s", "0.0123 s", "16.8 s", "0:01:01", "1:01:01"]
 
 
@@ -154,4 +200,7 @@ def test_a_run_without_a_value_has_a_page(tmp_path: Path) -> None:
     text = report([run], tmp_path / "report.html")
     assert data_of(text)["charts"] == []
     if BROWSER is not None:
-        assert "there is no curve to draw" in drawn(tmp_path / "report.html", tmp_path).rpartition("<script")[0]
+        assert (
+            "there is no curve to draw"
+            in drawn(tmp_path / "report.html", tmp_path).rpartition("<script")[0]
+        )

@@ -28,7 +28,9 @@ class Stop(TrainerCallback):
 
 
 @ranks(2)
-def test_the_wait_for_gradients_is_counted_as_communication(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_the_wait_for_gradients_is_counted_as_communication(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     """torch measures the exchange of the first backwards; rank 0 waits for rank 1, which is slow."""
     accelerator = Accelerator(project_dir=str(tmp_path))
     model: Any = seeded(Classifier)
@@ -51,28 +53,51 @@ def test_the_wait_for_gradients_is_counted_as_communication(ctx: ProcessContext,
 
 
 @ranks(2)
-def test_both_ranks_and_the_restart_are_in_the_report(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_both_ranks_and_the_restart_are_in_the_report(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     for callbacks in ([Stop()], []):
         args = TrainingArguments(
             str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
             eval_strategy="epoch", disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(seeded(Scored), args, train_dataset=Rows(), eval_dataset=Rows(8), callbacks=callbacks)
+        trainer = Trainer(
+            seeded(Scored),
+            args,
+            train_dataset=Rows(),
+            eval_dataset=Rows(8),
+            callbacks=callbacks,
+        )
         trainer.train(resume_from_checkpoint="auto")
     ctx.world.barrier("trained")
     if ctx.rank != 0:
         return
     run = read_run(tmp_path)
     assert run.curves["loss"].steps.tolist() == list(range(1, 11))
-    assert [log["loss"] for log in trainer.state.log_history if "loss" in log] == run.curves["loss"].values.tolist()
-    assert sorted((log.rank, len(log.steps)) for log in run.ranks) == [(0, 4), (0, 6), (1, 4), (1, 6)]
+    assert [
+        log["loss"] for log in trainer.state.log_history if "loss" in log
+    ] == run.curves["loss"].values.tolist()
+    assert sorted((log.rank, len(log.steps)) for log in run.ranks) == [
+        (0, 4),
+        (0, 6),
+        (1, 4),
+        (1, 6),
+    ]
     assert all((log.steps["communication"] > 0).any() for log in run.ranks)
     kinds = [event["event"] for event in run.events]
     assert kinds == ["started", "saved", "ended", "restarted", "loaded", "ended"]
     titles = [chart["title"] for chart in report_data.charts([run])]
     assert titles[:4] == ["loss", "eval_loss", "learning_rate", "grad_norm"]
-    assert {"throughput (samples/s)", "time of a step by part (ms)", "time of a step by rank (ms)"} <= set(titles)
-    (parts,) = (chart for chart in report_data.charts([run]) if chart["title"] == "time of a step by part (ms)")
+    assert {
+        "throughput (samples/s)",
+        "time of a step by part (ms)",
+        "time of a step by rank (ms)",
+    } <= set(titles)
+    (parts,) = (
+        chart
+        for chart in report_data.charts([run])
+        if chart["title"] == "time of a step by part (ms)"
+    )
     assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
     assert main([str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
     assert (tmp_path / "report.html").stat().st_size > 10_000

@@ -12,9 +12,18 @@ from hasten.extensions.selfcheck.command import main
 
 
 @pytest.mark.parametrize(
-    "name", ["single-fp32", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ddp-bf16", "pp-fp32"))]
+    "name",
+    [
+        "single-fp32",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("ddp-bf16", "pp-fp32")
+        ),
+    ],
 )
-def test_a_cell_equals_one_plain_process(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_cell_equals_one_plain_process(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     assert main(["--matrix", "--cpu", "--only", name]) == 0
     line = rf"passed  {name} +8 updates, \w+: losses differ from one process by \S+\n"
     assert re.fullmatch(line, capsys.readouterr().out)
@@ -27,4 +36,7 @@ def test_a_failure_is_exit_code_1(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(matrix, "PROGRAM", "other_check")
     assert main(["--matrix", "--cpu", "--only", "single-fp32"]) == 1
-    assert re.match(r"FAILED  single-fp32 .*ValueError: this cell cannot run", capsys.readouterr().out)
+    assert re.match(
+        r"FAILED  single-fp32 .*ValueError: this cell cannot run",
+        capsys.readouterr().out,
+    )

@@ -22,8 +22,16 @@ from hasten.extensions.setup.machine import (
     recommended_precision,
 )
 
-H200 = MachineFacts(device="cuda", num_devices=8, device_name="NVIDIA H200", capability=9.0, memory_bytes=150 << 30)
-V100 = MachineFacts(device="cuda", num_devices=1, device_name="Tesla V100", capability=7.0)
+H200 = MachineFacts(
+    device="cuda",
+    num_devices=8,
+    device_name="NVIDIA H200",
+    capability=9.0,
+    memory_bytes=150 << 30,
+)
+V100 = MachineFacts(
+    device="cuda", num_devices=1, device_name="Tesla V100", capability=7.0
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +53,15 @@ def test_default_writes_once(home: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["config", "default"]) == 2
     assert "already exists; pass --force" in capsys.readouterr().err
     assert main(["config", "default", "--force"]) == 0
-    assert resolve(file=files.read(path).entries).config.gradient_accumulation.num_steps == 1
+    assert (
+        resolve(file=files.read(path).entries).config.gradient_accumulation.num_steps
+        == 1
+    )
 
 
-def test_path_says_which_file_holds(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_path_says_which_file_holds(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config", "path"]) == 0
     shown = capsys.readouterr()
     assert shown.out == f"{home / 'ours' / 'config.yaml'}\n"
@@ -62,11 +75,21 @@ def test_path_says_which_file_holds(home: Path, capsys: pytest.CaptureFixture[st
     assert "Hugging Face Accelerate's file" in shown.err
 
 
-def test_show_why(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show_why(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = home / "c.yaml"
     path.write_text("mixed_precision: fp16\nlaunch:\n  num_processes: 2\n")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    argv = ["config", "show", "--why", "--config_file", str(path), "--mixed-precision", "bf16"]
+    argv = [
+        "config",
+        "show",
+        "--why",
+        "--config_file",
+        str(path),
+        "--mixed-precision",
+        "bf16",
+    ]
     assert main(argv) == 0
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
@@ -78,22 +101,32 @@ def test_show_why(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert main([*argv, "--changed", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(rows) == {"mixed_precision", "launch.num_processes"}
-    assert rows["mixed_precision"]["replaced"][1] == {"value": "fp16", "source": f"{path}:1"}
+    assert rows["mixed_precision"]["replaced"][1] == {
+        "value": "fp16",
+        "source": f"{path}:1",
+    }
 
 
 def test_show_is_a_file_again(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = home / "hf" / "accelerate" / "default_config.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text("use_fsdp: true\nfsdp_config: {fsdp_sharding_strategy: 2}\nnum_processes: 2\n")
+    path.write_text(
+        "use_fsdp: true\nfsdp_config: {fsdp_sharding_strategy: 2}\nnum_processes: 2\n"
+    )
     assert main(["config", "show"]) == 0
     shown = capsys.readouterr()
     (home / "again.yaml").write_text(shown.out)
-    assert "note: fsdp_config.fsdp_sharding_strategy SHARD_GRAD_OP is FSDP2's reshard_after_forward: false" in shown.err
+    assert (
+        "note: fsdp_config.fsdp_sharding_strategy SHARD_GRAD_OP is FSDP2's reshard_after_forward: false"
+        in shown.err
+    )
     again = resolve(file=files.read(home / "again.yaml").entries).config
     assert again == resolve(file=files.read(path).entries).config
 
 
-def test_show_inside_a_worker(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_inside_a_worker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     launched = resolve(code={"mixed_precision": "bf16"})
     monkeypatch.setenv(handoff.VARIABLE, handoff.pack(launched.entries))
     assert main(["config", "show", "--why", "--changed"]) == 0
@@ -133,7 +166,10 @@ def test_write_basic_config(home: Path, caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         assert hasten.write_basic_config() is False
     assert "exists and was not changed" in caplog.text
-    assert hasten.write_basic_config(save_location=home / "other.yaml") == home / "other.yaml"
+    assert (
+        hasten.write_basic_config(save_location=home / "other.yaml")
+        == home / "other.yaml"
+    )
 
 
 def test_basic_config_suits_the_machine() -> None:
@@ -161,7 +197,13 @@ def test_what_the_driver_prints_is_understood() -> None:
     assert parse_devices(["No devices were found"]) == (0, 0.0)
     header = "\tGPU0\tGPU1\tNIC0\tCPU Affinity\n"
     assert (
-        parse_links(f"{header}GPU0\t X \tNV18\tPIX\t0-7\nGPU1\tNV18\t X \tPIX\t0-7\nNIC0\tPIX\tPIX\t X \n") == "NVLink"
+        parse_links(
+            f"{header}GPU0\t X \tNV18\tPIX\t0-7\nGPU1\tNV18\t X \tPIX\t0-7\nNIC0\tPIX\tPIX\t X \n"
+        )
+        == "NVLink"
     )
-    assert parse_links(f"{header}GPU0\t X \tSYS\tPIX\t0-7\nGPU1\tSYS\t X \tPIX\t0-7\n") == "PCIe"
+    assert (
+        parse_links(f"{header}GPU0\t X \tSYS\tPIX\t0-7\nGPU1\tSYS\t X \tPIX\t0-7\n")
+        == "PCIe"
+    )
     assert parse_links("") == ""

@@ -63,15 +63,30 @@ def test_the_rest_stays(text: str) -> None:
 
 
 def test_secret_names() -> None:
-    for name in ("HASTEN_TOKEN", "WANDB_API_KEY", "db_password", "aws.secret", "NCCL_AUTH", "HTTP_COOKIE"):
+    for name in (
+        "HASTEN_TOKEN",
+        "WANDB_API_KEY",
+        "db_password",
+        "aws.secret",
+        "NCCL_AUTH",
+        "HTTP_COOKIE",
+    ):
         assert secrecy_of(name) != "open"
-    for name in ("MASTER_ADDR", "NCCL_DEBUG", "fsdp.cpu_offload", "TOKENIZERS_PARALLELISM"):
+    for name in (
+        "MASTER_ADDR",
+        "NCCL_DEBUG",
+        "fsdp.cpu_offload",
+        "TOKENIZERS_PARALLELISM",
+    ):
         assert secrecy_of(name) == "open"
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_no_secret_in_the_report(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HASTEN_HOME", str(tmp_path))
     for name, value in {
@@ -93,6 +108,7 @@ def test_no_secret_in_the_report(
     assert said.count("***") >= 6
     if flags:
         assert json.loads(said)["variables"]["HASTEN_TOKEN"] == "(set, not shown)"
-    (tmp_path / "config.yaml").write_text("mixed_precision: 'http://u:hunter2@x'\n")  # an error that quotes the value
+    # an error that quotes the value
+    (tmp_path / "config.yaml").write_text("mixed_precision: 'http://u:hunter2@x'\n")
     assert main(["env", *flags]) == 0
     assert "hunter2" not in capsys.readouterr().out

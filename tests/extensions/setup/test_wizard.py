@@ -23,8 +23,16 @@ from hasten.extensions.setup.wizard import Question, interview, questions, to_ar
 
 MACHINES: Final = (
     MachineFacts(cores=4),
-    MachineFacts(device="cuda", num_devices=1, device_name="NVIDIA H200", capability=9.0),
-    MachineFacts(device="cuda", num_devices=8, device_name="NVIDIA H200", capability=9.0, cluster="SLURM"),
+    MachineFacts(
+        device="cuda", num_devices=1, device_name="NVIDIA H200", capability=9.0
+    ),
+    MachineFacts(
+        device="cuda",
+        num_devices=8,
+        device_name="NVIDIA H200",
+        capability=9.0,
+        cluster="SLURM",
+    ),
     MachineFacts(device="tpu", num_devices=8),
     MachineFacts(device="mps", num_devices=1),
 )
@@ -34,7 +42,9 @@ DOWN, UP, ENTER = "\x1b[B", "\x1b[A", "\r"
 def options(question: Question, deep: frozenset[str]) -> list[Any]:
     """Return the answers tried for a question: all of them where its key is looked at deeply, else the default."""
     if not any(question.key.startswith(start) for start in deep):
-        return [question.default or "x"] if question.kind == "text" else [question.default]
+        return (
+            [question.default or "x"] if question.kind == "text" else [question.default]
+        )
     match question.kind:
         case "choice":
             return [value for value, _ in question.choices]
@@ -56,7 +66,9 @@ def every_path(machine: MachineFacts, deep: frozenset[str]) -> Iterator[dict[str
             if question.key in answers:
                 replayed[question.key] = answers[question.key]
                 continue
-            open_paths += [{**answers, question.key: value} for value in options(question, deep)]
+            open_paths += [
+                {**answers, question.key: value} for value in options(question, deep)
+            ]
             break
         else:
             yield answers
@@ -70,9 +82,13 @@ DEEP: Final = {
 }
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: f"{machine.num_devices}{machine.device}")
+@pytest.mark.parametrize(
+    "machine", MACHINES, ids=lambda machine: f"{machine.num_devices}{machine.device}"
+)
 @pytest.mark.parametrize("deep", DEEP)
-def test_every_path_ends_in_settings_that_survive_the_file(machine: MachineFacts, deep: str) -> None:
+def test_every_path_ends_in_settings_that_survive_the_file(
+    machine: MachineFacts, deep: str
+) -> None:
     count = 0
     for answers in every_path(machine, DEEP[deep]):
         count += 1
@@ -80,10 +96,16 @@ def test_every_path_ends_in_settings_that_survive_the_file(machine: MachineFacts
         try:
             config = resolve(code=arguments).config
         except ContradictionError as error:
-            if "does not fit" not in str(error):  # sizes that do not divide are for the user to correct
+            # sizes that do not divide are for the user to correct
+            if "does not fit" not in str(error):
                 raise
             continue
-        assert resolve(file=files.read_text(files.dump(config), Path("c.yaml")).entries).config == config
+        assert (
+            resolve(
+                file=files.read_text(files.dump(config), Path("c.yaml")).entries
+            ).config
+            == config
+        )
     assert count >= 1
 
 
@@ -105,8 +127,15 @@ def test_only_what_matters_is_asked() -> None:
     ]
     assert config == resolve(code={"cpu": True, "launch.num_processes": 1}).config
     asked.clear()
-    assert interview(MachineFacts(device="tpu", num_devices=8), default).strategy == "xla"
-    assert asked == ["?place", "mixed_precision", "?compile", "gradient_accumulation.num_steps"]
+    assert (
+        interview(MachineFacts(device="tpu", num_devices=8), default).strategy == "xla"
+    )
+    assert asked == [
+        "?place",
+        "mixed_precision",
+        "?compile",
+        "gradient_accumulation.num_steps",
+    ]
 
 
 def test_the_found_number_of_devices_is_not_written_down() -> None:
@@ -116,9 +145,15 @@ def test_the_found_number_of_devices_is_not_written_down() -> None:
     assert config.mixed_precision == "bf16"
 
 
-@pytest.mark.parametrize("machine", MACHINES[:3], ids=lambda machine: f"{machine.num_devices}{machine.device}")
+@pytest.mark.parametrize(
+    "machine",
+    MACHINES[:3],
+    ids=lambda machine: f"{machine.num_devices}{machine.device}",
+)
 @pytest.mark.parametrize("deep", DEEP)
-def test_asked_again_the_answers_are_those_of_the_file(machine: MachineFacts, deep: str) -> None:
+def test_asked_again_the_answers_are_those_of_the_file(
+    machine: MachineFacts, deep: str
+) -> None:
     """Pressing Enter at every question of a second run changes nothing."""
     for answers in islice(every_path(machine, DEEP[deep]), 0, None, 7):
         try:
@@ -136,7 +171,14 @@ def terminal(*argv: str) -> Iterator[pexpect.spawn[str]]:
     command = ["-m", "hasten.cli.main", *argv]
     # This terminal does not answer questions about its cursor; asking would cost seconds.
     env = {**os.environ, "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm-256color"}
-    child = pexpect.spawn(sys.executable, command, env=env, encoding="utf-8", dimensions=(50, 140), timeout=30)
+    child = pexpect.spawn(
+        sys.executable,
+        command,
+        env=env,
+        encoding="utf-8",
+        dimensions=(50, 140),
+        timeout=30,
+    )
     child.delaybeforesend = None
     try:
         yield child

@@ -45,7 +45,8 @@ def test_a_replica_that_is_healed_at_the_end_of_an_epoch_does_not_lead_there() -
     made = several("012")
     for name in "12":
         made[name].updated("12")
-        made[name].met("12", [])  # 0 is healed here, and is a member when they meet again
+        # 0 is healed here, and is a member when they meet again
+        made[name].met("12", [])
     made["0"].healed()
     for one in made.values():
         one.met("012", "0")
@@ -73,7 +74,9 @@ def asks_and_leaves(one: Duties) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("healed", [False, True])
-def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(tmp_path: Path, healed: bool) -> None:
+def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(
+    tmp_path: Path, healed: bool
+) -> None:
     one = Duties("1", str(tmp_path))
     one.updated("01")
     assert asks_and_leaves(one) == (False, False)
@@ -82,13 +85,16 @@ def test_a_signal_to_the_whole_run_is_agreed_on_in_an_update(tmp_path: Path, hea
     one.received = lambda: 15
     assert asks_and_leaves(one) == (True, False)
     if healed:
-        one.healed()  # it has nothing that the others do not have, so it need not wait for an update
+        # it has nothing that the others do not have, so it need not wait for an update
+        one.healed()
     else:
         one.updated("01", stops=True)
     assert one.leaves
 
 
-def test_a_replica_learns_the_signal_of_the_others_in_the_update(tmp_path: Path) -> None:
+def test_a_replica_learns_the_signal_of_the_others_in_the_update(
+    tmp_path: Path,
+) -> None:
     one = Duties("1", str(tmp_path))
     one.updated("01", stops=True)
     assert one.leaves
@@ -102,7 +108,9 @@ def test_a_signal_to_one_replica_lets_it_leave(tmp_path: Path) -> None:
         assert asks_and_leaves(one) == (False, True)
 
 
-def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_others(tmp_path: Path) -> None:
+def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_others(
+    tmp_path: Path,
+) -> None:
     """Schedulers signal all processes at once; the launcher tells a moment later that the whole run was told to stop."""
     one = Duties("1", str(tmp_path))
     one.updated("01")
@@ -111,4 +119,5 @@ def test_a_replica_that_receives_the_signal_before_its_launcher_waits_for_the_ot
     launcher.start()
     assert asks_and_leaves(one) == (False, False)
     launcher.join()
-    assert asks_and_leaves(one) == (True, False)  # it leaves with the others, after the update in which all agree
+    # it leaves with the others, after the update in which all agree
+    assert asks_and_leaves(one) == (True, False)

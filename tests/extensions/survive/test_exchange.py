@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.errors import StepError
-from hasten.extensions.survive.exchange import LostReplicaError, ReplicaGroup, weighted_sum
+from hasten.extensions.survive.exchange import (
+    LostReplicaError,
+    ReplicaGroup,
+    weighted_sum,
+)
 from hasten.runtime.context import ProcessContext
 from hasten.testing import ranks
 
@@ -20,12 +24,21 @@ class Meeting:
     """A group of all ranks, as replicas form it."""
 
     def __init__(self, ctx: ProcessContext) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ctx.is_main else None
-        port = ctx.world.broadcast_object(None if self._store is None else self._store.port)
-        self.group = ReplicaGroup(f"127.0.0.1:{port}", "test", ctx.rank, ctx.world.size, 5.0)
+        self._store = (
+            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            if ctx.is_main
+            else None
+        )
+        port = ctx.world.broadcast_object(
+            None if self._store is None else self._store.port
+        )
+        self.group = ReplicaGroup(
+            f"127.0.0.1:{port}", "test", ctx.rank, ctx.world.size, 5.0
+        )
         self._ctx = ctx
 
-    def average(self, parameters: Sequence[Tensor], *given: Any, **named: Any) -> int:  # Any: those of `receive`
+    # Any: those of `receive`
+    def average(self, parameters: Sequence[Tensor], *given: Any, **named: Any) -> int:
         """Set the gradients to their mean; return what the replicas ask for."""
         received = self.group.receive(parameters, *given, **named)
         received.write()
@@ -73,7 +86,9 @@ def test_the_mean_is_weighted_and_equal_bit_by_bit(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_missing_gradients_count_as_zero_and_stay_missing_if_no_replica_has_one(ctx: ProcessContext) -> None:
+def test_missing_gradients_count_as_zero_and_stay_missing_if_no_replica_has_one(
+    ctx: ProcessContext,
+) -> None:
     parameters = parameters_of(ctx.rank, (2,), (2,), (2,))
     parameters[0].grad = None
     if ctx.rank == 0:
@@ -83,12 +98,16 @@ def test_missing_gradients_count_as_zero_and_stay_missing_if_no_replica_has_one(
     first, second, third = parameters
     assert first.grad is None
     assert third.grad is not None
-    assert torch.equal(gradient(second), gradient(parameters_of(1, (2,), (2,), (2,))[1]) * 0.5)
+    assert torch.equal(
+        gradient(second), gradient(parameters_of(1, (2,), (2,), (2,))[1]) * 0.5
+    )
     met.close()
 
 
 @ranks(2)
-def test_large_gradients_may_be_missing_or_lie_in_another_order(ctx: ProcessContext) -> None:
+def test_large_gradients_may_be_missing_or_lie_in_another_order(
+    ctx: ProcessContext,
+) -> None:
     """They are sent from their own memory if they lie there in one piece."""
 
     def made(rank: int) -> list[Tensor]:
@@ -105,7 +124,9 @@ def test_large_gradients_may_be_missing_or_lie_in_another_order(ctx: ProcessCont
         met.average(parameters, 1.0, 1.0, (1.0,))
         assert parameters[0].grad is None
         assert torch.equal(gradient(parameters[1]), gradient(both[1][1]) * 0.5)
-        wanted = weighted_sum([gradient(one[2]).contiguous() for one in both], [0.5, 0.5])
+        wanted = weighted_sum(
+            [gradient(one[2]).contiguous() for one in both], [0.5, 0.5]
+        )
         assert torch.equal(gradient(parameters[2]), wanted)
         for parameter, again in zip(parameters, made(ctx.rank), strict=True):
             parameter.grad = again.grad
@@ -126,7 +147,10 @@ def test_a_change_of_the_gradients_after_backward_counts(ctx: ProcessContext) ->
     met.average(parameters, 1.0, 1.0, (1.0,))
     for index, parameter in enumerate(parameters):
         several = [gradient(one[index]).clamp(-0.5, 0.5) for one in everyone]
-        assert torch.equal(gradient(parameter), weighted_sum(several, [1.0 / ctx.world.size] * ctx.world.size))
+        assert torch.equal(
+            gradient(parameter),
+            weighted_sum(several, [1.0 / ctx.world.size] * ctx.world.size),
+        )
     met.close()
 
 
@@ -145,7 +169,8 @@ def test_a_replica_that_leaves_in_the_exchange_is_noticed(ctx: ProcessContext) -
         parameters = parameters_of(0, (2,))
         with pytest.raises(LostReplicaError):
             met.average(parameters, 1.0, 1.0, (1.0,))
-        assert torch.equal(gradient(parameters[0]), gradient(parameters_of(0, (2,))[0]))  # for the next attempt
+        # for the next attempt
+        assert torch.equal(gradient(parameters[0]), gradient(parameters_of(0, (2,))[0]))
     met.close()
 
 
@@ -160,17 +185,23 @@ def test_sparse_gradients_are_refused(ctx: ProcessContext) -> None:
 
 
 @ranks(2, 3)
-def test_all_replicas_learn_that_one_wants_to_ask_for_the_members(ctx: ProcessContext) -> None:
+def test_all_replicas_learn_that_one_wants_to_ask_for_the_members(
+    ctx: ProcessContext,
+) -> None:
     met = Meeting(ctx)
     last = ctx.world.size - 1
     for wishes in [(), (0,), (last,)]:
         parameters = parameters_of(ctx.rank, (2,))
-        assert met.average(parameters, 1.0, 1.0, (1.0,), asks=ctx.rank in wishes) == bool(wishes)
+        assert met.average(
+            parameters, 1.0, 1.0, (1.0,), asks=ctx.rank in wishes
+        ) == bool(wishes)
     met.close()
 
 
 @ranks(2)
-def test_a_silent_replica_is_given_up_after_the_time_of_the_attempt(ctx: ProcessContext) -> None:
+def test_a_silent_replica_is_given_up_after_the_time_of_the_attempt(
+    ctx: ProcessContext,
+) -> None:
     met = Meeting(ctx)
     if ctx.rank == 0:
         met.group.timeout_s = 0.1  # the group itself waits 5 s

@@ -17,7 +17,9 @@ def test_a_state_arrives_as_it_was_sent() -> None:
     weights = torch.arange(300_000.0)
     state = {"weights": weights, "step": 5, "names": ["a"]}
     content = healing.pack(state, check=True)
-    thread = threading.Thread(target=healing.send, args=(content, port.address, b"token", "7", 5.0))
+    thread = threading.Thread(
+        target=healing.send, args=(content, port.address, b"token", "7", 5.0)
+    )
     thread.start()
     found = port.receive(source.address, "7", 5.0, 5.0)
     thread.join()
@@ -30,7 +32,9 @@ def test_a_state_arrives_as_it_was_sent() -> None:
 def test_a_source_that_ends_is_noticed_while_waiting_for_it() -> None:
     source, port = (HealingPort("127.0.0.1", None) for _ in range(2))
     threading.Timer(0.3, source.close).start()
-    with pytest.raises(NotHealedError, match=r"closed its connection|cannot be reached"):
+    with pytest.raises(
+        NotHealedError, match=r"closed its connection|cannot be reached"
+    ):
         port.receive(source.address, "7", 20.0, 1.0)
     with pytest.raises(NotHealedError, match="cannot be reached"):
         port.receive(source.address, "7", 20.0, 1.0)
@@ -53,8 +57,11 @@ def test_a_state_of_an_earlier_quorum_is_refused() -> None:
     source, port = (HealingPort("127.0.0.1", b"token") for _ in range(2))
     old, new = (healing.pack({"step": step}, check=True) for step in (1, 2))
     with pytest.raises(TimeoutError):
-        healing.send(old, port.address, b"token", "6", 0.2)  # the receiver is not there yet: the bytes wait at its port
-    thread = threading.Thread(target=healing.send, args=(new, port.address, b"token", "7", 20.0))
+        # the receiver is not there yet: the bytes wait at its port
+        healing.send(old, port.address, b"token", "6", 0.2)
+    thread = threading.Thread(
+        target=healing.send, args=(new, port.address, b"token", "7", 20.0)
+    )
     thread.start()
     assert port.receive(source.address, "7", 20.0, 5.0)["step"] == 2
     thread.join()

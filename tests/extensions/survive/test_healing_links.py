@@ -12,7 +12,9 @@ from tests.support.machines import hosts, why_impossible
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(why_impossible()), reason="needs root and network namespaces"),
+    pytest.mark.skipif(
+        bool(why_impossible()), reason="needs root and network namespaces"
+    ),
 ]
 
 SOURCE = """
@@ -47,11 +49,16 @@ def line_of(process: subprocess.Popen[str]) -> str:
 def test_a_cut_link_to_the_source_of_a_state_is_noticed_within_seconds() -> None:
     with hosts(2) as (receiver, sender):
         source = start(sender.namespace, SOURCE.format(address=sender.address))
-        waiting = start(receiver.namespace, WAITING.format(address=receiver.address, source=line_of(source)))
+        waiting = start(
+            receiver.namespace,
+            WAITING.format(address=receiver.address, source=line_of(source)),
+        )
         try:
             assert line_of(waiting) == "waiting"
             time.sleep(1.5)
-            assert waiting.poll() is None, "the connection of a source that is there must not end"
+            assert waiting.poll() is None, (
+                "the connection of a source that is there must not end"
+            )
             cut = time.time()
             sender.unplug()
             when, _, said = line_of(waiting).partition(" ")

@@ -22,7 +22,9 @@ from hasten.extensions.survive.settings import SurviveSettings
 from hasten.runtime.context import ProcessContext
 from hasten.testing import ranks
 
-SETTINGS = SurviveSettings(lighthouse="127.0.0.1:1", replica="left", replicas=2, heartbeat_timeout_s=0.8)
+SETTINGS = SurviveSettings(
+    lighthouse="127.0.0.1:1", replica="left", replicas=2, heartbeat_timeout_s=0.8
+)
 
 
 @ranks(2, 3)
@@ -61,7 +63,9 @@ def test_a_rank_that_is_silent_is_noticed_by_the_first(ctx: ProcessContext) -> N
     inside.close()
 
 
-def trained(ctx: ProcessContext, steps: int, strategy: Any) -> tuple[RunState, list[Tensor], Any]:
+def trained(
+    ctx: ProcessContext, steps: int, strategy: Any
+) -> tuple[RunState, list[Tensor], Any]:
     """Return a prepared model's state after some updates, its parameters and its optimizer."""
     accelerator = Accelerator(context=ctx, cpu=True, strategy=strategy)
     torch.manual_seed(steps)
@@ -84,7 +88,9 @@ def values(state: RunState) -> bytes:
 
 
 @ranks(2, mesh={"dp_shard": 2})
-def test_a_rank_receives_the_shards_of_the_same_rank_of_another_replica(ctx: ProcessContext) -> None:
+def test_a_rank_receives_the_shards_of_the_same_rank_of_another_replica(
+    ctx: ProcessContext,
+) -> None:
     source, _, _ = trained(ctx, 3, "fsdp")
     target, parameters, optimizer = trained(ctx, 0, "fsdp")
     assert all(hasattr(parameter, "to_local") for parameter in parameters)
@@ -105,8 +111,13 @@ def test_a_replica_with_whole_models_is_healed_as_well(ctx: ProcessContext) -> N
 @ranks(2, mesh={"dp_shard": 2})
 def test_a_shard_of_another_shape_is_refused(ctx: ProcessContext) -> None:
     _, parameters, _ = trained(ctx, 0, "fsdp")
-    with pytest.raises(HastenError, match=r"a shard of shape \(7,\).*same number of processes"):
-        as_shards({"weight": {"hasten_local_shard": torch.zeros(7)}}, {"weight": parameters[0]})
+    with pytest.raises(
+        HastenError, match=r"a shard of shape \(7,\).*same number of processes"
+    ):
+        as_shards(
+            {"weight": {"hasten_local_shard": torch.zeros(7)}},
+            {"weight": parameters[0]},
+        )
 
 
 @ranks(2, mesh={"dp_shard": 2})
@@ -121,7 +132,10 @@ def test_gradients_of_shards_are_sent_from_local_memory(ctx: ProcessContext) -> 
     bucket.rows[1] = 4.0 * bucket.rows[0]
     bucket.write([0.5, 0.5], [True] * len(parameters))
     for gradient in gradients:
-        assert torch.equal(gradient.to_local(), torch.full_like(gradient.to_local(), 2.5 * (ctx.rank + 1)))
+        assert torch.equal(
+            gradient.to_local(),
+            torch.full_like(gradient.to_local(), 2.5 * (ctx.rank + 1)),
+        )
 
 
 @ranks(2)
@@ -132,6 +146,7 @@ def test_ranks_of_a_replica_may_hold_the_whole_model(ctx: ProcessContext) -> Non
 @ranks(2, mesh={"tp": 2})
 def test_ranks_that_divide_tensors_are_refused(ctx: ProcessContext) -> None:
     with pytest.raises(
-        ConfigError, match=r"replica left has 2 processes in a mesh of tp 2.*let --replicas take the place"
+        ConfigError,
+        match=r"replica left has 2 processes in a mesh of tp 2.*let --replicas take the place",
     ):
         refuse_worlds(ctx, SETTINGS)

@@ -21,12 +21,21 @@ def test_each_position_is_used_once_with_members_that_change_at_random() -> None
                 if not ledger.exhausted:
                     ledger.deal()
             members = ledger.members
-            contributors = [name for name in members if rng.random() < 0.7] or [rng.choice(members)]
+            contributors = [name for name in members if rng.random() < 0.7] or [
+                rng.choice(members)
+            ]
             for one in ledger.rounds:
-                used += [place for name in contributors for place in positions(one[name])]
-            newcomers = [name for name in names if name not in contributors and rng.random() < 0.5]
+                used += [
+                    place for name in contributors for place in positions(one[name])
+                ]
+            newcomers = [
+                name
+                for name in names
+                if name not in contributors and rng.random() < 0.5
+            ]
             ledger.commit(contributors, [*contributors, *newcomers])
-            ledger = Ledger.decoded(json.loads(json.dumps(ledger.encoded())))  # as a healed replica receives it
+            # as a healed replica receives it
+            ledger = Ledger.decoded(json.loads(json.dumps(ledger.encoded())))
         assert sorted(used) == list(range(ledger.size)), seed
         ledger.begin(1)
         assert ledger.unused == {}
@@ -72,7 +81,9 @@ def test_a_loop_that_ends_early_is_reported_with_its_unused_samples() -> None:
 
 
 @pytest.mark.parametrize(("size", "unused"), [(20, {}), (23, {0: [(20, 23)]})])
-def test_drop_last_leaves_a_short_end_out(size: int, unused: dict[int, list[tuple[int, int]]]) -> None:
+def test_drop_last_leaves_a_short_end_out(
+    size: int, unused: dict[int, list[tuple[int, int]]]
+) -> None:
     ledger = Ledger(size, 5, drop_last=True, members=("a", "b"))
     while not ledger.exhausted:
         ledger.deal()
@@ -102,9 +113,14 @@ def test_the_ranks_of_a_replica_share_its_positions() -> None:
         for _ in range(40):
             places = sorted(rng.sample(range(200), rng.randint(0, 4 * num_ranks)))
             ranges = merged((place, place + 1) for place in places)
-            parts = [positions(part(ranges, rank, num_ranks)) for rank in range(num_ranks)]
+            parts = [
+                positions(part(ranges, rank, num_ranks)) for rank in range(num_ranks)
+            ]
             assert [place for one in parts for place in one] == places
-            assert {len(one) for one in parts} <= {len(places) // num_ranks, -(-len(places) // num_ranks)}
+            assert {len(one) for one in parts} <= {
+                len(places) // num_ranks,
+                -(-len(places) // num_ranks),
+            }
 
 
 def test_batches_are_counted_for_each_rank_of_a_replica() -> None:

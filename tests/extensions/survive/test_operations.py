@@ -13,7 +13,9 @@ from hasten.extensions.survive.report import SurvivalReport
 PLAIN = RankReading(uptime_s=0.0, step=0, updates=0, samples=0, step_age_s=0.0)
 
 
-def test_the_metrics_hold_present_lost_and_joined_replicas_and_returned_samples() -> None:
+def test_the_metrics_hold_present_lost_and_joined_replicas_and_returned_samples() -> (
+    None
+):
     reading = replace(
         PLAIN,
         replicas_present=3,
@@ -48,5 +50,8 @@ def test_replicas_are_told_apart_by_their_number() -> None:
     third = resolve(code={"survive": {"replica": "3"}}, env={}).config
     assert number_of(third, 0, 1) == 3
     assert [number_of(third, rank, 2) for rank in range(2)] == [6, 7]
-    assert number_of(resolve(code={"survive": {"replica": "left"}}, env={}).config, 0, 1) == 0
+    assert (
+        number_of(resolve(code={"survive": {"replica": "left"}}, env={}).config, 0, 1)
+        == 0
+    )
     assert number_of(resolve(code={}, env={}).config, 5, 8) == 5

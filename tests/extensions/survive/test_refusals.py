@@ -26,7 +26,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(available("torchft"), reason="torchft is installed here")
 def test_a_missing_torchft_is_named_with_its_command() -> None:
-    with pytest.raises(MissingPackageError, match=r"torchft.*continue when a replica is lost.*pip install"):
+    with pytest.raises(
+        MissingPackageError,
+        match=r"torchft.*continue when a replica is lost.*pip install",
+    ):
         Accelerator(cpu=True, survive=SURVIVE)
 
 
@@ -42,19 +45,34 @@ def test_the_launcher_names_a_missing_torchft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"strategy": "deepspeed"}, "strategy='deepspeed': the gradients .* Use strategy='ddp' or 'fsdp'"),
-        ({"strategy": "megatron"}, "strategy='megatron': .* Use strategy='ddp' or 'fsdp'"),
+        (
+            {"strategy": "deepspeed"},
+            "strategy='deepspeed': the gradients .* Use strategy='ddp' or 'fsdp'",
+        ),
+        (
+            {"strategy": "megatron"},
+            "strategy='megatron': .* Use strategy='ddp' or 'fsdp'",
+        ),
         ({"strategy": "xla"}, "strategy='xla': .* Use strategy='ddp' or 'fsdp'"),
-        ({"parallelism_config": {"pp_size": 2}}, "pp_size=2: the ranks of a replica .* Leave the sizes out"),
+        (
+            {"parallelism_config": {"pp_size": 2}},
+            "pp_size=2: the ranks of a replica .* Leave the sizes out",
+        ),
         ({"parallelism_config": {"cp_size": 2}}, "cp_size=2: .* Leave the sizes out"),
         (
             {"parallelism_config": {"tp_size": 2, "dp_replicate_size": 2}},
             "dp_replicate_size=2, tp_size=2: .* Leave the sizes out",
         ),
-        ({"mixed_precision": "fp16"}, "mixed_precision='fp16': .* loss scale .* Use 'bf16'"),
+        (
+            {"mixed_precision": "fp16"},
+            "mixed_precision='fp16': .* loss scale .* Use 'bf16'",
+        ),
         ({"trust": {"numbers": "skip"}}, "trust.numbers='skip': .* Use 'report'"),
         ({"checkpoint_in_memory": 5}, "checkpoint_in_memory=5: .* Leave it out"),
-        ({"gradient_accumulation_plugin": {"sync_each_batch": True}}, "sync_each_batch=True: .* Leave it out"),
+        (
+            {"gradient_accumulation_plugin": {"sync_each_batch": True}},
+            "sync_each_batch=True: .* Leave it out",
+        ),
     ],
 )
 def test_settings_that_cannot_be_combined(given: dict[str, Any], words: str) -> None:
@@ -76,14 +94,31 @@ def test_a_replica_needs_a_name() -> None:
             ("--replicas", "2", "--num_processes", "5"),
             "num_processes=5 counts the processes of all replicas.*Give a multiple of 2, such as 4",
         ),
-        (("--replicas", "2", "--submit", "kubernetes"), "submit=kubernetes.*Leave both out"),
-        (("--replicas", "2", "--launcher", "slurm"), "launcher='slurm'.*Leave both out"),
-        (("--replicas", "2", "--num_machines", "3"), "some of the 3 machines without.*at least as many replicas"),
-        (("--replicas", "2", "--nnodes", "1:2"), "nnodes=1:2 asks for a changing one.*Give --num_machines"),
-        (("--replicas", "2", "--min_replicas", "3"), "more than --replicas 2.*Give at most 2"),
+        (
+            ("--replicas", "2", "--submit", "kubernetes"),
+            "submit=kubernetes.*Leave both out",
+        ),
+        (
+            ("--replicas", "2", "--launcher", "slurm"),
+            "launcher='slurm'.*Leave both out",
+        ),
+        (
+            ("--replicas", "2", "--num_machines", "3"),
+            "some of the 3 machines without.*at least as many replicas",
+        ),
+        (
+            ("--replicas", "2", "--nnodes", "1:2"),
+            "nnodes=1:2 asks for a changing one.*Give --num_machines",
+        ),
+        (
+            ("--replicas", "2", "--min_replicas", "3"),
+            "more than --replicas 2.*Give at most 2",
+        ),
     ],
 )
-def test_launches_that_cannot_be(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+def test_launches_that_cannot_be(
+    tmp_path: Path, flags: tuple[str, ...], words: str
+) -> None:
     script = tmp_path / "train.py"
     script.touch()
     with pytest.raises(ConfigError, match=words):

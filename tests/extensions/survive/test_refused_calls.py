@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from hasten import Accelerator
 from hasten.accelerator.components import components
@@ -50,12 +56,16 @@ class Stream(IterableDataset[int]):
 
 def source_of(loader: DataLoader[Any], **settings: Any) -> LedgerSource:
     """Return the source that `prepare` makes of a loader for replicas."""
-    prepared: Any = Accelerator(cpu=True, **settings).prepare(loader)  # Any: hasten's loader
+    # Any: hasten's loader
+    prepared: Any = Accelerator(cpu=True, **settings).prepare(loader)
     return LedgerSource(prepared.parts.source, Holder(), StepClock(), 2)
 
 
 def test_a_stream_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"map-style dataset with a batch_size.*Use a dataset with __len__"):
+    with pytest.raises(
+        ConfigError,
+        match=r"map-style dataset with a batch_size.*Use a dataset with __len__",
+    ):
         source_of(DataLoader(Stream(), batch_size=2))
 
 
@@ -71,7 +81,9 @@ class _Batches(BatchSampler):
 
 def test_a_sampler_without_seed_is_refused() -> None:
     source = source_of(DataLoader(DATA, batch_size=3, sampler=[3, 1, 2]))
-    with pytest.raises(ConfigError, match=r"computed from seed and epoch.*Use shuffle=True"):
+    with pytest.raises(
+        ConfigError, match=r"computed from seed and epoch.*Use shuffle=True"
+    ):
         next(source.open(Position()))
 
 
@@ -84,7 +96,9 @@ def test_skipped_and_copied_loaders_are_refused() -> None:
 
 
 def test_a_plain_loader_is_read_by_the_ledger() -> None:
-    found = [batch[0] for batch in source_of(DataLoader(DATA, batch_size=5)).open(Position())]
+    found = [
+        batch[0] for batch in source_of(DataLoader(DATA, batch_size=5)).open(Position())
+    ]
     assert torch.cat([batch[0] for batch in found]).tolist() == list(range(12))
 
 
@@ -97,9 +111,12 @@ def test_a_closure_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     prepared: Any  # Any: hasten's optimizer
-    _, prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    _, prepared = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     components(accelerator).clock.parts.add(Exchange())
     with pytest.raises(
-        StepError, match=r"step\(closure\) .* Exchange cannot change them\. Use an optimizer without a closure"
+        StepError,
+        match=r"step\(closure\) .* Exchange cannot change them\. Use an optimizer without a closure",
     ):
         prepared.step(lambda: torch.zeros(()))

@@ -29,7 +29,9 @@ def test_each_replica_is_on_one_machine() -> None:
     for replicas in range(1, 17):
         for machines in range(1, replicas + 1):
             parts = [own_replicas(replicas, machines, rank) for rank in range(machines)]
-            assert [number for part in parts for number in part] == list(range(replicas))
+            assert [number for part in parts for number in part] == list(
+                range(replicas)
+            )
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
@@ -37,12 +39,19 @@ def test_the_facts_of_all_machines_are_joined() -> None:
     one = MachineNotes(running=2, joined=["1", "0"], agreed="9 x")
     other = MachineNotes(running=1, joined=["3"], agreed="10 y", finished=True)
     found = united({0: one, 1: other})
-    assert (found.joined, found.agreed, found.finished, found.running) == (["0", "1", "3"], "10 y", True, 3)
+    assert (found.joined, found.agreed, found.finished, found.running) == (
+        ["0", "1", "3"],
+        "10 y",
+        True,
+        3,
+    )
     assert united({}).agreed == ""
 
 
 @contextmanager
-def serving(check_in: str = "error") -> Iterator[tuple[MachineServer, Meeting, list[str]]]:
+def serving(
+    check_in: str = "error",
+) -> Iterator[tuple[MachineServer, Meeting, list[str]]]:
     """Context manager with machine 0 of three machines; yields it, the rendezvous and its messages."""
     said: list[str] = []
     meeting = Meeting(max_machines=3, port=free_port(), join_timeout_s=5.0)
@@ -55,10 +64,16 @@ def serving(check_in: str = "error") -> Iterator[tuple[MachineServer, Meeting, l
 
 
 def client(
-    meeting: Meeting, rank: int | None, host: str = "host-b", token: bytes = TOKEN, **other: str
+    meeting: Meeting,
+    rank: int | None,
+    host: str = "host-b",
+    token: bytes = TOKEN,
+    **other: str,
 ) -> MachineClient:
     report = replace(REPORT, host=host, **other)  # type: ignore[arg-type]  # settings and code are texts
-    return MachineClient(replace(meeting, machine_rank=rank), report, token, lambda words: None)
+    return MachineClient(
+        replace(meeting, machine_rank=rank), report, token, lambda words: None
+    )
 
 
 def wait_until(found: Callable[[], bool]) -> None:
@@ -102,7 +117,9 @@ def test_a_machine_that_closes_its_connection_is_forgotten_and_may_return() -> N
 def test_strangers_duplicates_and_other_settings_are_refused() -> None:
     with serving() as (_, meeting, _):
         one = client(meeting, 1)
-        with pytest.raises(LaunchError, match=r"machine 1 of 3, and the ranks \[0, 1\] are taken"):
+        with pytest.raises(
+            LaunchError, match=r"machine 1 of 3, and the ranks \[0, 1\] are taken"
+        ):
             client(meeting, 1, "host-c")
         with pytest.raises(LaunchError, match="the same HASTEN_TOKEN"):
             client(meeting, 2, token=b"another")
@@ -116,11 +133,23 @@ def test_strangers_duplicates_and_other_settings_are_refused() -> None:
 
 
 def test_a_machine_does_not_wait_forever_for_machine_0() -> None:
-    meeting = Meeting(max_machines=2, port=free_port(), join_timeout_s=0.3, machine_rank=1)
-    with pytest.raises(LaunchError, match=r"does not respond at 127.0.0.1:\d+ .* --machine_rank 0"):
+    meeting = Meeting(
+        max_machines=2, port=free_port(), join_timeout_s=0.3, machine_rank=1
+    )
+    with pytest.raises(
+        LaunchError, match=r"does not respond at 127.0.0.1:\d+ .* --machine_rank 0"
+    ):
         MachineClient(meeting, REPORT, TOKEN, lambda words: None)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(LaunchError, match="--main_process_ip an address of this machine"):
-        MachineServer(Meeting(max_machines=2, address="192.0.2.1", port=1), REPORT, "error", TOKEN, print)
+    with pytest.raises(
+        LaunchError, match="--main_process_ip an address of this machine"
+    ):
+        MachineServer(
+            Meeting(max_machines=2, address="192.0.2.1", port=1),
+            REPORT,
+            "error",
+            TOKEN,
+            print,
+        )

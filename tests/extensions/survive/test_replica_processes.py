@@ -26,8 +26,16 @@ WAITS = "import time; time.sleep(60)"
 
 def started(folder: Path, *programs: str) -> ReplicaProcesses:
     """Return processes that run these programs."""
-    made = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True) for program in programs]
-    return ReplicaProcesses(made, [str(folder / f"{rank}.json") for rank in range(len(made))], time.monotonic(), 0)
+    made = [
+        subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+        for program in programs
+    ]
+    return ReplicaProcesses(
+        made,
+        [str(folder / f"{rank}.json") for rank in range(len(made))],
+        time.monotonic(),
+        0,
+    )
 
 
 def ended(replica: ReplicaProcesses) -> tuple[int, int] | None:
@@ -46,7 +54,9 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_rather_than_an_error_ended_the_replica(tmp_path: Path) -> None:
-    replica = started(tmp_path, "raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)")
+    replica = started(
+        tmp_path, "raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)"
+    )
     for process in replica.processes:
         process.wait(20)
     assert replica.look() == (1, -9)
@@ -70,10 +80,19 @@ def test_a_replica_has_ended_when_all_of_its_ranks_have(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "given", "count"),
-    [(2, {}, 1), (2, {"num_processes": 4}, 2), (3, {"num_processes": 3}, 1), (2, {"processes_per_machine": 8}, 4)],
+    [
+        (2, {}, 1),
+        (2, {"num_processes": 4}, 2),
+        (3, {"num_processes": 3}, 1),
+        (2, {"processes_per_machine": 8}, 4),
+    ],
 )
-def test_the_processes_of_all_replicas_are_counted(replicas: int, given: dict[str, Any], count: int) -> None:
-    config = Config(launch=LaunchConfig(**given)).replace(survive=SurviveSettings(replicas=replicas))
+def test_the_processes_of_all_replicas_are_counted(
+    replicas: int, given: dict[str, Any], count: int
+) -> None:
+    config = Config(launch=LaunchConfig(**given)).replace(
+        survive=SurviveSettings(replicas=replicas)
+    )
     assert per_replica(config) == count
     settings = {".".join(entry.path): entry.value for entry in one_replica(config)}
     assert settings["launch.num_processes"] == count
@@ -81,7 +100,9 @@ def test_the_processes_of_all_replicas_are_counted(replicas: int, given: dict[st
 
 
 def test_replicas_of_unequal_size_are_refused() -> None:
-    config = Config(launch=LaunchConfig(num_processes=1)).replace(survive=SurviveSettings(replicas=2))
+    config = Config(launch=LaunchConfig(num_processes=1)).replace(
+        survive=SurviveSettings(replicas=2)
+    )
     with pytest.raises(ConfigError, match=r"num_processes=1 .*Give a multiple of 2"):
         per_replica(config)
 
@@ -111,4 +132,6 @@ def test_all_replicas_start_anew_when_the_last_holder_of_the_state_is_lost(
     assert Crew(proc, common, tmp_path, config, range(2), OneMachine("")).run() == 0
     assert "every replica that held the run's state is lost" in capfd.readouterr().err
     starts = [path.name.split("-")[1] for path in tmp_path.glob("started-*")]
-    assert starts.count("1") == 2, "the replica that waited for the state is started again too"
+    assert starts.count("1") == 2, (
+        "the replica that waited for the state is started again too"
+    )

@@ -20,7 +20,9 @@ def division(*members: Member) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _names(roles: Roles) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    return tuple(one.name for one in roles.active), tuple((one.name, source.name) for one, source in roles.healing)
+    return tuple(one.name for one in roles.active), tuple(
+        (one.name, source.name) for one, source in roles.healing
+    )
 
 
 def test_equal_replicas_are_all_active() -> None:
@@ -33,12 +35,21 @@ def test_replicas_that_are_behind_are_healed_by_the_others_in_turn() -> None:
 
 
 def test_a_new_replica_is_healed_even_if_its_checkpoint_claims_more_updates() -> None:
-    assert division(member("a", 900, fresh=True), member("b", 7)) == (["b"], [("a", "b")])
+    assert division(member("a", 900, fresh=True), member("b", 7)) == (
+        ["b"],
+        [("a", "b")],
+    )
 
 
 def test_a_run_starts_with_the_state_of_the_first_or_of_the_newest_checkpoint() -> None:
-    assert division(member("a", 0, "", True), member("b", 0, "", True)) == (["a"], [("b", "a")])
-    assert division(member("a", 0, "", True), member("b", 9, "y", True)) == (["b"], [("a", "b")])
+    assert division(member("a", 0, "", True), member("b", 0, "", True)) == (
+        ["a"],
+        [("b", "a")],
+    )
+    assert division(member("a", 0, "", True), member("b", 9, "y", True)) == (
+        ["b"],
+        [("a", "b")],
+    )
 
 
 def test_of_two_histories_of_equal_length_the_one_of_most_members_wins() -> None:

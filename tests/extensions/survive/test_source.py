@@ -46,7 +46,11 @@ class Pair:
     def round(self, epoch: int) -> list[Range] | None:
         ledger = self.ledger
         if ledger.rounds:
-            there = ("0",) if self._lost_after is not None and ledger.step >= self._lost_after else ("0", "1")
+            there = (
+                ("0",)
+                if self._lost_after is not None and ledger.step >= self._lost_after
+                else ("0", "1")
+            )
             ledger.commit(there, there)
         return None if ledger.exhausted else ledger.deal()[self.name]
 
@@ -57,7 +61,9 @@ def read(lost_after: int | None) -> tuple[list[list[int]], Counter[int]]:
     loader: Any = DataLoader(dataset, batch_size=4, shuffle=False)
     prepared: Any = Accelerator(cpu=True).prepare(loader)  # Any: hasten's loader
     source = LedgerSource(prepared.parts.source, Pair(lost_after), StepClock(), 2)
-    return [item[0].tolist() for item in source.open(Position(epoch=0, seed=0))], dataset.reads
+    return [
+        item[0].tolist() for item in source.open(Position(epoch=0, seed=0))
+    ], dataset.reads
 
 
 def test_each_sample_is_read_once_while_the_members_stay_the_same() -> None:
@@ -68,5 +74,12 @@ def test_each_sample_is_read_once_while_the_members_stay_the_same() -> None:
 
 def test_reading_starts_again_once_where_the_members_change() -> None:
     batches, reads = read(1)
-    assert sorted(index for batch in batches for index in batch) == [0, 1, 2, 3, *range(8, 24)]
-    assert reads.total() == 20 + 4  # one batch was read for positions that were given out differently
+    assert sorted(index for batch in batches for index in batch) == [
+        0,
+        1,
+        2,
+        3,
+        *range(8, 24),
+    ]
+    # one batch was read for positions that were given out differently
+    assert reads.total() == 20 + 4

@@ -23,31 +23,50 @@ from hasten.tracking.registry import build
 OPTIONS: dict[str, dict[str, Any]] = {
     "wandb": {"mode": "offline"},
     "comet_ml": {"online": False, "log_code": False, "log_env_details": False},
-    "clearml": {"offline": True, "auto_resource_monitoring": False, "auto_connect_streams": False},
+    "clearml": {
+        "offline": True,
+        "auto_resource_monitoring": False,
+        "auto_connect_streams": False,
+    },
     "swanlab": {"mode": "offline"},
     "aim": {"system_tracking_interval": None},
 }
-ONCE = ("clearml",)  # two offline tasks in one process hang now and then inside the package
+# two offline tasks in one process hang now and then inside the package
+ONCE = ("clearml",)
 Curve = list[tuple[int, float]]
 
 
-def train(name: str, folder: Path, state: dict[str, Any] | None, steps: range, failed: bool) -> dict[str, Any]:
+def train(
+    name: str, folder: Path, state: dict[str, Any] | None, steps: range, failed: bool
+) -> dict[str, Any]:
     """One process of a training that logs a loss 1/(step+1), a string, two images and a table."""
     manager = TrackerManager(build(name), directory=folder)
-    manager.init("project", {"lr": 0.1, "model": {"depth": 2}}, {name: OPTIONS.get(name, {})})
+    manager.init(
+        "project", {"lr": 0.1, "model": {"depth": 2}}, {name: OPTIONS.get(name, {})}
+    )
     if state:
         manager.load_state_dict(state)
     for step in steps:
-        manager.log({"train": {"loss": torch.tensor(1.0 / (step + 1))}, "note": "hello"}, step=step)
-    manager.log_images({"picture": np.zeros((2, 8, 8, 3)), "gray": np.ones((8, 8))}, step=steps[-1])
-    manager.log_table("answers", ["question", "score"], [["a", 1.0], ["b", 2.0]], step=steps[-1])
+        manager.log(
+            {"train": {"loss": torch.tensor(1.0 / (step + 1))}, "note": "hello"},
+            step=step,
+        )
+    manager.log_images(
+        {"picture": np.zeros((2, 8, 8, 3)), "gray": np.ones((8, 8))}, step=steps[-1]
+    )
+    manager.log_table(
+        "answers", ["question", "score"], [["a", 1.0], ["b", 2.0]], step=steps[-1]
+    )
     found = manager.state_dict()
     manager.finish(failed)
     return found
 
 
 def read_jsonl(folder: Path, run_id: str) -> Curve:
-    return [(row["step"], row["train/loss"]) for row in read_metrics(folder / "project" / run_id)]
+    return [
+        (row["step"], row["train/loss"])
+        for row in read_metrics(folder / "project" / run_id)
+    ]
 
 
 def read_tensorboard(folder: Path, run_id: str) -> Curve:
@@ -62,7 +81,11 @@ def read_tensorboard(folder: Path, run_id: str) -> Curve:
 def read_mlflow(folder: Path, run_id: str) -> Curve:
     mlflow = need("mlflow")
     database = folder / "mlflow.db"
-    uri = f"sqlite:///{database}" if database.exists() else (folder / "mlruns").absolute().as_uri()
+    uri = (
+        f"sqlite:///{database}"
+        if database.exists()
+        else (folder / "mlruns").absolute().as_uri()
+    )
     client = mlflow.MlflowClient(uri)
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
@@ -70,7 +93,10 @@ def read_mlflow(folder: Path, run_id: str) -> Curve:
     assert run.data.tags["note"] == "hello"
     assert [item.path for item in client.list_artifacts(run_id, "answers")]
     assert len(client.list_artifacts(run_id, "images/picture")) == 4
-    return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, "train/loss")]
+    return [
+        (metric.step, metric.value)
+        for metric in client.get_metric_history(run_id, "train/loss")
+    ]
 
 
 def leveldb_records(path: Path) -> list[bytes]:
@@ -103,20 +129,32 @@ def read_wandb(folder: Path, run_id: str) -> Curve:
     proto = need("wandb.proto.wandb_internal_pb2")
     curve: Curve = []
     files = sorted((folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    assert len(files) == 2, "each process of an offline run has its own file; they share the id"
+    assert len(files) == 2, (
+        "each process of an offline run has its own file; they share the id"
+    )
     for path in files:
         for record in finished_records(path, proto.Record):
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            items = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
             if "train/loss" in items:
                 curve.append((int(items["_step"]), float(items["train/loss"])))
-    assert list((folder / "wandb").glob("offline-run-*/files/media/images/picture*.png"))
-    assert list((folder / "wandb").glob("offline-run-*/files/media/table/answers*.json"))
+    assert list(
+        (folder / "wandb").glob("offline-run-*/files/media/images/picture*.png")
+    )
+    assert list(
+        (folder / "wandb").glob("offline-run-*/files/media/table/answers*.json")
+    )
     return curve
 
 
 def read_comet_ml(folder: Path, run_id: str) -> Curve:
     curve: Curve = []
-    for path in sorted((folder / "project" / "comet").glob(f"{run_id}*.zip"), key=lambda path: path.stat().st_mtime):
+    for path in sorted(
+        (folder / "project" / "comet").glob(f"{run_id}*.zip"),
+        key=lambda path: path.stat().st_mtime,
+    ):
         with zipfile.ZipFile(path) as archive:
             for line in archive.read("messages.json").decode().splitlines():
                 metric = json.loads(line)["payload"].get("metric") or {}
@@ -129,7 +167,11 @@ def read_aim(folder: Path, run_id: str) -> Curve:
     aim = need("aim")
     # read-only views show a run only after `aim up` has indexed it, so it is opened once more instead
     run = aim.Run(
-        run_id, repo=str(folder), force_resume=True, system_tracking_interval=None, capture_terminal_logs=False
+        run_id,
+        repo=str(folder),
+        force_resume=True,
+        system_tracking_interval=None,
+        capture_terminal_logs=False,
     )
     assert run["config"]["lr"] == 0.1
     metric = next(item for item in run.metrics() if item.name == "train/loss")
@@ -139,15 +181,27 @@ def read_aim(folder: Path, run_id: str) -> Curve:
 
 def read_clearml(folder: Path, run_id: str) -> Curve:
     path = Path(need("clearml.config").get_offline_dir(run_id)) / "metrics.jsonl"
-    events = [event for line in path.read_text().splitlines() for event in json.loads(line)]
-    return [(event["iter"], event["value"]) for event in events if event.get("variant") == "loss"]
+    events = [
+        event for line in path.read_text().splitlines() for event in json.loads(line)
+    ]
+    return [
+        (event["iter"], event["value"])
+        for event in events
+        if event.get("variant") == "loss"
+    ]
 
 
 def read_dvclive(folder: Path, run_id: str) -> Curve:
-    load_yaml, parse_tsv = need("dvclive.serialize").load_yaml, need("dvclive.utils").parse_tsv
+    load_yaml, parse_tsv = (
+        need("dvclive.serialize").load_yaml,
+        need("dvclive.utils").parse_tsv,
+    )
     base = folder / "project" / run_id / "dvclive"
     assert load_yaml(base / "params.yaml") == {"lr": 0.1, "model": {"depth": 2}}
-    return [(int(row["step"]), float(row["loss"])) for row in parse_tsv(base / "plots/metrics/train/loss.tsv")]
+    return [
+        (int(row["step"]), float(row["loss"]))
+        for row in parse_tsv(base / "plots/metrics/train/loss.tsv")
+    ]
 
 
 def read_swanlab(folder: Path, run_id: str) -> Curve:
@@ -176,11 +230,16 @@ def read_trackio(folder: Path, run_id: str) -> Curve:
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     first = train(name, folder, None, range(5), failed=name not in ONCE)
-    first["step"] = 2  # the checkpoint was written at step 2, the process died after step 4
-    second = first if name in ONCE else train(name, folder, first, range(3, 8), failed=False)
+    # the checkpoint was written at step 2, the process died after step 4
+    first["step"] = 2
+    second = (
+        first if name in ONCE else train(name, folder, first, range(3, 8), failed=False)
+    )
     ids = [state["runs"]["0"][name] for state in (first, second)]
     curve = globals()[f"read_{name}"](folder, ids[-1])
-    sys.stdout.write("\n" + json.dumps({"curve": curve, "ids": ids, "step": second["step"]}) + "\n")
+    sys.stdout.write(
+        "\n" + json.dumps({"curve": curve, "ids": ids, "step": second["step"]}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,12 @@ NOT_RESUMED: Final = ("clearml",)  # an offline session cannot be opened again
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in HIDES_REPEATED else pytest.mark.exhaustive) for name in tracker_names()],
+    [
+        pytest.param(
+            name, marks=() if name in HIDES_REPEATED else pytest.mark.exhaustive
+        )
+        for name in tracker_names()
+    ],
 )
 def test_a_resumed_run_is_read_back_as_one_curve(name: str, tmp_path: Path) -> None:
     package = tracker_class(name).package
@@ -53,7 +58,9 @@ def test_a_resumed_run_is_read_back_as_one_curve(name: str, tmp_path: Path) -> N
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    found = json.loads(
+        [line for line in done.stdout.splitlines() if line.startswith("{")][-1]
+    )
     curve = [(step, round(value, 4)) for step, value in found["curve"]]
     loss = {step: round(1.0 / (step + 1), 4) for step in range(8)}
     if name in NOT_RESUMED:
@@ -66,8 +73,13 @@ def test_a_resumed_run_is_read_back_as_one_curve(name: str, tmp_path: Path) -> N
         assert [step for step, _ in curve] == list(range(8))
 
 
-@pytest.mark.skipif(not available("mlflow") or available("alembic"), reason="mlflow is missing, or has its database")
-def test_mlflow_without_a_place_for_its_records_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not available("mlflow") or available("alembic"),
+    reason="mlflow is missing, or has its database",
+)
+def test_mlflow_without_a_place_for_its_records_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), log_with="mlflow")
     accelerator.init_trackers("project")

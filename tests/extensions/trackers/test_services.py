@@ -23,7 +23,9 @@ from hasten.tracking.registry import build
 def broken_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is there and cannot be imported."""
     (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "__init__.py").write_text("import numpy\nnumpy.no_longer_there\n")
+    (tmp_path / "wandb" / "__init__.py").write_text(
+        "import numpy\nnumpy.no_longer_there\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
 
@@ -32,7 +34,8 @@ def broken_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_package_that_cannot_be_imported_is_an_error() -> None:
     for asked in ("wandb", ["jsonl", "wandb"], WandbTracker()):
         with pytest.raises(
-            MissingPackageError, match=r"importing wandb failed \(AttributeError.*no_longer_there"
+            MissingPackageError,
+            match=r"importing wandb failed \(AttributeError.*no_longer_there",
         ) as caught:
             build(asked)
         assert "Reinstall it: pip uninstall wandb" in str(caught.value)
@@ -56,7 +59,9 @@ def stub(name: str, made: list[dict[str, Any]]) -> ModuleType:
 
     def start(**options: Any) -> Any:
         made.append(options)
-        return SimpleNamespace(id="1", get_key=lambda: "1", log_parameters=lambda _: None)
+        return SimpleNamespace(
+            id="1", get_key=lambda: "1", log_parameters=lambda _: None
+        )
 
     package.init = package.start = start  # type: ignore[attr-defined]
     package.ExperimentConfig = lambda **given: SimpleNamespace(**given)  # type: ignore[attr-defined]
@@ -73,7 +78,11 @@ def stub(name: str, made: list[dict[str, Any]]) -> ModuleType:
     ],
 )
 def test_the_folder_of_the_package_s_own_variable_wins(
-    tracker: type[Tracker], package: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracker: type[Tracker],
+    package: str,
+    variable: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setitem(sys.modules, package, stub(package, made))
@@ -84,12 +93,20 @@ def test_the_folder_of_the_package_s_own_variable_wins(
         tracker().start(run)
         given = made[-1]
         config = given.get("experiment_config")
-        folder = Path(config.offline_directory if config else given.get("dir") or given["log_dir"])
+        folder = Path(
+            config.offline_directory if config else given.get("dir") or given["log_dir"]
+        )
         assert folder.is_dir()
-        assert folder == Path(chosen) if chosen else folder.is_relative_to(tmp_path / "runs")
+        assert (
+            folder == Path(chosen)
+            if chosen
+            else folder.is_relative_to(tmp_path / "runs")
+        )
 
 
-def test_wandb_s_own_run_id_wins_unless_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_s_own_run_id_wins_unless_a_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setitem(sys.modules, "wandb", stub("wandb", made))
     monkeypatch.setenv("WANDB_RUN_ID", "mine")

@@ -13,7 +13,12 @@ from torch import nn
 
 import hasten
 from hasten import TrainingArguments
-from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
+from hasten.errors import (
+    ConfigError,
+    ContradictionError,
+    SettingValueError,
+    UnknownSettingError,
+)
 from hasten.extensions.trainer.arguments import _REFUSED
 from hasten.extensions.trainer.settings import accelerator_settings
 from hasten.extensions.trainer.step_plan import plan_training
@@ -30,7 +35,11 @@ def read_names() -> set[str]:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Attribute):
                 owner = node.value
-                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                name = (
+                    owner.attr
+                    if isinstance(owner, ast.Attribute)
+                    else getattr(owner, "id", "")
+                )
                 if name == "args" or (file.name == "arguments.py" and name == "self"):
                     found.add(node.attr)
     return found
@@ -75,7 +84,9 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
         ({"ignore_data_skip": True}, ConfigError),
     ],
 )  # fmt: skip
-def test_wrong_values_are_refused(changes: dict[str, Any], kind: type[Exception]) -> None:
+def test_wrong_values_are_refused(
+    changes: dict[str, Any], kind: type[Exception]
+) -> None:
     with pytest.raises(kind):
         TrainingArguments("out", **changes)
 
@@ -88,24 +99,43 @@ def test_wrong_values_are_refused(changes: dict[str, Any], kind: type[Exception]
         ({"eval_delay": 2}, "set eval_strategy"),
         ({"metric_for_best_model": "accuracy"}, "set eval_strategy"),
         ({"greater_is_better": False}, "set metric_for_best_model"),
-        ({"greater_is_better": True, "eval_strategy": "epoch"}, "set metric_for_best_model"),
+        (
+            {"greater_is_better": True, "eval_strategy": "epoch"},
+            "set metric_for_best_model",
+        ),
         ({"length_column_name": "n"}, "set group_by_length=True"),
         ({"save_total_limit": 2, "save_strategy": "no"}, "set save_strategy"),
         ({"save_steps": 10, "save_strategy": "epoch"}, "set save_strategy='steps'"),
-        ({"logging_steps": 10, "logging_strategy": "epoch"}, "set logging_strategy='steps'"),
+        (
+            {"logging_steps": 10, "logging_strategy": "epoch"},
+            "set logging_strategy='steps'",
+        ),
         ({"hub_strategy": "every_save"}, "set push_to_hub=True"),
         ({"hub_model_id": "owner/name"}, "set push_to_hub=True"),
         ({"hub_token": "hf_secret"}, "set push_to_hub=True"),
-        ({"hub_strategy": "every_save", "push_to_hub": True, "save_strategy": "no"}, "set both"),
+        (
+            {"hub_strategy": "every_save", "push_to_hub": True, "save_strategy": "no"},
+            "set both",
+        ),
         ({"adam_beta1": 0.8, "optim": "sgd"}, "set optim='adamw_torch'"),
         ({"warmup_steps": 5, "lr_scheduler_type": "constant"}, "constant_with_warmup"),
-        ({"warmup_ratio": 0.1, "lr_scheduler_type": "constant"}, "constant_with_warmup"),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, "set gradient_checkpointing=True"),
+        (
+            {"warmup_ratio": 0.1, "lr_scheduler_type": "constant"},
+            "constant_with_warmup",
+        ),
+        (
+            {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+            "set gradient_checkpointing=True",
+        ),
         ({"ddp_bucket_cap_mb": 5, "fsdp": True}, "remove it"),
     ],
 )
-def test_an_argument_that_needs_another_is_refused_without_it(changes: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(ContradictionError, match=rf"would have no effect: .*; .*{remedy}"):
+def test_an_argument_that_needs_another_is_refused_without_it(
+    changes: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(
+        ContradictionError, match=rf"would have no effect: .*; .*{remedy}"
+    ):
         TrainingArguments("out", **changes)
 
 
@@ -118,8 +148,13 @@ def test_an_argument_that_needs_another_is_refused_without_it(changes: dict[str,
             "eval_strategy": "epoch",
             "save_strategy": "epoch",
         },
-        {"logging_steps": 5, "logging_strategy": "epoch", "eval_strategy": "steps"},  # also how often to evaluate
-        {"metric_for_best_model": "accuracy", "greater_is_better": True, "eval_strategy": "epoch"},
+        # also how often to evaluate
+        {"logging_steps": 5, "logging_strategy": "epoch", "eval_strategy": "steps"},
+        {
+            "metric_for_best_model": "accuracy",
+            "greater_is_better": True,
+            "eval_strategy": "epoch",
+        },
         {"eval_steps": 3, "eval_strategy": "steps", "eval_delay": 2},
         {"hub_strategy": "every_save", "push_to_hub": True},
         {"adam_beta1": 0.8, "optim": "adamw_torch_fused"},
@@ -129,7 +164,10 @@ def test_an_argument_beside_what_it_needs_is_taken(changes: dict[str, Any]) -> N
     TrainingArguments("out", **changes)
 
 
-@pytest.mark.parametrize("changes", [{"label_smoothing_factor": 1.5}, {"warmup_ratio": 2}, {"learning_rate": math.nan}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"label_smoothing_factor": 1.5}, {"warmup_ratio": 2}, {"learning_rate": math.nan}],
+)
 def test_numbers_out_of_range_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(SettingValueError, match="give a number from 0"):
         TrainingArguments("out", **changes)
@@ -147,24 +185,33 @@ def test_defaults_leave_flags_and_files_alone() -> None:
         ({"fp16": True}, {"mixed_precision": "fp16"}),
         ({"use_cpu": True}, {"cpu": True}),
         ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}),
-        ({"report_to": ["jsonl", "tensorboard", "none"]}, {"log_with": ["jsonl", "tensorboard"]}),
+        (
+            {"report_to": ["jsonl", "tensorboard", "none"]},
+            {"log_with": ["jsonl", "tensorboard"]},
+        ),
         ({"deepspeed": "x.json"}, {"strategy": "deepspeed"}),
     ],
 )
-def test_arguments_become_settings_of_the_facade(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_arguments_become_settings_of_the_facade(
+    changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
     given = accelerator_settings(TrainingArguments("out", **changes), Scored())
     assert {name: given[name] for name in expected} == expected
 
 
 def test_sharding_words_become_the_plugin() -> None:
-    given = accelerator_settings(TrainingArguments("out", fsdp="shard_grad_op offload auto_wrap"), Scored())
+    given = accelerator_settings(
+        TrainingArguments("out", fsdp="shard_grad_op offload auto_wrap"), Scored()
+    )
     assert given["strategy"] == "fsdp"
     assert given["fsdp_plugin"].reshard_after_forward is False
     assert given["fsdp_plugin"].cpu_offload is True
     with pytest.raises(SettingValueError, match="full_sharding"):
         accelerator_settings(TrainingArguments("out", fsdp="full_sharding"), Scored())
     with pytest.raises(ConfigError, match="without fsdp"):
-        accelerator_settings(TrainingArguments("out", fsdp_config={"min_num_params": 3}), Scored())
+        accelerator_settings(
+            TrainingArguments("out", fsdp_config={"min_num_params": 3}), Scored()
+        )
 
 
 def test_compiling_ddp_and_recomputing() -> None:
@@ -180,23 +227,40 @@ def test_compiling_ddp_and_recomputing() -> None:
         save_total_limit=3,
     )
     given = accelerator_settings(args, TinyLM())
-    assert (given["dynamo_plugin"].backend, given["dynamo_plugin"].mode) == ("inductor", "reduce-overhead")
-    assert (given["kwargs_handlers"][0].find_unused_parameters, given["kwargs_handlers"][0].bucket_cap_mb) == (True, 7)
+    assert (given["dynamo_plugin"].backend, given["dynamo_plugin"].mode) == (
+        "inductor",
+        "reduce-overhead",
+    )
+    assert (
+        given["kwargs_handlers"][0].find_unused_parameters,
+        given["kwargs_handlers"][0].bucket_cap_mb,
+    ) == (True, 7)
     assert given["recompute"] == ("Block",)
-    assert (given["dataloader_config"].pin_memory, given["dataloader_config"].data_seed) == (False, 5)
+    assert (
+        given["dataloader_config"].pin_memory,
+        given["dataloader_config"].data_seed,
+    ) == (False, 5)
     assert given["project_config"].total_limit == 3
     with pytest.raises(ConfigError, match="no repeated block"):
-        accelerator_settings(TrainingArguments("out", gradient_checkpointing=True), nn.Linear(2, 2))
+        accelerator_settings(
+            TrainingArguments("out", gradient_checkpointing=True), nn.Linear(2, 2)
+        )
 
 
 @pytest.mark.parametrize("epochs", [0.5, 1, 2.25, 3])
 @pytest.mark.parametrize("batches", [1, 7, 10])
 @pytest.mark.parametrize("window", [1, 3, 4])
 def test_the_plan_counts_updates(epochs: float, batches: int, window: int) -> None:
-    plan = plan_training(TrainingArguments("out", num_train_epochs=epochs), batches, window)
+    plan = plan_training(
+        TrainingArguments("out", num_train_epochs=epochs), batches, window
+    )
     per_epoch = len(range(0, batches, window))
     assert plan.max_steps - 1 < epochs * per_epoch <= plan.max_steps
-    assert (plan.num_epochs - 1) * per_epoch < plan.max_steps <= plan.num_epochs * per_epoch
+    assert (
+        (plan.num_epochs - 1) * per_epoch
+        < plan.max_steps
+        <= plan.num_epochs * per_epoch
+    )
 
 
 def test_streams_need_max_steps_and_parts_of_the_whole_become_steps() -> None:
@@ -205,6 +269,19 @@ def test_streams_need_max_steps_and_parts_of_the_whole_become_steps() -> None:
     with pytest.raises(ConfigError, match="no batch"):
         plan_training(TrainingArguments("out"), 0, 1)
     plan = plan_training(
-        TrainingArguments("out", max_steps=40, logging_steps=0.1, eval_strategy="steps", eval_steps=0.5), None, 1
+        TrainingArguments(
+            "out",
+            max_steps=40,
+            logging_steps=0.1,
+            eval_strategy="steps",
+            eval_steps=0.5,
+        ),
+        None,
+        1,
     )
-    assert (plan.max_steps, plan.logging_steps, plan.eval_steps, plan.save_steps) == (40, 4, 20, 500)
+    assert (plan.max_steps, plan.logging_steps, plan.eval_steps, plan.save_steps) == (
+        40,
+        4,
+        20,
+        500,
+    )

@@ -47,13 +47,23 @@ def test_the_model_arrives(tmp_path: Path, strategy: str) -> None:
     assert done.returncode == 0, f"{done.stderr[-3000:]}\n{hub.unknown}"
     assert not hub.unknown
     files = hub.files("someone/tiny")
-    assert set(files) == {"model.safetensors", "training_args.json", "README.md", ".gitattributes"}
-    assert hub.tokens - {""} == {f"Bearer {TOKEN}"}  # addresses of large files are signed and carry none
+    assert set(files) == {
+        "model.safetensors",
+        "training_args.json",
+        "README.md",
+        ".gitattributes",
+    }
+    # addresses of large files are signed and carry none
+    assert hub.tokens - {""} == {f"Bearer {TOKEN}"}
     assert hub.repositories["someone/tiny"].private
     sent, expected = load(files["model.safetensors"]), torch.load(out / "expected.pt")
     assert set(sent) == set(Scored().state_dict())
     assert all(torch.equal(sent[name], expected[name]) for name in sent)
-    progress = [f"Training in progress, step {step}" for step in (2, 4)] if strategy == "every_save" else []
+    progress = (
+        [f"Training in progress, step {step}" for step in (2, 4)]
+        if strategy == "every_save"
+        else []
+    )
     assert hub.messages("someone/tiny") == [*progress, "End of training"]
     card = hub_client.ModelCard(files["README.md"].decode())
     assert card.data.tags == ["hasten"]
@@ -63,7 +73,9 @@ def test_the_model_arrives(tmp_path: Path, strategy: str) -> None:
     assert TOKEN not in done.stdout + done.stderr
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in kept if TOKEN.encode() in path.read_bytes()]
-    assert not list(out.glob(".hasten-hub-*")), "copies for background uploads are deleted"
+    assert not list(out.glob(".hasten-hub-*")), (
+        "copies for background uploads are deleted"
+    )
     assert TOKEN.encode() not in b"".join(files.values())
 
 
@@ -82,9 +94,15 @@ def test_a_failed_upload_ends_the_run_only_at_its_end(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "The next push sends the model of that time." in done.stderr
     assert "HubError" in done.stderr.splitlines()[-1]
-    checkpoints = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
-    assert checkpoints == ["checkpoint_0", "checkpoint_1"], "the training went on after the first failure"
-    metrics = next((tmp_path / "out" / "trainer").rglob("metrics.jsonl")).read_text("utf-8")
+    checkpoints = sorted(
+        path.name for path in (tmp_path / "out" / "checkpoints").iterdir()
+    )
+    assert checkpoints == ["checkpoint_0", "checkpoint_1"], (
+        "the training went on after the first failure"
+    )
+    metrics = next((tmp_path / "out" / "trainer").rglob("metrics.jsonl")).read_text(
+        "utf-8"
+    )
     assert '"finished"' in metrics.splitlines()[-1], "trackers are closed"
 
 
@@ -93,7 +111,10 @@ def test_a_later_push_makes_up_for_a_failed_one(tmp_path: Path) -> None:
         hub.refused = {1}
         done = _run(tmp_path, hub.address, TOKEN)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert hub.messages("someone/tiny") == ["Training in progress, step 4", "End of training"]
+    assert hub.messages("someone/tiny") == [
+        "Training in progress, step 4",
+        "End of training",
+    ]
 
 
 def test_a_refused_token_is_found_before_the_training(tmp_path: Path) -> None:
@@ -106,4 +127,6 @@ def test_a_refused_token_is_found_before_the_training(tmp_path: Path) -> None:
 
 
 def test_arguments_do_not_show_the_token() -> None:
-    assert "hf_abc" not in repr(TrainingArguments("out", push_to_hub=True, hub_token="hf_abc"))
+    assert "hf_abc" not in repr(
+        TrainingArguments("out", push_to_hub=True, hub_token="hf_abc")
+    )

@@ -61,7 +61,10 @@ def test_an_adapters_model_is_patched_inside(package: Any) -> None:
 
 
 def test_models_and_devices_without_kernels_are_named(package: Any) -> None:
-    with pytest.raises(ConfigError, match=r"no kernels for Model \(model_type='own'\).*use_chunked_loss"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no kernels for Model \(model_type='own'\).*use_chunked_loss",
+    ):
         apply_liger(Model("own"), {}, torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"a cpu device cannot run; remove it"):
         apply_liger(Model(), {}, torch.device("cpu"))
@@ -69,8 +72,14 @@ def test_models_and_devices_without_kernels_are_named(package: Any) -> None:
 
 @pytest.mark.skipif(available("liger_kernel"), reason="liger-kernel is installed")
 def test_a_missing_package_is_named_by_the_trainer(tmp_path: Path) -> None:
-    with pytest.raises(MissingPackageError, match=r"'liger_kernel' is not installed.*use_liger_kernel=True"):
-        Trainer(Model(), TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True))
+    with pytest.raises(
+        MissingPackageError,
+        match=r"'liger_kernel' is not installed.*use_liger_kernel=True",
+    ):
+        Trainer(
+            Model(),
+            TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True),
+        )
 
 
 def test_options_without_the_kernels_have_no_effect(tmp_path: Path) -> None:

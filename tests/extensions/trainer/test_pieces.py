@@ -11,8 +11,19 @@ from torch import nn
 
 from hasten import TrainingArguments
 from hasten.errors import ArgumentError, DataError, SettingValueError
-from hasten.extensions.trainer.collate import CollateUsed, LengthGroupedSampler, lengths_of, taken_by, without_unused
-from hasten.extensions.trainer.loss import loss_in, num_items, outputs_besides_loss, smoothed_loss
+from hasten.extensions.trainer.collate import (
+    CollateUsed,
+    LengthGroupedSampler,
+    lengths_of,
+    taken_by,
+    without_unused,
+)
+from hasten.extensions.trainer.loss import (
+    loss_in,
+    num_items,
+    outputs_besides_loss,
+    smoothed_loss,
+)
 from hasten.extensions.trainer.schedules import make_optimizer, num_warmup_steps
 from hasten.trainer import DataCollatorWithPadding, default_data_collator, get_scheduler
 from tests.support.toys import Scored, Tagged
@@ -55,7 +66,9 @@ def test_schedules_are_the_established_ones(name: str, warmup: int, total: int) 
     found = []
     for get in (get_scheduler, transformers_schedules.get_scheduler):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
-        found.append(rates(get(name, optimizer, warmup, total, options), optimizer, total))
+        found.append(
+            rates(get(name, optimizer, warmup, total, options), optimizer, total)
+        )
     assert found[0] == pytest.approx(found[1], abs=1e-9)
 
 
@@ -65,13 +78,24 @@ def test_schedule_options_are_checked() -> None:
         get_scheduler("linaer", optimizer)
     with pytest.raises(SettingValueError, match="does not take; it takes num_cycles"):
         get_scheduler("cosine", optimizer, 0, 10, {"power": 2})
-    assert rates(get_scheduler("polynomial", optimizer, 0, 10), optimizer, 11)[-1] == 0.0
-    for name, option in (("cosine_with_min_lr", "min_lr_rate"), ("warmup_stable_decay", "num_decay_steps")):
-        with pytest.raises(SettingValueError, match=f"no default for {option}; give it"):
+    assert (
+        rates(get_scheduler("polynomial", optimizer, 0, 10), optimizer, 11)[-1] == 0.0
+    )
+    for name, option in (
+        ("cosine_with_min_lr", "min_lr_rate"),
+        ("warmup_stable_decay", "num_decay_steps"),
+    ):
+        with pytest.raises(
+            SettingValueError, match=f"no default for {option}; give it"
+        ):
             get_scheduler(name, optimizer, 0, 10)
-    with pytest.raises(SettingValueError, match="end_factor is relative: give lr_end / learning_rate"):
+    with pytest.raises(
+        SettingValueError, match="end_factor is relative: give lr_end / learning_rate"
+    ):
         get_scheduler("polynomial", optimizer, 0, 10, {"lr_end": 1e-6})
-    with pytest.raises(SettingValueError, match="min_lr_rate is relative: give min_lr / learning_rate"):
+    with pytest.raises(
+        SettingValueError, match="min_lr_rate is relative: give min_lr / learning_rate"
+    ):
         get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr": 1e-6})
     low = get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr_rate": 0.1})
     assert rates(low, optimizer, 11)[-1] == pytest.approx(0.1)
@@ -80,25 +104,45 @@ def test_schedule_options_are_checked() -> None:
 def test_warmup_is_a_number_or_a_part() -> None:
     assert [
         num_warmup_steps(TrainingArguments("out", **changes), 50)
-        for changes in ({}, {"warmup_steps": 7}, {"warmup_steps": 0.1}, {"warmup_ratio": 0.25})
+        for changes in (
+            {},
+            {"warmup_steps": 7},
+            {"warmup_steps": 0.1},
+            {"warmup_ratio": 0.25},
+        )
     ] == [0, 7, 5, 13]
 
 
 def test_vectors_do_not_decay_and_names_choose_the_optimizer() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    matrices, vectors = make_optimizer(TrainingArguments("out", weight_decay=0.1), model).param_groups
-    assert ([p.ndim for p in matrices["params"]], matrices["weight_decay"]) == ([2], 0.1)
-    assert ([p.ndim for p in vectors["params"]], vectors["weight_decay"]) == ([1, 1, 1], 0.0)
-    assert type(make_optimizer(TrainingArguments("out", optim="sgd"), model)) is torch.optim.SGD
+    matrices, vectors = make_optimizer(
+        TrainingArguments("out", weight_decay=0.1), model
+    ).param_groups
+    assert ([p.ndim for p in matrices["params"]], matrices["weight_decay"]) == (
+        [2],
+        0.1,
+    )
+    assert ([p.ndim for p in vectors["params"]], vectors["weight_decay"]) == (
+        [1, 1, 1],
+        0.0,
+    )
+    assert (
+        type(make_optimizer(TrainingArguments("out", optim="sgd"), model))
+        is torch.optim.SGD
+    )
     with pytest.raises(SettingValueError, match="one of adamw_torch"):
         make_optimizer(TrainingArguments("out", optim="adamw_hf"), model)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("multiple", [None, 4])
-def test_padding_keeps_every_token_and_marks_the_rest(side: Any, multiple: int | None) -> None:
+def test_padding_keeps_every_token_and_marks_the_rest(
+    side: Any, multiple: int | None
+) -> None:
     data = Tagged(9)
-    collate = DataCollatorWithPadding(pad_token_id=7, padding_side=side, pad_to_multiple_of=multiple)
+    collate = DataCollatorWithPadding(
+        pad_token_id=7, padding_side=side, pad_to_multiple_of=multiple
+    )
     batch = collate([data[index] for index in range(9)])
     width = batch["input_ids"].shape[1]
     assert width % (multiple or 1) == 0
@@ -117,7 +161,9 @@ def test_the_pad_token_comes_from_the_tokenizer_or_is_asked_for() -> None:
         pad_token_id = 3
         padding_side = "left"
 
-    batch = DataCollatorWithPadding(Tokenizer())([{"input_ids": [1]}, {"input_ids": [1, 2], "label": 1}][:1] * 2)
+    batch = DataCollatorWithPadding(Tokenizer())(
+        [{"input_ids": [1]}, {"input_ids": [1, 2], "label": 1}][:1] * 2
+    )
     assert batch["input_ids"].tolist() == [[1], [1]]
     with pytest.raises(ArgumentError, match="pad_token_id"):
         DataCollatorWithPadding()
@@ -151,7 +197,9 @@ def test_unused_columns_are_dropped() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 7, 400])
 def test_length_groups_are_a_shuffle_of_seed_and_epoch(length: int) -> None:
-    lengths = torch.randint(1, 50, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    lengths = torch.randint(
+        1, 50, (length,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     sampler = LengthGroupedSampler(lengths, 2, seed=3)
     first = list(sampler)
     assert sorted(first) == list(range(length))
@@ -162,10 +210,21 @@ def test_length_groups_are_a_shuffle_of_seed_and_epoch(length: int) -> None:
     sampler.set_epoch(1)
     assert list(sampler) != first
     if length == 400:
-        spread = sum(abs(lengths[a] - lengths[b]) for a, b in zip(first[::2], first[1::2], strict=True)) / 200
+        spread = (
+            sum(
+                abs(lengths[a] - lengths[b])
+                for a, b in zip(first[::2], first[1::2], strict=True)
+            )
+            / 200
+        )
         assert spread < 3
-    assert lengths_of(Tagged(5), "length", "packing") == [len(Tagged(5)[i]["input_ids"]) for i in range(5)]
-    assert lengths_of(Dataset.from_dict({"length": [3, 4]}), "length", "packing") == [3, 4]
+    assert lengths_of(Tagged(5), "length", "packing") == [
+        len(Tagged(5)[i]["input_ids"]) for i in range(5)
+    ]
+    assert lengths_of(Dataset.from_dict({"length": [3, 4]}), "length", "packing") == [
+        3,
+        4,
+    ]
     with pytest.raises(DataError, match="length_column_name"):
         lengths_of([{"x": 1}], "length", "group_by_length")
 
@@ -186,10 +245,15 @@ def test_losses_are_found_and_counted() -> None:
 
 
 def test_smoothing_mixes_in_the_uniform_distribution() -> None:
-    logits, labels = torch.randn(2, 4, 5), torch.tensor([[1, -100, 2, 3], [0, 1, -100, -100]])
+    logits, labels = (
+        torch.randn(2, 4, 5),
+        torch.tensor([[1, -100, 2, 3], [0, 1, -100, -100]]),
+    )
     for shifted in (False, True):
         z, y = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
         logp = z.log_softmax(-1)[y != -100]
         target = torch.nn.functional.one_hot(y[y != -100], 5) * 0.9 + 0.1 / 5
         expected = -(target * logp).sum(-1).mean()
-        torch.testing.assert_close(smoothed_loss(logits, labels, 0.1, shifted), expected)
+        torch.testing.assert_close(
+            smoothed_loss(logits, labels, 0.1, shifted), expected
+        )

@@ -14,7 +14,14 @@ from datasets import Dataset as HubDataset
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from hasten import PREEMPTED_EXIT_CODE, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, read_metrics
+from hasten import (
+    PREEMPTED_EXIT_CODE,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    read_metrics,
+)
 from hasten.errors import ArgumentError, ConfigError, ContradictionError
 from hasten.extensions.trainer.callbacks import EVENTS
 from hasten.extensions.trainer.settings import accelerator_settings
@@ -24,12 +31,27 @@ from tests.support.toys import Rows, Scored
 
 
 def make(
-    folder: Path, callbacks: Any = (), model: nn.Module | None = None, data: Any = None, **changes: Any
+    folder: Path,
+    callbacks: Any = (),
+    model: nn.Module | None = None,
+    data: Any = None,
+    **changes: Any,
 ) -> Trainer:
-    plain: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2}
+    plain: dict[str, Any] = {
+        "num_train_epochs": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+    }
     rows = Rows() if data is None else data
     args = TrainingArguments(str(folder), **{**plain, **changes})
-    return Trainer(model or seeded(Scored), args, train_dataset=rows, eval_dataset=Rows(9), callbacks=callbacks)
+    return Trainer(
+        model or seeded(Scored),
+        args,
+        train_dataset=rows,
+        eval_dataset=Rows(9),
+        callbacks=callbacks,
+    )
 
 
 def recorder(seen: list[str]) -> TrainerCallback:
@@ -38,18 +60,41 @@ def recorder(seen: list[str]) -> TrainerCallback:
     def noting(event: str) -> Any:
         return lambda self, args, state, control, **kwargs: seen.append(event)
 
-    made: TrainerCallback = type("Recorder", (TrainerCallback,), {event: noting(event) for event in EVENTS})()
+    made: TrainerCallback = type(
+        "Recorder", (TrainerCallback,), {event: noting(event) for event in EVENTS}
+    )()
     return made
 
 
 def test_events_come_in_order(tmp_path: Path) -> None:
     seen: list[str] = []
-    changes: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2, "logging_steps": 2}
-    trainer = make(tmp_path, [recorder(seen)], save_strategy="steps", save_steps=2, **changes)
+    changes: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "logging_steps": 2,
+    }
+    trainer = make(
+        tmp_path, [recorder(seen)], save_strategy="steps", save_steps=2, **changes
+    )
     trainer.train()
-    step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
+    step = [
+        "on_step_begin",
+        "on_substep_end",
+        "on_pre_optimizer_step",
+        "on_optimizer_step",
+        "on_step_end",
+    ]
     begin = ["on_init_end", "on_train_begin", "on_epoch_begin"]
-    assert seen == [*begin, *step, *step, "on_log", "on_save", "on_epoch_end", "on_log", "on_train_end"]
+    assert seen == [
+        *begin,
+        *step,
+        *step,
+        "on_log",
+        "on_save",
+        "on_epoch_end",
+        "on_log",
+        "on_train_end",
+    ]
     seen.clear()
     trainer.predict(Rows(3))
     assert seen == ["on_prediction_step", "on_predict"]
@@ -74,10 +119,17 @@ def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
     weights: list[Tensor] = []
 
     class Keep(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             weights.append(kwargs["model"].body.head.weight.detach().clone())
 
-    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    changes: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
     trainer = make(
         tmp_path, [Scores([0.1, 0.9, 0.3, 0.2, 0.0]), Keep()], load_best_model_at_end=True, metric_for_best_model="score",
         save_total_limit=1, **changes,
@@ -86,20 +138,40 @@ def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
     assert trainer.state.best_metric == 0.9
     assert trainer.state.best_global_step == 2
     assert torch.equal(trainer.model.get_parameter("body.head.weight"), weights[1])
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("checkpoint"))
+    kept = sorted(
+        path.name
+        for path in (tmp_path / "checkpoints").iterdir()
+        if path.name.startswith("checkpoint")
+    )
     assert kept == ["checkpoint_1", "checkpoint_4"]
 
 
 def test_only_better_models_are_saved_and_stopping_is_early(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score"}
+    changes: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "score",
+    }
     callbacks = [Scores([0.5, 0.6, 0.4, 0.55, 0.9]), EarlyStoppingCallback(2)]
-    trainer = make(tmp_path, callbacks, save_strategy="best", per_device_train_batch_size=4, **changes)
+    trainer = make(
+        tmp_path,
+        callbacks,
+        save_strategy="best",
+        per_device_train_batch_size=4,
+        **changes,
+    )
     trainer.train()
     assert trainer.state.global_step == 4
     assert len(list((tmp_path / "checkpoints").glob("checkpoint_*"))) == 2
-    assert trainer.state.callbacks == {"1.EarlyStoppingCallback": {"best": 0.6, "waited": 0}}
+    assert trainer.state.callbacks == {
+        "1.EarlyStoppingCallback": {"best": 0.6, "waited": 0}
+    }
     with pytest.raises(ConfigError, match="eval_nothing"):
-        make(tmp_path, save_strategy="best", **{**changes, "metric_for_best_model": "nothing"}).train()
+        make(
+            tmp_path,
+            save_strategy="best",
+            **{**changes, "metric_for_best_model": "nothing"},
+        ).train()
     with pytest.raises(ConfigError, match="set eval_strategy"):
         make(tmp_path, [EarlyStoppingCallback()]).train()
 
@@ -140,13 +212,20 @@ class Hungry(Scored):
 
 def test_the_batch_size_is_found_and_the_global_batch_kept(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"max_steps": 4}
-    found = make(tmp_path, model=seeded(lambda: Hungry(dropout=0.0)), auto_find_batch_size=True, **changes)
+    found = make(
+        tmp_path,
+        model=seeded(lambda: Hungry(dropout=0.0)),
+        auto_find_batch_size=True,
+        **changes,
+    )
     found.train()
     assert found.accelerator.gradient_accumulation_steps == 4
     plain = make(tmp_path, model=seeded(lambda: Scored(dropout=0.0)), **changes)
     plain.train()
     assert found.state.global_step == 4
-    for ours, theirs in zip(found.model.parameters(), plain.model.parameters(), strict=True):
+    for ours, theirs in zip(
+        found.model.parameters(), plain.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -162,17 +241,28 @@ class TextModel(nn.Module):
 
 
 def test_recomputing_changes_memory_and_not_weights(tmp_path: Path) -> None:
-    rows = [{"tokens": torch.arange(n, n + 8), "labels": torch.arange(n + 1, n + 9)} for n in range(16)]
+    rows = [
+        {"tokens": torch.arange(n, n + 8), "labels": torch.arange(n + 1, n + 9)}
+        for n in range(16)
+    ]
     weights = []
     for recompute in (False, True):
-        trainer = make(tmp_path, model=seeded(TextModel), data=rows, gradient_checkpointing=recompute)
+        trainer = make(
+            tmp_path,
+            model=seeded(TextModel),
+            data=rows,
+            gradient_checkpointing=recompute,
+        )
         trainer.train()
         weights.append([p.detach() for p in trainer.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_smoothing_changes_the_loss(tmp_path: Path) -> None:
-    losses = [make(tmp_path, label_smoothing_factor=s).evaluate()["eval_loss"] for s in (0.0, 0.3)]
+    losses = [
+        make(tmp_path, label_smoothing_factor=s).evaluate()["eval_loss"]
+        for s in (0.0, 0.3)
+    ]
     assert losses[0] != losses[1]
 
 
@@ -187,24 +277,37 @@ class Asks(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
         logits = self.body(x)
         loss = nn.functional.cross_entropy(logits, labels)
-        return {"dict": {"loss": loss, "logits": logits}, "tuple": (loss, logits), "loss": loss}[self.form]
+        return {
+            "dict": {"loss": loss, "logits": logits},
+            "tuple": (loss, logits),
+            "loss": loss,
+        }[self.form]
 
 
 @pytest.mark.parametrize("form", ["dict", "tuple"])
-def test_smoothing_acts_on_a_model_that_needs_its_labels(tmp_path: Path, form: str) -> None:
+def test_smoothing_acts_on_a_model_that_needs_its_labels(
+    tmp_path: Path, form: str
+) -> None:
     model = Asks(form)
     batch = default_data_collator([{**Rows()[i], "text": None} for i in range(5)])
-    expected = nn.functional.cross_entropy(model.body(batch["x"]), batch["labels"], label_smoothing=0.2)
+    expected = nn.functional.cross_entropy(
+        model.body(batch["x"]), batch["labels"], label_smoothing=0.2
+    )
     trainer = make(tmp_path, model=model, label_smoothing_factor=0.2, max_steps=2)
     assert torch.equal(trainer.compute_loss(model, batch), expected)
     trainer.train()
 
 
 def test_smoothing_that_cannot_act_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"without them, .*return a dict with 'logits'"):
+    with pytest.raises(
+        ArgumentError, match=r"without them, .*return a dict with 'logits'"
+    ):
         make(tmp_path, model=Asks("loss"), label_smoothing_factor=0.2).train()
     pairs = [(Rows()[i]["x"], Rows()[i]["label"]) for i in range(8)]
-    with pytest.raises(ArgumentError, match=r"the batch is a list: it has no labels.*Use samples that are dicts"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"the batch is a list: it has no labels.*Use samples that are dicts",
+    ):
         make(tmp_path, data=pairs, label_smoothing_factor=0.2).train()
     numbers = [{"x": Rows()[i]["x"], "labels": 0.5} for i in range(8)]
     with pytest.raises(ArgumentError, match=r"its labels are torch\.float"):
@@ -212,13 +315,23 @@ def test_smoothing_that_cannot_act_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_labels_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"The batch has no labels.*add them to the samples"):
+    with pytest.raises(
+        ArgumentError, match=r"The batch has no labels.*add them to the samples"
+    ):
         make(tmp_path, data=[{"x": Rows()[i]["x"]} for i in range(8)]).train()
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(4, True), (0, False)])
-def test_micro_batches_without_labels_do_not_spoil_the_logged_loss(tmp_path: Path, kept: int, expected: bool) -> None:
-    rows = [{"x": Rows()[i]["x"], "labels": Rows()[i]["label"] if i < kept else torch.tensor(-100)} for i in range(8)]
+def test_micro_batches_without_labels_do_not_spoil_the_logged_loss(
+    tmp_path: Path, kept: int, expected: bool
+) -> None:
+    rows = [
+        {
+            "x": Rows()[i]["x"],
+            "labels": Rows()[i]["label"] if i < kept else torch.tensor(-100),
+        }
+        for i in range(8)
+    ]
     changes: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
@@ -230,7 +343,8 @@ def test_micro_batches_without_labels_do_not_spoil_the_logged_loss(tmp_path: Pat
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert all(map(math.isfinite, losses))
     assert bool(losses) is expected
-    assert math.isfinite(trainer.state.log_history[-1]["train_loss"]) is expected  # no labels at all: no mean
+    # no labels at all: no mean
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"]) is expected
 
 
 def test_settings_of_an_optimizer_given_ready_made_are_refused(tmp_path: Path) -> None:
@@ -238,7 +352,8 @@ def test_settings_of_an_optimizer_given_ready_made_are_refused(tmp_path: Path) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     args = TrainingArguments(str(tmp_path), learning_rate=1e-2)
     with pytest.raises(
-        ContradictionError, match=r"learning_rate=0\.01 would have no effect.*set this when you create it"
+        ContradictionError,
+        match=r"learning_rate=0\.01 would have no effect.*set this when you create it",
     ):
         Trainer(model, args, train_dataset=Rows(), optimizers=(optimizer, None))
     Trainer(
@@ -265,25 +380,47 @@ def test_a_pipe_gets_a_line_for_every_log_and_evaluation_and_the_reason_of_the_e
     history = trainer.state.log_history
     for log in history:
         name = next(name for name in ("loss", "eval_loss", "train_loss") if name in log)
-        assert sum(f"step {log['step']}/100 | {name} {log[name]:.4g} |" in line for line in lines) == 1
+        assert (
+            sum(
+                f"step {log['step']}/100 | {name} {log[name]:.4g} |" in line
+                for line in lines
+            )
+            == 1
+        )
     assert sum("eval_loss" in log for log in history) == 4
     assert sum("| eval_loss" in line for line in lines if line.startswith("step")) == 4
-    assert lines[-1] == "stopped at step 20/100: early stopping: eval_loss has not improved for 3 evaluations"
+    assert (
+        lines[-1]
+        == "stopped at step 20/100: early stopping: eval_loss has not improved for 3 evaluations"
+    )
 
 
-def test_the_end_that_a_callback_asked_for_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_that_a_callback_asked_for_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Enough(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, **kwargs: Any
+        ) -> None:
             control.should_training_stop = True
 
     make(tmp_path, [Enough()], disable_tqdm=False).train()
-    assert "stopped at step 1/5: requested by a callback" in capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "stopped at step 1/5: requested by a callback"
+        in capsys.readouterr().err.splitlines()[-1]
+    )
     make(tmp_path, disable_tqdm=False).train()
     assert "stopped" not in capsys.readouterr().err
 
 
 def test_logs_reach_history_and_trackers(tmp_path: Path) -> None:
-    trainer = make(tmp_path, logging_steps=2, report_to="jsonl", run_name="mine", eval_strategy="epoch")
+    trainer = make(
+        tmp_path,
+        logging_steps=2,
+        report_to="jsonl",
+        run_name="mine",
+        eval_strategy="epoch",
+    )
     trainer.train()
     (run,) = (tmp_path / "mine").iterdir()
     rows = read_metrics(run)
@@ -311,7 +448,9 @@ def test_a_preempted_run_saves_exits_and_goes_on(tmp_path: Path) -> None:
     assert ended.value.code == PREEMPTED_EXIT_CODE
     second = make(tmp_path)
     assert second.train(resume_from_checkpoint="auto").global_step == 5
-    for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+    for ours, theirs in zip(
+        second.model.parameters(), whole.model.parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -322,7 +461,10 @@ def test_auto_starts_fresh_without_a_checkpoint(tmp_path: Path) -> None:
 def test_the_file_of_an_engine_reaches_it(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), deepspeed="zero3.json")
     found = accelerator_settings(args, nn.Linear(1, 1))
-    assert (found["strategy"], found["deepspeed_plugin"]["hf_ds_config"]) == ("deepspeed", "zero3.json")
+    assert (found["strategy"], found["deepspeed_plugin"]["hf_ds_config"]) == (
+        "deepspeed",
+        "zero3.json",
+    )
 
 
 def test_saved_models_load_again(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ NUM_SAMPLES = 61
 class RecordingTrainer(Trainer):
     """Trainer that records the samples it trains on."""
 
-    def training_step(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor | None]:
+    def training_step(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         self.samples.extend(self.train_loader.samples())
         return super().training_step(model, inputs)
 
@@ -53,7 +55,10 @@ def train(
         **{"num_train_epochs": 3, **changes},
     )
     trainer = RecordingTrainer(
-        seeded(Scored), args, train_dataset=Rows(NUM_SAMPLES), callbacks=[StopAfter(num_updates)]
+        seeded(Scored),
+        args,
+        train_dataset=Rows(NUM_SAMPLES),
+        callbacks=[StopAfter(num_updates)],
     )
     trainer.samples = []
     trainer.train(resume_from_checkpoint="auto")
@@ -79,7 +84,10 @@ def train(
     ],
 )
 def test_a_run_on_changing_processes_ends_after_its_epochs(
-    rank_pool: Pool, tmp_path: Path, worlds: tuple[tuple[int, int], ...], changes: dict[str, Any]
+    rank_pool: Pool,
+    tmp_path: Path,
+    worlds: tuple[tuple[int, int], ...],
+    changes: dict[str, Any],
 ) -> None:
     num_epochs = changes.get("num_train_epochs", 3)
     counts, step = [0] * NUM_SAMPLES, 0
@@ -90,9 +98,13 @@ def test_a_run_on_changing_processes_ends_after_its_epochs(
             for sample in samples:
                 counts[sample] += 1
         numbers = outcomes[0][1]
-        assert num_updates < 0 or numbers["step"] == step + num_updates, "updates are counted as they are made"
+        assert num_updates < 0 or numbers["step"] == step + num_updates, (
+            "updates are counted as they are made"
+        )
         step = numbers["step"]
-    assert set(counts) <= {math.floor(num_epochs), math.ceil(num_epochs)}, "each sample once an epoch"
+    assert set(counts) <= {math.floor(num_epochs), math.ceil(num_epochs)}, (
+        "each sample once an epoch"
+    )
     assert numbers["epoch"] == pytest.approx(num_epochs, abs=0.02)
     assert numbers["rate"] == pytest.approx(0.0, abs=1e-6), "the schedule ended"
     assert numbers["step"] == numbers["max_steps"]

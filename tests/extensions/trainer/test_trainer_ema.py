@@ -29,7 +29,10 @@ class Net(nn.Module):
 
 def rows(count: int = 16) -> list[dict[str, Any]]:
     draw = torch.Generator().manual_seed(3)
-    return [{"x": torch.randn(4, generator=draw), "labels": torch.randn((), generator=draw)} for _ in range(count)]
+    return [
+        {"x": torch.randn(4, generator=draw), "labels": torch.randn((), generator=draw)}
+        for _ in range(count)
+    ]
 
 
 def trainer(folder: str, **options: Any) -> Trainer:
@@ -49,13 +52,18 @@ def trainer(folder: str, **options: Any) -> Trainer:
 
 
 @ranks(1, 2)
-def test_evaluation_and_export_use_the_average(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_evaluation_and_export_use_the_average(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     where: str = ctx.world.broadcast_object(str(tmp_path))
     made = trainer(f"{where}/run", max_steps=4, ema_decay=0.5)
     made.train()
     assert made.ema is not None
     trained = {
-        name: value.clone() for name, value in made.accelerator.unwrap_model(made.wrapped_model).state_dict().items()
+        name: value.clone()
+        for name, value in made.accelerator.unwrap_model(made.wrapped_model)
+        .state_dict()
+        .items()
     }
     with made.ema.swapped() as model:
         averaged = {name: value.clone() for name, value in model.state_dict().items()}
@@ -63,18 +71,29 @@ def test_evaluation_and_export_use_the_average(ctx: ProcessContext, tmp_path: Pa
     net = Net()
     net.load_state_dict(averaged)
     data = rows(6)
-    out = net(torch.stack([row["x"] for row in data]), torch.stack([row["labels"] for row in data]))
-    assert made.evaluate()["eval_loss"] == pytest.approx(float(out["loss"].detach()), rel=1e-5)
+    out = net(
+        torch.stack([row["x"] for row in data]),
+        torch.stack([row["labels"] for row in data]),
+    )
+    assert made.evaluate()["eval_loss"] == pytest.approx(
+        float(out["loss"].detach()), rel=1e-5
+    )
     made.save_model(f"{where}/export")
     stored = load_file(f"{where}/export/model.safetensors")
     assert all(torch.equal(stored[name], value) for name, value in averaged.items())
     again = trainer(
-        f"{where}/run", max_steps=4, ema_decay=0.5, resume_from_checkpoint=f"{where}/run/checkpoints/checkpoint_0"
+        f"{where}/run",
+        max_steps=4,
+        ema_decay=0.5,
+        resume_from_checkpoint=f"{where}/run/checkpoints/checkpoint_0",
     )
     again.train()
     assert again.ema is not None
     with again.ema.swapped() as model:
-        assert all(torch.equal(model.state_dict()[name], value) for name, value in averaged.items())
+        assert all(
+            torch.equal(model.state_dict()[name], value)
+            for name, value in averaged.items()
+        )
 
 
 def test_wrong_arguments_are_refused() -> None:

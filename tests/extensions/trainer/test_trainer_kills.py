@@ -34,7 +34,8 @@ class Killed(TrainerCallback):
         if self.left == 0:
             if not self.late_s:
                 os.kill(os.getpid(), signal.SIGKILL)
-            threading.Timer(self.late_s, os.kill, (os.getpid(), signal.SIGKILL)).start()  # perhaps during a save
+            # perhaps during a save
+            threading.Timer(self.late_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         self._count()
@@ -43,7 +44,9 @@ class Killed(TrainerCallback):
         self._count()
 
 
-def train(ctx: ProcessContext, folder: Path, kill: tuple[int, int, float] | None) -> list[Tensor]:
+def train(
+    ctx: ProcessContext, folder: Path, kill: tuple[int, int, float] | None
+) -> list[Tensor]:
     """Train, or go on from the newest checkpoint; `kill` is the rank that dies, after how many batches, and how late."""
     args = TrainingArguments(
         str(folder), num_train_epochs=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=3e-2,
@@ -51,11 +54,15 @@ def train(ctx: ProcessContext, folder: Path, kill: tuple[int, int, float] | None
         disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
     callbacks = [Killed(*kill[1:])] if kill is not None and kill[0] == ctx.rank else []
-    torch.manual_seed(random.SystemRandom().randrange(2**31))  # whatever happened before must not matter
+    # whatever happened before must not matter
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
     trainer = Trainer(seeded(Scored), args, train_dataset=Rows(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint="auto")
     tensors = [
-        t.detach().clone() for t in trainer.accelerator.unwrap_model(trainer.wrapped_model).state_dict().values()
+        t.detach().clone()
+        for t in trainer.accelerator.unwrap_model(trainer.wrapped_model)
+        .state_dict()
+        .values()
     ]
     for values in trainer.optimizer.state.values():
         tensors += [value.clone() for value in values.values()]
@@ -67,7 +74,8 @@ def killed_equals_whole(pool: Pool, folder: Path, num_ranks: int, kills: int) ->
     rng = random.Random(num_ranks)
     whole = pool.run(train, num_ranks, folder / "whole", None)
     done, run, finished = 0, 0, False
-    while done < kills or not finished:  # the training of the last kill comes to its end too
+    # the training of the last kill comes to its end too
+    while done < kills or not finished:
         kill = None
         if done < kills:
             late_s = rng.choice((0.0, rng.uniform(0, LATE_S)))
@@ -76,7 +84,9 @@ def killed_equals_whole(pool: Pool, folder: Path, num_ranks: int, kills: int) ->
         if kill is not None and outcomes[kill[0]].status == "died":
             done, finished = done + 1, False
             continue
-        assert [outcome.status for outcome in outcomes] == ["returned"] * num_ranks, outcomes
+        assert [outcome.status for outcome in outcomes] == ["returned"] * num_ranks, (
+            outcomes
+        )
         run, finished = run + 1, True
         for rank, outcome in enumerate(outcomes):
             for ours, theirs in zip(outcome.value, whole[rank], strict=True):
@@ -84,7 +94,9 @@ def killed_equals_whole(pool: Pool, folder: Path, num_ranks: int, kills: int) ->
     assert done == kills
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_a_training_killed_at_random_batches_ends_as_the_whole_one(
     rank_pool: Pool, tmp_path: Path, num_ranks: int
 ) -> None:

@@ -127,7 +127,10 @@ def starved() -> None:
         step()
         return
     burn = f"import time\nend = time.monotonic() + {HOLD_S}\nwhile time.monotonic() < end: pass"
-    others = [subprocess.Popen([sys.executable, "-S", "-c", burn]) for _ in range(2 * (os.cpu_count() or 1))]
+    others = [
+        subprocess.Popen([sys.executable, "-S", "-c", burn])
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     step(torch.ones(1 << 18, 4))
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
@@ -168,7 +171,10 @@ def no_descriptors() -> None:
         accelerator.wait_for_everyone()
         return
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))  # noqa: PTH208
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE,
+        (len(os.listdir("/proc/self/fd")), limits[1]),  # noqa: PTH208
+    )
     accelerator.wait_for_everyone()
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -221,7 +227,9 @@ def uneven_evaluation() -> None:
 
 
 def slow_save_hook() -> None:
-    hook = accelerator.register_save_state_pre_hook(lambda *_: time.sleep(HOLD_S if rank == HOLDER else 0.0))
+    hook = accelerator.register_save_state_pre_hook(
+        lambda *_: time.sleep(HOLD_S if rank == HOLDER else 0.0)
+    )
     accelerator.save_state("project/state")
     hook.remove()
 
@@ -251,9 +259,15 @@ def builds_in_forward() -> None:
     names: dict[str, Any] = {"run": subprocess.run, "Module": nn.Module}
     words = ["sleep", str(HOLD_S if rank == HOLDER else 0)]
     source = f"class Layer(Module):\n    def forward(self, x):\n        run({words})\n        return x\n"
-    exec(compile(source, "/usr/lib/python3/site-packages/layers/layer.py", "exec"), names)
+    exec(
+        compile(source, "/usr/lib/python3/site-packages/layers/layer.py", "exec"), names
+    )
     layer = nn.Sequential(names["Layer"](), nn.Linear(4, 1))
-    built = nn.parallel.DistributedDataParallel(layer, process_group=pair) if rank < 2 else layer
+    built = (
+        nn.parallel.DistributedDataParallel(layer, process_group=pair)
+        if rank < 2
+        else layer
+    )
     built(torch.ones(2, 4)).sum().backward()
 
 
@@ -261,14 +275,21 @@ def first_compile() -> None:
     """One rank compiles its step, the other has done so already; the compiler is torch's own, with the time it takes on top."""
     names: dict[str, Any] = {"sleep": time.sleep}
     source = f"def slowly(graph, inputs):\n    sleep({HOLD_S if rank == HOLDER else 0})\n    return graph.forward\n"
-    exec(compile(source, f"{Path(torch.__file__).parent}/_inductor/compile_fx.py", "exec"), names)
+    exec(
+        compile(
+            source, f"{Path(torch.__file__).parent}/_inductor/compile_fx.py", "exec"
+        ),
+        names,
+    )
     torch.compile(nn.Linear(4, 4), backend=names["slowly"])(torch.ones(2, 4))
 
 
 def inductor() -> None:
     """The real compiler, on one rank alone."""
     if rank == HOLDER:
-        torch.compile(nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.LayerNorm(64)))(torch.ones(2, 4))
+        torch.compile(nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.LayerNorm(64)))(
+            torch.ones(2, 4)
+        )
 
 
 def asks() -> None:

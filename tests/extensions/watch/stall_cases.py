@@ -30,14 +30,18 @@ if os.environ["RANK"] == "1":
         raise ValueError("on purpose")  # at: before start
     if name == "wrong_world_size":
         os.environ["WORLD_SIZE"] = "3"
-accelerator = Accelerator(strategy="fsdp" if name.startswith("fsdp") else None, project_dir="project")
+accelerator = Accelerator(
+    strategy="fsdp" if name.startswith("fsdp") else None, project_dir="project"
+)
 rank = accelerator.process_index
 main = rank == 0
 if name != "never":
     torch.manual_seed(0)
 alone = dist.new_group([0])
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model, optimizer = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1)
+)
 
 
 def step(x: Tensor | None = None) -> Tensor:
@@ -172,11 +176,13 @@ def other_shape() -> None:
 
 
 def other_dtype() -> None:
-    accelerator.gather(torch.ones(3, dtype=torch.float64 if main else torch.float32))  # at: dtypes
+    # at: dtypes
+    accelerator.gather(torch.ones(3, dtype=torch.float64 if main else torch.float32))
 
 
 def other_structure() -> None:
-    accelerator.reduce({"a": torch.ones(1)} if main else [torch.ones(1)])  # at: structures
+    # at: structures
+    accelerator.reduce({"a": torch.ones(1)} if main else [torch.ones(1)])
 
 
 # ------------------------------------------------------------------------------------------------ ranks that end
@@ -271,7 +277,8 @@ def asleep() -> None:
 
 def native() -> None:
     if not main:
-        ctypes.PyDLL(None).sleep(1000)  # holds the interpreter: no other thread of this rank can run
+        # holds the interpreter: no other thread of this rank can run
+        ctypes.PyDLL(None).sleep(1000)
     step()
 
 
@@ -374,7 +381,12 @@ def slow_compile() -> None:
     """A compiler that takes its time on one rank; its frames are those of torch's own, as far as a look at the stack can tell."""
     names: dict[str, Any] = {"sleep": time.sleep}
     source = f"def slowly(graph, inputs):\n    sleep({2.5 * AFTER_S if main else 0})\n    return graph.forward\n"
-    exec(compile(source, f"{Path(torch.__file__).parent}/_inductor/compile_fx.py", "exec"), names)
+    exec(
+        compile(
+            source, f"{Path(torch.__file__).parent}/_inductor/compile_fx.py", "exec"
+        ),
+        names,
+    )
     torch.compile(nn.Linear(4, 4), backend=names["slowly"])(torch.ones(2, 4))
     step()
 

@@ -38,20 +38,36 @@ def state(
         "quiet_s": 31.0,
         "function": "main",
     }
-    return State(rank=rank, host="h", pid=100 + rank, spot=CodeLine(site, call, f"{call}(x)"), **{**plain, **changes})
+    return State(
+        rank=rank,
+        host="h",
+        pid=100 + rank,
+        spot=CodeLine(site, call, f"{call}(x)"),
+        **{**plain, **changes},
+    )
 
 
 def here(*states: State) -> list[SeenState]:
-    return [SeenState(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1)) for one in states]
+    return [
+        SeenState(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1))
+        for one in states
+    ]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("status", ["left", "failed", "gone", "stopped"])
-def test_a_lost_rank_is_the_cause_whatever_the_others_do(size: int, status: Status) -> None:
+def test_a_lost_rank_is_the_cause_whatever_the_others_do(
+    size: int, status: Status
+) -> None:
     for culprit in {0, size // 2, size - 1}:
         world = here(*(state(rank) for rank in range(size)))
         world[culprit] = SeenState(
-            culprit, status, None, Note(culprit, "h", 5, 1, "at 10:00" if status in ("left", "failed") else "")
+            culprit,
+            status,
+            None,
+            Note(
+                culprit, "h", 5, 1, "at 10:00" if status in ("left", "failed") else ""
+            ),
         )
         found = diagnose(world)
         assert found is not None
@@ -73,12 +89,23 @@ def test_a_lost_rank_is_the_cause_whatever_the_others_do(size: int, status: Stat
         ({"kind": "backward", "cpu_share": 0.9}, "user code"),
     ],
 )
-def test_a_rank_that_works_is_named_but_the_wait_may_end(size: int, changes: dict[str, Any], cause: str) -> None:
+def test_a_rank_that_works_is_named_but_the_wait_may_end(
+    size: int, changes: dict[str, Any], cause: str
+) -> None:
     for culprit in {0, size - 1}:
-        states = [state(rank) if rank != culprit else state(rank, "train.py:57", "", **changes) for rank in range(size)]
+        states = [
+            state(rank)
+            if rank != culprit
+            else state(rank, "train.py:57", "", **changes)
+            for rank in range(size)
+        ]
         found = diagnose(here(*states))
         assert found is not None
-        assert (found.cause, found.missing, found.ends) == (cause, (culprit,), "perhaps")
+        assert (found.cause, found.missing, found.ends) == (
+            cause,
+            (culprit,),
+            "perhaps",
+        )
         assert found.sentence.startswith(f"rank {culprit} ")
         assert "train.py:57" in found.sentence
 
@@ -93,20 +120,38 @@ def test_a_rank_that_works_is_named_but_the_wait_may_end(size: int, changes: dic
         {"kind": "importing", "quiet_s": 300.0},
     ],
 )
-def test_ranks_that_may_take_their_time_are_no_cause(size: int, changes: dict[str, Any]) -> None:
-    states = [state(rank) if rank else state(rank, "train.py:57", "", **changes) for rank in range(size)]
+def test_ranks_that_may_take_their_time_are_no_cause(
+    size: int, changes: dict[str, Any]
+) -> None:
+    states = [
+        state(rank) if rank else state(rank, "train.py:57", "", **changes)
+        for rank in range(size)
+    ]
     assert diagnose(here(*states)) is None
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_nobody_waits_then_nothing_is_said(size: int) -> None:
-    assert diagnose(here(*(state(rank, kind="user", quiet_s=9999.0) for rank in range(size)))) is None
-    assert diagnose(here(*(state(rank, kind="backward", cpu_share=0.8) for rank in range(size)))) is None
+    assert (
+        diagnose(
+            here(*(state(rank, kind="user", quiet_s=9999.0) for rank in range(size)))
+        )
+        is None
+    )
+    assert (
+        diagnose(
+            here(*(state(rank, kind="backward", cpu_share=0.8) for rank in range(size)))
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_different_calls_never_end(size: int) -> None:
-    states = [state(rank) if rank else state(rank, "train.py:50", "broadcast") for rank in range(size)]
+    states = [
+        state(rank) if rank else state(rank, "train.py:50", "broadcast")
+        for rank in range(size)
+    ]
     found = diagnose(here(*states))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", "never")
@@ -115,19 +160,32 @@ def test_different_calls_never_end(size: int) -> None:
 
 
 def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
-    sender = state(0, "train.py:50", "wait_for_everyone", barrier=True, counts={"0/cpu": 10, "barrier/w": 1})
+    sender = state(
+        0,
+        "train.py:50",
+        "wait_for_everyone",
+        barrier=True,
+        counts={"0/cpu": 10, "barrier/w": 1},
+    )
     receiver = state(1, "train.py:40", "broadcast", counts={"0/cpu": 10})
     found = diagnose(here(sender, receiver))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", "hardly")
-    ahead = msgspec.structs.replace(receiver, counts={"0/cpu": 11})  # began one that the other has not
+    # began one that the other has not
+    ahead = msgspec.structs.replace(receiver, counts={"0/cpu": 11})
     found = diagnose(here(sender, ahead))
     assert found is not None
     assert found.ends == "never"
 
 
 def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
-    barrier = state(1, "train.py:60", "wait_for_everyone", barrier=True, counts={"0/cpu": 10, "barrier/w": 1})
+    barrier = state(
+        1,
+        "train.py:60",
+        "wait_for_everyone",
+        barrier=True,
+        counts={"0/cpu": 10, "barrier/w": 1},
+    )
     waiting = state(0, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})
     found = diagnose(here(waiting, barrier))
     assert found is not None
@@ -158,34 +216,61 @@ def test_a_silent_rank_is_named_with_its_pid() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
     for mover in {0, size // 2, size - 1}:
-        world = here(*(state(rank, moves=rank == mover, counts={"0/cpu": 10 + rank}) for rank in range(size)))
+        world = here(
+            *(
+                state(rank, moves=rank == mover, counts={"0/cpu": 10 + rank})
+                for rank in range(size)
+            )
+        )
         found = diagnose(world)
         assert found is not None
-        assert (found.cause, found.missing, found.ends) == ("elsewhere", (mover,), "perhaps")
+        assert (found.cause, found.missing, found.ends) == (
+            "elsewhere",
+            (mover,),
+            "perhaps",
+        )
         assert mover not in found.waiting
-        assert f"rank {mover}: is busy with other collectives" in words.report(found, world, 31.0, "it waits")
-        in_block = here(*(state(rank, moves=rank == mover, block="main_process_first") for rank in range(size)))
+        assert f"rank {mover}: is busy with other collectives" in words.report(
+            found, world, 31.0, "it waits"
+        )
+        in_block = here(
+            *(
+                state(rank, moves=rank == mover, block="main_process_first")
+                for rank in range(size)
+            )
+        )
         assert diagnose(in_block) is None, "the others wait for it with its knowledge"
 
 
-def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do() -> None:
+def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do() -> (
+    None
+):
     lost = SeenState(2, "silent", None, Note(2, "node7", 4711, 1))
     for others in (here(state(0), state(1)), here(state(0), state(1, kind="user"))):
         found = diagnose([*others, lost], lost_hosts={"node7"})
         assert found is not None
-        assert (found.cause, found.missing, found.ends) == ("unreachable", (2,), "hardly")
+        assert (found.cause, found.missing, found.ends) == (
+            "unreachable",
+            (2,),
+            "hardly",
+        )
         assert "launcher on node7" in found.sentence
-        assert (found := diagnose([*others, lost], lost_hosts={"node8"})) is None or found.cause != "unreachable"
+        assert (
+            found := diagnose([*others, lost], lost_hosts={"node8"})
+        ) is None or found.cause != "unreachable"
 
 
 def left(rank: int, counts: dict[str, int] | None) -> SeenState:
-    return SeenState(rank, "left", None, Note(rank, "h", 5, 1, "at 10:00", counts=counts))
+    return SeenState(
+        rank, "left", None, Note(rank, "h", 5, 1, "at 10:00", counts=counts)
+    )
 
 
 def test_a_rank_that_has_left_is_the_cause_only_where_it_is_missing() -> None:
     """Ranks wait for one that has left in groups in which they have begun a collective that it has not."""
     world = here(
-        state(0, counts={"0/cpu": 10, "pair/cpu": 4}), state(1, counts={"0/cpu": 10, "pair/cpu": 3}, kind="user")
+        state(0, counts={"0/cpu": 10, "pair/cpu": 4}),
+        state(1, counts={"0/cpu": 10, "pair/cpu": 3}, kind="user"),
     )
     found = diagnose([*world, left(2, {"0/cpu": 10})])
     assert found is not None
@@ -199,19 +284,28 @@ def test_a_rank_that_has_left_is_the_cause_only_where_it_is_missing() -> None:
 
 
 def test_the_same_call_from_different_lines_may_be_one_collective() -> None:
-    states = [state(0, "train.py:40", "broadcast"), state(1, "train.py:42", "broadcast")]
+    states = [
+        state(0, "train.py:40", "broadcast"),
+        state(1, "train.py:42", "broadcast"),
+    ]
     found = diagnose(here(*states))
     assert found is not None
     assert (found.cause, found.ends) == ("same call", "perhaps")
-    found = diagnose(here(states[0], msgspec.structs.replace(states[1], counts={"0/cpu": 11})))
+    found = diagnose(
+        here(states[0], msgspec.structs.replace(states[1], counts={"0/cpu": 11}))
+    )
     assert found is not None
     assert found.cause == "other call"
 
 
 @pytest.mark.parametrize("thread", ["runs", "disk"])
-def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(thread: Any) -> None:
+def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(
+    thread: Any,
+) -> None:
     waiting = state(0, counts={"0/cpu": 11})
-    found = diagnose(here(waiting, state(1, "train.py:42", "forward", kind="forward", thread=thread)))
+    found = diagnose(
+        here(waiting, state(1, "train.py:42", "forward", kind="forward", thread=thread))
+    )
     assert found is not None
     assert (found.missing, found.ends) == ((1,), "perhaps")
 
@@ -223,23 +317,37 @@ def test_a_step_that_is_behind_may_come_yet() -> None:
     assert (found.cause, found.ends) == ("other call", "perhaps")
     found = diagnose(here(state(0), behind))
     assert found is not None
-    assert found.ends == "hardly", "it has begun as many, so it waits in another collective"
+    assert found.ends == "hardly", (
+        "it has begun as many, so it waits in another collective"
+    )
 
 
 def test_a_device_may_compute_without_the_processor() -> None:
-    found = diagnose(here(state(0), state(1, "train.py:42", "synchronize", kind="device")))
+    found = diagnose(
+        here(state(0), state(1, "train.py:42", "synchronize", kind="device"))
+    )
     assert found is not None
     assert (found.cause, found.ends) == ("other call", "perhaps")
 
 
-def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended() -> None:
+def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended() -> (
+    None
+):
     ending = state(0, "train.py:50", "end_training", kind="ending")
-    found = diagnose(here(ending, state(1, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})))
+    found = diagnose(
+        here(
+            ending,
+            state(1, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11}),
+        )
+    )
     assert found is not None
     assert (found.cause, found.missing, found.ends) == ("uneven", (0,), "never")
     assert "unequal numbers of batches" in found.sentence
     slow = diagnose(
-        here(msgspec.structs.replace(ending, io_quiet_s=61.0), state(1, "train.py:60", counts={"0/cpu": 11}))
+        here(
+            msgspec.structs.replace(ending, io_quiet_s=61.0),
+            state(1, "train.py:60", counts={"0/cpu": 11}),
+        )
     )
     assert slow is not None
     assert (slow.missing, slow.ends) == ((0,), "perhaps"), "it may come to the barrier"
@@ -254,7 +362,9 @@ def test_evidence_is_what_ranks_post_now_and_twice() -> None:
     for turn in (8, 8, 9, 10, 10, 11, 12):
         world = here(own, msgspec.structs.replace(other, turn=turn))
         results.append(evidence.confirms(found, world))
-    assert results == [False, False, False, True, False, False, True], "two more posts each time"
+    assert results == [False, False, False, True, False, False, True], (
+        "two more posts each time"
+    )
     moved = msgspec.structs.replace(other, turn=14, counts={"0/cpu": 11})
     assert not evidence.confirms(found, here(own, moved)), "another wait than before"
 
@@ -293,7 +403,12 @@ def test_a_process_is_not_gone_because_its_file_cannot_be_opened() -> None:
 
 
 def test_ranks_that_do_the_same_share_a_line() -> None:
-    world = here(*(state(rank) if rank != 5 else state(rank, "train.py:57", kind="user") for rank in range(64)))
+    world = here(
+        *(
+            state(rank) if rank != 5 else state(rank, "train.py:57", kind="user")
+            for rank in range(64)
+        )
+    )
     found = diagnose(world)
     assert found is not None
     text = words.report(found, world, 31.0, "it waits")
@@ -322,12 +437,23 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
 
 
 @pytest.mark.parametrize(("inner", "kind", "call"), PLACES)
-def test_the_place_of_a_stack(inner: list[tuple[str, str]], kind: str, call: str) -> None:
+def test_the_place_of_a_stack(
+    inner: list[tuple[str, str]], kind: str, call: str
+) -> None:
     frames = [StackCall(file, 1, function) for file, function in inner]
     place = place_of(
-        [*frames, StackCall("/home/me/train.py", 42, "main"), StackCall(f"{HASTEN}launch/worker.py", 1, "main")]
+        [
+            *frames,
+            StackCall("/home/me/train.py", 42, "main"),
+            StackCall(f"{HASTEN}launch/worker.py", 1, "main"),
+        ]
     )
-    assert (place.kind, place.call, place.line, place.function) == (kind, call, 42, "main")
+    assert (place.kind, place.call, place.line, place.function) == (
+        kind,
+        call,
+        42,
+        "main",
+    )
 
 
 def test_users_code_inside_a_loader_or_a_save_is_known_as_such() -> None:
@@ -336,7 +462,10 @@ def test_users_code_inside_a_loader_or_a_save_is_known_as_such() -> None:
         StackCall(f"{TORCH}/utils/data/_utils/fetch.py", 1, "fetch"),
     ]
     assert place_of(dataset).in_dataset
-    saving = [StackCall("/home/me/ema.py", 9, "state_dict"), StackCall(f"{HASTEN}checkpoint/writer.py", 1, "write")]
+    saving = [
+        StackCall("/home/me/ema.py", 9, "state_dict"),
+        StackCall(f"{HASTEN}checkpoint/writer.py", 1, "write"),
+    ]
     assert place_of(saving).kind == "checkpoint"
 
 
@@ -350,7 +479,9 @@ def test_a_thread_is_seen_where_it_is() -> None:
     thread.start()
     try:
         deadline = time.monotonic() + 10
-        while "waits_here" not in {call.function for call in stacks.calls_of(thread.ident or 0)}:
+        while "waits_here" not in {
+            call.function for call in stacks.calls_of(thread.ident or 0)
+        }:
             assert time.monotonic() < deadline
         place = place_of(stacks.calls_of(thread.ident or 0))
         assert (place.kind, place.function) == ("user", "waits_here")
@@ -367,7 +498,11 @@ def test_the_trail_names_the_users_line() -> None:
     collectives.note("barrier", group="w")
     line = sys._getframe().f_lineno - 1
     assert collectives.last is not None
-    assert (collectives.last.op, collectives.last.file, collectives.last.line) == ("barrier", __file__, line)
+    assert (collectives.last.op, collectives.last.file, collectives.last.line) == (
+        "barrier",
+        __file__,
+        line,
+    )
     assert (collectives.count, collectives.turns["w"]) == (1, 1)
     assert caller(1)[0] == __file__
     with collectives.patience("main_process_first"):
@@ -379,7 +514,8 @@ def test_the_kernel_knows_this_process() -> None:
     started = processes.start_ticks()
     pid = os.getpid()
     assert processes.status_of(pid, started) == "here"
-    assert processes.status_of(pid, started + 1) == "gone"  # a later process with the same pid
+    # a later process with the same pid
+    assert processes.status_of(pid, started + 1) == "gone"
     assert processes.status_of(2**22 + 1, 0) == "gone"
     assert processes.io_count() > 0
 
@@ -388,7 +524,10 @@ def test_the_kernel_knows_this_process() -> None:
 @pytest.mark.parametrize(("behind", "ends"), [(10, "hardly"), (11, "never")])
 def test_who_may_still_receive_is_given_time(size: int, behind: int, ends: str) -> None:
     states = [state(0, "train.py:41", counts={"0/cpu": 11})]
-    states += [state(rank, "train.py:40", "broadcast", counts={"0/cpu": behind}) for rank in range(1, size)]
+    states += [
+        state(rank, "train.py:40", "broadcast", counts={"0/cpu": behind})
+        for rank in range(1, size)
+    ]
     found = diagnose(here(*states))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", ends)

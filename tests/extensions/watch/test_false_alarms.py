@@ -24,7 +24,14 @@ SUPPORT = Path(__file__).parents[2] / "support"
 SCRIPT = HERE / "odd_cases.py"
 AFTER_S = 1.5
 HOLD_S, NOTE_S = "4", "1.2"
-SHORT = ("native_sleep", "big_json", "stopped", "starved", "builds_in_forward", "no_descriptors")
+SHORT = (
+    "native_sleep",
+    "big_json",
+    "stopped",
+    "starved",
+    "builds_in_forward",
+    "no_descriptors",
+)
 PROGRAMS = (
     "native_sleep", "long_regex", "big_json", "big_pickle", "no_thread_switches", "stopped", "main_stopped", "starved", "swapping",
     "fork_storm", "no_descriptors", "other_time", "slow_data", "slow_worker", "slow_first", "uneven_evaluation", "slow_save_hook",
@@ -35,7 +42,8 @@ PROGRAMS = (
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The socket of a process that forks ranks."""
-    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its native library keeps a pipe forever
+    # its native library keeps a pipe forever
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = str(tmp_path_factory.mktemp("warm") / "socket")
     words = [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", path]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
@@ -54,24 +62,47 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(warm: str, *words: str, size: int = 2, after_s: float | None = None) -> int:
-    rank = [sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", warm, "train.py", *words]
+    rank = [
+        sys.executable,
+        "-S",
+        str(SUPPORT / "rank_zygote.py"),
+        "rank",
+        warm,
+        "train.py",
+        *words,
+    ]
     settings = [] if after_s is None else [f"--trust_stall_after_s={after_s}"]
-    return main(["launch", "--cpu", f"--num_processes={size}", *settings, "--no_python", "--", *rank])
+    return main(
+        [
+            "launch",
+            "--cpu",
+            f"--num_processes={size}",
+            *settings,
+            "--no_python",
+            "--",
+            *rank,
+        ]
+    )
 
 
 def check(code: int, text: str, size: int = 2) -> None:
     """The job has run to its end on every rank."""
     assert code == 0, text
-    assert sorted(re.findall(r"finished (\d)", text)) == [str(rank) for rank in range(size)], text
+    assert sorted(re.findall(r"finished (\d)", text)) == [
+        str(rank) for rank in range(size)
+    ], text
     assert "the ranks called different collectives" not in text, text
 
 
-def test_odd_programs_are_not_ended(warm: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_odd_programs_are_not_ended(
+    warm: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = launch(warm, HOLD_S, NOTE_S, *SHORT, after_s=AFTER_S)
     text = "".join(capfd.readouterr())
     check(code, text)
     assert re.search(
-        r"rank 1 \(pid \d+ on .*\) does not respond: native code that holds the GIL, or a failed machine", text
+        r"rank 1 \(pid \d+ on .*\) does not respond: native code that holds the GIL, or a failed machine",
+        text,
     ), text
     assert "rank 1 is stopped" in text, text
 

@@ -19,7 +19,12 @@ import torch
 from hasten.cli.main import main
 from hasten.comm.collective_log import CollectiveRecord
 from hasten.errors import CommError
-from hasten.extensions.watch.job_sockets import Address, live_sockets, private_folder, request_status
+from hasten.extensions.watch.job_sockets import (
+    Address,
+    live_sockets,
+    private_folder,
+    request_status,
+)
 from hasten.extensions.watch.observe import Observer
 from hasten.extensions.watch.status_server import RecentLog, StatusServer
 from hasten.runtime.topology import Topology
@@ -31,7 +36,10 @@ NOBODY = 65534
 def served(folder: Path) -> Iterator[Path]:
     """The socket of a desk that a thread beside this one serves."""
     status_server = StatusServer(
-        Observer(3, CollectiveRecord(), lambda: 7), Topology(rank=3, world_size=8), torch.device("cpu"), folder
+        Observer(3, CollectiveRecord(), lambda: 7),
+        Topology(rank=3, world_size=8),
+        torch.device("cpu"),
+        folder,
     )
     status_server.start()
     try:
@@ -48,7 +56,12 @@ def test_a_desk_answers_its_owner_and_leaves_nothing(tmp_path: Path) -> None:
         for _ in range(3):
             answer = request_status(path, {"stacks": True})
             assert answer is not None
-            assert (answer["rank"], answer["world_size"], answer["step"], answer["pid"]) == (3, 8, 7, os.getpid())
+            assert (
+                answer["rank"],
+                answer["world_size"],
+                answer["step"],
+                answer["pid"],
+            ) == (3, 8, 7, os.getpid())
             assert any("test_a_desk_answers" in line for line in answer["stack"])
             assert answer["memory"]["resident"] > 2**20
     assert list(folder.iterdir()) == []
@@ -112,7 +125,10 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 def test_sockets_of_ended_processes_are_removed(tmp_path: Path) -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
-    gone, here = tmp_path / Address(1, 0, done.pid).name, tmp_path / Address(1, 1, os.getpid()).name
+    gone, here = (
+        tmp_path / Address(1, 0, done.pid).name,
+        tmp_path / Address(1, 1, os.getpid()).name,
+    )
     for path in (gone, here, tmp_path / "other.sock", tmp_path / "notes.txt"):
         path.touch()
     assert list(live_sockets(tmp_path)) == [(Address(1, 1, os.getpid()), here)]
@@ -125,7 +141,10 @@ def test_without_a_job_the_command_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert main(["top"]) == 2
-    assert "no running job of this user was found on this machine" in capsys.readouterr().err
+    assert (
+        "no running job of this user was found on this machine"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_log_is_kept_whatever_its_handlers() -> None:

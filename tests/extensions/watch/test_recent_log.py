@@ -31,7 +31,9 @@ def test_stopped_in_any_order_none_stays(order: tuple[int, ...]) -> None:
     for count, number in enumerate(order):
         log.warning("line %d", count)
         running = [keepers[later] for later in order[count:]]
-        assert [one.lines[-1].rpartition(" ")[2] for one in running] == [str(count)] * len(running)
+        assert [one.lines[-1].rpartition(" ")[2] for one in running] == [
+            str(count)
+        ] * len(running)
         keepers[number].stop()
     assert logging.getLogRecordFactory() is logging.LogRecord
     assert not any(one.lines for one in keepers)

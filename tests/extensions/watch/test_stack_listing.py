@@ -40,5 +40,7 @@ os._exit(0)
 
 
 def test_a_collection_while_stacks_are_listed_does_not_deadlock() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "listed", done.stderr[-2000:]

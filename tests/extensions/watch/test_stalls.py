@@ -48,7 +48,9 @@ class Case:
     """Flags of its own."""
 
 
-OTHER: Final = r"waits at .* while rank \d waits at .*: the ranks called different collectives"
+OTHER: Final = (
+    r"waits at .* while rank \d waits at .*: the ranks called different collectives"
+)
 CASES: Final = (
     Case("gather_on_main", OTHER, ("gather", "backward"), quick=True),
     Case("barrier_on_main", OTHER, ("barrier", "reduce")),
@@ -101,10 +103,13 @@ HARMLESS: Final = ("long_first", "long_everywhere", "long_save", "slow_compile",
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The socket of a process that forks ranks."""
-    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its native library keeps a pipe forever
+    # its native library keeps a pipe forever
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     path = str(tmp_path_factory.mktemp("warm") / "socket")
     server = subprocess.Popen(
-        [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", path], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(SUPPORT / "rank_zygote.py"), "serve", path],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert server.stdout is not None
     assert server.stdout.readline() == "ready\n"
@@ -123,9 +128,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(warm: str, name: str, *words: str) -> int:
-    rank = [sys.executable, "-S", str(SUPPORT / "rank_zygote.py"), "rank", warm, "train.py", name]
+    rank = [
+        sys.executable,
+        "-S",
+        str(SUPPORT / "rank_zygote.py"),
+        "rank",
+        warm,
+        "train.py",
+        name,
+    ]
     return main(
-        ["launch", "--cpu", "--num_processes=2", f"--trust_stall_after_s={AFTER_S}", *words, "--no_python", "--", *rank]
+        [
+            "launch",
+            "--cpu",
+            "--num_processes=2",
+            f"--trust_stall_after_s={AFTER_S}",
+            *words,
+            "--no_python",
+            "--",
+            *rank,
+        ]
     )
 
 
@@ -140,10 +162,22 @@ def named(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.exhaustive) for case in CASES]
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=() if case.quick else pytest.mark.exhaustive
+        )
+        for case in CASES
+    ],
 )
-def test_reported_cause_is_the_cause(case: Case, warm: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["--trust_stall=report", "--process_group_timeout=6"] if case.report_only else list(case.words)
+def test_reported_cause_is_the_cause(
+    case: Case, warm: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        ["--trust_stall=report", "--process_group_timeout=6"]
+        if case.report_only
+        else list(case.words)
+    )
     start = time.monotonic()
     code = launch(warm, case.name, *words)
     took = time.monotonic() - start
@@ -165,7 +199,11 @@ def test_reported_cause_is_the_cause(case: Case, warm: str, folder: Path, capfd:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "long_first" else pytest.mark.exhaustive) for name in HARMLESS]
+    "name",
+    [
+        pytest.param(name, marks=() if name == "long_first" else pytest.mark.exhaustive)
+        for name in HARMLESS
+    ],
 )
 def test_nothing_is_said_where_nothing_is_wrong(
     name: str, warm: str, folder: Path, capfd: pytest.CaptureFixture[str]
@@ -202,9 +240,23 @@ def test_the_exception_of_a_rank_in_its_exit_handlers_is_reported(
         "atexit.register(time.sleep, 1000)\n"
         "raise ValueError('on purpose')\n"
     )
-    assert main(["launch", "--cpu", "--num_processes=2", f"--trust_stall_after_s={AFTER_S}", "train.py"]) == 1
+    assert (
+        main(
+            [
+                "launch",
+                "--cpu",
+                "--num_processes=2",
+                f"--trust_stall_after_s={AFTER_S}",
+                "train.py",
+            ]
+        )
+        == 1
+    )
     text = "".join(capfd.readouterr())
-    assert "rank 1 failed: ValueError: on purpose (raised at train.py:7); its process is alive because of" in text
+    assert (
+        "rank 1 failed: ValueError: on purpose (raised at train.py:7); its process is alive because of"
+        in text
+    )
     assert re.search(r"rank 1 .* failed first(.|\n)*ValueError: on purpose", text), text
 
 

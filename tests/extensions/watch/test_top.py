@@ -68,14 +68,24 @@ def test_a_second_process_sees_the_ranks(
             assert job.poll() is None, (tmp_path / "out").read_text()
             time.sleep(0.2)
         asked = [sys.executable, "-m", "hasten.cli.main", "top", "--json", "--stacks"]
-        first = second = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
-        while not all(after["step"] > before["step"] for before, after in zip(first, second, strict=True)):
+        first = second = json.loads(
+            subprocess.run(asked, capture_output=True, check=True).stdout
+        )
+        while not all(
+            after["step"] > before["step"]
+            for before, after in zip(first, second, strict=True)
+        ):
             assert time.monotonic() < until, "the steps grow"
-            second = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
+            second = json.loads(
+                subprocess.run(asked, capture_output=True, check=True).stdout
+            )
         assert [status["rank"] for status in first] == [0, 1]
         assert {status["world_size"] for status in first} == {2}
         assert len({status["pid"] for status in first}) == 2
-        assert any(any("job.py" in line for line in status["stack"]) for status in (*first, *second))
+        assert any(
+            any("job.py" in line for line in status["stack"])
+            for status in (*first, *second)
+        )
         assert any("training begins on rank 1" in line for line in second[1]["log"])
 
         capsys.readouterr()
@@ -115,10 +125,23 @@ while not pathlib.Path(sys.argv[1]).exists():
 def test_a_job_of_one_process_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, stop, sockets = tmp_path / "alone.py", tmp_path / "stop", tmp_path / "hasten"
+    script, stop, sockets = (
+        tmp_path / "alone.py",
+        tmp_path / "stop",
+        tmp_path / "hasten",
+    )
     script.write_text(ALONE)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    command = [sys.executable, "-m", "hasten.cli.main", "launch", "--cpu", "--num_processes=1", str(script), str(stop)]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten.cli.main",
+        "launch",
+        "--cpu",
+        "--num_processes=1",
+        str(script),
+        str(stop),
+    ]
     with (tmp_path / "out").open("w") as out:
         job = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:

@@ -36,7 +36,11 @@ def answer(listener: socket.socket, pattern: list[bool]) -> None:
     ],
 )
 def test_waiting_is_a_share_of_several_looks(
-    pattern: list[bool], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pattern: list[bool],
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -53,6 +57,8 @@ def test_waiting_is_a_share_of_several_looks(
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf"])
-def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interval_that_is_none_is_refused(
+    interval: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["top", f"--interval={interval}"]) == 2
     assert "seconds above 0" in capsys.readouterr().err

@@ -21,25 +21,40 @@ SNIPPETS: dict[str, dict[str, object]] = {
         "divergence_every": 100,
         "divergence_ignore": ("*.rank_local_*", "codebook.usage"),
     },
-    'trust=TrustSettings(numbers="skip", numbers_spike=20)': {"numbers": "skip", "numbers_spike": 20.0},
-    'trust=TrustSettings(numbers="rollback"), project_dir="run"': {"numbers": "rollback", "numbers_rollbacks": 5},
-    "gradient_accumulation_steps=2": {"numbers": "report"},  # a step that may run out of memory
+    'trust=TrustSettings(numbers="skip", numbers_spike=20)': {
+        "numbers": "skip",
+        "numbers_spike": 20.0,
+    },
+    'trust=TrustSettings(numbers="rollback"), project_dir="run"': {
+        "numbers": "rollback",
+        "numbers_rollbacks": 5,
+    },
+    # a step that may run out of memory
+    "gradient_accumulation_steps=2": {"numbers": "report"},
 }
 """What each further snippet asks for, and what the settings then hold."""
 PAGE = (Path(__file__).parents[3] / "docs" / "trust.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
-def test_snippets_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_run(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(code, "docs/trust.md", "exec"), names)
     made = names["accelerator"]
     assert isinstance(made, Accelerator)
     asked = set(re.findall(r"Accelerator\((.*)\)", code))
-    assert asked in ({'trust=TrustSettings(stall="report", stall_after_s=120)'}, *({one} for one in SNIPPETS))
+    assert asked in (
+        {'trust=TrustSettings(stall="report", stall_after_s=120)'},
+        *({one} for one in SNIPPETS),
+    )
     if 'stall="report"' in code:
-        assert (made.config.trust.stall, made.config.trust.stall_after_s) == ("report", 120.0)
+        assert (made.config.trust.stall, made.config.trust.stall_after_s) == (
+            "report",
+            120.0,
+        )
     for given, values in SNIPPETS.items():
         if given in code:
             assert {name: getattr(made.config.trust, name) for name in values} == values
@@ -51,7 +66,9 @@ def test_numbers_of_the_page() -> None:
 
 
 def test_the_settings_come_from_variables_and_are_checked() -> None:
-    config = resolve(env={"HASTEN_TRUST_STALL_AFTER_S": "120", "HASTEN_TRUST_STALL": "report"}).config
+    config = resolve(
+        env={"HASTEN_TRUST_STALL_AFTER_S": "120", "HASTEN_TRUST_STALL": "report"}
+    ).config
     assert (config.trust.stall, config.trust.stall_after_s) == ("report", 120.0)
     for name, value in (("stall", "maybe"), ("stall_after_s", 0.1)):
         with pytest.raises(ConfigError, match=name):
@@ -59,5 +76,9 @@ def test_the_settings_come_from_variables_and_are_checked() -> None:
 
 
 def test_the_causes_of_the_page_are_those_of_the_code() -> None:
-    listed = re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("are compared bitwise")[0], re.MULTILINE)
+    listed = re.findall(
+        r"^\| `(\w+)` \| ",
+        PAGE.split("| cause |")[1].split("are compared bitwise")[0],
+        re.MULTILINE,
+    )
     assert sorted(listed) == sorted(get_args(Cause))

@@ -29,13 +29,21 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def gcloud(folder: Path, answer: str, code: int = 0) -> Path:
     """A program named gcloud that notes how it was called; the file with its notes."""
     program, notes = folder / "gcloud", folder / "asked"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(notes))}\necho {shlex.quote(answer)}\nexit {code}\n')
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {shlex.quote(str(notes))}\necho {shlex.quote(answer)}\nexit {code}\n'
+    )
     program.chmod(0o755)
     return notes
 
 
 def endpoints(count: int) -> str:
-    return json.dumps({"networkEndpoints": [{"ipAddress": f"10.0.0.{n}", "port": 8470} for n in range(count)]})
+    return json.dumps(
+        {
+            "networkEndpoints": [
+                {"ipAddress": f"10.0.0.{n}", "port": 8470} for n in range(count)
+            ]
+        }
+    )
 
 
 def job(words: str, script: str, host: Host | None = None) -> Job:
@@ -46,7 +54,9 @@ def job(words: str, script: str, host: Host | None = None) -> Job:
     return prepare(given.script, settings=given.settings, typed=typed, host=host)
 
 
-def test_gcloud_is_asked_before_anything_runs_there(script: str, tmp_path: Path) -> None:
+def test_gcloud_is_asked_before_anything_runs_there(
+    script: str, tmp_path: Path
+) -> None:
     asked = gcloud(tmp_path, endpoints(4))
     command = job(CLUSTER, script).plan.procs[0].argv[-1]
     assert command.endswith(f"--num_machines 4 --main_process_ip 10.0.0.0 {script}")
@@ -55,9 +65,14 @@ def test_gcloud_is_asked_before_anything_runs_there(script: str, tmp_path: Path)
     ]
 
 
-def test_one_vm_of_several_would_wait_for_the_others(script: str, tmp_path: Path) -> None:
+def test_one_vm_of_several_would_wait_for_the_others(
+    script: str, tmp_path: Path
+) -> None:
     gcloud(tmp_path, endpoints(4))
-    with pytest.raises(ConfigError, match=r"--vm 2 names one of 4 hosts .* add --env TPU_PROCESS_BOUNDS=1,1,1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--vm 2 names one of 4 hosts .* add --env TPU_PROCESS_BOUNDS=1,1,1",
+    ):
         job(f"{CLUSTER} --vm 2", script)
     plan = job(f"{CLUSTER} --vm 2 --env TPU_PROCESS_BOUNDS=1,1,1", script).plan
     assert "--worker 2" in " ".join(plan.procs[0].argv)
@@ -65,9 +80,15 @@ def test_one_vm_of_several_would_wait_for_the_others(script: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("answer", "code", "words"),
-    [(endpoints(1), 0, "big has 1 host"), ("{}", 0, "did not report"), ("ERROR: denied", 1, "did not report")],
+    [
+        (endpoints(1), 0, "big has 1 host"),
+        ("{}", 0, "did not report"),
+        ("ERROR: denied", 1, "did not report"),
+    ],
 )
-def test_one_host_and_an_unknown_number_go_on(script: str, tmp_path: Path, answer: str, code: int, words: str) -> None:
+def test_one_host_and_an_unknown_number_go_on(
+    script: str, tmp_path: Path, answer: str, code: int, words: str
+) -> None:
     gcloud(tmp_path, answer, code)
     assert words in " ".join(job(CLUSTER, script).plan.notes)
 
@@ -76,7 +97,9 @@ def test_this_machine_of_a_slice_is_refused_before_training(script: str) -> None
     env = {"TPU_WORKER_HOSTNAMES": "a,b"}
     with pytest.raises(ConfigError, match="this TPU slice has 2 hosts"):
         job("", script, Host(device="tpu", num_devices=4, env=env))
-    alone = Host(device="tpu", num_devices=4, env={**env, "TPU_PROCESS_BOUNDS": "1,1,1"})
+    alone = Host(
+        device="tpu", num_devices=4, env={**env, "TPU_PROCESS_BOUNDS": "1,1,1"}
+    )
     assert job("", script, alone).plan.launcher == "single"
     on_cpu = Host(device="tpu", num_devices=4, env={**env, "PJRT_DEVICE": "CPU"})
     assert job("", script, on_cpu).plan.launcher == "single"
@@ -87,38 +110,61 @@ def test_the_hosts_of_a_slice_take_their_own_numbers(script: str) -> None:
     env = {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b,c", "PJRT_DEVICE": "TPU"}
     plan = job(words, script, Host(device="tpu", num_devices=8, env=env)).plan
     assert plan.meeting is not None
-    assert (plan.meeting.machine_rank, plan.meeting.max_machines, plan.procs[0].count) == (2, 3, 1)
+    assert (
+        plan.meeting.machine_rank,
+        plan.meeting.max_machines,
+        plan.procs[0].count,
+    ) == (2, 3, 1)
     assert plan.procs[0].env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,4,1"
     assert tpu_hosts.count(plan.procs[0].env) == 1  # so that XLA waits for nobody
-    given = job(f"{words} --machine_rank 1", script, Host(device="tpu", num_devices=8, env=env)).plan
+    given = job(
+        f"{words} --machine_rank 1", script, Host(device="tpu", num_devices=8, env=env)
+    ).plan
     assert given.meeting is not None
     assert given.meeting.machine_rank == 1
 
 
-def test_a_job_without_tpus_is_not_counted(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu_hosts, "count", lambda env: pytest.fail("somebody was asked"))
+def test_a_job_without_tpus_is_not_counted(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tpu_hosts, "count", lambda env: pytest.fail("somebody was asked")
+    )
     tpu = Host(device="tpu", num_devices=4, env={"TPU_WORKER_HOSTNAMES": "a,b"})
     assert job("--cpu --num_processes 1", script, tpu).plan.launcher == "single"
     assert job("", script, Host()).plan.launcher == "single"
 
 
 @pytest.mark.parametrize("way", ["flag", "file", "file with a list"])
-def test_commands_for_the_vms_may_hold_commas(script: str, tmp_path: Path, way: str) -> None:
+def test_commands_for_the_vms_may_hold_commas(
+    script: str, tmp_path: Path, way: str
+) -> None:
     gcloud(tmp_path, endpoints(1))
     lines = ["(cd /tmp && pip install 'a[x,y]' b)", "echo 1,2"]
     if way == "flag":
-        made = job(f"{CLUSTER} --tpu_commands {shlex.quote(chr(10).join(lines))}", script)
+        made = job(
+            f"{CLUSTER} --tpu_commands {shlex.quote(chr(10).join(lines))}", script
+        )
     else:
         file = tmp_path / "settings.json"
         commands = lines if way == "file with a list" else "\n".join(lines)
         file.write_text(json.dumps({"xla": {"commands": commands}}))
         given = make_parser().parse_args([*shlex.split(CLUSTER), script])
         host = Host(programs=frozenset({"gcloud"}))
-        made = prepare(given.script, settings=given.settings, config_file=str(file), host=host)
+        made = prepare(
+            given.script, settings=given.settings, config_file=str(file), host=host
+        )
     assert made.request.config.section(XLAConfig).commands == tuple(lines)
-    assert made.plan.procs[0].argv[-1].startswith(f"{lines[0]}; {lines[1]}; hasten launch")
+    assert (
+        made.plan.procs[0].argv[-1].startswith(f"{lines[0]}; {lines[1]}; hasten launch")
+    )
 
 
 def test_no_commands_for_the_vms(script: str, tmp_path: Path) -> None:
     gcloud(tmp_path, endpoints(1))
-    assert job(f"{CLUSTER} --tpu_commands none", script).request.config.section(XLAConfig).commands is None
+    assert (
+        job(f"{CLUSTER} --tpu_commands none", script)
+        .request.config.section(XLAConfig)
+        .commands
+        is None
+    )

@@ -20,7 +20,9 @@ PATH = "/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 
 
 @contextmanager
-def metadata(text: str, status: int = 200, path: str = PATH) -> Iterator[dict[str, str]]:
+def metadata(
+    text: str, status: int = 200, path: str = PATH
+) -> Iterator[dict[str, str]]:
     """The variables that lead to a server which gives `text` to those who ask for `path` as Google's server wants to be asked."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -44,7 +46,8 @@ def metadata(text: str, status: int = 200, path: str = PATH) -> Iterator[dict[st
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"), [("a:1:10.0.0.2,b:2:10.0.0.3", 2), ("a:1:10.0.0.2", 1), ("", None), (" \n", None)]
+    ("text", "hosts"),
+    [("a:1:10.0.0.2,b:2:10.0.0.3", 2), ("a:1:10.0.0.2", 1), ("", None), (" \n", None)],
 )
 def test_metadata_counts_the_machines(text: str, hosts: int | None) -> None:
     with metadata(text) as env:
@@ -52,9 +55,13 @@ def test_metadata_counts_the_machines(text: str, hosts: int | None) -> None:
         assert tpu_hosts.count({**env, "http_proxy": "http://127.0.0.1:9"}) == hosts
 
 
-@pytest.mark.parametrize(("text", "number"), [("0", 0), ("12\n", 12), ("", None), ("none", None)])
+@pytest.mark.parametrize(
+    ("text", "number"), [("0", 0), ("12\n", 12), ("", None), ("none", None)]
+)
 def test_metadata_knows_this_machines_number(text: str, number: int | None) -> None:
-    with metadata(text, path=PATH.replace("worker-network-endpoints", "agent-worker-number")) as env:
+    with metadata(
+        text, path=PATH.replace("worker-network-endpoints", "agent-worker-number")
+    ) as env:
         assert tpu_hosts.worker(env) == number
         assert tpu_hosts.worker({**env, "TPU_WORKER_ID": "3"}) == 3
         assert tpu_hosts.worker({**env, "TPU_SKIP_MDS_QUERY": "1"}) is None
@@ -67,7 +74,12 @@ def test_a_machine_becomes_a_world_of_its_own(chips: int) -> None:
     xla.refuse_hosts("TPU", env)
     bounds = env.get("TPU_CHIPS_PER_PROCESS_BOUNDS", "3")
     assert math.prod(map(int, bounds.split(","))) == chips
-    assert tpu_hosts.by_itself({"TPU_CHIPS_PER_PROCESS_BOUNDS": "4,1,1"}, 4)["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "4,1,1"
+    assert (
+        tpu_hosts.by_itself({"TPU_CHIPS_PER_PROCESS_BOUNDS": "4,1,1"}, 4)[
+            "TPU_CHIPS_PER_PROCESS_BOUNDS"
+        ]
+        == "4,1,1"
+    )
 
 
 def test_who_does_not_answer_knows_nothing() -> None:
@@ -97,7 +109,8 @@ def test_a_machine_of_a_slice_may_be_alone(name: str) -> None:
 def test_a_slice_is_refused_before_xla_waits_for_its_machines() -> None:
     with metadata("a:1:10.0.0.2,b:2:10.0.0.3") as env:
         with pytest.raises(
-            ConfigError, match=r"this TPU slice has 2 hosts, .* --num_machines 2 .* to use this host by itself"
+            ConfigError,
+            match=r"this TPU slice has 2 hosts, .* --num_machines 2 .* to use this host by itself",
         ):
             xla.refuse_hosts("TPU", env)
         xla.refuse_hosts("CPU", env)

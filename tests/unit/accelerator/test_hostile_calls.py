@@ -16,7 +16,8 @@ from hasten.errors import HastenError
 
 NAN: Final = float("nan")
 ONE: Final = torch.ones(1)
-Call = Callable[[Any], object]  # Any: a Prepared, whose methods are called with values of the wrong type
+# Any: a Prepared, whose methods are called with values of the wrong type
+Call = Callable[[Any], object]
 
 
 class Prepared:
@@ -26,7 +27,9 @@ class Prepared:
         self.a = Accelerator(cpu=True, log_with="jsonl")
         net = nn.Linear(1, 1)
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        self.model, _, self.loader = self.a.prepare(net, sgd, DataLoader(TensorDataset(torch.ones(4, 1))))
+        self.model, _, self.loader = self.a.prepare(
+            net, sgd, DataLoader(TensorDataset(torch.ones(4, 1)))
+        )
         self.a.init_trackers("hostile")
         self.parameters = list(self.model.parameters())
 
@@ -48,46 +51,118 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
     "nothing to prepare": (method("prepare", None), "nothing but None"),
     "negative epoch": (lambda g: g.loader.set_epoch(-1), "whole number from 0"),
     "text epoch": (lambda g: g.loader.set_epoch("2"), "whole number from 0"),
-    "missing dimension": (method("pad_across_processes", torch.ones(2, 3), dim=5), "have 2 dimensions"),
-    "missing dimension from the end": (method("pad_across_processes", [torch.ones(2, 3)], dim=-3), "have 2 dimensions"),
+    "missing dimension": (
+        method("pad_across_processes", torch.ones(2, 3), dim=5),
+        "have 2 dimensions",
+    ),
+    "missing dimension from the end": (
+        method("pad_across_processes", [torch.ones(2, 3)], dim=-3),
+        "have 2 dimensions",
+    ),
     "shards of one reader": (
         made(dataloader_config={"already_sharded": True, "dispatch_batches": True}),
         r"already_sharded.*contradicts.*dispatch_batches",
     ),
-    "replicas without their launcher": (made(survive={"replicas": 2}), "hasten launch --replicas 2"),
-    "negative max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, -1.0), "at least 0"),
+    "replicas without their launcher": (
+        made(survive={"replicas": 2}),
+        "hasten launch --replicas 2",
+    ),
+    "negative max_norm": (
+        lambda g: g.a.clip_grad_norm_(g.parameters, -1.0),
+        "at least 0",
+    ),
     "nan max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, NAN), "at least 0"),
-    "nan tensor max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, torch.tensor(NAN)), "at least 0"),
-    "boolean max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, True), "at least 0"),
-    "nan norm_type": (lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, NAN), "order of a norm"),
-    "negative norm_type": (lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, -2), "order of a norm"),
-    "text norm_type": (lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, "x"), "order of a norm"),
-    "negative clip_value": (lambda g: g.a.clip_grad_value_(g.parameters, -1.0), "at least 0"),
+    "nan tensor max_norm": (
+        lambda g: g.a.clip_grad_norm_(g.parameters, torch.tensor(NAN)),
+        "at least 0",
+    ),
+    "boolean max_norm": (
+        lambda g: g.a.clip_grad_norm_(g.parameters, True),
+        "at least 0",
+    ),
+    "nan norm_type": (
+        lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, NAN),
+        "order of a norm",
+    ),
+    "negative norm_type": (
+        lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, -2),
+        "order of a norm",
+    ),
+    "text norm_type": (
+        lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, "x"),
+        "order of a norm",
+    ),
+    "negative clip_value": (
+        lambda g: g.a.clip_grad_value_(g.parameters, -1.0),
+        "at least 0",
+    ),
     "nan clip_value": (lambda g: g.a.clip_grad_value_(g.parameters, NAN), "at least 0"),
-    "huge accumulation": (made(gradient_accumulation_steps=10**30), r"give at most 1000000|at most 64 bits"),
-    "large accumulation": (made(gradient_accumulation_steps=10**7), "give at most 1000000"),
-    "huge accumulation plugin": (lambda _: GradientAccumulationPlugin(num_steps=10**7), "give at most 1000000"),
-    "huge accumulation set": (lambda g: setattr(g.a, "gradient_accumulation_steps", 10**30), "at most 1000000"),
-    "boolean accumulation set": (lambda g: setattr(g.a, "gradient_accumulation_steps", True), "whole number"),
+    "huge accumulation": (
+        made(gradient_accumulation_steps=10**30),
+        r"give at most 1000000|at most 64 bits",
+    ),
+    "large accumulation": (
+        made(gradient_accumulation_steps=10**7),
+        "give at most 1000000",
+    ),
+    "huge accumulation plugin": (
+        lambda _: GradientAccumulationPlugin(num_steps=10**7),
+        "give at most 1000000",
+    ),
+    "huge accumulation set": (
+        lambda g: setattr(g.a, "gradient_accumulation_steps", 10**30),
+        "at most 1000000",
+    ),
+    "boolean accumulation set": (
+        lambda g: setattr(g.a, "gradient_accumulation_steps", True),
+        "whole number",
+    ),
     "huge prefetch": (
         made(dataloader_config={"prefetch": 10**6}),
         r"dataloader_config\.prefetch=1000000: .* at most 1024",
     ),
-    "named field of a section": (made(dataloader_config={"data_seed": -1}), r"dataloader_config\.data_seed=-1"),
+    "named field of a section": (
+        made(dataloader_config={"data_seed": -1}),
+        r"dataloader_config\.data_seed=-1",
+    ),
     "nan setting": (made(trust={"stall_after_s": NAN}), "got nan, expected a number"),
     "number as project_dir": (made(project_dir=3), "a whole number that is no path"),
     "NUL in project_dir": (made(project_dir="a\0b"), "NUL character"),
-    "number as handlers": (made(kwargs_handlers=5), "expected a list of settings classes"),
-    "one handler": (made(kwargs_handlers=AutocastKwargs()), "expected a list of settings classes"),
-    "text as handlers": (made(kwargs_handlers="autocast"), "expected a list of settings classes"),
+    "number as handlers": (
+        made(kwargs_handlers=5),
+        "expected a list of settings classes",
+    ),
+    "one handler": (
+        made(kwargs_handlers=AutocastKwargs()),
+        "expected a list of settings classes",
+    ),
+    "text as handlers": (
+        made(kwargs_handlers="autocast"),
+        "expected a list of settings classes",
+    ),
     "number as log_with": (made(log_with=3), "unclear where to log"),
     "number as context": (made(context=3), "Give a ProcessContext"),
-    "unknown method": (lambda g: g.a.mark_forward_method(g.model, "nope"), "no method 'nope'"),
+    "unknown method": (
+        lambda g: g.a.mark_forward_method(g.model, "nope"),
+        "no method 'nope'",
+    ),
     "number as method": (lambda g: g.a.mark_forward_method(g.model, 3), "no method 3"),
-    "attribute as method": (lambda g: g.a.mark_forward_method(g.model, "weight"), "no method 'weight'"),
-    "method of no model": (method("mark_forward_method", "m", "forward"), "needs models"),
-    "method of a foreign model": (method("mark_forward_method", nn.Linear(1, 1), "forward"), "not prepared"),
-    "unknown axis": (method("gather", ONE, axes=["nope"]), "there are pp, dp_replicate"),
+    "attribute as method": (
+        lambda g: g.a.mark_forward_method(g.model, "weight"),
+        "no method 'weight'",
+    ),
+    "method of no model": (
+        method("mark_forward_method", "m", "forward"),
+        "needs models",
+    ),
+    "method of a foreign model": (
+        method("mark_forward_method", nn.Linear(1, 1), "forward"),
+        "not prepared",
+    ),
+    "unknown axis": (
+        method("gather", ONE, axes=["nope"]),
+        "there are pp, dp_replicate",
+    ),
     "text as axes": (method("gather", ONE, axes="tp"), "list of mesh axes"),
     "axis twice": (method("reduce", ONE, axes=["tp", "tp"]), "named twice"),
     "number as axis": (method("gather_object", 1, axes=[1]), "list of mesh axes"),
@@ -99,30 +174,75 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
     "number as objects": (method("broadcast_object_list", 3), "needs a list"),
     "tuple as objects": (method("broadcast_object_list", (1,)), "needs a list"),
     "text dim": (method("pad_across_processes", ONE, dim="x"), "whole number"),
-    "text pad_index": (method("pad_across_processes", ONE, pad_index="x"), "it needs a number"),
-    "foreign loader": (method("gather_for_metrics", ONE, loader=3), "that prepare\\(\\) returned"),
-    "foreign loader to follow": (method("accumulate", loader=3), "that prepare\\(\\) returned"),
-    "text sync_gradients": (lambda g: setattr(g.a, "sync_gradients", "x"), "True or False"),
-    "text weight": (lambda g: g.a.backward(g.model(ONE).sum(), weight="x"), "is not a count"),
-    "number as placement": (method("prepare", nn.Linear(1, 1), device_placement=3), "True or False"),
-    "text as placement": (method("prepare", nn.Linear(1, 1), device_placement="x"), "True or False"),
+    "text pad_index": (
+        method("pad_across_processes", ONE, pad_index="x"),
+        "it needs a number",
+    ),
+    "foreign loader": (
+        method("gather_for_metrics", ONE, loader=3),
+        "that prepare\\(\\) returned",
+    ),
+    "foreign loader to follow": (
+        method("accumulate", loader=3),
+        "that prepare\\(\\) returned",
+    ),
+    "text sync_gradients": (
+        lambda g: setattr(g.a, "sync_gradients", "x"),
+        "True or False",
+    ),
+    "text weight": (
+        lambda g: g.a.backward(g.model(ONE).sum(), weight="x"),
+        "is not a count",
+    ),
+    "number as placement": (
+        method("prepare", nn.Linear(1, 1), device_placement=3),
+        "True or False",
+    ),
+    "text as placement": (
+        method("prepare", nn.Linear(1, 1), device_placement="x"),
+        "True or False",
+    ),
     "text to join": (method("join_uneven_inputs", ["x"]), "prepared models"),
-    "text even_batches": (method("join_uneven_inputs", [], even_batches="x"), "True or False"),
-    "text process": (lambda g: g.a.process.on_process(process_index="x")(print), "whole number"),
+    "text even_batches": (
+        method("join_uneven_inputs", [], even_batches="x"),
+        "True or False",
+    ),
+    "text process": (
+        lambda g: g.a.process.on_process(process_index="x")(print),
+        "whole number",
+    ),
     "no function": (method("on_main_process", 3), "needs a function"),
-    "number to split": (lambda g: g.a.split_between_processes(3).__enter__(), "with a length"),
+    "number to split": (
+        lambda g: g.a.split_between_processes(3).__enter__(),
+        "with a length",
+    ),
     "number as values": (method("log", 3), "values need names"),
     "list as values": (method("log", [1]), "values need names"),
     "text step": (method("log", {"a": 1}, step="q"), "not an integer"),
     "nan step": (method("log", {"a": 1}, step=NAN), "not an integer"),
     "boolean step": (method("log", {"a": 1}, step=True), "not an integer"),
-    "number as log_kwargs": (method("log", {"a": 1}, log_kwargs=3), "assign options to trackers"),
+    "number as log_kwargs": (
+        method("log", {"a": 1}, log_kwargs=3),
+        "assign options to trackers",
+    ),
     "number as images": (method("log_images", 3), "values need names"),
-    "text step of images": (method("log_images", {"a": torch.ones(3, 2, 2)}, step="q"), "not an integer"),
-    "ragged table": (method("log_table", "t", columns=["a"], data=[[1, 2]]), "1 columns and a row of 2 cells"),
-    "text step of a table": (method("log_table", "t", columns=["a"], data=[[1]], step="q"), "not an integer"),
+    "text step of images": (
+        method("log_images", {"a": torch.ones(3, 2, 2)}, step="q"),
+        "not an integer",
+    ),
+    "ragged table": (
+        method("log_table", "t", columns=["a"], data=[[1, 2]]),
+        "1 columns and a row of 2 cells",
+    ),
+    "text step of a table": (
+        method("log_table", "t", columns=["a"], data=[[1]], step="q"),
+        "not an integer",
+    ),
     "number as project": (method("init_trackers", 3), "an invalid project name"),
-    "number as init_kwargs": (method("init_trackers", "x", init_kwargs=3), "assign options to trackers"),
+    "number as init_kwargs": (
+        method("init_trackers", "x", init_kwargs=3),
+        "assign options to trackers",
+    ),
     "number as iterable": (method("progress", 3), "loop iterates over"),
     "text total": (method("progress", total="x"), "whole number"),
     "number as metrics": (method("save_state", "out", metrics=3), "named numbers"),
@@ -160,4 +280,7 @@ def test_what_makes_sense_is_still_taken(given: Prepared, tmp_path: Path) -> Non
     a.log({"loss": 1.0}, step=8.0)  # type: ignore[arg-type]
     assert a.gather([]) == []
     assert torch.equal(a.gather(ONE, axes=["tp"]), ONE)  # type: ignore[list-item]
-    assert Accelerator(cpu=True, project_dir=tmp_path).config.project.project_dir == str(tmp_path)  # type: ignore[arg-type]
+    assert Accelerator(
+        cpu=True,
+        project_dir=tmp_path,  # type: ignore[arg-type]
+    ).config.project.project_dir == str(tmp_path)

@@ -49,7 +49,9 @@ def train(performance: Any) -> list[float]:
     torch.manual_seed(0)
     accelerator = Accelerator(performance=performance, cpu=True)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+    )
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y)
@@ -61,7 +63,12 @@ def train(performance: Any) -> list[float]:
     losses = []
     for number in range(8):
         made = torch.Generator().manual_seed(number)
-        losses.append(step(torch.randn(4, 8, generator=made), torch.randint(4, (4,), generator=made)).item())
+        losses.append(
+            step(
+                torch.randn(4, 8, generator=made),
+                torch.randint(4, (4,), generator=made),
+            ).item()
+        )
     return losses
 
 
@@ -69,19 +76,34 @@ def test_losses_are_the_same_with_and_without_it() -> None:
     assert train("auto") == train("off")  # nothing acts on a CPU in so few steps
 
 
-def test_on_a_cpu_every_choice_says_why_it_is_not_made(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_every_choice_says_why_it_is_not_made(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "hasten"):
         train("auto")
     said = [record.getMessage() for record in caplog.records]
-    assert len([text for text in said if "AdamW stays as it is" in text and "cpu" in text]) == 1
+    assert (
+        len([text for text in said if "AdamW stays as it is" in text and "cpu" in text])
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"fused": False}, "fused=False"), ({"foreach": True}, "foreach=True"), ({}, "on cpu")],
+    [
+        ({"fused": False}, "fused=False"),
+        ({"foreach": True}, "foreach=True"),
+        ({}, "on cpu"),
+    ],
 )
-def test_what_was_asked_of_an_optimizer_stays(options: dict[str, Any], why: str) -> None:
+def test_what_was_asked_of_an_optimizer_stays(
+    options: dict[str, Any], why: str
+) -> None:
     net = nn.Linear(2, 2)
-    assert why in preparing.fused_refusal(torch.optim.AdamW(net.parameters(), **options))
-    assert "no fused Rprop" in preparing.fused_refusal(torch.optim.Rprop(net.parameters()))
+    assert why in preparing.fused_refusal(
+        torch.optim.AdamW(net.parameters(), **options)
+    )
+    assert "no fused Rprop" in preparing.fused_refusal(
+        torch.optim.Rprop(net.parameters())
+    )
     assert not preparing.fused_refusal(torch.optim.AdamW(net.parameters(), fused=True))

@@ -28,7 +28,14 @@ from typing import Any
 import msgspec
 import torch
 
-from hasten.checkpoint.format.manifest import CHUNK_BYTES, MANIFEST_NAME, Manifest, checksum, decode, encode
+from hasten.checkpoint.format.manifest import (
+    CHUNK_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    checksum,
+    decode,
+    encode,
+)
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.local_store import LocalStore
@@ -42,7 +49,8 @@ from hasten.state.run_state import Randomness, RunObjects, collect
 
 NAME = "victim"
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
-HARMLESS = ("fuzz", "manifest: chunk huge", "manifest: rank file gone")  # may also leave the content as it was
+# may also leave the content as it was
+HARMLESS = ("fuzz", "manifest: chunk huge", "manifest: rank file gone")
 Mutation = tuple[str, Callable[[Path], None]]
 
 
@@ -51,7 +59,9 @@ class Objects:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(torch.randn(4, 6)).sum().backward()
         optimizer.step()
@@ -62,11 +72,20 @@ class Objects:
 
     def fingerprint(self) -> list[torch.Tensor]:
         tensors = [t.detach().clone() for t in self.models[0].state_dict().values()]
-        return tensors + [v.clone() for s in self.optimizers[0].state.values() for v in s.values()]
+        return tensors + [
+            v.clone() for s in self.optimizers[0].state.values() for v in s.values()
+        ]
 
 
-def parts_of(objects: Any) -> RunObjects:  # Any: unprepared objects, in place of prepared ones
-    return RunObjects(objects, lambda model: model, StepClock(), FullPrecision(), Randomness(torch.device("cpu")))
+# Any: unprepared objects, in place of prepared ones
+def parts_of(objects: Any) -> RunObjects:
+    return RunObjects(
+        objects,
+        lambda model: model,
+        StepClock(),
+        FullPrecision(),
+        Randomness(torch.device("cpu")),
+    )
 
 
 def write_victim(root: Path) -> None:
@@ -82,7 +101,9 @@ def reseal(folder: Path, edit: Callable[[dict[str, Any]], None] | None = None) -
     files = []
     for file in manifest.files:
         raw = (folder / file.name).read_bytes()
-        sums = tuple(checksum(raw[i : i + CHUNK_BYTES]) for i in range(0, len(raw), CHUNK_BYTES))
+        sums = tuple(
+            checksum(raw[i : i + CHUNK_BYTES]) for i in range(0, len(raw), CHUNK_BYTES)
+        )
         files.append(msgspec.structs.replace(file, size=len(raw), sums=sums))
     manifest = msgspec.structs.replace(manifest, files=tuple(files))
     if edit is None:
@@ -135,7 +156,10 @@ def blind(files: list[str]) -> Iterator[Mutation]:
             yield f"flip {name} at {spot:.3f}", at(name, partial(_flip, spot))
         yield f"grow {name}", at(name, lambda raw: raw + b"\0")
         yield f"zero {name}", at(name, lambda raw: bytes(len(raw)))
-        yield f"noise {name}", at(name, lambda raw: random.Random(1).randbytes(len(raw)))
+        yield (
+            f"noise {name}",
+            at(name, lambda raw: random.Random(1).randbytes(len(raw))),
+        )
         yield f"delete {name}", partial(_delete, name)
     for a, b in itertools.pairwise(files):
         yield f"swap {a} and {b}", partial(_swap, a, b)
@@ -166,16 +190,28 @@ def pickles(canary: Path) -> Iterator[Mutation]:
             load = kind(canary)
             for label, raw in (
                 ("torch.save", _torch_saved(load)),
-                ("torch.save nested", _torch_saved({"state": {"a": [load]}, "param_groups": []})),
+                (
+                    "torch.save nested",
+                    _torch_saved({"state": {"a": [load]}, "param_groups": []}),
+                ),
                 ("legacy torch.save", _torch_saved(load, legacy=True)),
                 ("bare pickle", pickle.dumps(load)),
                 ("old pickle", pickle.dumps(load, protocol=0)),
                 ("zip with pickle", _zipped(pickle.dumps(load, protocol=2))),
             ):
                 yield f"{label} of {kind.__name__} as {target}", _replaced(target, raw)
-        yield f"stack bomb in {target}", _replaced(target, _zipped(b"\x80\x02" + b"(" * 100_000 + b"."))
-        yield f"endless memo in {target}", _replaced(target, _zipped(b"\x80\x02]q\x00" + b"h\x00" * 50_000 + b"."))
-        yield f"huge string in {target}", _replaced(target, _zipped(b"\x80\x02X\xff\xff\xff\x7f" + b"a" * 50 + b"."))
+        yield (
+            f"stack bomb in {target}",
+            _replaced(target, _zipped(b"\x80\x02" + b"(" * 100_000 + b".")),
+        )
+        yield (
+            f"endless memo in {target}",
+            _replaced(target, _zipped(b"\x80\x02]q\x00" + b"h\x00" * 50_000 + b".")),
+        )
+        yield (
+            f"huge string in {target}",
+            _replaced(target, _zipped(b"\x80\x02X\xff\xff\xff\x7f" + b"a" * 50 + b".")),
+        )
         yield f"huge storage in {target}", _replaced(target, _huge_storage())
         yield f"only a zip in {target}", _replaced(target, _zipped(None))
     for target in ("model.safetensors", "random_states_0.safetensors"):
@@ -224,8 +260,12 @@ def headers() -> Iterator[Mutation]:
         "shape flat": lambda h: h["0.weight"].update(shape=[30]),
         "offsets outside": lambda h: h["0.weight"].update(data_offsets=[0, huge]),
         "offsets negative": lambda h: h["0.weight"].update(data_offsets=[-120, 0]),
-        "offsets swapped": lambda h: h["0.weight"].update(data_offsets=h["0.weight"]["data_offsets"][::-1]),
-        "offsets overlap": lambda h: h["0.weight"].update(data_offsets=h["2.weight"]["data_offsets"]),
+        "offsets swapped": lambda h: h["0.weight"].update(
+            data_offsets=h["0.weight"]["data_offsets"][::-1]
+        ),
+        "offsets overlap": lambda h: h["0.weight"].update(
+            data_offsets=h["2.weight"]["data_offsets"]
+        ),
         "offsets one": lambda h: h["0.weight"].update(data_offsets=[0]),
         "dtype unknown": lambda h: h["0.weight"].update(dtype="F31"),
         "dtype other": lambda h: h["0.weight"].update(dtype="I32"),
@@ -235,11 +275,21 @@ def headers() -> Iterator[Mutation]:
         "entry renamed": lambda h: h.update({"0.weird": h.pop("0.weight")}),
         "metadata list": lambda h: h.update(__metadata__=[]),
         "metadata broken": lambda h: h.update(__metadata__={"hasten": "{"}),
-        "alias of nothing": lambda h: h.update(__metadata__={"hasten": '{"aliases":{"0.weight":"gone"}}'}),
-        "slice outside": lambda h: h.update(__metadata__={"hasten": '{"slices":{"0.weight":[[5,6],[3,0]]}}'}),
-        "slice of more": lambda h: h.update(__metadata__={"hasten": '{"slices":{"0.weight":[[10,6],[5,0]]}}'}),
-        "slice huge": lambda h: h.update(__metadata__={"hasten": f'{{"slices":{{"0.weight":[[{huge},6],[0,0]]}}}}'}),
-        "slice text": lambda h: h.update(__metadata__={"hasten": '{"slices":{"0.weight":"x"}}'}),
+        "alias of nothing": lambda h: h.update(
+            __metadata__={"hasten": '{"aliases":{"0.weight":"gone"}}'}
+        ),
+        "slice outside": lambda h: h.update(
+            __metadata__={"hasten": '{"slices":{"0.weight":[[5,6],[3,0]]}}'}
+        ),
+        "slice of more": lambda h: h.update(
+            __metadata__={"hasten": '{"slices":{"0.weight":[[10,6],[5,0]]}}'}
+        ),
+        "slice huge": lambda h: h.update(
+            __metadata__={"hasten": f'{{"slices":{{"0.weight":[[{huge},6],[0,0]]}}}}'}
+        ),
+        "slice text": lambda h: h.update(
+            __metadata__={"hasten": '{"slices":{"0.weight":"x"}}'}
+        ),
     }
     for label, edit in edits.items():
         yield f"header: {label}", _header_edit(edit)
@@ -250,7 +300,12 @@ def headers() -> Iterator[Mutation]:
         ("number", b"1"),
         ("null", b"null"),
         ("not utf8", b'{"\xff\xfe":1}'),
-        ("big int", b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'),
+        (
+            "big int",
+            b'{"a":{"dtype":"F32","shape":['
+            + b"9" * 5000
+            + b'],"data_offsets":[0,4]}}',
+        ),
         ("nan", b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}'),
     ):
         yield f"header text {label}", _header_raw(partial(_only_header, text))
@@ -317,11 +372,15 @@ def manifests() -> Iterator[Mutation]:
         "sums short": lambda m: m["files"][0].update(sums=[]),
         "sums number": lambda m: m["files"][0].update(sums=[1]),
         "file twice": lambda m: m["files"].append(m["files"][0]),
-        "file case": lambda m: m["files"].append({**m["files"][0], "name": m["files"][0]["name"].upper()}),
+        "file case": lambda m: m["files"].append(
+            {**m["files"][0], "name": m["files"][0]["name"].upper()}
+        ),
         "file is manifest": lambda m: m["files"][0].update(name=MANIFEST_NAME),
         "file of stranger": lambda m: m["files"][0].update(component="stranger"),
         "file of rank 9": lambda m: m["files"][0].update(rank=9),
-        "component without file": lambda m: m["components"].update(ghost={"kind": "model", "format": "torch"}),
+        "component without file": lambda m: m["components"].update(
+            ghost={"kind": "model", "format": "torch"}
+        ),
         "component format": lambda m: m["components"]["model"].update(format="pickle"),
         "component gone": lambda m: m["components"].pop("model"),
         "rank file gone": lambda m: m["components"]["model"].update(per_rank=True),
@@ -329,7 +388,9 @@ def manifests() -> Iterator[Mutation]:
         "files text": lambda m: m.update(files="all"),
         "no files": lambda m: m.update(files=[]),
         "components list": lambda m: m.update(components=[]),
-        "missing file": lambda m: m["files"].append({**m["files"][0], "name": "absent.bin"}),
+        "missing file": lambda m: m["files"].append(
+            {**m["files"][0], "name": "absent.bin"}
+        ),
     }
     for label, edit in edits.items():
         yield f"manifest: {label}", partial(_reseal_with, edit)
@@ -367,12 +428,23 @@ def fuzzed_data(rounds: int) -> Iterator[Mutation]:
     """Bytes changed at random inside files whose checksums fit afterwards."""
     for seed in range(rounds):
         rng = random.Random(seed)
-        name = rng.choice(["optimizer.bin", "scheduler.bin", "model.safetensors", "random_states_0.safetensors"])
+        name = rng.choice(
+            [
+                "optimizer.bin",
+                "scheduler.bin",
+                "model.safetensors",
+                "random_states_0.safetensors",
+            ]
+        )
 
         def mutate(folder: Path, name: str = name, rng: random.Random = rng) -> None:
             raw = bytearray((folder / name).read_bytes())
             for _ in range(rng.choice((1, 2, 8, 64))):
-                raw[rng.randrange(len(raw) if rng.random() < 0.5 else min(len(raw), 1500))] = rng.randrange(256)
+                raw[
+                    rng.randrange(
+                        len(raw) if rng.random() < 0.5 else min(len(raw), 1500)
+                    )
+                ] = rng.randrange(256)
             (folder / name).write_bytes(bytes(raw))
             reseal(folder)
 
@@ -384,18 +456,30 @@ def attempt(root: Path, objects: Objects) -> str:
     before = objects.fingerprint()
     try:
         with open_checkpoint(LocalStore(root), NAME, LocalComm()) as checkpoint:
-            plan = plan_restore(parts_of(objects), objects.models, checkpoint, 0, 1, strict=True)
+            plan = plan_restore(
+                parts_of(objects), objects.models, checkpoint, 0, 1, strict=True
+            )
             after = objects.fingerprint()
-            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "planning changed the model"
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+                "planning changed the model"
+            )
             del plan
             other = Objects()
             with agreeing(LocalComm(), "loading") as together:
-                plan_restore(parts_of(other), other.models, checkpoint, 0, 1, strict=True).apply(together)
+                plan_restore(
+                    parts_of(other), other.models, checkpoint, 0, 1, strict=True
+                ).apply(together)
         return "loaded"
     except HastenError as error:
         after = objects.fingerprint()
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "an error changed the model"
-        return type(error).__name__ if len(str(error)) > 30 else f"too short to help: {error}"
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (
+            "an error changed the model"
+        )
+        return (
+            type(error).__name__
+            if len(str(error)) > 30
+            else f"too short to help: {error}"
+        )
 
 
 def main(rounds: int) -> None:
@@ -408,8 +492,16 @@ def main(rounds: int) -> None:
         write_victim(good)
         objects = Objects()
         assert attempt(good, objects) == "loaded"
-        files = sorted(p.name for p in (good / NAME).iterdir() if p.name != MANIFEST_NAME)
-        mutations = [*blind(files), *pickles(canary), *headers(), *manifests(), *fuzzed_data(rounds)]
+        files = sorted(
+            p.name for p in (good / NAME).iterdir() if p.name != MANIFEST_NAME
+        )
+        mutations = [
+            *blind(files),
+            *pickles(canary),
+            *headers(),
+            *manifests(),
+            *fuzzed_data(rounds),
+        ]
         for label, mutate in mutations:
             root = Path(scratch) / "now"
             shutil.copytree(good, root)
@@ -426,7 +518,10 @@ def main(rounds: int) -> None:
             if canary.exists():
                 problems.append(f"{label}: CODE WAS EXECUTED")
                 canary.unlink()
-    json.dump({"files": sum(outcomes.values()), "outcomes": outcomes, "problems": problems}, sys.stdout)
+    json.dump(
+        {"files": sum(outcomes.values()), "outcomes": outcomes, "problems": problems},
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

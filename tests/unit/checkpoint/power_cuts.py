@@ -35,7 +35,8 @@ from hasten.comm.local import LocalComm
 
 WAYS = ("before", "after", "half", "power")
 SIZES = (3000, 700)
-FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs cost nothing in memory, and kills need no disk
+# syncs cost nothing in memory, and kills need no disk
+FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 class DeadlyDisk(Disk):
@@ -59,7 +60,9 @@ class DeadlyDisk(Disk):
                     os.truncate(path, 0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _turn(self, action: Callable[[], None], half: Callable[[], None] | None = None) -> None:
+    def _turn(
+        self, action: Callable[[], None], half: Callable[[], None] | None = None
+    ) -> None:
         self.calls += 1
         mine = self.calls - 1 == self._at
         if mine and self._way == "before":
@@ -85,7 +88,9 @@ class DeadlyDisk(Disk):
         whole = memoryview(b"".join(data))
         self._turn(
             lambda: done.append(Disk.write_at(self, fd, data, offset)),
-            lambda: done.append(Disk.write_at(self, fd, [whole[: len(whole) // 2]], offset)),
+            lambda: done.append(
+                Disk.write_at(self, fd, [whole[: len(whole) // 2]], offset)
+            ),
         )
         return done[0]
 
@@ -98,11 +103,15 @@ class DeadlyDisk(Disk):
 
     def rename(self, old: Path, new: Path) -> None:
         self._turn(lambda: Disk.rename(self, old, new))
-        self._lost = {new / p.relative_to(old) if p.is_relative_to(old) else p for p in self._lost}
+        self._lost = {
+            new / p.relative_to(old) if p.is_relative_to(old) else p for p in self._lost
+        }
 
     def remove_tree(self, path: Path) -> None:
         def half() -> None:
-            for entry in sorted(entry for entry in path.rglob("*") if entry.is_file())[::2]:
+            for entry in sorted(entry for entry in path.rglob("*") if entry.is_file())[
+                ::2
+            ]:
                 entry.unlink()
 
         self._turn(lambda: Disk.remove_tree(self, path), half)
@@ -121,19 +130,33 @@ class DeadlyDisk(Disk):
 
 def state(number: int) -> StateTree:
     """A small state that says in every tensor which save it belongs to."""
-    tensors = {f"w{i}": torch.full((size,), float(number)) for i, size in enumerate(SIZES)}
-    data, nested = pack({"state": {"w0": {"m": torch.full((500,), float(number))}}, "number": number})
+    tensors = {
+        f"w{i}": torch.full((size,), float(number)) for i, size in enumerate(SIZES)
+    }
+    data, nested = pack(
+        {"state": {"w0": {"m": torch.full((500,), float(number))}}, "number": number}
+    )
     return StateTree(
         {
             "model": Component(tensors, None, "model"),
             "optimizer": Component(nested, data, "optimizer", "torch"),
             "random_states": Component({}, {"number": number}, "random", per_rank=True),
-            **{f"custom_checkpoint_{i}": Component({}, {"number": number}) for i in range(6)},
+            **{
+                f"custom_checkpoint_{i}": Component({}, {"number": number})
+                for i in range(6)
+            },
         }
     )
 
 
-def save(root: Path, name: str, number: int, disk: Disk, limit: int | None, extra: str | None = None) -> None:
+def save(
+    root: Path,
+    name: str,
+    number: int,
+    disk: Disk,
+    limit: int | None,
+    extra: str | None = None,
+) -> None:
     """One save of one process, with retention; `extra` is a folder that a hook makes in the checkpoint."""
     store, comm = LocalStore(root, disk, threads=1), LocalComm()
     with agreeing(comm, "saving") as together, Save(store, comm) as save:
@@ -149,9 +172,15 @@ def save(root: Path, name: str, number: int, disk: Disk, limit: int | None, extr
 def check(root: Path, name: str) -> int:
     """The number a checkpoint was saved with, after reading all of it."""
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(LocalStore(root), name, LocalComm()))
+        checkpoint = stack.enter_context(
+            open_checkpoint(LocalStore(root), name, LocalComm())
+        )
         model = checkpoint.component("model")
-        numbers = {value for key in model.pieces for value in model.pieces[key][0].data.tolist()}
+        numbers = {
+            value
+            for key in model.pieces
+            for value in model.pieces[key][0].data.tolist()
+        }
         optimizer = checkpoint.component("optimizer")
         numbers |= set(optimizer.pieces["state/w0/m"][0].data.tolist())
         for path in checkpoint.folder.rglob("*.txt"):
@@ -197,13 +226,19 @@ def kill_everywhere(
         shutil.copytree(before, root)
         counting = DeadlyDisk()
         scenario(root, counting)
-        for at, way in itertools.islice(itertools.product(range(counting.calls), ways), 0, None, stride):
+        for at, way in itertools.islice(
+            itertools.product(range(counting.calls), ways), 0, None, stride
+        ):
             shutil.rmtree(root)
             shutil.copytree(before, root)
             ended = in_child(functools.partial(scenario, root, DeadlyDisk(at, way)))
             kills += ended == -signal.SIGKILL
             try:
-                problem = judge(root) if ended == -signal.SIGKILL else f"the child ended with {ended}"
+                problem = (
+                    judge(root)
+                    if ended == -signal.SIGKILL
+                    else f"the child ended with {ended}"
+                )
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             if problem is not None:
@@ -232,7 +267,9 @@ def judge_numbered(root: Path) -> str | None:
         return "old ones were deleted before the new one was there"
     save(root, numbered(4), 4, Disk(), 2)
     left = {entry.name for entry in root.iterdir()}
-    if check(root, newest(store) or "") != 4 or any(name.startswith(".hasten") for name in left):
+    if check(root, newest(store) or "") != 4 or any(
+        name.startswith(".hasten") for name in left
+    ):
         return f"the next save left {left}"
     return None
 
@@ -257,11 +294,21 @@ def judge_overwriting(root: Path, allowed: tuple[int, int] = (1, 2)) -> str | No
     left = [entry.name for entry in root.iterdir()]
     if check(root, "best") != 4 or left != ["best"]:
         return f"the next save left {left}"
-    listed = {file.name for file in LocalStore(root).manifest("best").files} | {"manifest.json", "notes.txt"}
-    found = {path.relative_to(root / "best").as_posix() for path in (root / "best").rglob("*")}
+    listed = {file.name for file in LocalStore(root).manifest("best").files} | {
+        "manifest.json",
+        "notes.txt",
+    }
+    found = {
+        path.relative_to(root / "best").as_posix()
+        for path in (root / "best").rglob("*")
+    }
     if found != listed:
         return f"the next save left {found - listed} and lacks {listed - found}"
-    return None if (root / "best" / "notes.txt").read_text() == "mine" else "the user's file was lost"
+    return (
+        None
+        if (root / "best" / "notes.txt").read_text() == "mine"
+        else "the user's file was lost"
+    )
 
 
 def before_recovering(root: Path) -> None:
@@ -311,12 +358,20 @@ def kill(which: str, stride: int) -> tuple[int, list[str]]:
     """The kills of one kind of save, and what was wrong after them."""
     match which:
         case "numbered":
-            return kill_everywhere(before_numbered, save_numbered, judge_numbered, stride)
+            return kill_everywhere(
+                before_numbered, save_numbered, judge_numbered, stride
+            )
         case "overwriting":
-            return kill_everywhere(before_overwriting, save_overwriting, judge_overwriting, stride)
+            return kill_everywhere(
+                before_overwriting, save_overwriting, judge_overwriting, stride
+            )
         case _:
-            kills, problems = kill_everywhere(before_recovering, save_recovering, judge_recovering, stride, ("after",))
-            more, others = kill_everywhere(before_appearing, save_appearing, judge_appearing, stride, ("after",))
+            kills, problems = kill_everywhere(
+                before_recovering, save_recovering, judge_recovering, stride, ("after",)
+            )
+            more, others = kill_everywhere(
+                before_appearing, save_appearing, judge_appearing, stride, ("after",)
+            )
             return kills + more, problems + others
 
 
@@ -324,7 +379,13 @@ def main(stride: int, which: Sequence[str]) -> None:
     torch.set_num_threads(1)
     found = {one: kill(one, stride) for one in which}
     problems = [problem for _, some in found.values() for problem in some]
-    json.dump({"kills": {one: kills for one, (kills, _) in found.items()}, "problems": problems}, sys.stdout)
+    json.dump(
+        {
+            "kills": {one: kills for one, (kills, _) in found.items()},
+            "problems": problems,
+        },
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

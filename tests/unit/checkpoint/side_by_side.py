@@ -34,8 +34,15 @@ FILES = 12
 
 def save(root: Path, name: str, number: int) -> None:
     """One save of several files, each of which says which save it belongs to."""
-    tree = StateTree({f"part{i}": Component({"w": torch.full((100,), number)}, None) for i in range(FILES)})
-    save_tree(LocalStore(root, threads=2), name, tree, Manifest(number=number), LocalComm())
+    tree = StateTree(
+        {
+            f"part{i}": Component({"w": torch.full((100,), number)}, None)
+            for i in range(FILES)
+        }
+    )
+    save_tree(
+        LocalStore(root, threads=2), name, tree, Manifest(number=number), LocalComm()
+    )
 
 
 def number_in(root: Path, name: str) -> int | None:
@@ -43,8 +50,12 @@ def number_in(root: Path, name: str) -> int | None:
     if not (root / name).is_dir():
         return None
     with open_checkpoint(LocalStore(root), name, LocalComm()) as checkpoint:
-        parts = [checkpoint.component(f"part{i}").pieces["w"][0].data for i in range(FILES)]
-        numbers = {int(value) for part in parts for value in part.tolist()} | {checkpoint.manifest.number}
+        parts = [
+            checkpoint.component(f"part{i}").pieces["w"][0].data for i in range(FILES)
+        ]
+        numbers = {int(value) for part in parts for value in part.tolist()} | {
+            checkpoint.manifest.number
+        }
     assert len(numbers) == 1, f"{name} mixes {numbers}"
     return numbers.pop()
 
@@ -58,20 +69,40 @@ def undisturbed(root: Path, name: str) -> int | None:
 class Worker:
     """A process that saves until it is told to end, and writes a line about every save."""
 
-    def __init__(self, index: int, how: str, root: Path, log: Path, until: float, serial: int) -> None:
+    def __init__(
+        self, index: int, how: str, root: Path, log: Path, until: float, serial: int
+    ) -> None:
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 with log.open("ab", buffering=0) as out:
                     self._work(
-                        index, how, root, lambda *words: out.write((json.dumps(words) + "\n").encode()), until, serial
+                        index,
+                        how,
+                        root,
+                        lambda *words: out.write((json.dumps(words) + "\n").encode()),
+                        until,
+                        serial,
                     )
             except BaseException as error:
                 with log.open("ab", buffering=0) as out:
-                    out.write((json.dumps(["broken", f"{type(error).__name__}: {error}"]) + "\n").encode())
+                    out.write(
+                        (
+                            json.dumps(["broken", f"{type(error).__name__}: {error}"])
+                            + "\n"
+                        ).encode()
+                    )
             os._exit(0)
 
-    def _work(self, index: int, how: str, root: Path, say: Callable[..., object], until: float, serial: int) -> None:
+    def _work(
+        self,
+        index: int,
+        how: str,
+        root: Path,
+        say: Callable[..., object],
+        until: float,
+        serial: int,
+    ) -> None:
         rng, number = random.Random(serial), serial * 100_000
         while time.monotonic() < until:
             number += 1
@@ -99,7 +130,9 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
         begun, kills, serial = time.monotonic(), 0, 0
         while True:
             until = time.monotonic() + seconds
-            workers = [Worker(i, how, root, log, until, serial := serial + 1) for i in range(2)]
+            workers = [
+                Worker(i, how, root, log, until, serial := serial + 1) for i in range(2)
+            ]
             while how == "kills" and time.monotonic() < until:
                 time.sleep(rng.uniform(0.05, 0.4))
                 index = rng.randrange(2)
@@ -111,8 +144,12 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
                         if (root / name).is_dir():
                             undisturbed(root, name)
                     except Exception as error:
-                        problems.append(f"after a kill: {type(error).__name__}: {error}")
-                workers[index] = Worker(index, how, root, log, until, serial := serial + 1)
+                        problems.append(
+                            f"after a kill: {type(error).__name__}: {error}"
+                        )
+                workers[index] = Worker(
+                    index, how, root, log, until, serial := serial + 1
+                )
             for worker in workers:
                 os.waitpid(worker.pid, 0)
             lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -135,7 +172,9 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
 
 def main(seconds: float, least: int) -> None:
     torch.set_num_threads(1)
-    json.dump([run(how, seconds, least) for how in ("siblings", "same", "kills")], sys.stdout)
+    json.dump(
+        [run(how, seconds, least) for how in ("siblings", "same", "kills")], sys.stdout
+    )
 
 
 if __name__ == "__main__":

@@ -8,13 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hasten.checkpoint.format.manifest import FORMAT_VERSION, FileRecord, Manifest, checksum, decode, encode
+from hasten.checkpoint.format.manifest import (
+    FORMAT_VERSION,
+    FileRecord,
+    Manifest,
+    checksum,
+    decode,
+    encode,
+)
 from hasten.checkpoint.reader import verify_files
 from hasten.errors import CheckpointVersionError
 
 BLOCK_BYTES = 17 * 1021 * 8
 """A size that is no multiple of a page or sector."""
-SIZES = (1, 7, 8, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5, 40 * BLOCK_BYTES + 1)
+SIZES = (
+    1,
+    7,
+    8,
+    BLOCK_BYTES - 1,
+    BLOCK_BYTES,
+    BLOCK_BYTES + 1,
+    3 * BLOCK_BYTES + 5,
+    40 * BLOCK_BYTES + 1,
+)
 
 
 def chunk(size: int) -> bytes:
@@ -50,11 +66,20 @@ def test_traded_sectors_and_pages_are_seen() -> None:
     pick = random.Random(2)
     for unit in (16, 64, 512, 4096, 65536):
         parts = data.reshape(-1, unit)
-        near = [(i, i + step) for step in range(1, 40) for i in (0, 7) if i + step < len(parts)]
-        for i, j in near + [tuple(pick.sample(range(len(parts)), 2)) for _ in range(40)]:
+        near = [
+            (i, i + step)
+            for step in range(1, 40)
+            for i in (0, 7)
+            if i + step < len(parts)
+        ]
+        for i, j in near + [
+            tuple(pick.sample(range(len(parts)), 2)) for _ in range(40)
+        ]:
             traded = parts.copy()
             traded[[i, j]] = traded[[j, i]]
-            assert checksum(traded.tobytes()) != sound, f"units of {unit} bytes, {i} and {j}"
+            assert checksum(traded.tobytes()) != sound, (
+                f"units of {unit} bytes, {i} and {j}"
+            )
 
 
 def test_lost_and_shifted_bytes_are_seen() -> None:
@@ -64,7 +89,12 @@ def test_lost_and_shifted_bytes_are_seen() -> None:
         assert checksum(data[:at] + data[at + 1 :] + b"\0") != sound
         for lost in (512, 4096, BLOCK_BYTES):
             assert checksum(data[:at] + bytes(lost) + data[at + lost :]) != sound
-            assert checksum(data[:at] + data[at + lost : at + 2 * lost] + data[at + lost :]) != sound
+            assert (
+                checksum(
+                    data[:at] + data[at + lost : at + 2 * lost] + data[at + lost :]
+                )
+                != sound
+            )
     assert checksum(bytes(len(data))) != sound
 
 
@@ -72,7 +102,9 @@ def test_stuck_bits_and_turned_signs_are_seen() -> None:
     zeros = np.zeros(4 * BLOCK_BYTES // 8, np.uint64)
     sound = checksum(zeros.tobytes())
     for bit in range(64):
-        assert checksum((zeros + np.uint64(1 << bit)).tobytes()) != sound, f"bit {bit} stuck"
+        assert checksum((zeros + np.uint64(1 << bit)).tobytes()) != sound, (
+            f"bit {bit} stuck"
+        )
     numbers = np.random.default_rng(0).standard_normal(len(zeros))
     assert checksum((-numbers).tobytes()) != checksum(numbers.tobytes())
 
@@ -92,7 +124,10 @@ def test_files_are_verified_by_it(size: int, tmp_path: Path) -> None:
     data = bytearray(chunk(size))
     path = tmp_path / "file.bin"
     path.write_bytes(data)
-    found = [checksum(data[start : start + chunk_bytes]) for start in range(0, size, chunk_bytes)]
+    found = [
+        checksum(data[start : start + chunk_bytes])
+        for start in range(0, size, chunk_bytes)
+    ]
     record = FileRecord(name="file.bin", size=size, sums=tuple(found))
     assert verify_files(tmp_path, [record], chunk_bytes) == []
     data[size // 2] ^= 1
@@ -103,5 +138,8 @@ def test_files_are_verified_by_it(size: int, tmp_path: Path) -> None:
 def test_other_formats_are_refused() -> None:
     assert decode(encode(Manifest()), "here").version == FORMAT_VERSION
     for version in (FORMAT_VERSION - 1, FORMAT_VERSION + 1):
-        with pytest.raises(CheckpointVersionError, match=rf"format {version} by .* reads format {FORMAT_VERSION}"):
+        with pytest.raises(
+            CheckpointVersionError,
+            match=rf"format {version} by .* reads format {FORMAT_VERSION}",
+        ):
             decode(encode(Manifest(version=version)), "here")

@@ -31,8 +31,18 @@ KILLS = {"numbered": 160, "overwriting": 300, "halfway": 150}
 
 def run(script: str, *arguments: str, timeout_s: float = 220) -> Any:
     """What a script of this folder prints, decoded."""
-    command = [sys.executable, "-W", "ignore", "-X", "faulthandler", str(HERE / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-X",
+        "faulthandler",
+        str(HERE / script),
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -43,20 +53,30 @@ def run(script: str, *arguments: str, timeout_s: float = 220) -> Any:
     ("stride", "which"),
     [
         (10, tuple(KILLS)),
-        *(pytest.param(1, (one,), id=one, marks=pytest.mark.exhaustive) for one in KILLS),
+        *(
+            pytest.param(1, (one,), id=one, marks=pytest.mark.exhaustive)
+            for one in KILLS
+        ),
     ],
 )
-def test_every_kill_leaves_the_newest_complete_checkpoint_whole(stride: int, which: tuple[str, ...]) -> None:
+def test_every_kill_leaves_the_newest_complete_checkpoint_whole(
+    stride: int, which: tuple[str, ...]
+) -> None:
     """Together at least 600 kills, one for every change of the disk and every way to die there; or every tenth of them."""
     report = run("power_cuts.py", str(stride), *which)
     assert report["problems"] == []
-    assert all(report["kills"][one] >= KILLS[one] // stride for one in which), report["kills"]
+    assert all(report["kills"][one] >= KILLS[one] // stride for one in which), report[
+        "kills"
+    ]
 
 
 LONG = (
     pytest.mark.slow,
     pytest.mark.timeout(2500),
-    pytest.mark.skipif(not os.environ.get("HASTEN_LONG_TESTS"), reason="takes minutes; set HASTEN_LONG_TESTS=1"),
+    pytest.mark.skipif(
+        not os.environ.get("HASTEN_LONG_TESTS"),
+        reason="takes minutes; set HASTEN_LONG_TESTS=1",
+    ),
 )
 
 
@@ -67,9 +87,16 @@ LONG = (
         pytest.param(60, 700, id="long", marks=LONG),
     ],
 )
-def test_saves_side_by_side_are_whole_or_say_why_not(seconds: float, least: int) -> None:
+def test_saves_side_by_side_are_whole_or_say_why_not(
+    seconds: float, least: int
+) -> None:
     """Into sibling folders, into the same folder, and with kills: together over 2000 saves in the long version."""
-    reports = run("side_by_side.py", str(seconds), str(least), timeout_s=220 if seconds < 10 else 2400)
+    reports = run(
+        "side_by_side.py",
+        str(seconds),
+        str(least),
+        timeout_s=220 if seconds < 10 else 2400,
+    )
     assert [report["problems"] for report in reports] == [[], [], []]
     assert all(report["counts"]["saved"] >= least for report in reports)
     assert reports[2]["kills"] >= 2
@@ -77,8 +104,13 @@ def test_saves_side_by_side_are_whole_or_say_why_not(seconds: float, least: int)
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("rounds", "least"), [(20, 200), pytest.param(100, 300, marks=pytest.mark.exhaustive)])
-def test_hostile_files_run_no_code_and_end_in_typed_errors(rounds: int, least: int) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "least"),
+    [(20, 200), pytest.param(100, 300, marks=pytest.mark.exhaustive)],
+)
+def test_hostile_files_run_no_code_and_end_in_typed_errors(
+    rounds: int, least: int
+) -> None:
     report = run("hostile_files.py", str(rounds))
     assert report["problems"] == []
     assert report["files"] >= least
@@ -87,7 +119,13 @@ def test_hostile_files_run_no_code_and_end_in_typed_errors(rounds: int, least: i
 
 def save(root: Path, number: int, disk: Disk | None = None) -> None:
     store = LocalStore(root, disk, threads=1)
-    tree = StateTree({"model": Component({"w": torch.full((200_000,), float(number))}, None, "model")})
+    tree = StateTree(
+        {
+            "model": Component(
+                {"w": torch.full((200_000,), float(number))}, None, "model"
+            )
+        }
+    )
     save_tree(store, numbered(number), tree, Manifest(number=number), LocalComm())
 
 
@@ -108,7 +146,9 @@ class FullDisk(Disk):
 
 @pytest.mark.parametrize("room", [0, 1, 1000, 400_000, 800_200])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_full_disk_keeps_the_old_checkpoint_and_leaves_nothing(tmp_path: Path, room: int, error: int) -> None:
+def test_full_disk_keeps_the_old_checkpoint_and_leaves_nothing(
+    tmp_path: Path, room: int, error: int
+) -> None:
     save(tmp_path, 0)
     with pytest.raises(CheckpointError, match=r"writing|committing"):
         save(tmp_path, 1, FullDisk(room, error))
@@ -134,8 +174,11 @@ def test_real_limit_of_file_size_is_a_typed_error(tmp_path: Path) -> None:
 
 def test_folder_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
-    blocked.write_text("not a folder")  # root may write anywhere, so a read-only mode would not stop these tests
-    with pytest.raises(CheckpointError, match=r"cannot start the checkpoint .*Give a folder"):
+    # root may write anywhere, so a read-only mode would not stop these tests
+    blocked.write_text("not a folder")
+    with pytest.raises(
+        CheckpointError, match=r"cannot start the checkpoint .*Give a folder"
+    ):
         save(blocked, 0)
 
     class ReadOnly(Disk):
@@ -176,7 +219,9 @@ class Recorder(Disk):
         super().rename(old, new)
 
 
-def test_everything_is_synced_before_the_rename_and_the_rename_after(tmp_path: Path) -> None:
+def test_everything_is_synced_before_the_rename_and_the_rename_after(
+    tmp_path: Path,
+) -> None:
     disk = Recorder()
     save(tmp_path, 0, disk)
     log = disk.log
@@ -187,6 +232,10 @@ def test_everything_is_synced_before_the_rename_and_the_rename_after(tmp_path: P
         last_write = max(i for i, entry in enumerate(log) if entry == ("write", name))
         assert any(entry == ("sync", name) for entry in log[last_write:renamed]), name
     last_file = max(i for i, (call, _) in enumerate(log[:renamed]) if call == "create")
-    assert ("sync", "folder") in log[last_file:renamed], "the list of names must be on the disk too"
+    assert ("sync", "folder") in log[last_file:renamed], (
+        "the list of names must be on the disk too"
+    )
     assert ("sync", "folder") in log[renamed:], "the rename itself must be on the disk"
-    assert log.index(("create", "manifest.json")) > log.index(("sync", "model.safetensors")), "the manifest comes last"
+    assert log.index(("create", "manifest.json")) > log.index(
+        ("sync", "model.safetensors")
+    ), "the manifest comes last"

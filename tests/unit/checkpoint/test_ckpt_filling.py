@@ -34,7 +34,8 @@ def tensors(seed: int) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(seed)
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.uint8)
     return {
-        f"{i}": (torch.randn(shape, generator=made) * 50).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)
+        f"{i}": (torch.randn(shape, generator=made) * 50).to(dtypes[i % len(dtypes)])
+        for i, shape in enumerate(SHAPES)
     }
 
 
@@ -50,8 +51,13 @@ def stored(folder: Path, values: dict[str, Tensor], kind: str) -> dict[str, Piec
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-@pytest.mark.parametrize("chunk", [pytest.param(64, marks=pytest.mark.exhaustive), 1000, 65_536, 16 * 1024**2])
-def test_tensors_of_all_sizes_come_back(tmp_path: Path, kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(64, marks=pytest.mark.exhaustive), 1000, 65_536, 16 * 1024**2],
+)
+def test_tensors_of_all_sizes_come_back(
+    tmp_path: Path, kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reshard, "CHUNK_BYTES", chunk)
     for seed in range(3):
         folder = tmp_path / f"{seed}"
@@ -61,9 +67,18 @@ def test_tensors_of_all_sizes_come_back(tmp_path: Path, kind: str, chunk: int, m
         names = sorted(values)
         random.Random(seed).shuffle(names)
         live = {name: torch.zeros_like(values[name]) for name in names}
-        run_copies([copy for name in names for copy in plan_copies(name, live[name], [pieces[name]])], threads=3)
+        run_copies(
+            [
+                copy
+                for name in names
+                for copy in plan_copies(name, live[name], [pieces[name]])
+            ],
+            threads=3,
+        )
         for name, value in values.items():
-            assert torch.equal(live[name], value), f"{name} of shape {tuple(value.shape)}"
+            assert torch.equal(live[name], value), (
+                f"{name} of shape {tuple(value.shape)}"
+            )
 
 
 def test_other_layouts_and_dtypes_are_converted(tmp_path: Path) -> None:
@@ -72,15 +87,25 @@ def test_other_layouts_and_dtypes_are_converted(tmp_path: Path) -> None:
     turned = torch.zeros(30, 40).t()
     half = torch.zeros(40, 30, dtype=torch.bfloat16)
     part = torch.zeros(100, 30)[10:50]
-    run_copies([copy for live in (turned, half, part) for copy in plan_copies("w", live, [pieces["w"]])])
+    run_copies(
+        [
+            copy
+            for live in (turned, half, part)
+            for copy in plan_copies("w", live, [pieces["w"]])
+        ]
+    )
     assert torch.equal(turned, value)
     assert torch.equal(half, value.bfloat16())
     assert torch.equal(part, value)
 
 
-def test_many_small_copies_and_large_ones_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_copies_and_large_ones_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reshard, "CHUNK_BYTES", 1000)
-    values = {f"{i}": torch.randn(size) for i, size in enumerate([1, 300, 1, 1, 250, 900, 2])}
+    values = {
+        f"{i}": torch.randn(size) for i, size in enumerate([1, 300, 1, 1, 250, 900, 2])
+    }
     live = {name: torch.zeros_like(value) for name, value in values.items()}
     copies = [Copy(live[name], value) for name, value in values.items()]
     run_copies(copies)
@@ -88,7 +113,9 @@ def test_many_small_copies_and_large_ones_arrive(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced"])
-def test_a_file_that_goes_away_is_still_the_one_that_was_opened(tmp_path: Path, fate: str) -> None:
+def test_a_file_that_goes_away_is_still_the_one_that_was_opened(
+    tmp_path: Path, fate: str
+) -> None:
     values = tensors(0)
     pieces = stored(tmp_path, values, "safetensors")
     path = tmp_path / "f.safetensors"
@@ -97,7 +124,13 @@ def test_a_file_that_goes_away_is_still_the_one_that_was_opened(tmp_path: Path, 
         path.write_bytes(bytes((tmp_path / "gone").stat().st_size))
     (tmp_path / "gone").unlink()
     live = {name: torch.zeros_like(value) for name, value in values.items()}
-    run_copies([copy for name in values for copy in plan_copies(name, live[name], [pieces[name]])])
+    run_copies(
+        [
+            copy
+            for name in values
+            for copy in plan_copies(name, live[name], [pieces[name]])
+        ]
+    )
     assert all(torch.equal(live[name], value) for name, value in values.items())
 
 
@@ -105,11 +138,15 @@ def test_a_file_cut_off_under_way_is_an_error_that_names_it(tmp_path: Path) -> N
     pieces = stored(tmp_path, {"w": torch.randn(50_000)}, "safetensors")
     copies = plan_copies("w", torch.zeros(50_000), [pieces["w"]])
     os.truncate(tmp_path / "f.safetensors", 4096)
-    with pytest.raises(CorruptCheckpointError, match=r"f\.safetensors: \d+ of 200000 bytes"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"f\.safetensors: \d+ of 200000 bytes"
+    ):
         run_copies(copies)
 
 
-def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pieces = stored(tmp_path, {"w": torch.randn(5000)}, "safetensors")
 
     def failing(fd: int, views: Sequence[memoryview], offset: int) -> int:
@@ -118,18 +155,31 @@ def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path, monke
     monkeypatch.setattr(reshard, "read_all", failing)
     weight = torch.nn.Parameter(torch.randn(5000))
     loss = (weight * weight).sum()
-    with pytest.raises(CheckpointError, match=r"f\.safetensors: cannot be read any more .*Input/output error"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"f\.safetensors: cannot be read any more .*Input/output error",
+    ):
         run_copies(plan_copies("w", weight, [pieces["w"]]))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.backward(loss)
 
 
-def test_conjugate_and_negative_views_get_the_numbers_that_were_saved(tmp_path: Path) -> None:
+def test_conjugate_and_negative_views_get_the_numbers_that_were_saved(
+    tmp_path: Path,
+) -> None:
     value = torch.polar(torch.ones(40), torch.arange(40.0))
     pieces = stored(tmp_path, {"c": value, "n": value.imag.clone()}, "safetensors")
-    turned, negative = torch.zeros(40, dtype=torch.complex64).conj(), torch.zeros(40, dtype=torch.complex64).conj().imag
+    turned, negative = (
+        torch.zeros(40, dtype=torch.complex64).conj(),
+        torch.zeros(40, dtype=torch.complex64).conj().imag,
+    )
     assert negative.is_neg()
-    run_copies([*plan_copies("c", turned, [pieces["c"]]), *plan_copies("n", negative, [pieces["n"]])])
+    run_copies(
+        [
+            *plan_copies("c", turned, [pieces["c"]]),
+            *plan_copies("n", negative, [pieces["n"]]),
+        ]
+    )
     assert torch.equal(turned.resolve_conj(), value)
     assert torch.equal(negative.resolve_neg(), value.imag)
 

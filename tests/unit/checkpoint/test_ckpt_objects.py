@@ -33,7 +33,11 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         accelerator.save(value, tmp_path / f"{number}.pt")
         loaded = accelerator.load(tmp_path / f"{number}.pt")
         assert str(loaded) == str(value)
-        assert torch.equal(loaded, value) if isinstance(value, torch.Tensor) else type(loaded) is type(value)
+        assert (
+            torch.equal(loaded, value)
+            if isinstance(value, torch.Tensor)
+            else type(loaded) is type(value)
+        )
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.bin"])
@@ -50,7 +54,9 @@ def test_safetensors_are_known_by_their_content(name: str, tmp_path: Path) -> No
         accelerator.save([1], tmp_path / "list", safe_serialization=True)
 
 
-def test_code_in_a_file_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_a_file_does_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.save({"x": Harmful()}, tmp_path / "file.pt")
     with pytest.raises(UnsafeCheckpointError):
@@ -68,5 +74,7 @@ def test_a_cut_off_file_is_named(safe: bool, tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in (9, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises((CorruptCheckpointError, UnsafeCheckpointError), match=r"cut\.bin"):
+        with pytest.raises(
+            (CorruptCheckpointError, UnsafeCheckpointError), match=r"cut\.bin"
+        ):
             accelerator.load(path)

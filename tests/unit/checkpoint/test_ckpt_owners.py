@@ -19,7 +19,14 @@ import torch
 from torch import nn
 
 from hasten import Accelerator, ProjectConfiguration
-from hasten.checkpoint.base import Blob, CheckpointStore, Component, StateTree, number_of, numbered
+from hasten.checkpoint.base import (
+    Blob,
+    CheckpointStore,
+    Component,
+    StateTree,
+    number_of,
+    numbered,
+)
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.save import Retention, retire_expired, save_tree
 from hasten.checkpoint.store.disk import Disk
@@ -30,7 +37,12 @@ from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointBusyError, CheckpointError
 from hasten.extension import offers
 
-TREE = StateTree({"model": Component({"w": torch.ones(5)}, None, "model"), "x": Component({}, {"a": 1})})
+TREE = StateTree(
+    {
+        "model": Component({"w": torch.ones(5)}, None, "model"),
+        "x": Component({}, {"a": 1}),
+    }
+)
 
 
 def save(store: CheckpointStore, name: str) -> None:
@@ -56,13 +68,17 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Checkpoint
 
 
 # -- saves side by side --------------------------------------------------------------------------------------------
-def test_a_save_beside_another_that_is_under_way_touches_nothing_of_it(tmp_path: Path) -> None:
+def test_a_save_beside_another_that_is_under_way_touches_nothing_of_it(
+    tmp_path: Path,
+) -> None:
     """The hook of one run does what another process would: it saves into a sibling folder meanwhile."""
     first, second = Accelerator(cpu=True), Accelerator(cpu=True)
     for accelerator in (first, second):
         accelerator.prepare(nn.Linear(2, 2))
 
-    def hook(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+    def hook(
+        models: list[nn.Module], weights: list[dict[str, Any]], folder: str
+    ) -> None:
         (Path(folder) / "early.txt").write_text("here")
         for other in ("trial_1", "trial_00", "trial_0x", "other"):
             second.save_state(tmp_path / "sweep" / other)
@@ -70,12 +86,20 @@ def test_a_save_beside_another_that_is_under_way_touches_nothing_of_it(tmp_path:
     first.register_save_state_pre_hook(hook)
     place = Path(first.save_state(tmp_path / "sweep" / "trial_0"))
     assert (place / "early.txt").read_text() == "here"
-    assert names_in(tmp_path / "sweep") == ["other", "trial_0", "trial_00", "trial_0x", "trial_1"]
+    assert names_in(tmp_path / "sweep") == [
+        "other",
+        "trial_0",
+        "trial_00",
+        "trial_0x",
+        "trial_1",
+    ]
     for name in names_in(tmp_path / "sweep"):
         first.load_state(tmp_path / "sweep" / name)
 
 
-def test_every_save_of_the_same_name_is_whole_and_the_last_commit_stays(store: CheckpointStore) -> None:
+def test_every_save_of_the_same_name_is_whole_and_the_last_commit_stays(
+    store: CheckpointStore,
+) -> None:
     earlier = store.begin("best")
     save(store, "best")
     assert is_complete(store, "best")
@@ -108,7 +132,10 @@ def _save_often(root: Path, value: float, queue: Any) -> None:
 def test_two_runs_in_one_project_never_get_the_same_checkpoint(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    runs = [context.Process(target=_save_often, args=(tmp_path, 100.0 * run, queue)) for run in (1, 2)]
+    runs = [
+        context.Process(target=_save_often, args=(tmp_path, 100.0 * run, queue))
+        for run in (1, 2)
+    ]
     for run in runs:
         run.start()
     saved = [queue.get(timeout=60) for _ in range(20)]
@@ -119,7 +146,9 @@ def test_two_runs_in_one_project_never_get_the_same_checkpoint(tmp_path: Path) -
     model = accelerator.prepare(nn.Linear(3, 3, bias=False))
     for place, value in saved:
         accelerator.load_state(place)
-        assert model.weight.unique().tolist() == [value], "what was reported as saved is what is there"
+        assert model.weight.unique().tolist() == [value], (
+            "what was reported as saved is what is there"
+        )
 
 
 def test_a_numbered_save_never_replaces_a_folder_that_appeared(tmp_path: Path) -> None:
@@ -127,13 +156,18 @@ def test_a_numbered_save_never_replaces_a_folder_that_appeared(tmp_path: Path) -
     (tmp_path / numbered(0)).mkdir()
     (tmp_path / numbered(0) / "file").write_text("of another tool")
     files = tuple(draft.put({"part": Blob([b"abc"], 3)}).values())
-    with pytest.raises(CheckpointError, match=r"another process has written .*checkpoint_0.*its own project_dir"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"another process has written .*checkpoint_0.*its own project_dir",
+    ):
         draft.commit(Manifest(files=files))
     draft.abort()
     assert [path.name for path in tmp_path.rglob("*")] == [numbered(0), "file"]
 
 
-def test_a_run_says_when_it_meets_checkpoints_of_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_says_when_it_meets_checkpoints_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = Accelerator(cpu=True, project_dir=str(tmp_path))
     first.save_state()
     first.save_state()
@@ -141,16 +175,27 @@ def test_a_run_says_when_it_meets_checkpoints_of_another(tmp_path: Path, caplog:
     project = ProjectConfiguration(project_dir=str(tmp_path), total_limit=1)
     second = Accelerator(cpu=True, project_config=project)
     second.save_state()
-    assert "holds checkpoints up to checkpoint_1 that this run neither wrote nor loaded" in caplog.text
+    assert (
+        "holds checkpoints up to checkpoint_1 that this run neither wrote nor loaded"
+        in caplog.text
+    )
     caplog.clear()
     second.save_state()
     assert not caplog.text
-    assert names_in(tmp_path / "checkpoints") == [numbered(0), numbered(1), numbered(3)], "those of the first run stay"
+    assert names_in(tmp_path / "checkpoints") == [
+        numbered(0),
+        numbered(1),
+        numbered(3),
+    ], "those of the first run stay"
     resumed = Accelerator(cpu=True, project_config=project)
     resumed.load_state()
     resumed.save_state()
     assert not caplog.text
-    assert names_in(tmp_path / "checkpoints") == [numbered(0), numbered(1), numbered(4)], "it continues the second run"
+    assert names_in(tmp_path / "checkpoints") == [
+        numbered(0),
+        numbered(1),
+        numbered(4),
+    ], "it continues the second run"
 
 
 # -- leftovers -----------------------------------------------------------------------------------------------------
@@ -163,14 +208,19 @@ def test_an_abandoned_draft_is_removed_by_the_next_save(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["other"]
 
 
-def test_drafts_of_living_processes_stay_and_those_of_dead_ones_go(tmp_path: Path) -> None:
+def test_drafts_of_living_processes_stay_and_those_of_dead_ones_go(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "best").mkdir()
     for base in (tmp_path, tmp_path / "best"):
         for token in ("0" * 12, "1" * 12):
             (base / f"{DRAFT}{token}" / "best").mkdir(parents=True)
             (base / f"{DRAFT}{token}" / LOCK_NAME).touch()
         (base / f"{TRASH}{'2' * 12}").mkdir()
-    lock_files = [base / f"{DRAFT}{'1' * 12}" / LOCK_NAME for base in (tmp_path, tmp_path / "best")]
+    lock_files = [
+        base / f"{DRAFT}{'1' * 12}" / LOCK_NAME
+        for base in (tmp_path, tmp_path / "best")
+    ]
     holder = subprocess.Popen(
         ["python3", "-c", "import fcntl, sys\n"
          "files = [open(name) for name in sys.argv[1:]]\n"
@@ -189,7 +239,9 @@ def test_drafts_of_living_processes_stay_and_those_of_dead_ones_go(tmp_path: Pat
     assert not list(tmp_path.rglob(".hasten*"))
 
 
-def test_without_flock_drafts_are_kept_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flock_drafts_are_kept_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -248,7 +300,10 @@ def test_the_lock_admits_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> Non
 
 def test_a_lock_that_is_not_released_is_an_error_that_names_it(tmp_path: Path) -> None:
     expected = r"kept .* locked for .*stopped process .*another folder"
-    with folder_lock(tmp_path, Disk()), pytest.raises(CheckpointBusyError, match=expected):
+    with (
+        folder_lock(tmp_path, Disk()),
+        pytest.raises(CheckpointBusyError, match=expected),
+    ):
         folder_lock(tmp_path, Disk(), 0.05).__enter__()
     save(LocalStore(tmp_path), "best")
     assert names_in(tmp_path) == ["best"]
@@ -280,7 +335,9 @@ def test_files_that_disappear_before_the_commit_are_an_error(tmp_path: Path) -> 
 def test_retention_deletes_what_it_is_allowed_to(store: CheckpointStore) -> None:
     for number in range(4):
         save(store, numbered(number))
-    retire_expired(store, Retention(total_limit=1), lambda manifest: manifest.number != 1)
+    retire_expired(
+        store, Retention(total_limit=1), lambda manifest: manifest.number != 1
+    )
     assert store.names() == [numbered(1), numbered(3)]
 
 
@@ -289,7 +346,9 @@ class StillOpen(Disk):
 
     def remove_tree(self, path: Path) -> None:
         open_files = list(Path("/proc/self/fd").iterdir())
-        in_use = any(file.exists() and file.resolve().is_relative_to(path) for file in open_files)
+        in_use = any(
+            file.exists() and file.resolve().is_relative_to(path) for file in open_files
+        )
         if in_use or (path.name.startswith(TRASH) and path.is_dir()):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
         super().remove_tree(path)
@@ -308,7 +367,11 @@ def test_a_file_that_is_still_open_is_removed_later_without_a_warning(
 ) -> None:
     for number in range(3):
         save(LocalStore(tmp_path, StillOpen()), numbered(number))
-        retire_expired(LocalStore(tmp_path, StillOpen()), Retention(total_limit=1), lambda manifest: True)
+        retire_expired(
+            LocalStore(tmp_path, StillOpen()),
+            Retention(total_limit=1),
+            lambda manifest: True,
+        )
     assert not caplog.text
     save(LocalStore(tmp_path), numbered(3))
     assert names_in(tmp_path) == [numbered(2), numbered(3)]

@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.format.formats import encode_safetensors, encode_torch, read_tensors
+from hasten.checkpoint.format.formats import (
+    encode_safetensors,
+    encode_torch,
+    read_tensors,
+)
 from hasten.checkpoint.format.packing import pack, unpack
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
@@ -47,7 +51,10 @@ VALUES: tuple[Any, ...] = (
 
 
 def write(blob: Blob, path: Path) -> Path:
-    parts = [s if isinstance(s, bytes) else bytes(s.reshape(-1).view(torch.uint8).numpy()) for s in blob.segments]
+    parts = [
+        s if isinstance(s, bytes) else bytes(s.reshape(-1).view(torch.uint8).numpy())
+        for s in blob.segments
+    ]
     path.write_bytes(b"".join(parts))
     assert path.stat().st_size == blob.size
     return path
@@ -59,30 +66,58 @@ def test_every_supported_value_comes_back(tmp_path: Path, end: str) -> None:
     data, tensors = pack(value)
     encode = encode_safetensors if end == ".safetensors" else encode_torch
     content = read_tensors(write(encode(tensors, data), tmp_path / f"x{end}"))
-    back = unpack(content.data, {key: piece.data for key, piece in content.pieces.items()})
+    back = unpack(
+        content.data, {key: piece.data for key, piece in content.pieces.items()}
+    )
     assert back == value
-    assert [type(v) for v in back.values()] == [type(v) for v in value.values()] or end == ".bin"
+    assert [type(v) for v in back.values()] == [
+        type(v) for v in value.values()
+    ] or end == ".bin"
 
 
 @pytest.mark.parametrize("end", [".safetensors", ".bin"])
 @pytest.mark.parametrize(
     "dtype",
     [
-        *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.float8_e4m3fn),
+        *(
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.complex64,
+            torch.float8_e4m3fn,
+        ),
         *(torch.int64, torch.int8, torch.uint8, torch.bool),
     ],
 )
-def test_tensors_of_every_shape_and_layout_are_bitwise_equal(tmp_path: Path, end: str, dtype: torch.dtype) -> None:
+def test_tensors_of_every_shape_and_layout_are_bitwise_equal(
+    tmp_path: Path, end: str, dtype: torch.dtype
+) -> None:
     base = torch.randint(0, 2, (4, 6)).to(dtype)
-    nchw = torch.randint(0, 2, (2, 3, 4, 4)).to(torch.float32).to(memory_format=torch.channels_last)
-    tree = {"whole": base, "strided": base.t(), "part": base[1:3, ::2], "none": base[:0], "one": base[0, 0], "cl": nchw}
+    nchw = (
+        torch.randint(0, 2, (2, 3, 4, 4))
+        .to(torch.float32)
+        .to(memory_format=torch.channels_last)
+    )
+    tree = {
+        "whole": base,
+        "strided": base.t(),
+        "part": base[1:3, ::2],
+        "none": base[:0],
+        "one": base[0, 0],
+        "cl": nchw,
+    }
     data, tensors = pack({"in": [tree, np.arange(5), np.float64(2.0)]})
     encode = encode_safetensors if end == ".safetensors" else encode_torch
     content = read_tensors(write(encode(tensors, data), tmp_path / f"x{end}"))
-    back = unpack(content.data, {key: piece.data for key, piece in content.pieces.items()})["in"]
+    back = unpack(
+        content.data, {key: piece.data for key, piece in content.pieces.items()}
+    )["in"]
     for key, tensor in tree.items():
         assert back[0][key].dtype == tensor.dtype
-        assert torch.equal(back[0][key].to(torch.complex64), tensor.to(torch.complex64)), key
+        assert torch.equal(
+            back[0][key].to(torch.complex64), tensor.to(torch.complex64)
+        ), key
     assert np.array_equal(back[1], np.arange(5))
     assert back[2] == 2.0
 
@@ -108,7 +143,9 @@ def test_torch_file_is_what_torch_load_reads(tmp_path: Path) -> None:
     path = write(encode_torch(tensors, data), tmp_path / "optimizer.bin")
     loaded = torch.load(path, weights_only=True)
     torch.optim.AdamW(model.parameters()).load_state_dict(loaded)
-    assert torch.equal(loaded["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(
+        loaded["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
 
 
 class Pair(NamedTuple):
@@ -122,7 +159,9 @@ class Strange:
     """Something only pickle could store."""
 
 
-@pytest.mark.parametrize("value", [Strange(), object(), lambda: 1, torch.nn.Linear(1, 1), Pair(1, 2)])
+@pytest.mark.parametrize(
+    "value", [Strange(), object(), lambda: 1, torch.nn.Linear(1, 1), Pair(1, 2)]
+)
 def test_what_needs_pickle_is_refused_by_name(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"deep/here holds a .*Return tensors"):
         pack({"deep": {"here": value}})

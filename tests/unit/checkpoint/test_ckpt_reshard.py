@@ -14,7 +14,9 @@ from hasten.checkpoint.reshard import overlap, plan_copies, whole
 from hasten.errors import CorruptCheckpointError, OtherModelError
 
 
-def boxes(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes(
+    shape: tuple[int, ...], cuts: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, extent) of a grid of pieces, uneven like torch's chunking: the last ones may be short or empty."""
     per_dim = []
     for total, count in zip(shape, cuts, strict=True):
@@ -32,7 +34,9 @@ def test_every_layout_reads_every_other_up_to_16_pieces(shape: tuple[int, ...]) 
     layouts = list(itertools.product(counts, repeat=len(shape)))
     chosen = layouts if len(shape) < 3 else random.Random(0).sample(layouts, 8)
     for old, new in itertools.product(chosen, chosen):
-        pieces = [Piece(full[_index(o, e)].clone(), shape, o) for o, e in boxes(shape, old)]
+        pieces = [
+            Piece(full[_index(o, e)].clone(), shape, o) for o, e in boxes(shape, old)
+        ]
         for offset, extent in boxes(shape, new):
             target = torch.full(extent, -1.0)
             for copy in plan_copies("w", Slice(target, shape, offset), pieces):
@@ -49,8 +53,12 @@ def test_overlap_is_symmetric_and_exact() -> None:
     for _ in range(2000):
         a, b = ([rng.randrange(6) for _ in range(2)] for _ in range(2))
         n, m = ([rng.randrange(1, 5) for _ in range(2)] for _ in range(2))
-        mine = {(i, j) for i in range(a[0], a[0] + n[0]) for j in range(a[1], a[1] + n[1])}
-        other = {(i, j) for i in range(b[0], b[0] + m[0]) for j in range(b[1], b[1] + m[1])}
+        mine = {
+            (i, j) for i in range(a[0], a[0] + n[0]) for j in range(a[1], a[1] + n[1])
+        }
+        other = {
+            (i, j) for i in range(b[0], b[0] + m[0]) for j in range(b[1], b[1] + m[1])
+        }
         found = overlap(a, n, b, m)
         assert found == overlap(b, m, a, n)
         size = 0 if found is None else found[0][1] * found[1][1]
@@ -59,9 +67,15 @@ def test_overlap_is_symmetric_and_exact() -> None:
 
 def test_missing_piece_and_wrong_shape_name_the_tensor() -> None:
     half = Piece(torch.zeros(2, 3), (4, 3), (0, 0))
-    with pytest.raises(CorruptCheckpointError, match=r"layer\.w: the files hold 6 of the 12"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"layer\.w: the files hold 6 of the 12"
+    ):
         plan_copies("layer.w", torch.empty(4, 3), [half])
-    with pytest.raises(OtherModelError, match=r"layer\.w has shape \(5, 3\) here and \(4, 3\)"):
+    with pytest.raises(
+        OtherModelError, match=r"layer\.w has shape \(5, 3\) here and \(4, 3\)"
+    ):
         plan_copies("layer.w", torch.empty(5, 3), [half])
     both = [half, Piece(torch.ones(2, 3), (4, 3), (2, 0))]
-    assert torch.equal(whole(both, "w"), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)]))
+    assert torch.equal(
+        whole(both, "w"), torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
+    )

@@ -18,7 +18,12 @@ from hasten import Accelerator
 from hasten.checkpoint import reader
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import is_complete, newest
-from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
 from hasten.state.preemption import stop_reason
 
 
@@ -73,7 +78,9 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("safe", [True, False])
 def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) -> None:
     accelerator, model, optimizer = make(tmp_path, mixed_precision="fp16")
-    scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch))
+    scheduler = accelerator.prepare(
+        torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch)
+    )
     thing = Counter()
     accelerator.register_for_checkpointing(thing)
     step(accelerator, model, optimizer)
@@ -82,25 +89,43 @@ def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) 
     place = Path(accelerator.save_state(safe_serialization=safe))
     weights = "model.safetensors" if safe else "pytorch_model.bin"
     names = {path.name for path in place.iterdir()}
-    assert {weights, "optimizer.bin", "scheduler.bin", "scaler.pt", "random_states_0.safetensors"} <= names
+    assert {
+        weights,
+        "optimizer.bin",
+        "scheduler.bin",
+        "scaler.pt",
+        "random_states_0.safetensors",
+    } <= names
     assert {"manifest.json", "custom_checkpoint_0.safetensors"} <= names
-    saved = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    saved = {
+        key: value.clone()
+        for key, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
     moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
     rate = optimizer.param_groups[0]["lr"]
 
     other, model, optimizer = make(tmp_path, mixed_precision="fp16")
-    scheduler = other.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch))
+    scheduler = other.prepare(
+        torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch)
+    )
     thing = Counter()
     thing.value = None
     other.register_for_checkpointing(thing)
     other.load_state()
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in saved.items())
+    assert all(
+        torch.equal(model.state_dict()[key], value) for key, value in saved.items()
+    )
     assert model.outer.weight is model.inner.weight, "ties are kept"
     assert model.note["seen"] == 9
     assert torch.equal(model.note["t"], torch.ones(2))
     assert all(
         torch.equal(a, b)
-        for a, b in zip(moments, (v for s in optimizer.state.values() for v in s.values()), strict=True)
+        for a, b in zip(
+            moments,
+            (v for s in optimizer.state.values() for v in s.values()),
+            strict=True,
+        )
     )
     assert optimizer.param_groups[0]["lr"] == rate
     assert thing.value["n"] == 3
@@ -115,19 +140,28 @@ def test_strictness_says_what_differs_and_changes_nothing(tmp_path: Path) -> Non
 
     wide, other, _ = make(tmp_path, width=5)
     before = other.inner.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=r"inner\.weight has shape \(5, 5\) here and \(4, 4\) in the checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"inner\.weight has shape \(5, 5\) here and \(4, 4\) in the checkpoint",
+    ):
         wide.load_state(place)
     assert torch.equal(other.inner.weight, before)
 
     plain = Accelerator(cpu=True)
     extra = nn.Sequential(nn.Linear(4, 4))
     plain.prepare(extra)
-    with pytest.raises(CheckpointError, match=r"lacks 0\.bias, 0\.weight and has _extra_state, count, inner\.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lacks 0\.bias, 0\.weight and has _extra_state, count, inner\.weight",
+    ):
         plain.load_state(place)
 
     half = Accelerator(cpu=True)
     model16 = half.prepare(Tied().to(torch.bfloat16))
-    with pytest.raises(CheckpointError, match=r"is torch\.bfloat16 here and torch\.float32 in the checkpoint"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"is torch\.bfloat16 here and torch\.float32 in the checkpoint",
+    ):
         half.load_state(place)
     half.load_state(place, strict=False)
     assert torch.equal(model16.inner.weight, model.inner.weight.to(torch.bfloat16))
@@ -147,14 +181,18 @@ def test_only_complete_checkpoints_are_chosen(tmp_path: Path) -> None:
     accelerator.load_state()
     with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.bin is missing"):
         accelerator.load_state(root / "checkpoint_1")
-    with pytest.raises(IncompleteCheckpointError, match=r"manifest\.json does not exist"):
+    with pytest.raises(
+        IncompleteCheckpointError, match=r"manifest\.json does not exist"
+    ):
         accelerator.load_state(root / "checkpoint_7")
     file = root / "checkpoint_0" / "model.safetensors"
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 255
     file.write_bytes(bytes(raw))
     weight = model.inner.weight.detach().clone()
-    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors has a wrong checksum"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model\.safetensors has a wrong checksum"
+    ):
         accelerator.load_state(root / "checkpoint_0")
     assert torch.equal(model.inner.weight, weight)
 
@@ -162,7 +200,9 @@ def test_only_complete_checkpoints_are_chosen(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_honoured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set project_dir"):
         Accelerator(cpu=True).save_state()
-    with pytest.raises(ConfigError, match=r"a object cannot be registered.*Add both methods"):
+    with pytest.raises(
+        ConfigError, match=r"a object cannot be registered.*Add both methods"
+    ):
         Accelerator(cpu=True).register_for_checkpointing(object())
     accelerator, _, _ = make(tmp_path)
 
@@ -171,7 +211,10 @@ def test_settings_that_cannot_be_honoured(tmp_path: Path) -> None:
             return {"fn": print}
 
     accelerator.register_for_checkpointing(Unstorable())
-    with pytest.raises(CheckpointError, match=r"Unstorable/fn holds a builtins\.builtin_function_or_method"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"Unstorable/fn holds a builtins\.builtin_function_or_method",
+    ):
         accelerator.save_state()
 
 
@@ -228,9 +271,20 @@ time.sleep(0 if end == "exit" else 60)
 """
 
 
-def test_a_save_in_flight_is_finished_at_exit_and_on_a_signal_at_any_moment(tmp_path: Path) -> None:
+def test_a_save_in_flight_is_finished_at_exit_and_on_a_signal_at_any_moment(
+    tmp_path: Path,
+) -> None:
     signalled = ("computing", "waiting", "ending", "saving", "starting")
-    command = [sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path), "exit", *signalled]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        ENDS,
+        str(tmp_path),
+        "exit",
+        *signalled,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for end in ("exit", *signalled):
@@ -239,12 +293,16 @@ def test_a_save_in_flight_is_finished_at_exit_and_on_a_signal_at_any_moment(tmp_
             if end in signalled[:-1]:
                 time.sleep(0.05)
                 os.kill(saving, signal.SIGTERM)
-            assert int(process.stdout.readline()) == (0 if end == "exit" else -signal.SIGTERM), end
+            assert int(process.stdout.readline()) == (
+                0 if end == "exit" else -signal.SIGTERM
+            ), end
             assert is_complete(LocalStore(tmp_path), end)
         assert process.wait(timeout=60) == 0
 
 
-def test_an_error_in_the_background_comes_up_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_background_comes_up_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator, _, _ = make(tmp_path)
 
     def full(fd: int, buffers: Any, offset: int) -> int:
@@ -262,7 +320,10 @@ def test_an_error_in_the_background_comes_up_at_the_next_save(tmp_path: Path, mo
             accelerator.save_state()
     accelerator.save_state()
     accelerator.end_training()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0", "checkpoint_1"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "checkpoint_0",
+        "checkpoint_1",
+    ]
 
 
 PREEMPTED = """
@@ -298,14 +359,18 @@ for how in sys.argv[2:]:
 
 def test_who_told_the_run_to_stop_is_said_in_words() -> None:
     said = [stop_reason(number, 3) for number in (-1, signal.SIGTERM)]
-    assert said == [f"rank 3 was told to stop by {who}" for who in ("the program itself", "SIGTERM")]
+    assert said == [
+        f"rank 3 was told to stop by {who}" for who in ("the program itself", "SIGTERM")
+    ]
 
 
 @pytest.mark.exhaustive  # test_launch_preemption.py does it through the launcher
 def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
     def run(*how: str) -> tuple[int, str]:
         command = [sys.executable, "-W", "ignore", "-c", PREEMPTED, str(tmp_path), *how]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=100, check=False
+        )
         return done.returncode, done.stdout
 
     code, first = run("stop")
@@ -314,7 +379,9 @@ def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
     code, then = run("again", "whole")
     assert code == 0
     second, whole, _ = then.split("--\n")
-    assert first + second == whole, "sample by sample and loss by loss as if never stopped"
+    assert first + second == whole, (
+        "sample by sample and loss by loss as if never stopped"
+    )
 
 
 @pytest.mark.parametrize("way", ["replaced", "overwritten"])
@@ -323,7 +390,11 @@ def test_a_file_exchanged_after_it_was_verified_is_refused(
 ) -> None:
     accelerator, model, _ = make(tmp_path)
     accelerator.save_state(tmp_path / "out")
-    before = {key: value.clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
+    before = {
+        key: value.clone()
+        for key, value in model.state_dict().items()
+        if torch.is_tensor(value)
+    }
     sound = reader.verify_files
 
     def then_exchanged(folder: Path, files: Any, chunk_bytes: int) -> list[str]:
@@ -338,13 +409,19 @@ def test_a_file_exchanged_after_it_was_verified_is_refused(
         return problems
 
     monkeypatch.setattr(reader, "verify_files", then_exchanged)
-    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors: was replaced or changed"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"model\.safetensors: was replaced or changed"
+    ):
         accelerator.load_state(tmp_path / "out")
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert all(
+        torch.equal(model.state_dict()[key], value) for key, value in before.items()
+    )
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_buffers_that_are_conjugate_views_come_back(tmp_path: Path, blocking: bool) -> None:
+def test_buffers_that_are_conjugate_views_come_back(
+    tmp_path: Path, blocking: bool
+) -> None:
     accelerator = Accelerator(cpu=True)
     turns = torch.polar(torch.ones(40), torch.arange(40.0))
     model = nn.Linear(2, 2)

@@ -14,14 +14,23 @@ from torch import nn
 
 from hasten import Accelerator
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.format.formats import SUFFIX, WORTH_IT, encode_with_sidecar, read_by_sidecar, read_tensors
+from hasten.checkpoint.format.formats import (
+    SUFFIX,
+    WORTH_IT,
+    encode_with_sidecar,
+    read_by_sidecar,
+    read_tensors,
+)
 from hasten.checkpoint.format.packing import pack, unpack
 from hasten.checkpoint.store.disk import as_bytes
 from hasten.errors import CorruptCheckpointError
 
 
 def write(blob: Blob, path: Path) -> Path:
-    parts = [s if isinstance(s, bytes) else as_bytes(s).numpy().tobytes() for s in blob.segments]
+    parts = [
+        s if isinstance(s, bytes) else as_bytes(s).numpy().tobytes()
+        for s in blob.segments
+    ]
     path.write_bytes(b"".join(parts))
     return path
 
@@ -43,23 +52,48 @@ def flat(state: Any) -> list[Any]:
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and torch.equal(one, other)
+        )
     return type(one) is type(other) and bool(one == other)
 
 
 def many(extra: Any = None) -> dict[str, Any]:
-    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8)
+    dtypes = (
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.float8_e4m3fn,
+        torch.uint8,
+    )
     shapes = ((3, 5), (), (0, 4), (7,), (2, 1, 3))
     tied = torch.randn(11)
-    state: dict[str, Any] = {"tied": [tied, tied], "strided": torch.randn(4, 6).t(), "extra": extra}
+    state: dict[str, Any] = {
+        "tied": [tied, tied],
+        "strided": torch.randn(4, 6).t(),
+        "extra": extra,
+    }
     for i in range(WORTH_IT):
         shape = shapes[i % len(shapes)]
-        state[f"t{i}"] = (torch.randint(0, 2, shape).to(dtypes[i % len(dtypes)]), i, 0.5 * i, float("inf"))
+        state[f"t{i}"] = (
+            torch.randint(0, 2, shape).to(dtypes[i % len(dtypes)]),
+            i,
+            0.5 * i,
+            float("inf"),
+        )
     return state
 
 
 def test_reading_by_sidecar_equals_unpickling(tmp_path: Path) -> None:
-    kinds: tuple[Any, ...] = (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Rprop, None)
+    kinds: tuple[Any, ...] = (
+        torch.optim.AdamW,
+        partial(torch.optim.SGD, momentum=0.9),
+        torch.optim.Rprop,
+        None,
+    )
     for kind in kinds:
         if kind is None:
             state: Any = many({"nested": {5: (1, None, "text")}, 7: b"bytes"})
@@ -72,7 +106,10 @@ def test_reading_by_sidecar_equals_unpickling(tmp_path: Path) -> None:
             state = optimizer.state_dict()
         path, sidecar = pair(tmp_path, state)
         found = [read_by_sidecar(path, sidecar), read_tensors(path)]
-        values = [unpack(c.data, {key: piece.data for key, piece in c.pieces.items()}) for c in found]
+        values = [
+            unpack(c.data, {key: piece.data for key, piece in c.pieces.items()})
+            for c in found
+        ]
         mine, theirs, original = flat(values[0]), flat(values[1]), flat(state)
         assert len(mine) == len(theirs) == len(original)
         for one, other, was in zip(mine, theirs, original, strict=True):
@@ -116,7 +153,9 @@ def test_a_run_loads_without_unpickling_and_the_file_stands_alone(
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
-        return accelerator, *accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        return accelerator, *accelerator.prepare(
+            net, torch.optim.AdamW(net.parameters())
+        )
 
     accelerator, net, optimizer = start()
     accelerator.backward(net(torch.randn(2, 4)).sum())
@@ -132,7 +171,13 @@ def test_a_run_loads_without_unpickling_and_the_file_stands_alone(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", refuse)
         again.load_state(place)
-    assert all(same(one, was) for one, was in zip(flat(other.state_dict()), saved, strict=True))
-    native = [x for x in flat(torch.load(place / "optimizer.bin", weights_only=True)) if isinstance(x, torch.Tensor)]
+    assert all(
+        same(one, was) for one, was in zip(flat(other.state_dict()), saved, strict=True)
+    )
+    native = [
+        x
+        for x in flat(torch.load(place / "optimizer.bin", weights_only=True))
+        if isinstance(x, torch.Tensor)
+    ]
     tensors = [x for x in saved if isinstance(x, torch.Tensor)]
     assert all(same(one, was) for one, was in zip(native, tensors, strict=True))

@@ -13,11 +13,17 @@ from hasten.checkpoint.store.disk import as_bytes
 
 
 def content(blob: Blob) -> bytes:
-    return b"".join(part if isinstance(part, bytes) else as_bytes(part).numpy().tobytes() for part in blob.segments)
+    return b"".join(
+        part if isinstance(part, bytes) else as_bytes(part).numpy().tobytes()
+        for part in blob.segments
+    )
 
 
 def blob_of(*segments: bytes | Tensor) -> Blob:
-    sizes = [len(part) if isinstance(part, bytes) else part.numel() * part.element_size() for part in segments]
+    sizes = [
+        len(part) if isinstance(part, bytes) else part.numel() * part.element_size()
+        for part in segments
+    ]
     return Blob(segments, sum(sizes))
 
 
@@ -28,8 +34,16 @@ def test_copies_do_not_follow_the_originals(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(async_writer, "CHUNK_BYTES", chunk_bytes)
         staging = HostStaging()
         for announced in (0, 1, 2, 3):
-            tensors = [torch.randn(37), torch.arange(5), torch.randn(8, 3).t().contiguous(), torch.zeros(0)]
-            blobs = {"a": blob_of(b"head", tensors[0], tensors[3], b"", tensors[1]), "b": blob_of(tensors[2])}
+            tensors = [
+                torch.randn(37),
+                torch.arange(5),
+                torch.randn(8, 3).t().contiguous(),
+                torch.zeros(0),
+            ]
+            blobs = {
+                "a": blob_of(b"head", tensors[0], tensors[3], b"", tensors[1]),
+                "b": blob_of(tensors[2]),
+            }
             before = {name: content(blob) for name, blob in blobs.items()}
             if announced:
                 staging.begin([*tensors[:announced], torch.randn(6, 6).t()])
@@ -37,7 +51,9 @@ def test_copies_do_not_follow_the_originals(monkeypatch: pytest.MonkeyPatch) -> 
             for tensor in tensors:
                 tensor.zero_()
             assert {name: content(blob) for name, blob in staged.items()} == before
-            assert {name: blob.size for name, blob in staged.items()} == {n: b.size for n, b in blobs.items()}
+            assert {name: blob.size for name, blob in staged.items()} == {
+                n: b.size for n, b in blobs.items()
+            }
 
 
 def test_one_copy_of_tied_memory() -> None:

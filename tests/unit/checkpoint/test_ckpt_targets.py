@@ -32,7 +32,9 @@ from hasten.extension import offers
 Hook = Callable[[Path], None]
 
 
-def run(values: float = 1.0, size: int = 4, hook: Hook | None = None) -> tuple[Accelerator, Any]:
+def run(
+    values: float = 1.0, size: int = 4, hook: Hook | None = None
+) -> tuple[Accelerator, Any]:
     """A run whose weights all have one value."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(size, size)
@@ -42,7 +44,9 @@ def run(values: float = 1.0, size: int = 4, hook: Hook | None = None) -> tuple[A
         for parameter in model.parameters():
             parameter.fill_(values)
     if hook is not None:
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: hook(Path(folder)))
+        accelerator.register_save_state_pre_hook(
+            lambda models, weights, folder: hook(Path(folder))
+        )
     return accelerator, model
 
 
@@ -69,7 +73,10 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
     folder.mkdir()
     if (
         os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "hasten-test", folder], check=False).returncode
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "hasten-test", folder],
+            check=False,
+        ).returncode
     ):
         pytest.skip("mounting is not permitted here")
     try:
@@ -104,7 +111,9 @@ def test_a_mount_point_is_saved_into(tmp_path: Path) -> None:
             accelerator, _ = run(value)
             accelerator.save_state(disk)
             assert loaded(disk) == value
-            assert [path.name for path in tmp_path.iterdir()] == ["disk"], "nothing on the disk of the parent"
+            assert [path.name for path in tmp_path.iterdir()] == ["disk"], (
+                "nothing on the disk of the parent"
+            )
         assert set(names_in(disk)) == listed(disk) | {"manifest.json"}
     assert names_in(tmp_path / "disk") == []
 
@@ -144,12 +153,26 @@ def as_nobody(work: Callable[[], None]) -> str:
     return text
 
 
-def save(root: Path, name: str, value: float, disk: Disk | None = None, hook: Hook | None = None) -> None:
+def save(
+    root: Path,
+    name: str,
+    value: float,
+    disk: Disk | None = None,
+    hook: Hook | None = None,
+) -> None:
     """One save with the means below the Accelerator."""
     comm = LocalComm()
     tensors = {f"w{i}": torch.full((50,), value) for i in range(3)}
-    tree = StateTree({f"model_{key}": Component({key: tensor}, None, "model") for key, tensor in tensors.items()})
-    with agreeing(comm, "saving") as together, Save(LocalStore(root, disk, threads=1), comm) as save:
+    tree = StateTree(
+        {
+            f"model_{key}": Component({key: tensor}, None, "model")
+            for key, tensor in tensors.items()
+        }
+    )
+    with (
+        agreeing(comm, "saving") as together,
+        Save(LocalStore(root, disk, threads=1), comm) as save,
+    ):
         save.start(together, name)
         if hook is not None and save.draft.folder is not None:
             hook(save.draft.folder)
@@ -160,10 +183,14 @@ def save(root: Path, name: str, value: float, disk: Disk | None = None, hook: Ho
 def value_of(root: Path, name: str) -> float:
     """The value in a checkpoint of `save`, after verifying and reading all of it."""
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(LocalStore(root), name, LocalComm()))
+        checkpoint = stack.enter_context(
+            open_checkpoint(LocalStore(root), name, LocalComm())
+        )
         found = {float(checkpoint.manifest.number or 0)}
         for i in range(3):
-            found |= set(checkpoint.component(f"model_w{i}").pieces[f"w{i}"][0].data.tolist())
+            found |= set(
+                checkpoint.component(f"model_w{i}").pieces[f"w{i}"][0].data.tolist()
+            )
         for file in checkpoint.manifest.files:
             if file.name.endswith(".txt"):
                 found.add(float((checkpoint.folder / file.name).read_text()))
@@ -189,13 +216,18 @@ def test_a_writable_folder_in_one_that_is_not(open_folder: Path) -> None:
     for value in (1.0, 2.0):
         assert as_nobody(lambda value=value: save(open_folder, "out", value)) == ""  # type: ignore[misc]
         assert value_of(open_folder, "out") == value
-        assert names_in(open_folder) == ["out", *(f"out/{name}" for name in names_in(out))]
+        assert names_in(open_folder) == [
+            "out",
+            *(f"out/{name}" for name in names_in(out)),
+        ]
     said = as_nobody(lambda: save(open_folder, "other", 1.0))
     assert said.startswith("CheckpointError: cannot start the checkpoint 'other'")
     assert "Permission denied" in said
 
 
-def test_a_folder_that_appears_while_a_save_is_under_way_keeps_what_is_in_it(tmp_path: Path) -> None:
+def test_a_folder_that_appears_while_a_save_is_under_way_keeps_what_is_in_it(
+    tmp_path: Path,
+) -> None:
     def meanwhile(folder: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "tokenizer.json").write_text("mine")
@@ -210,7 +242,9 @@ def test_a_folder_that_appears_while_a_save_is_under_way_keeps_what_is_in_it(tmp
         shutil.rmtree(tmp_path / "out")
 
 
-def test_no_save_needs_room_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_save_needs_room_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator, _ = run(1.0)
     (tmp_path / "file").write_text("no folder can be made in a file")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
@@ -254,7 +288,9 @@ def hooked(name: str, value: float) -> Hook:
     return write
 
 
-def test_a_reader_finds_the_old_or_the_new_checkpoint_at_every_moment(tmp_path: Path) -> None:
+def test_a_reader_finds_the_old_or_the_new_checkpoint_at_every_moment(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, "out", 1.0, hook=hooked("old/a.txt", 1.0))
     seen: list[float] = []
     disk = Watched(lambda: seen.append(value_of(tmp_path, "out")))
@@ -263,7 +299,11 @@ def test_a_reader_finds_the_old_or_the_new_checkpoint_at_every_moment(tmp_path: 
     assert set(seen) == {1.0, 2.0}
     assert len(seen) > 20
     assert "new/b.txt" in names_in(tmp_path / "out")
-    assert not [name for name in names_in(tmp_path / "out") if name.startswith(("old", ".hasten"))]
+    assert not [
+        name
+        for name in names_in(tmp_path / "out")
+        if name.startswith(("old", ".hasten"))
+    ]
 
 
 class Unlinked(Disk):
@@ -281,23 +321,38 @@ def test_without_hard_links_the_files_stay_where_they_were_written(
     for value in (2.0, 3.0):
         save(tmp_path, "out", value, Unlinked(), hook=hooked("new/b.txt", value))
         assert value_of(tmp_path, "out") == value
-        visible = {name for name in names_in(tmp_path / "out") if not name.startswith(".hasten")}
-        assert visible == {"manifest.json", "config.json"}, "no file of an older checkpoint under a familiar name"
+        visible = {
+            name
+            for name in names_in(tmp_path / "out")
+            if not name.startswith(".hasten")
+        }
+        assert visible == {"manifest.json", "config.json"}, (
+            "no file of an older checkpoint under a familiar name"
+        )
     assert "stay in its folder .hasten-draft." in caplog.text
     (tmp_path / "out").rename(tmp_path / "moved")
     assert value_of(tmp_path, "moved") == 3.0
     save(tmp_path, "moved", 4.0)
-    assert set(names_in(tmp_path / "moved")) == listed(tmp_path / "moved") | {"manifest.json", "config.json"}
+    assert set(names_in(tmp_path / "moved")) == listed(tmp_path / "moved") | {
+        "manifest.json",
+        "config.json",
+    }
     assert value_of(tmp_path, "moved") == 4.0
 
 
-@pytest.mark.parametrize(("users", "hooks"), [("mine", "mine/a.txt"), ("mine/a.txt", "mine")])
-def test_a_users_file_in_the_way_is_an_error_that_changes_nothing(tmp_path: Path, users: str, hooks: str) -> None:
+@pytest.mark.parametrize(
+    ("users", "hooks"), [("mine", "mine/a.txt"), ("mine/a.txt", "mine")]
+)
+def test_a_users_file_in_the_way_is_an_error_that_changes_nothing(
+    tmp_path: Path, users: str, hooks: str
+) -> None:
     save(tmp_path, "out", 1.0)
     (tmp_path / "out" / users).parent.mkdir(exist_ok=True)
     (tmp_path / "out" / users).write_text("keep")
     before = names_in(tmp_path)
-    with pytest.raises(CheckpointError, match=r"conflicts with .*Move it, or save into another folder"):
+    with pytest.raises(
+        CheckpointError, match=r"conflicts with .*Move it, or save into another folder"
+    ):
         save(tmp_path, "out", 2.0, hook=hooked(hooks, 2.0))
     assert names_in(tmp_path) == before
     assert value_of(tmp_path, "out") == 1.0
@@ -345,7 +400,9 @@ def test_hooks_see_the_final_name_and_what_they_leave_is_saved(place: str) -> No
         assert not (Path(folder) / "removed.txt").exists()
 
     accelerator, _ = run(1.0, hook=first)
-    accelerator.register_save_state_pre_hook(lambda models, weights, folder: second(Path(folder)))
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: second(Path(folder))
+    )
     accelerator.register_load_state_pre_hook(check)
     for blocking in (True, False):  # the second replaces the first
         accelerator.save_state(place, blocking=blocking)
@@ -353,7 +410,9 @@ def test_hooks_see_the_final_name_and_what_they_leave_is_saved(place: str) -> No
         names = listed(place)
         assert {"replaced.txt", "deep/er/file.txt", "model.safetensors"} <= names
         assert "removed.txt" not in names
-    assert all(".hasten" in str(folder) or "hasten-hooks" in str(folder) for folder in seen)
+    assert all(
+        ".hasten" in str(folder) or "hasten-hooks" in str(folder) for folder in seen
+    )
     assert not any(folder.exists() for folder in seen)
 
 
@@ -362,7 +421,9 @@ def test_load_hooks_find_what_save_hooks_wrote(tmp_path: Path) -> None:
     accelerator, _ = run(1.0, hook=lambda folder: hooked("mine/a.txt", 1.0)(folder))
     texts: list[str] = []
     accelerator.register_load_state_pre_hook(
-        lambda models, folder: texts.append((Path(folder) / "mine" / "a.txt").read_text())
+        lambda models, folder: texts.append(
+            (Path(folder) / "mine" / "a.txt").read_text()
+        )
     )
     for _ in range(2):
         accelerator.save_state(place)
@@ -370,7 +431,9 @@ def test_load_hooks_find_what_save_hooks_wrote(tmp_path: Path) -> None:
     assert texts == ["1.0", "1.0"]
 
 
-def test_a_hook_may_write_files_that_the_save_writes_too(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_may_write_files_that_the_save_writes_too(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def hook(folder: Path) -> None:
         shutil.rmtree(folder)
         folder.mkdir()
@@ -390,18 +453,25 @@ def test_a_hook_may_remove_its_folder(place: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["manifest", "fifo", "outside", "folder outside"])
-def test_what_cannot_be_part_of_a_checkpoint_is_refused(place: str, tmp_path: Path, what: str) -> None:
+def test_what_cannot_be_part_of_a_checkpoint_is_refused(
+    place: str, tmp_path: Path, what: str
+) -> None:
     def hook(folder: Path) -> None:
         if what == "manifest":
             (folder / "manifest.json").write_text("{}")
         elif what == "fifo":
             os.mkfifo(folder / "pipe")
         else:
-            (folder / "link").symlink_to(tmp_path if what == "folder outside" else Path(__file__))
+            (folder / "link").symlink_to(
+                tmp_path if what == "folder outside" else Path(__file__)
+            )
 
     accelerator, _ = run(1.0, hook=hook)
     kind = UnsafeCheckpointError if "outside" in what else CheckpointError
-    with pytest.raises(kind, match=r"a save hook wrote manifest\.json|is not a plain file|is a link that leads out"):
+    with pytest.raises(
+        kind,
+        match=r"a save hook wrote manifest\.json|is not a plain file|is a link that leads out",
+    ):
         accelerator.save_state(place)
     store, name = locate(place)
     assert name not in store.names()

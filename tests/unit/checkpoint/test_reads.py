@@ -21,7 +21,9 @@ SIZE = 3 * 2**20 + 777
 
 
 def content() -> Tensor:
-    return torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
 
 
 @pytest.fixture
@@ -54,8 +56,16 @@ def test_tensors_at_unaligned_offsets_equal_the_file(
         monkeypatch.setattr(os, "preadv", unknowing)
     if cached != "whole":
         drop(file.path)
-    targets = [torch.zeros(1000, dtype=torch.uint8), torch.zeros(2**20, dtype=torch.uint8)]
-    run_copies([Copy(targets[0], file.data[8:1008], file), Copy(targets[1], file.data[3000 : 3000 + 2**20], file)])
+    targets = [
+        torch.zeros(1000, dtype=torch.uint8),
+        torch.zeros(2**20, dtype=torch.uint8),
+    ]
+    run_copies(
+        [
+            Copy(targets[0], file.data[8:1008], file),
+            Copy(targets[1], file.data[3000 : 3000 + 2**20], file),
+        ]
+    )
     assert torch.equal(targets[0], content()[8:1008])
     assert torch.equal(targets[1], content()[3000 : 3000 + 2**20])
 
@@ -81,7 +91,9 @@ def load(folder: Path, **settings: Any) -> Net:
     return model
 
 
-def test_weights_on_the_host_stay_mapped_and_writing_to_them_changes_no_file(tmp_path: Path) -> None:
+def test_weights_on_the_host_stay_mapped_and_writing_to_them_changes_no_file(
+    tmp_path: Path,
+) -> None:
     source = Net()
     source.layers[2].weight = source.layers[1].weight  # stored once
     save_model(source.state_dict(), tmp_path)
@@ -91,18 +103,28 @@ def test_weights_on_the_host_stay_mapped_and_writing_to_them_changes_no_file(tmp
     with torch.inference_mode():
         model = load(tmp_path)
     mapped = [str(path) in _mapping_of(parameter) for parameter in model.parameters()]
-    assert mapped == [True, True, False], "a weight that is stored once has memory for each of its two places"
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert mapped == [True, True, False], (
+        "a weight that is stored once has memory for each of its two places"
+    )
+    assert all(
+        torch.equal(value, expected[name]) for name, value in model.state_dict().items()
+    )
     path.unlink()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
-    assert all(torch.equal(value, expected[name] - 1) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, expected[name] - 1)
+        for name, value in model.state_dict().items()
+    )
     path.write_bytes(before)
     again = load(tmp_path)
-    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+    assert all(
+        torch.equal(value, expected[name]) for name, value in again.state_dict().items()
+    )
     assert not any(
-        "safetensors" in _mapping_of(parameter) for parameter in load(tmp_path, dtype="float16").parameters()
+        "safetensors" in _mapping_of(parameter)
+        for parameter in load(tmp_path, dtype="float16").parameters()
     )
 
 

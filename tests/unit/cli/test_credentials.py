@@ -69,16 +69,36 @@ def assert_clean(text: str, where: str) -> None:
 
 
 def test_no_file_of_a_run_and_no_report_shows_a_credential(tmp_path: Path) -> None:
-    words = [sys.executable, "-W", "ignore", "-c", TRAINING, "--api_key", "hunter2six", "--max_tokens", "512"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        TRAINING,
+        "--api_key",
+        "hunter2six",
+        "--max_tokens",
+        "512",
+    ]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.json", "metrics.jsonl"} <= {path.name for path in files}
     for path in files:
         assert_clean(path.read_bytes().decode("latin-1"), str(path))
-    (config,) = (json.loads(path.read_text()) for path in files if path.name == "config.json")
+    (config,) = (
+        json.loads(path.read_text()) for path in files if path.name == "config.json"
+    )
     assert config["api_key"] == config["nested"]["password"] == "(set, not shown)"
-    kept = {"tokenizer": "bert", "max_tokens": 512, "num_keys": 3, "key_dim": 64, "author": "someone"}
+    kept = {
+        "tokenizer": "bert",
+        "max_tokens": 512,
+        "num_keys": 3,
+        "key_dim": 64,
+        "author": "someone",
+    }
     assert {name: config[name] for name in kept} == kept
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "run"), "-o", str(page)]) == 0
@@ -91,25 +111,41 @@ def test_no_file_of_a_run_and_no_report_shows_a_credential(tmp_path: Path) -> No
 def test_the_report_of_an_older_run_masks_what_its_files_show(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "run_log").mkdir(parents=True)
-    (run / "metrics.jsonl").write_text('{"step": 0, "time": 1.0, "values": {"loss": 1.0}}\n')
+    (run / "metrics.jsonl").write_text(
+        '{"step": 0, "time": 1.0, "values": {"loss": 1.0}}\n'
+    )
     (run / "config.json").write_text(
-        json.dumps({"api_key": "hunter2one", "nested": {"password": "hunter2two"}, "lr": 0.1})
+        json.dumps(
+            {"api_key": "hunter2one", "nested": {"password": "hunter2two"}, "lr": 0.1}
+        )
     )
     started = {
         "event": "started", "time": 1.0, "rank": 0, "command": "train.py --token hunter2three", "host": "u:hunter2six@host",
         "settings": {"project.logging_dir": ["s3://u:hunter2four@x", "flag"], "x.api_key": ["hunter2five", "flag"]},
     }  # fmt: skip
-    failed = {"event": "saved: failed", "time": 2.0, "error": "OSError: https://u:hunter2seven@x"}
-    (run / "run_log" / "rank0-1.jsonl").write_text(json.dumps(started) + "\n" + json.dumps(failed) + "\n")
+    failed = {
+        "event": "saved: failed",
+        "time": 2.0,
+        "error": "OSError: https://u:hunter2seven@x",
+    }
+    (run / "run_log" / "rank0-1.jsonl").write_text(
+        json.dumps(started) + "\n" + json.dumps(failed) + "\n"
+    )
     page = tmp_path / "report.html"
     assert main(["report", str(run), "-o", str(page)]) == 0
     assert_clean(page.read_text("utf-8"), "the report")
     assert "0.1" in page.read_text("utf-8")
 
 
-@pytest.mark.parametrize("words", [["config", "show"], ["config", "show", "--why"], ["config", "show", "--json"]])
+@pytest.mark.parametrize(
+    "words",
+    [["config", "show"], ["config", "show", "--why"], ["config", "show", "--json"]],
+)
 def test_config_show_masks(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HASTEN_HOME", str(tmp_path))
     (tmp_path / "config.yaml").write_text(
@@ -121,7 +157,9 @@ def test_config_show_masks(
     assert "***@bucket" in shown
 
 
-def test_a_dry_run_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HASTEN_HOME", str(tmp_path))
     script = tmp_path / "train.py"
     script.write_text("")

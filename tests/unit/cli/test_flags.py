@@ -9,7 +9,13 @@ import sys
 
 import pytest
 
-from hasten.cli.flags import SettingAction, SettingsParser, UsageError, metavar, spellings
+from hasten.cli.flags import (
+    SettingAction,
+    SettingsParser,
+    UsageError,
+    metavar,
+    spellings,
+)
 from hasten.cli.main import commands, main
 from hasten.config import absent
 from hasten.config.schema import SETTABLE
@@ -33,7 +39,11 @@ PARSER = launch_like()
 def parse(line: str) -> tuple[str, list[str], dict[str, str]]:
     """Return script, its arguments, and the settings of a command line."""
     given = PARSER.parse_args(line.split())
-    return given.script, given.args, {entry.name: entry.value for entry in given.settings}
+    return (
+        given.script,
+        given.args,
+        {entry.name: entry.value for entry in given.settings},
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,8 +65,13 @@ def test_booleans(line: str, cpu: str) -> None:
 
 
 def test_everything_after_the_script_is_the_scripts() -> None:
-    script, args, settings = parse("--num-processes 2 train.py --cpu --lr 3 --num_proceses 5 -- x")
-    assert (script, args) == ("train.py", ["--cpu", "--lr", "3", "--num_proceses", "5", "--", "x"])
+    script, args, settings = parse(
+        "--num-processes 2 train.py --cpu --lr 3 --num_proceses 5 -- x"
+    )
+    assert (script, args) == (
+        "train.py",
+        ["--cpu", "--lr", "3", "--num_proceses", "5", "--", "x"],
+    )
     assert settings == {"launch.num_processes": "2"}
 
 
@@ -109,25 +124,54 @@ def test_unknown_flags_and_missing_values() -> None:
 
 def test_help_lists_every_setting_once_in_groups() -> None:
     text = PARSER.format_help()
-    firsts = [word for line in text.splitlines() for word in line.replace(",", " ").split()[:2] if word[:2] == "--"]
+    firsts = [
+        word
+        for line in text.splitlines()
+        for word in line.replace(",", " ").split()[:2]
+        if word[:2] == "--"
+    ]
     for info in SETTABLE:
         assert firsts.count(f"--{spellings(info)[0]}") == 1, info.flag
-    for group in ("processes and machines:", "sharded data parallel:", "DeepSpeed:", "established names:"):
+    for group in (
+        "processes and machines:",
+        "sharded data parallel:",
+        "DeepSpeed:",
+        "established names:",
+    ):
         assert group in text
     assert max(len(line) for line in text.splitlines()) <= 140
     assert metavar(int | None) == "N"
 
 
 def test_help_marks_what_every_value_is_refused_for() -> None:
-    shown = {action.path: action.help for action in PARSER._actions if isinstance(action, SettingAction)}
+    shown = {
+        action.path: action.help
+        for action in PARSER._actions
+        if isinstance(action, SettingAction)
+    }
     for info in SETTABLE:
         other = not info.default if isinstance(info.default, bool) else "another"
-        refused = bool(absent.refused({info.path: SettingEntry(info.path, other, SettingSource("code", info.name))}))
-        assert ("[not supported in this version]" in str(shown[info.path])) == refused, info.name
+        refused = bool(
+            absent.refused(
+                {
+                    info.path: SettingEntry(
+                        info.path, other, SettingSource("code", info.name)
+                    )
+                }
+            )
+        )
+        assert (
+            "[not supported in this version]" in str(shown[info.path])
+        ) == refused, info.name
 
 
 def test_the_package_runs_as_the_command() -> None:
-    shown = subprocess.run([sys.executable, "-m", "hasten", "--version"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "hasten", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert __version__ in shown.stdout
 
 
@@ -142,7 +186,10 @@ def test_main_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_main_suggests_the_nearest_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launhc"]) == 2
-    assert capsys.readouterr().err == "hasten launhc: there is no command 'launhc'; did you mean `hasten launch`?\n"
+    assert (
+        capsys.readouterr().err
+        == "hasten launhc: there is no command 'launhc'; did you mean `hasten launch`?\n"
+    )
     assert main(["zzzzzz"]) == 2
     assert "the commands are launch" in capsys.readouterr().err
 
@@ -184,4 +231,6 @@ def test_a_subcommands_help_needs_no_torch() -> None:
 
 
 def test_every_command_has_a_line_of_help() -> None:
-    assert all(text and place.startswith("hasten.") for place, text in commands().values())
+    assert all(
+        text and place.startswith("hasten.") for place, text in commands().values()
+    )

@@ -28,23 +28,41 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["launch", "empty"], "'empty' is a folder without a __main__.py"),
         (
-            ["launch", "--submit=slurm", "--submit_options=time=1\n#SBATCH --x", "--dry-run", "train.py"],
+            [
+                "launch",
+                "--submit=slurm",
+                "--submit_options=time=1\n#SBATCH --x",
+                "--dry-run",
+                "train.py",
+            ],
             "end its #SBATCH line",
         ),
         (["launch", "--cpu", "--gpu_ids=-1", "train.py"], "devices are counted from 0"),
-        (["launch", "--num_cpu_threads_per_process=1000000000", "train.py"], "give at most 4096"),
+        (
+            ["launch", "--num_cpu_threads_per_process=1000000000", "train.py"],
+            "give at most 4096",
+        ),
         (["launch", "--num_machines=1000000000", "train.py"], "give at most 1000000"),
-        (["launch", "--gradient_accumulation_steps=99999999", "train.py"], "give at most 1000000"),
+        (
+            ["launch", "--gradient_accumulation_steps=99999999", "train.py"],
+            "give at most 1000000",
+        ),
         (["launch", "--project_dir=a\0b", "train.py"], "NUL character"),
         (["predict"], "hasten predict: the following arguments are required"),
-        (["predict", "a:b", "train.py", "-o", "o.jsonl", "--batch-size=x"], "'x' is not an integer from 0"),
+        (
+            ["predict", "a:b", "train.py", "-o", "o.jsonl", "--batch-size=x"],
+            "'x' is not an integer from 0",
+        ),
         (["migrate", "bytes.py"], "cannot be read as UTF-8 text"),
         (["data", "show", "empty", "--batch=-1"], "'-1' is not an integer from 0"),
         (["top", "--interval=-1"], "'-1' is not a number of seconds above 0"),
         (["tune", "train.py", "--updates=0"], "'0' is not an integer from 2"),
         (["estimate-memory", "empty", "--batch=ü"], "'ü' is not an integer from 1"),
         ([*PLAN, "--gpus=0"], "'0' is not an integer from 1 to 1000000"),
-        ([*PLAN, "--gpus=1000000000"], "'1000000000' is not an integer from 1 to 1000000"),
+        (
+            [*PLAN, "--gpus=1000000000"],
+            "'1000000000' is not an integer from 1 to 1000000",
+        ),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused_in_words(
@@ -62,7 +80,9 @@ def test_a_command_that_makes_no_sense_is_refused_in_words(
 
 def test_an_output_that_cannot_be_written_is_named(folder: Path) -> None:
     (folder / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--output=file/out\.jsonl cannot be written"):
+    with pytest.raises(
+        ConfigError, match=r"--output=file/out\.jsonl cannot be written"
+    ):
         RowParts(Path("file/out.jsonl"), 1, 1).begin({})
 
 

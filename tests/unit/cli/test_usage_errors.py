@@ -13,8 +13,18 @@ from hasten.errors import DataError
 from hasten.extensions.predict.program import one_batch
 
 
-@pytest.mark.parametrize("words", [["test", "train.py"], ["predict"], ["config", "show", "extra"], ["launch", "--tee"]])
-def test_a_usage_error_names_the_command_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["test", "train.py"],
+        ["predict"],
+        ["config", "show", "extra"],
+        ["launch", "--tee"],
+    ],
+)
+def test_a_usage_error_names_the_command_once(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"hasten {words[0]}")
@@ -27,7 +37,12 @@ def test_predict_refuses_another_kind_of_file_before_it_starts(
 ) -> None:
     data = tmp_path / name
     data.write_text("")
-    assert main(["predict", "module:function", str(data), "-o", str(tmp_path / "out.jsonl")]) == 2
+    assert (
+        main(
+            ["predict", "module:function", str(data), "-o", str(tmp_path / "out.jsonl")]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert name in said
     assert ".jsonl" in said
@@ -36,7 +51,8 @@ def test_predict_refuses_another_kind_of_file_before_it_starts(
 @pytest.mark.parametrize("result", [None, 3])
 def test_a_function_that_returns_no_list_is_told_so(result: int | None) -> None:
     with pytest.raises(
-        DataError, match="was returned instead of results; return a list with one result per row"
+        DataError,
+        match="was returned instead of results; return a list with one result per row",
     ) as caught:
         one_batch(lambda rows: result, [{"text": "a"}], range(1))  # type: ignore[arg-type, return-value]
     assert caught.value.__notes__ == ["while predicting rows 0 to 0"]
@@ -50,15 +66,19 @@ def test_a_function_that_returns_no_list_is_told_so(result: int | None) -> None:
         ("--master_addr", "--main_process_ip"),
     ],
 )
-def test_flags_of_other_launchers_are_translated(flag: str, setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_other_launchers_are_translated(
+    flag: str, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["launch", flag, "2", "train.py"]) == 2
-    assert f"did you mean {setting}?" in capsys.readouterr().err.replace("-per-", "_per_").replace(
-        "processes-", "processes_"
-    )
+    assert f"did you mean {setting}?" in capsys.readouterr().err.replace(
+        "-per-", "_per_"
+    ).replace("processes-", "processes_")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_command_is_completed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_completed(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", shell]) == 0
     script, errors = capsys.readouterr()
     assert not errors
@@ -68,5 +88,7 @@ def test_every_command_is_completed(shell: str, capsys: pytest.CaptureFixture[st
     if shell != "bash":
         return
     question = f"{script}\nCOMP_WORDS=(hasten launch --num_p) COMP_CWORD=2; _hasten; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", question], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", question], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["--num_processes"]

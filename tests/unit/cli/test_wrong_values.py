@@ -49,26 +49,58 @@ def refused_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     told = capsys.readouterr().err
     if code == 0:
         return ""
-    return "" if code == 2 and told.startswith("hasten launch: ") and len(told) > 40 else f"{words}: {code} {told!r}"
+    return (
+        ""
+        if code == 2 and told.startswith("hasten launch: ") and len(told) > 40
+        else f"{words}: {code} {told!r}"
+    )
 
 
-def test_every_flag_takes_or_refuses_strange_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_takes_or_refuses_strange_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = [*OWN, *(spellings(info)[0] for info in SETTABLE)]
     pairs = zip(flags, islice(cycle(VALUES), len(flags)), strict=True)
-    faults = [refused_well(["--cpu", f"--{flag}={value}", "--dry-run", "train.py"], capsys) for flag, value in pairs]
+    faults = [
+        refused_well(["--cpu", f"--{flag}={value}", "--dry-run", "train.py"], capsys)
+        for flag, value in pairs
+    ]
     assert not [fault for fault in faults if fault]
 
 
-def test_the_flags_of_a_launch_take_or_refuse_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("config_file", "num_processes", "main_process_port", "rdzv_conf", "submit_options", "tp_size"):
+def test_the_flags_of_a_launch_take_or_refuse_all_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for flag in (
+        "config_file",
+        "num_processes",
+        "main_process_port",
+        "rdzv_conf",
+        "submit_options",
+        "tp_size",
+    ):
         for value in VALUES:
-            assert not refused_well(["--cpu", f"--{flag}={value}", "--dry-run", "train.py"], capsys)
+            assert not refused_well(
+                ["--cpu", f"--{flag}={value}", "--dry-run", "train.py"], capsys
+            )
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--"], [""], ["a\0b"], ["--num_processes"], ["--no-such", "train.py"], ["-z"], ["."]]
+    "words",
+    [
+        [],
+        ["--"],
+        [""],
+        ["a\0b"],
+        ["--num_processes"],
+        ["--no-such", "train.py"],
+        ["-z"],
+        ["."],
+    ],
 )
-def test_strange_commands_are_refused_in_a_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_strange_commands_are_refused_in_a_sentence(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert not refused_well(["--dry-run", *words], capsys)
 
 

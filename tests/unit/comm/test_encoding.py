@@ -24,19 +24,62 @@ from hasten.runtime.topology import Topology
 # Any in this file: values of every type.
 
 LEAVES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**64, -(2**90), 0.5, float("inf"), "", "ß\0", b"", b"\xff", 2j),
-    *(Path("/a/b"), torch.bfloat16, torch.device("cpu"), torch.Size((2, 3)), np.float32(1.5), np.int8(-3), Axis.TP),
-    *(np.arange(6).reshape(2, 3), np.array("text"), np.zeros((0, 2)), np.array(["2020-01-01"], dtype="datetime64[D]")),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2**63 - 1,
+        -(2**63),
+        2**64,
+        -(2**90),
+        0.5,
+        float("inf"),
+        "",
+        "ß\0",
+        b"",
+        b"\xff",
+        2j,
+    ),
+    *(
+        Path("/a/b"),
+        torch.bfloat16,
+        torch.device("cpu"),
+        torch.Size((2, 3)),
+        np.float32(1.5),
+        np.int8(-3),
+        Axis.TP,
+    ),
+    *(
+        np.arange(6).reshape(2, 3),
+        np.array("text"),
+        np.zeros((0, 2)),
+        np.array(["2020-01-01"], dtype="datetime64[D]"),
+    ),
     FileRecord(name="a", size=1, sums=("x",)),
 )
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint16, torch.bool, torch.complex64)
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+)
 
 
 def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.device == b.device and a.requires_grad == b.requires_grad and torch.equal(a, b)
+        return (
+            a.dtype == b.dtype
+            and a.device == b.device
+            and a.requires_grad == b.requires_grad
+            and torch.equal(a, b)
+        )
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict):
@@ -83,7 +126,9 @@ def test_tensors_keep_layout_free_content_and_gradients() -> None:
     assert torch.equal(x, y)
     assert y.requires_grad
     assert y.is_leaf
-    assert torch.equal(decode(encode(torch.tensor([1 + 2j]).conj())), torch.tensor([1 - 2j]))
+    assert torch.equal(
+        decode(encode(torch.tensor([1 + 2j]).conj())), torch.tensor([1 - 2j])
+    )
 
 
 @dataclass
@@ -119,7 +164,9 @@ def test_what_cannot_be_expressed_is_named() -> None:
             encode(one)
 
 
-def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def never(*args: object, **kw: object) -> None:
         raise AssertionError("unpickled")
 
@@ -130,7 +177,8 @@ def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(monkeypatch: pyt
     hostile: list[Any] = [
         ext(20, packed(["os", "system", ["true"]])),
         ext(20, packed(["hasten.testing.worker", "serve", [1]])),
-        ext(20, packed(["hasten.launch.elastic.peers", "Watch", [1, 2]])),  # a class of ours that is no record
+        # a class of ours that is no record
+        ext(20, packed(["hasten.launch.elastic.peers", "Watch", [1, 2]])),
         ext(20, packed(["hasten.runtime.topology", "Topology", [1]])),
         ext(21, packed(["hasten.runtime.mesh_plan", "Axis", "nothing"])),
         ext(10, packed(["load", [1], "cpu", False, b"x"])),

@@ -15,19 +15,31 @@ from hasten.errors import CommError
 
 def test_collectives_are_the_identity_with_rows() -> None:
     comm = LocalComm()
-    tree: dict[str, Any] = {"a": torch.arange(4).reshape(2, 2), "s": torch.tensor(3.0), "n": None, "t": "x"}
+    tree: dict[str, Any] = {
+        "a": torch.arange(4).reshape(2, 2),
+        "s": torch.tensor(3.0),
+        "n": None,
+        "t": "x",
+    }
     for gathered in (ops.gather(tree, comm), ops.gather_ragged(tree, comm)):
         assert torch.equal(gathered["a"], tree["a"])
         assert gathered["s"].tolist() == [3.0]
         assert (gathered["n"], gathered["t"]) == (None, "x")
     assert torch.equal(ops.pad_across(tree, comm)["a"], tree["a"])
     assert ops.gather_object([1, 2], comm) == [1, 2]
-    assert ops.reduce(torch.tensor([1, 2]), comm, "mean", scale=2.0).tolist() == [2.0, 4.0]
+    assert ops.reduce(torch.tensor([1, 2]), comm, "mean", scale=2.0).tolist() == [
+        2.0,
+        4.0,
+    ]
 
 
 def test_results_never_share_memory_with_arguments() -> None:
     x = torch.ones(2)
-    for result in (LocalComm().all_reduce(x), LocalComm().broadcast(x), LocalComm().all_gather(x)):
+    for result in (
+        LocalComm().all_reduce(x),
+        LocalComm().broadcast(x),
+        LocalComm().all_gather(x),
+    ):
         result.zero_()
     assert x.tolist() == [1.0, 1.0]
 

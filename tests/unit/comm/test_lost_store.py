@@ -28,11 +28,18 @@ def test_a_store_that_dies_is_told() -> None:
     port = int(os.read(reader, 20))
     os.close(reader)
     os.close(writer)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=20),
+    )
     killer = threading.Timer(1.5, os.kill, (server, signal.SIGKILL))
     killer.start()
     with pytest.raises(
-        PeerFailedError, match=r"rank 1 lost the group's store after .* at 'wait_for_everyone'"
+        PeerFailedError,
+        match=r"rank 1 lost the group's store after .* at 'wait_for_everyone'",
     ) as caught:
         RollCall(store, rank=1, ranks=(0, 1, 2), timeout_s=20).wait("wait_for_everyone")
     killer.join()
@@ -40,7 +47,9 @@ def test_a_store_that_dies_is_told() -> None:
     assert isinstance(caught.value.__cause__, DistNetworkError)
 
 
-def test_one_rank_speaks_for_all_that_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_rank_speaks_for_all_that_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("hasten.comm.process_group._TELL_AFTER_S", 0.2)
     store = HashStore()
 
@@ -54,4 +63,6 @@ def test_one_rank_speaks_for_all_that_wait(monkeypatch: pytest.MonkeyPatch, capl
     for thread in waiting:
         thread.join()
     (said,) = caplog.messages
-    assert said.startswith("rank 1 has waited 0 s at 'here': rank 0 has not arrived; rank 3 has not arrived")
+    assert said.startswith(
+        "rank 1 has waited 0 s at 'here': rank 0 has not arrived; rank 3 has not arrived"
+    )

@@ -125,9 +125,16 @@ def test_every_documented_top_level_key_is_known() -> None:
 
 
 def test_flag_outranks_the_file_where_training_runs() -> None:
-    text = (HERE / "accelerate" / "multi_gpu.yaml").read_text("utf-8").replace("gpu_ids: 0,2\n", "")
+    text = (
+        (HERE / "accelerate" / "multi_gpu.yaml")
+        .read_text("utf-8")
+        .replace("gpu_ids: 0,2\n", "")
+    )
     file = files.read_text(text, Path("c.yaml"))
     resolved = resolve(file=file.entries, env={"HASTEN_CPU": "1"})
     assert resolved.config.cpu
     assert not resolved.config.launch.multi_gpu
-    assert "cpu (environment HASTEN_CPU) outranks launch.multi_gpu (c.yaml:3)" in resolved.notes
+    assert (
+        "cpu (environment HASTEN_CPU) outranks launch.multi_gpu (c.yaml:3)"
+        in resolved.notes
+    )

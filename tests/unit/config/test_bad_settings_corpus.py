@@ -29,7 +29,9 @@ def settings_of(case: dict[str, Any]) -> Resolved:
     given = parser.parse_args(case.get("argv", [])).settings
     file = files.read_text(case.get("file", ""), Path("c.yaml"))
     handed = handoff.unpack(env[handoff.VARIABLE]) if handoff.VARIABLE in env else ()
-    return resolve(flags=given, env=env, file=file.entries, notes=file.notes, handed=handed)
+    return resolve(
+        flags=given, env=env, file=file.entries, notes=file.notes, handed=handed
+    )
 
 
 def test_corpus_is_large_enough() -> None:
@@ -45,4 +47,6 @@ def test_bad_settings_end_in_their_message(name: str) -> None:
     assert type(caught.value).__name__ == case["error"]
     for problem in caught.value.problems or (caught.value,):
         if "file" in case and not isinstance(problem, errors.ContradictionError):
-            assert str(problem).startswith("c.yaml:"), "a problem of a file begins with file and line"
+            assert str(problem).startswith("c.yaml:"), (
+                "a problem of a file begins with file and line"
+            )

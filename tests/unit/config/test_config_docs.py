@@ -23,7 +23,8 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # so that it is restored: a block sets it
+    # so that it is restored: a block sets it
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     exec(compile(code, "docs/config.md", "exec"), {})
 
 

@@ -42,7 +42,12 @@ def samples(tp: Any) -> list[Any]:
     if origin is Literal:
         return list(get_args(tp))
     if origin in (Union, UnionType):
-        return [value for member in get_args(tp) if member is not NoneType for value in samples(member)]
+        return [
+            value
+            for member in get_args(tp)
+            if member is not NoneType
+            for value in samples(member)
+        ]
     if origin is tuple:
         members = get_args(tp)
         if members[-1] is Ellipsis:
@@ -71,7 +76,9 @@ def text_of(value: Any, info: FieldInfo) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return ("\n" if info.meta.lines else ",").join(text_of(item, info) for item in value)
+        return ("\n" if info.meta.lines else ",").join(
+            text_of(item, info) for item in value
+        )
     if isinstance(value, dict):
         return json.dumps(value)
     return str(encode(value))
@@ -88,7 +95,9 @@ def entry_from(kind: SourceKind, info: FieldInfo, value: Any) -> SettingEntry:
         case "environment":
             return from_environment({info.variable: text_of(value, info)})[0]
         case "flag":
-            (entry,) = PARSER.parse_args([f"--{info.flag}={text_of(value, info)}"]).settings
+            (entry,) = PARSER.parse_args(
+                [f"--{info.flag}={text_of(value, info)}"]
+            ).settings
             assert isinstance(entry, SettingEntry)
             return entry
         case _:
@@ -109,7 +118,10 @@ def test_every_settable_field_is_covered() -> None:
 def test_a_misspelt_name_in_code_is_told_with_the_nearest(cls: type[Section]) -> None:
     name = max(cls.__dataclass_fields__, key=len)
     wrong: dict[str, Any] = {name + "x": None}
-    with pytest.raises(UnknownSettingError, match=f"{cls.__name__} has no setting '{name}x'; did you mean {name}"):
+    with pytest.raises(
+        UnknownSettingError,
+        match=f"{cls.__name__} has no setting '{name}x'; did you mean {name}",
+    ):
         cls(**wrong)
     unnamed: tuple[Any, ...] = ("there",)
     with pytest.raises(ConfigError, match=f"{cls.__name__} got 'there' without a name"):
@@ -123,7 +135,12 @@ def test_class_law(cls: type[Section]) -> None:
     assert not hasattr(made, "__dict__"), "slotted"
     assert all(spec.kw_only for spec in cls.__dataclass_fields__.values())
     assert given(made) == frozenset()
-    assert made == pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == dataclasses.replace(made)
+    assert (
+        made
+        == pickle.loads(pickle.dumps(made))
+        == copy.deepcopy(made)
+        == dataclasses.replace(made)
+    )
     for name in cls.__dataclass_fields__:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(made, name, None)
@@ -135,11 +152,17 @@ def test_class_law(cls: type[Section]) -> None:
 @pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
 def test_class_round_trip(cls: type[Section]) -> None:
     """What is written is read back as it was, for every field at once and through YAML and JSON."""
-    names = [n for n, s in cls.__dataclass_fields__.items() if not subsection(s.type) and samples(s.type)]
+    names = [
+        n
+        for n, s in cls.__dataclass_fields__.items()
+        if not subsection(s.type) and samples(s.type)
+    ]
     path = next((info.path[:-1] for info in FIELDS if info.owner is cls), ())
     for pick in (0, -1):
         values = {
-            (*path, n): samples(cls.__dataclass_fields__[n].type)[pick] for n in names if not meta_of(cls, n).code_only
+            (*path, n): samples(cls.__dataclass_fields__[n].type)[pick]
+            for n in names
+            if not meta_of(cls, n).code_only
         }
         config = build(Config, (), values)
         assert isinstance(config, Config)
@@ -149,7 +172,10 @@ def test_class_round_trip(cls: type[Section]) -> None:
             problems = Problems()
             entries, _ = decode_all(file.entries, problems)
             problems.settle()
-            assert build(Config, (), {entry.path: entry.value for entry in entries}) == config
+            assert (
+                build(Config, (), {entry.path: entry.value for entry in entries})
+                == config
+            )
 
 
 def for_every(fields: Iterable[FieldInfo], law: Callable[[FieldInfo], None]) -> None:
@@ -185,7 +211,9 @@ def field_law(info: FieldInfo) -> None:
         assert decode(encode(value), info.type) == value, "a file holds it"
         if not info.meta.code_only:
             text = text_of(value, info)
-            assert fit(info.owner, info.path[-1], text, info.name, text=True) == value, "a flag and a variable hold it"
+            assert (
+                fit(info.owner, info.path[-1], text, info.name, text=True) == value
+            ), "a flag and a variable hold it"
 
 
 def precedence(info: FieldInfo) -> None:
@@ -195,14 +223,18 @@ def precedence(info: FieldInfo) -> None:
     for strong in range(1, len(kinds)):
         for weak in range(strong):
             low = entry_from(kinds[weak], info, values[0])
-            high = entry_from(kinds[strong], info, values[1] if len(values) > 1 else values[0])
+            high = entry_from(
+                kinds[strong], info, values[1] if len(values) > 1 else values[0]
+            )
             for order in ([low, high], [high, low]):
                 problems = Problems()
                 decoded, said = decode_all(order, problems)
                 winners, shadowed = merge(decoded, problems)
                 problems.settle()
                 assert not said
-                assert winners[info.path].value == (values[1] if len(values) > 1 else values[0])
+                assert winners[info.path].value == (
+                    values[1] if len(values) > 1 else values[0]
+                )
                 assert winners[info.path].source == high.source
                 assert [entry.source for entry in shadowed[info.path]] == [low.source]
 
@@ -226,19 +258,27 @@ def test_names_are_unique() -> None:
     assert len(flags) == len(set(flags))
     variables = [info.variable for info in SETTABLE]
     assert len(variables) == len(set(variables))
-    assert not {"HASTEN_CONFIG", "HASTEN_HOME", "HASTEN_LOG_LEVEL"} & set(variables), "taken by the runtime"
+    assert not {"HASTEN_CONFIG", "HASTEN_HOME", "HASTEN_LOG_LEVEL"} & set(variables), (
+        "taken by the runtime"
+    )
 
 
 def test_handoff_keeps_every_value_and_source() -> None:
     """Everything that can be handed over arrives as it left, with the source it had."""
     for info in WITH_SAMPLES:
         for kind in PRECEDENCE[1:]:
-            sent = SettingEntry(info.path, samples(info.type)[-1], SettingSource(kind, "somewhere:1"))
+            sent = SettingEntry(
+                info.path, samples(info.type)[-1], SettingSource(kind, "somewhere:1")
+            )
             packed = handoff.pack({info.path: sent})
             problems = Problems()
             (arrived,), _ = decode_all(handoff.unpack(packed), problems)
             problems.settle()
-            assert (arrived.path, arrived.value, arrived.source) == (sent.path, sent.value, sent.source)
+            assert (arrived.path, arrived.value, arrived.source) == (
+                sent.path,
+                sent.value,
+                sent.source,
+            )
 
 
 def test_resolved_build_equals_the_classes() -> None:

@@ -15,7 +15,10 @@ from hasten.config.resolve import resolve
 from hasten.config.schema import SETTABLE
 from hasten.errors import ConfigError, ConfigFileError
 
-SAMPLES: Final = sorted(path.read_text("utf-8") for path in (Path(__file__).parent / "accelerate").glob("*.yaml"))
+SAMPLES: Final = sorted(
+    path.read_text("utf-8")
+    for path in (Path(__file__).parent / "accelerate").glob("*.yaml")
+)
 OURS: Final = (
     "schema: 1\nmixed_precision: bf16\nlaunch: {num_processes: 2, gpu_ids: [0, 1]}\n"
     "fsdp:\n  cpu_offload: true\n  transformer_cls_names_to_wrap: A,B\nprocess_group:\n  timeout: 30m\n"
@@ -65,7 +68,9 @@ def test_mutated_values_of_every_flag_and_variable() -> None:
             for is_flag in (True, False):
                 try:
                     if is_flag:
-                        resolve(flags=parser.parse_args([f"--{info.flag}={value}"]).settings)
+                        resolve(
+                            flags=parser.parse_args([f"--{info.flag}={value}"]).settings
+                        )
                     else:
                         resolve(env={info.variable: value})
                 except ConfigError as error:
@@ -88,7 +93,8 @@ def test_deep_and_wide_files_are_refused_quickly() -> None:
     with pytest.raises(ConfigFileError, match="nested too deeply"):
         files.read_text("[" * 1200, Path("c.yaml"))
     laughs = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
-        f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)
+        f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n"
+        for n in range(9)
     )
     with pytest.raises(ConfigFileError, match="more than 20000 values"):
         files.read_text(laughs, Path("c.yaml"))

@@ -19,7 +19,11 @@ from hasten.config.root import Config
 from hasten.config.schema import section_at
 from hasten.errors import ConfigError, UnknownSettingError
 
-SIGNATURE = [name for name in inspect.signature(Accelerator).parameters if name != "extension_settings"]
+SIGNATURE = [
+    name
+    for name in inspect.signature(Accelerator).parameters
+    if name != "extension_settings"
+]
 KEYWORDS = [*arguments(), "context"]
 """Every argument, those of extensions included."""
 
@@ -28,10 +32,17 @@ def test_every_setting_has_one_keyword() -> None:
     assert set(SIGNATURE) <= set(KEYWORDS)
     assert len(SIGNATURE) <= 26
     assert not MOVED & set(KEYWORDS)
-    sections = [ARGUMENTS.get(name, (name,)) for name in KEYWORDS if section_at(ARGUMENTS.get(name, (name,)))]
+    sections = [
+        ARGUMENTS.get(name, (name,))
+        for name in KEYWORDS
+        if section_at(ARGUMENTS.get(name, (name,)))
+    ]
     assert len(sections) == len(set(sections)), "a section under two names"
-    reached = {path[0] for path in (*sections, *HANDLERS.values())} | {"launch"}  # the launcher's own settings
-    assert {name for name in Config.__dataclass_fields__ if section_at((name,))} == reached
+    # the launcher's own settings
+    reached = {path[0] for path in (*sections, *HANDLERS.values())} | {"launch"}
+    assert {
+        name for name in Config.__dataclass_fields__ if section_at((name,))
+    } == reached
 
 
 def test_a_section_is_typed_as_its_class() -> None:
@@ -39,7 +50,9 @@ def test_a_section_is_typed_as_its_class() -> None:
     for name in SIGNATURE:
         section = section_at(ARGUMENTS.get(name, (name,)))
         classes = {
-            kind for kind in typing.get_args(hints[name]) if isinstance(kind, type) and issubclass(kind, Section)
+            kind
+            for kind in typing.get_args(hints[name])
+            if isinstance(kind, type) and issubclass(kind, Section)
         }
         assert classes == ({section} if section else set()), name
 
@@ -47,12 +60,17 @@ def test_a_section_is_typed_as_its_class() -> None:
 def test_every_keyword_is_described() -> None:
     text = inspect.getdoc(Accelerator) or ""
     described = re.findall(r"^    (\w+): \S", text, re.MULTILINE)
-    assert described == [*SIGNATURE, "extension_settings"], "in the order of the signature"
+    assert described == [*SIGNATURE, "extension_settings"], (
+        "in the order of the signature"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(MOVED))
 def test_a_name_of_files_names_its_spelling_in_code(name: str) -> None:
-    with pytest.raises(UnknownSettingError, match=rf"Accelerator\({name}=.*is not an argument.*; write ") as caught:
+    with pytest.raises(
+        UnknownSettingError,
+        match=rf"Accelerator\({name}=.*is not an argument.*; write ",
+    ) as caught:
         Accelerator(**cast(Any, {name: {}}))
     if found := re.search(r"write (\w+)=", str(caught.value)):
         assert found[1] in KEYWORDS
@@ -82,7 +100,9 @@ def test_spellings_in_code(name: str, spelling: str) -> None:
         (TrustSettings(numbers="stop"), ("abort", "stop", "stop")),
     ],
 )
-def test_trust_is_a_word_a_mapping_or_its_class(value: Any, found: tuple[str, str, str]) -> None:
+def test_trust_is_a_word_a_mapping_or_its_class(
+    value: Any, found: tuple[str, str, str]
+) -> None:
     trust = resolve(code={"trust": value}).config.trust
     assert (trust.stall, trust.divergence, trust.numbers) == found
 
@@ -96,14 +116,23 @@ def test_a_word_that_one_check_does_not_know_is_refused() -> None:
 
 def test_trust_in_a_file_and_in_variables(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("schema: 1\ntrust: off\n")
-    trust = resolve(file=read(tmp_path / "a.yaml").entries, env={"HASTEN_TRUST_NUMBERS": "skip"}).config.trust
+    trust = resolve(
+        file=read(tmp_path / "a.yaml").entries, env={"HASTEN_TRUST_NUMBERS": "skip"}
+    ).config.trust
     assert (trust.stall, trust.divergence, trust.numbers) == ("off", "off", "skip")
     (tmp_path / "b.yaml").write_text("schema: 1\nstall: off\n")
-    with pytest.raises(ConfigError, match=r"b.yaml:2: unknown setting 'stall'.*belongs under 'trust.stall'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"b.yaml:2: unknown setting 'stall'.*belongs under 'trust.stall'",
+    ):
         read(tmp_path / "b.yaml")
 
 
 def test_replaced_settings_keep_which_were_given() -> None:
-    section = FullyShardedDataParallelPlugin(cpu_offload=True).replace(hybrid_shard=True)
+    section = FullyShardedDataParallelPlugin(cpu_offload=True).replace(
+        hybrid_shard=True
+    )
     assert given(section) == {"cpu_offload", "hybrid_shard"}
-    assert section == FullyShardedDataParallelPlugin(cpu_offload=True, hybrid_shard=True)
+    assert section == FullyShardedDataParallelPlugin(
+        cpu_offload=True, hybrid_shard=True
+    )

@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-from hasten.config.masking import NOT_SHOWN, masked, masked_tree, masked_value, secrecy_of
+from hasten.config.masking import (
+    NOT_SHOWN,
+    masked,
+    masked_tree,
+    masked_value,
+    secrecy_of,
+)
 from hasten.config.schema import SETTABLE
 from hasten.extensions.trainer.arguments import TrainingArguments
 from hasten.tracking.values import plain_config
@@ -42,7 +48,8 @@ def credential(draw: random.Random) -> str:
     return "7H" + "".join(draw.choices(string.ascii_uppercase + string.digits, k=30))
 
 
-def nested(draw: random.Random, name: str, value: Any) -> dict[str, Any]:  # Any: a nested config
+# Any: a nested config
+def nested(draw: random.Random, name: str, value: Any) -> dict[str, Any]:
     """The named value somewhere in a random tree of mappings, lists, tuples, dataclasses and namespaces."""
 
     @dataclass
@@ -62,7 +69,12 @@ def nested(draw: random.Random, name: str, value: Any) -> dict[str, Any]:  # Any
 def test_the_value_of_a_secret_name_is_never_written(seed: int) -> None:
     draw = random.Random(seed)
     for name in SECRET_NAMES:
-        for value in (secret := credential(draw), [secret], {"any": secret}, secret.encode()):
+        for value in (
+            secret := credential(draw),
+            [secret],
+            {"any": secret},
+            secret.encode(),
+        ):
             shown = repr(masked_tree(nested(draw, name, value)))
             assert secret not in shown, name
             assert NOT_SHOWN in shown
@@ -81,18 +93,39 @@ def test_what_looks_like_a_credential_is_masked_under_any_name(seed: int) -> Non
     for look in LOOKS:
         secret = credential(draw)
         for name in ("note", "lr", "url", draw.choice(HARMLESS_NAMES)):
-            shown = json.dumps(masked_tree(plain_config(nested(draw, name, f"a {look.format(secret)} b"))))
+            shown = json.dumps(
+                masked_tree(
+                    plain_config(nested(draw, name, f"a {look.format(secret)} b"))
+                )
+            )
             assert secret not in shown, look
-        assert secret not in repr(masked_tree({look.format(secret): 1})), "also as a name"
-        assert secret not in repr(masked_tree(plain_config({"args": Namespace(url=look.format(secret))})))
+        assert secret not in repr(masked_tree({look.format(secret): 1})), (
+            "also as a name"
+        )
+        assert secret not in repr(
+            masked_tree(plain_config({"args": Namespace(url=look.format(secret))}))
+        )
 
 
 @pytest.mark.parametrize("name", HARMLESS_NAMES)
 def test_names_that_resemble_a_secret_one_keep_their_values(name: str) -> None:
-    for value in ("bert-base-uncased", 64, 0.5, True, None, ["a", "b"], {"a": "b"}, "</s>", "eval_loss"):
+    for value in (
+        "bert-base-uncased",
+        64,
+        0.5,
+        True,
+        None,
+        ["a", "b"],
+        {"a": "b"},
+        "</s>",
+        "eval_loss",
+    ):
         assert masked_tree({name: value}) == {name: value}
         assert masked_value(name, value) == value
-    assert masked(f"python train.py --{name} words --{name}=64") == f"python train.py --{name} words --{name}=64"
+    assert (
+        masked(f"python train.py --{name} words --{name}=64")
+        == f"python train.py --{name} words --{name}=64"
+    )
 
 
 def test_texts_that_resemble_a_credential_stay() -> None:
@@ -102,18 +135,37 @@ def test_texts_that_resemble_a_credential_stay() -> None:
     ):  # fmt: skip
         assert masked(text) == text
     commit = "0123456789abcdef0123456789abcdef01234567"
-    assert masked_tree({"git_commit": commit, "sha256": commit}) == {"git_commit": commit, "sha256": commit}
+    assert masked_tree({"git_commit": commit, "sha256": commit}) == {
+        "git_commit": commit,
+        "sha256": commit,
+    }
     assert masked_tree({"note": commit}) == {"note": "***"}
 
 
 def test_no_setting_is_named_like_a_secret() -> None:
     assert not [info.name for info in SETTABLE if secrecy_of(info.path[-1]) != "open"]
-    assert [each.name for each in fields(TrainingArguments) if secrecy_of(each.name) != "open"] == ["hub_token"]
+    assert [
+        each.name
+        for each in fields(TrainingArguments)
+        if secrecy_of(each.name) != "open"
+    ] == ["hub_token"]
 
 
 def test_long_texts_take_no_long_time() -> None:
     """Each was quadratic once: seconds to minutes."""
     began = time.process_time()
-    for piece in ("a", "key", "auth ", "x:", "a-", "a:b@", "eyJ-", "://", "key=", "sk-", "-----BEGIN PRIVATE KEY-----"):
+    for piece in (
+        "a",
+        "key",
+        "auth ",
+        "x:",
+        "a-",
+        "a:b@",
+        "eyJ-",
+        "://",
+        "key=",
+        "sk-",
+        "-----BEGIN PRIVATE KEY-----",
+    ):
         masked(piece * (20_000 // len(piece)))
     assert time.process_time() - began < 10

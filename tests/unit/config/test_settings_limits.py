@@ -48,7 +48,10 @@ def test_what_is_not_a_regular_file_is_refused_unread(tmp_path: Path) -> None:
 
 def test_a_file_larger_than_settings_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
-    for text in ("#" * (SIZE + 1), "".join(f"key_{i}: {i}\n" for i in range(SIZE // 8))):
+    for text in (
+        "#" * (SIZE + 1),
+        "".join(f"key_{i}: {i}\n" for i in range(SIZE // 8)),
+    ):
         path.write_text(text)
         refused(path, f"bytes, more than the {SIZE} that settings may have")
     with path.open("wb") as file:
@@ -60,7 +63,12 @@ def test_a_file_larger_than_settings_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * SIZE, "- " * (SIZE // 2), "{a: " * (SIZE // 4), "a:\n" + "".join(" " * i + "a:\n" for i in range(1, 700))],
+    [
+        "[" * SIZE,
+        "- " * (SIZE // 2),
+        "{a: " * (SIZE // 4),
+        "a:\n" + "".join(" " * i + "a:\n" for i in range(1, 700)),
+    ],
 )
 def test_deep_nesting_is_an_error_and_no_crash(text: str) -> None:
     with pytest.raises(ConfigFileError, match="nested too deeply"):
@@ -90,7 +98,9 @@ def test_libyaml_is_used_where_it_is() -> None:
     assert yaml_text._LOADER is yaml.CBaseLoader
 
 
-def test_the_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_it_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "script.py").write_text("")
     code = main(["launch", "--config_file=/dev/zero", str(tmp_path / "script.py")])
     said = capsys.readouterr().err

@@ -18,7 +18,12 @@ from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, BY_VARIABLE
-from hasten.config.sections.loop import AORecipeKwargs, AutocastKwargs, GradientAccumulationPlugin, TERecipeKwargs
+from hasten.config.sections.loop import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    TERecipeKwargs,
+)
 from hasten.config.sections.parallel import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
@@ -74,7 +79,11 @@ def test_yaml_words_follow_version_1_2() -> None:
 
 def test_yaml_anchors_and_merges() -> None:
     text = "x: &x {a: 1, b: 2}\ny:\n  <<: *x\n  b: 3\nz: *x\n"
-    assert parse(text, "c").plain() == {"x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 3}, "z": {"a": 1, "b": 2}}
+    assert parse(text, "c").plain() == {
+        "x": {"a": 1, "b": 2},
+        "y": {"a": 1, "b": 3},
+        "z": {"a": 1, "b": 2},
+    }
     with pytest.raises(ConfigFileError, match="c:1: an alias refers to itself"):
         parse("x: &x [*x]", "c")
 
@@ -84,7 +93,15 @@ def test_json_with_tabs_keeps_its_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("30", 30), ("90s", 90), ("30m", 1800), ("1h30m", 5400), ("0.5", 0.5), ("2H", 7200)]
+    ("text", "seconds"),
+    [
+        ("30", 30),
+        ("90s", 90),
+        ("30m", 1800),
+        ("1h30m", 5400),
+        ("0.5", 0.5),
+        ("2H", 7200),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert decode(text, timedelta) == timedelta(seconds=seconds)
@@ -93,29 +110,57 @@ def test_durations(text: str, seconds: float) -> None:
 def test_enums_are_case_insensitive_everywhere() -> None:
     assert from_file("mixed_precision: BF16").config.mixed_precision == "bf16"
     assert resolve(code={"mixed_precision": "Bf16"}).config.mixed_precision == "bf16"
-    assert resolve(env={"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}).config.dynamo.backend == "inductor"
-    assert FullyShardedDataParallelPlugin(state_dict_type="full_state_dict").state_dict_type == "FULL_STATE_DICT"  # type: ignore[arg-type]
+    assert (
+        resolve(env={"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}).config.dynamo.backend
+        == "inductor"
+    )
+    assert (
+        FullyShardedDataParallelPlugin(
+            state_dict_type="full_state_dict"  # type: ignore[arg-type]
+        ).state_dict_type
+        == "FULL_STATE_DICT"
+    )
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
 def test_every_value_knows_its_source() -> None:
-    file = files.read_text("mixed_precision: fp16\nfsdp:\n  cpu_offload: true\n", Path("c.yaml"))
-    flags = [SettingEntry(("launch", "num_processes"), "4", SettingSource("flag", "--num_processes"), text=True)]
+    file = files.read_text(
+        "mixed_precision: fp16\nfsdp:\n  cpu_offload: true\n", Path("c.yaml")
+    )
+    flags = [
+        SettingEntry(
+            ("launch", "num_processes"),
+            "4",
+            SettingSource("flag", "--num_processes"),
+            text=True,
+        )
+    ]
     resolved = resolve(
-        file=file.entries, flags=flags, env={"HASTEN_DEBUG": "1"}, code={"gradient_accumulation_steps": 2}
+        file=file.entries,
+        flags=flags,
+        env={"HASTEN_DEBUG": "1"},
+        code={"gradient_accumulation_steps": 2},
     )
     assert str(resolved.source("mixed_precision")) == "c.yaml:1"
     assert str(resolved.source("fsdp.cpu_offload")) == "c.yaml:3"
     assert str(resolved.source("launch.num_processes")) == "flag --num_processes"
     assert str(resolved.source("debug")) == "environment HASTEN_DEBUG"
-    assert str(resolved.source("gradient_accumulation.num_steps")) == "code argument gradient_accumulation_steps"
+    assert (
+        str(resolved.source("gradient_accumulation.num_steps"))
+        == "code argument gradient_accumulation_steps"
+    )
     assert str(resolved.source("cpu")) == "default"
     assert resolved.config.strategy == "fsdp"
-    assert "strategy: fsdp is chosen because fsdp.cpu_offload is given (c.yaml:3)" in resolved.notes
+    assert (
+        "strategy: fsdp is chosen because fsdp.cpu_offload is given (c.yaml:3)"
+        in resolved.notes
+    )
 
 
 def test_plugins_contribute_only_what_they_were_made_with() -> None:
-    file = files.read_text("fsdp: {cpu_offload: true, reshard_after_forward: false}", Path("c.yaml"))
+    file = files.read_text(
+        "fsdp: {cpu_offload: true, reshard_after_forward: false}", Path("c.yaml")
+    )
     plugin = FullyShardedDataParallelPlugin(reshard_after_forward=True)
     config = resolve(file=file.entries, code={"fsdp_plugin": plugin}).config
     assert config.fsdp.cpu_offload, "the file still says it"
@@ -129,20 +174,35 @@ def test_handlers_find_their_sections() -> None:
         DistributedDataParallelKwargs(static_graph=True),
         TERecipeKwargs(margin=2),
     ]
-    config = resolve(code={"kwargs_handlers": handlers, "mixed_precision": "fp8"}).config
+    config = resolve(
+        code={"kwargs_handlers": handlers, "mixed_precision": "fp8"}
+    ).config
     assert not config.autocast.enabled
     assert config.ddp.static_graph
     assert (config.fp8.backend, config.fp8.te.margin) == ("te", 2)
     with pytest.raises(ContradictionError, match="AutocastKwargs twice"):
         resolve(code={"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]})
-    with pytest.raises(UnknownSettingError, match="holds int, which is not a settings class"):
+    with pytest.raises(
+        UnknownSettingError, match="holds int, which is not a settings class"
+    ):
         resolve(code={"kwargs_handlers": [3]})
     with pytest.raises(ContradictionError, match=r"fp8\.backend"):
-        resolve(code={"kwargs_handlers": [AORecipeKwargs(), TERecipeKwargs()], "mixed_precision": "fp8"})
+        resolve(
+            code={
+                "kwargs_handlers": [AORecipeKwargs(), TERecipeKwargs()],
+                "mixed_precision": "fp8",
+            }
+        )
 
 
 def test_code_arguments() -> None:
-    config = resolve(code={"log_with": ["wandb", object()], "cpu": None, "fsdp_plugin": {"cpu_offload": True}}).config
+    config = resolve(
+        code={
+            "log_with": ["wandb", object()],
+            "cpu": None,
+            "fsdp_plugin": {"cpu_offload": True},
+        }
+    ).config
     assert config.tracking.log_with == ("wandb",)
     assert config.fsdp.cpu_offload
     with pytest.raises(UnknownSettingError, match="did you mean 'mixed_precision'"):
@@ -150,7 +210,12 @@ def test_code_arguments() -> None:
     with pytest.raises(ConfigError, match="give a ParallelismConfig"):
         resolve(code={"parallelism_config": GradientAccumulationPlugin()})
     with pytest.raises(ContradictionError, match=r"fsdp_plugin.*deepspeed_plugin"):
-        resolve(code={"fsdp_plugin": FullyShardedDataParallelPlugin(), "deepspeed_plugin": DeepSpeedPlugin()})
+        resolve(
+            code={
+                "fsdp_plugin": FullyShardedDataParallelPlugin(),
+                "deepspeed_plugin": DeepSpeedPlugin(),
+            }
+        )
 
 
 def test_none_says_not_given_where_it_means_nothing_else() -> None:
@@ -173,7 +238,10 @@ def test_established_variables_are_settings() -> None:
         "UNRELATED": "1",
         "HASTEN_SOMETHING_ELSE_ENTIRELY": "1",
     }
-    with pytest.warns(HastenWarning, match="HASTEN_SOMETHING_ELSE_ENTIRELY: hasten reads no variable of this name"):
+    with pytest.warns(
+        HastenWarning,
+        match="HASTEN_SOMETHING_ELSE_ENTIRELY: hasten reads no variable of this name",
+    ):
         config = resolve(env=env).config
     assert config.strategy == "fsdp"
     assert config.fsdp == FullyShardedDataParallelPlugin(
@@ -196,10 +264,16 @@ def test_established_variables_are_settings() -> None:
         ("HASTEN_QQQ", "unset it, or see docs/config.md"),
     ],
 )
-def test_an_unknown_variable_is_reported_with_the_nearest_one(name: str, near: str) -> None:
+def test_an_unknown_variable_is_reported_with_the_nearest_one(
+    name: str, near: str
+) -> None:
     with pytest.warns(HastenWarning) as seen:
         resolve(env={name: "off"})
-    assert [str(one.message).startswith(f"environment {name}: ") and near in str(one.message) for one in seen] == [True]
+    assert [
+        str(one.message).startswith(f"environment {name}: ")
+        and near in str(one.message)
+        for one in seen
+    ] == [True]
     resolve(env={name: "off", "HASTEN_CONFIG": "{}"})  # the launcher has reported it
     resolve(env={name: " "})
 
@@ -215,22 +289,36 @@ def test_every_variable_in_the_source_is_known() -> None:
 
 
 def test_a_weaker_sources_engine_options_rest() -> None:
-    file = files.read_text("strategy: fsdp\nfsdp: {cpu_offload: true}\n", Path("c.yaml"))
+    file = files.read_text(
+        "strategy: fsdp\nfsdp: {cpu_offload: true}\n", Path("c.yaml")
+    )
     resolved = resolve(file=file.entries, code={"strategy": "ddp"})
     assert resolved.config.strategy == "ddp"
-    assert resolved.notes == ("fsdp options of c.yaml:2 rest: strategy is ddp (code argument strategy)",)
+    assert resolved.notes == (
+        "fsdp options of c.yaml:2 rest: strategy is ddp (code argument strategy)",
+    )
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 def test_places_of_files(tmp_path: Path) -> None:
     assert files.default_path({"HASTEN_HOME": "/h"}) == Path("/h/config.yaml")
-    assert files.default_path({"HOME": "/u", "XDG_CONFIG_HOME": "/x"}) == Path("/x/hasten/config.yaml")
+    assert files.default_path({"HOME": "/u", "XDG_CONFIG_HOME": "/x"}) == Path(
+        "/x/hasten/config.yaml"
+    )
     assert files.home({"HOME": "/u"}, "linux") == Path("/u/.config/hasten")
-    assert files.home({"HOME": "/u"}, "darwin") == Path("/u/Library/Application Support/hasten")
+    assert files.home({"HOME": "/u"}, "darwin") == Path(
+        "/u/Library/Application Support/hasten"
+    )
     assert files.home({"APPDATA": "/a"}, "win32") == Path("/a/hasten")
-    assert files.accelerate_paths({"HOME": "/u"})[0] == Path("/u/.cache/huggingface/accelerate/default_config.yaml")
-    assert files.accelerate_paths({"XDG_CACHE_HOME": "/c"})[0].is_relative_to("/c/huggingface")
-    assert files.accelerate_paths({"HF_HOME": "/hf"})[2] == Path("/hf/accelerate/default_config.json")
+    assert files.accelerate_paths({"HOME": "/u"})[0] == Path(
+        "/u/.cache/huggingface/accelerate/default_config.yaml"
+    )
+    assert files.accelerate_paths({"XDG_CACHE_HOME": "/c"})[0].is_relative_to(
+        "/c/huggingface"
+    )
+    assert files.accelerate_paths({"HF_HOME": "/hf"})[2] == Path(
+        "/hf/accelerate/default_config.json"
+    )
     env = {"HASTEN_HOME": str(tmp_path / "ours"), "HF_HOME": str(tmp_path / "hf")}
     assert files.find(env) is None
     theirs = files.accelerate_paths(env)[0]
@@ -241,7 +329,9 @@ def test_places_of_files(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigFileError, match=r"no settings file at .*; write one with `hasten config`"):
+    with pytest.raises(
+        ConfigFileError, match=r"no settings file at .*; write one with `hasten config`"
+    ):
         files.read(tmp_path / "none.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigFileError, match="cannot be read"):
@@ -253,7 +343,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_write_and_read_back(tmp_path: Path) -> None:
-    config = from_file("mixed_precision: bf16\nlaunch: {num_processes: 2, gpu_ids: '0,1'}\n").config
+    config = from_file(
+        "mixed_precision: bf16\nlaunch: {num_processes: 2, gpu_ids: '0,1'}\n"
+    ).config
     for name in ("c.yaml", "deep/c.json"):
         path = files.write(config, tmp_path / name)
         assert resolve(file=files.read(path).entries).config == config
@@ -276,8 +368,17 @@ def test_other_versions_of_the_format_are_refused(version: str, words: str) -> N
 
 # --- handoff ---------------------------------------------------------------------------------------------------------
 def test_handoff_stands_for_file_flags_and_variables() -> None:
-    file = files.read_text("mixed_precision: fp16\nfsdp: {cpu_offload: true}\n", Path("c.yaml"))
-    flags = [SettingEntry(("mixed_precision",), "bf16", SettingSource("flag", "--mixed_precision"), text=True)]
+    file = files.read_text(
+        "mixed_precision: fp16\nfsdp: {cpu_offload: true}\n", Path("c.yaml")
+    )
+    flags = [
+        SettingEntry(
+            ("mixed_precision",),
+            "bf16",
+            SettingSource("flag", "--mixed_precision"),
+            text=True,
+        )
+    ]
     env = {"HASTEN_GRADIENT_ACCUMULATION_STEPS": "2"}
     launcher = resolve(file=file.entries, flags=flags, env=env)
     text = handoff.pack(launcher.entries)
@@ -287,22 +388,37 @@ def test_handoff_stands_for_file_flags_and_variables() -> None:
     assert {path: entry.source for path, entry in worker.entries.items()} == {
         path: entry.source for path, entry in launcher.entries.items()
     }
-    changed = resolve(env={"HASTEN_GRADIENT_ACCUMULATION_STEPS": "3"}, handed=handoff.unpack(text))
-    assert changed.config.gradient_accumulation.num_steps == 3, "the script changed its environment"
+    changed = resolve(
+        env={"HASTEN_GRADIENT_ACCUMULATION_STEPS": "3"}, handed=handoff.unpack(text)
+    )
+    assert changed.config.gradient_accumulation.num_steps == 3, (
+        "the script changed its environment"
+    )
     coded = resolve(code={"mixed_precision": "no"}, handed=handoff.unpack(text))
     assert coded.config.mixed_precision == "no"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 9, "settings": []}', '{"version": 1, "settings": [["a"]]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"version": 9, "settings": []}', '{"version": 1, "settings": [["a"]]}'],
+)
 def test_damaged_handoff_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="HASTEN_CONFIG holds no settings of this version"):
+    with pytest.raises(
+        ConfigError, match="HASTEN_CONFIG holds no settings of this version"
+    ):
         handoff.unpack(text)
 
 
 def test_objects_do_not_travel() -> None:
     def policy() -> None: ...
 
-    resolved = resolve(code={"fsdp_plugin": FullyShardedDataParallelPlugin(auto_wrap_policy=policy, cpu_offload=True)})
+    resolved = resolve(
+        code={
+            "fsdp_plugin": FullyShardedDataParallelPlugin(
+                auto_wrap_policy=policy, cpu_offload=True
+            )
+        }
+    )
     assert {entry.path for entry in handoff.unpack(handoff.pack(resolved.entries))} == {
         ("fsdp", "cpu_offload"),
         ("strategy",),
@@ -324,7 +440,9 @@ def test_objects_do_not_travel() -> None:
 )
 def test_sharding_strategies(given: object, reshard: bool, hybrid: bool) -> None:
     plugin, said = fsdp_from_fsdp1({"fsdp_sharding_strategy": given})
-    assert plugin == FullyShardedDataParallelPlugin(reshard_after_forward=reshard, hybrid_shard=hybrid)
+    assert plugin == FullyShardedDataParallelPlugin(
+        reshard_after_forward=reshard, hybrid_shard=hybrid
+    )
     assert len(said) == 1
 
 

@@ -8,15 +8,30 @@ from typing import Any
 import datasets
 import pytest
 import torch.utils.data
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as stateful_samplers
 
-from hasten.data.foreign import begin_anew, is_hub_stream, is_torchdata, own_epoch, plainly, state_loses_samples
+from hasten.data.foreign import (
+    begin_anew,
+    is_hub_stream,
+    is_torchdata,
+    own_epoch,
+    plainly,
+    state_loses_samples,
+)
 
 
 def base(size: int = 24, shards: int = 3) -> datasets.IterableDataset:
-    return datasets.Dataset.from_dict({"x": list(range(size))}).to_iterable_dataset(num_shards=shards)
+    return datasets.Dataset.from_dict({"x": list(range(size))}).to_iterable_dataset(
+        num_shards=shards
+    )
 
 
 def other() -> datasets.IterableDataset:
@@ -27,9 +42,15 @@ PIPELINES: dict[str, Callable[[], Any]] = {  # Any: streams of `datasets`
     "plain": base,
     "shuffle": lambda: base().shuffle(seed=1, buffer_size=8),
     "shuffle of one": lambda: base().shuffle(seed=1, buffer_size=1),
-    "shuffle, then map": lambda: base().shuffle(seed=1, buffer_size=8).map(lambda row: row),
+    "shuffle, then map": lambda: (
+        base().shuffle(seed=1, buffer_size=8).map(lambda row: row)
+    ),
     "shuffle, then much": lambda: (
-        base().shuffle(seed=1, buffer_size=8).map(lambda r: r).filter(lambda r: True).batch(2)
+        base()
+        .shuffle(seed=1, buffer_size=8)
+        .map(lambda r: r)
+        .filter(lambda r: True)
+        .batch(2)
     ),
     "map": lambda: base().map(lambda row: row),
     "map in batches": lambda: base().map(lambda rows: rows, batched=True, batch_size=5),
@@ -38,10 +59,16 @@ PIPELINES: dict[str, Callable[[], Any]] = {  # Any: streams of `datasets`
     "batch": lambda: base().batch(3),
     "repeat": lambda: base().repeat(2),
     "interleave": lambda: datasets.interleave_datasets([base(), other()]),
-    "interleave at random": lambda: datasets.interleave_datasets([base(), other()], probabilities=[0.5, 0.5], seed=3),
-    "interleave shuffled": lambda: datasets.interleave_datasets([base().shuffle(seed=3, buffer_size=6), other()]),
+    "interleave at random": lambda: datasets.interleave_datasets(
+        [base(), other()], probabilities=[0.5, 0.5], seed=3
+    ),
+    "interleave shuffled": lambda: datasets.interleave_datasets(
+        [base().shuffle(seed=3, buffer_size=6), other()]
+    ),
     "concatenate": lambda: datasets.concatenate_datasets([base(), other()]),
-    "concatenate shuffled": lambda: datasets.concatenate_datasets([other(), base().shuffle(seed=2, buffer_size=4)]),
+    "concatenate shuffled": lambda: datasets.concatenate_datasets(
+        [other(), base().shuffle(seed=2, buffer_size=4)]
+    ),
     "torch format": lambda: base().with_format("torch"),
 }
 
@@ -96,10 +123,13 @@ class Wrapped:
 
 
 @pytest.mark.parametrize("wrap", [lambda stream: stream, Wrapped])
-def test_the_copies_of_a_stream_in_workers_count_epochs_apart(wrap: Callable[[datasets.IterableDataset], Any]) -> None:
+def test_the_copies_of_a_stream_in_workers_count_epochs_apart(
+    wrap: Callable[[datasets.IterableDataset], Any],
+) -> None:
     stream = base().shuffle(seed=1, buffer_size=5)
     twin = datasets.IterableDataset.__new__(datasets.IterableDataset)
-    twin.__dict__.update(stream.__dict__)  # as in a worker: another object, the same shared memory
+    # as in a worker: another object, the same shared memory
+    twin.__dict__.update(stream.__dict__)
     twin.set_epoch(1)
     assert stream.epoch == 1, "datasets shares the counter between workers"
     own_epoch(wrap(twin))

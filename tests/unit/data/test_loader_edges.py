@@ -27,27 +27,56 @@ class Faulty(Dataset[int]):
 
 
 def test_an_empty_dataset_is_an_epoch_without_batches() -> None:
-    for world, drop_last, even in itertools.product((1, 2, 4), (False, True), (False, True)):
+    for world, drop_last, even in itertools.product(
+        (1, 2, 4), (False, True), (False, True)
+    ):
         for rank in range(world):
-            loader = prepared(DataLoader([], drop_last=drop_last), rank, world, even_batches=even)  # type: ignore[arg-type]
+            loader = prepared(
+                DataLoader([], drop_last=drop_last),  # type: ignore[arg-type]
+                rank,
+                world,
+                even_batches=even,
+            )
             assert len(loader) == 0
             assert seen(loader) == []
             assert loader.epoch == 1
-            assert seen(prepared(DataLoader(CountingStream(0), batch_size=2), rank, world)) == []
+            assert (
+                seen(prepared(DataLoader(CountingStream(0), batch_size=2), rank, world))
+                == []
+            )
 
 
 def test_a_dataset_smaller_than_the_world() -> None:
     def shares(**settings: bool) -> list[list[object]]:
-        loaders = [prepared(DataLoader(range(3), batch_size=4), rank, 5, **settings) for rank in range(5)]  # type: ignore[arg-type]
+        loaders = [
+            prepared(DataLoader(range(3), batch_size=4), rank, 5, **settings)  # type: ignore[arg-type]
+            for rank in range(5)
+        ]
         return [list(map(tuple, seen(loader))) for loader in loaders]
 
-    assert shares() == [[([0], 1, True)], [([1], 1, True)], [([2], 1, True)], [([0], 0, True)], [([1], 0, True)]]
-    assert shares(even_batches=False) == [[([0], 1, True)], [([1], 1, True)], [([2], 1, True)], [], []]
+    assert shares() == [
+        [([0], 1, True)],
+        [([1], 1, True)],
+        [([2], 1, True)],
+        [([0], 0, True)],
+        [([1], 0, True)],
+    ]
+    assert shares(even_batches=False) == [
+        [([0], 1, True)],
+        [([1], 1, True)],
+        [([2], 1, True)],
+        [],
+        [],
+    ]
 
 
-def test_an_error_of_the_dataset_keeps_its_type_and_names_rank_batch_and_index() -> None:
+def test_an_error_of_the_dataset_keeps_its_type_and_names_rank_batch_and_index() -> (
+    None
+):
     for num_workers in (0, 1):
-        loader = prepared(DataLoader(Faulty(bad=7), batch_size=2, num_workers=num_workers), 1, 2)
+        loader = prepared(
+            DataLoader(Faulty(bad=7), batch_size=2, num_workers=num_workers), 1, 2
+        )
         with pytest.raises(LookupError) as caught:
             seen(loader)
         told = "\n".join([str(caught.value), *caught.value.__notes__])
@@ -72,7 +101,9 @@ def test_an_error_of_a_stream_names_the_rank_and_the_batch() -> None:
 
 
 def test_a_loader_goes_on_after_a_break_and_after_an_error() -> None:
-    loader = prepared(DataLoader(Faulty(), batch_size=2, num_workers=2, persistent_workers=True))
+    loader = prepared(
+        DataLoader(Faulty(), batch_size=2, num_workers=2, persistent_workers=True)
+    )
     for limit in (1, 3, None):
         rows = seen(loader, limit)
         assert global_order([rows]) == list(range(12))[: 2 * (limit or 6)]

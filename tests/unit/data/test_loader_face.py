@@ -65,7 +65,10 @@ def test_every_setting_survives() -> None:
     assert loader.sampler is user.sampler
     assert (loader.batch_size, loader.drop_last) == (3, True)
     assert isinstance(loader.batch_sampler, BatchSampler)
-    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (3, True)
+    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (
+        3,
+        True,
+    )
     assert len(loader) == 20 // 6 == len(loader.batch_sampler)
     assert loader.total_batch_size == 6
     assert loader.total_dataset_length == 20
@@ -86,7 +89,12 @@ def test_settings_work_in_real_workers() -> None:
         )
         loader = prepared(user)
         for _ in range(2):
-            assert [row.values for row in seen(loader)] == [[0, 1], [4, 9], [16, 25], [36, 49]]
+            assert [row.values for row in seen(loader)] == [
+                [0, 1],
+                [4, 9],
+                [16, 25],
+                [36, 49],
+            ]
         del loader, user
 
 
@@ -135,12 +143,15 @@ def test_the_seed_comes_from_data_seed_then_the_generator_then_the_run() -> None
 
     mine = torch.Generator().manual_seed(99)
     assert order(seed=1) != order(seed=2)
-    assert order(seed=1, generator=mine) == order(seed=2, generator=mine) == order(seed=99)
+    assert (
+        order(seed=1, generator=mine) == order(seed=2, generator=mine) == order(seed=99)
+    )
     assert order(seed=1, generator=mine, data_seed=4) == order(seed=4)
 
 
 def active(clock: StepClock) -> object:
-    return clock.active  # read anew each time: type checkers take the property for a constant
+    # read anew each time: type checkers take the property for a constant
+    return clock.active
 
 
 def test_the_cursor_knows_the_end_and_the_clock_watches_the_loader() -> None:
@@ -187,7 +198,12 @@ def test_peers_of_other_mesh_axes_read_the_same_samples() -> None:
     mesh = MeshSpec.build(8, dp_replicate=2, dp_shard=2, tp=2)
     read = []
     for rank in range(8):
-        loader = prepared(DataLoader(range(16), batch_size=2, shuffle=True), rank, 8, mesh=mesh)  # type: ignore[arg-type]
+        loader = prepared(
+            DataLoader(range(16), batch_size=2, shuffle=True),  # type: ignore[arg-type]
+            rank,
+            8,
+            mesh=mesh,
+        )
         assert loader.total_batch_size == 8
         read.append(seen(loader))
     assert all(read[rank] == read[rank + 1] for rank in range(0, 8, 2))
@@ -204,7 +220,9 @@ def test_a_loader_is_not_made_by_hand() -> None:
         Loader(Squares())
 
 
-def test_a_subclass_that_iterates_its_own_way_is_refused_when_it_breaks_the_deal() -> None:
+def test_a_subclass_that_iterates_its_own_way_is_refused_when_it_breaks_the_deal() -> (
+    None
+):
     class Twice(DataLoader[int]):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
@@ -221,7 +239,9 @@ def test_a_subclass_that_iterates_its_own_way_is_refused_when_it_breaks_the_deal
 
     with pytest.raises(DataError, match="overrides how a DataLoader iterates"):
         seen(prepared(Twice(Squares(4), batch_size=2), 0, 2))
-    assert [row.values for row in seen(prepared(Counting(Squares(8), batch_size=2), 1, 2))] == [[4, 9], [36, 49]]
+    assert [
+        row.values for row in seen(prepared(Counting(Squares(8), batch_size=2), 1, 2))
+    ] == [[4, 9], [36, 49]]
     assert Counting.count == 2
 
 
@@ -237,7 +257,10 @@ def test_streams_hear_of_the_epoch_and_have_no_length() -> None:
 
 
 def test_even_batches_can_be_changed_for_a_block() -> None:
-    loaders = [prepared(DataLoader(range(5), batch_size=2), rank, 2) for rank in range(2)]  # type: ignore[arg-type]
+    loaders = [
+        prepared(DataLoader(range(5), batch_size=2), rank, 2)  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
     assert [len(loader) for loader in loaders] == [2, 2]
     with loaders[0].even(False), loaders[1].even(False):
         assert [len(loader) for loader in loaders] == [2, 1]
@@ -246,7 +269,10 @@ def test_even_batches_can_be_changed_for_a_block() -> None:
 
 
 def test_two_passes_at_once_are_two_epochs() -> None:
-    for user in (DataLoader(range(12), batch_size=3, shuffle=True), DataLoader(CountingStream(12), batch_size=3)):  # type: ignore[arg-type]
+    for user in (
+        DataLoader(range(12), batch_size=3, shuffle=True),  # type: ignore[arg-type]
+        DataLoader(CountingStream(12), batch_size=3),
+    ):
         expected = [seen(prepared(user))]
         second = prepared(user)
         second.set_epoch(1)
@@ -256,7 +282,10 @@ def test_two_passes_at_once_are_two_epochs() -> None:
         pairs = [(next(first).tolist(), next(other).tolist()) for _ in range(4)]
         assert pairs == [(a.values, b.values) for a, b in zip(*expected, strict=True)]
         assert next(first, None) is None
-        assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (1, 12)
+        assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (
+            1,
+            12,
+        )
         assert next(other, None) is None
         assert loader.epoch == 2
 
@@ -270,7 +299,9 @@ def test_settings_changed_after_prepare_act_or_are_refused() -> None:
             loader.num_workers = 3
 
 
-def test_a_loader_left_without_batches_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_left_without_batches_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level("WARNING"):
         loader = prepared(DataLoader(range(3), batch_size=2, drop_last=True), 0, 2)  # type: ignore[arg-type]
     assert len(loader) == 0

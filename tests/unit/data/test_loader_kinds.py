@@ -26,13 +26,21 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hasten.errors import ConfigError, DataError, PrepareError
-from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
+from tests.support.loaders import (
+    CountingStream,
+    SeenBatches,
+    global_order,
+    prepared,
+    seen,
+)
 
 DATA = list(range(23))
 Build = Callable[[], DataLoader[Any]]
 
 
-def shares_of(build: Build, world: int, epochs: int = 1, **settings: Any) -> list[list[SeenBatches]]:
+def shares_of(
+    build: Build, world: int, epochs: int = 1, **settings: Any
+) -> list[list[SeenBatches]]:
     """What each rank sees in its last of `epochs` passes; every rank builds its own loader, as processes do."""
     shares = []
     for rank in range(world):
@@ -48,8 +56,13 @@ def shares_of(build: Build, world: int, epochs: int = 1, **settings: Any) -> lis
 def check_even(shares: list[list[SeenBatches]]) -> None:
     assert len({len(share) for share in shares}) == 1
     for share in shares:
-        assert [row.last for row in share] == [False] * (len(share) - 1) + [True] * bool(share)
-    assert all(len({len(row.values) for row in step}) == 1 for step in zip(*shares, strict=True))
+        assert [row.last for row in share] == [False] * (len(share) - 1) + [
+            True
+        ] * bool(share)
+    assert all(
+        len({len(row.values) for row in step}) == 1
+        for step in zip(*shares, strict=True)
+    )
 
 
 class Buckets(Sampler[list[int]]):
@@ -98,7 +111,9 @@ def test_shuffled_and_sequential(world: int) -> None:
         assert (order == DATA) is not shuffle
         assert order == global_order(shares_of(build, 1, use_seedable_sampler=seedable))
         if shuffle:
-            assert order != global_order(shares_of(build, world, epochs=2, use_seedable_sampler=seedable))
+            assert order != global_order(
+                shares_of(build, world, epochs=2, use_seedable_sampler=seedable)
+            )
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -122,19 +137,36 @@ def test_torchs_random_samplers_draw_alike_on_every_rank(world: int) -> None:
         assert order == global_order(shares_of(build, 1))
         again = global_order(shares_of(build, world, epochs=2))
         assert order != again
-    assert sum(value >= 20 for value in global_order(shares_of(lambda: _weighted(), world))) > 12
+    assert (
+        sum(
+            value >= 20 for value in global_order(shares_of(lambda: _weighted(), world))
+        )
+        > 12
+    )
 
 
 def _weighted() -> DataLoader[Any]:
-    return DataLoader(DATA, batch_size=3, sampler=WeightedRandomSampler([1.0] * 20 + [50.0] * 3, 23))  # type: ignore[arg-type]
+    return DataLoader(
+        DATA,  # type: ignore[arg-type]
+        batch_size=3,
+        sampler=WeightedRandomSampler([1.0] * 20 + [50.0] * 3, 23),
+    )
 
 
 def test_a_generator_the_user_gave_is_used_as_torch_would() -> None:
     def build() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(5)
-        return DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, generator=generator))  # type: ignore[arg-type]
+        return DataLoader(
+            DATA,  # type: ignore[arg-type]
+            batch_size=4,
+            sampler=RandomSampler(DATA, generator=generator),
+        )
 
-    plain = [[int(value) for batch in loader for value in batch] for loader in [build()] for _ in range(2)]
+    plain = [
+        [int(value) for batch in loader for value in batch]
+        for loader in [build()]
+        for _ in range(2)
+    ]
     loader = prepared(build(), use_seedable_sampler=False)
     assert [global_order([seen(loader)]) for _ in range(2)] == plain
 
@@ -143,7 +175,13 @@ def test_a_distributed_sampler_of_the_user_is_not_sharded_twice() -> None:
     for drop_last, batch in itertools.product((False, True), (2, 3)):
         shares, reals = [], []
         for rank in range(3):
-            sampler: Any = DistributedSampler(DATA, num_replicas=3, rank=rank, shuffle=True, drop_last=drop_last)  # type: ignore[arg-type]
+            sampler: Any = DistributedSampler(
+                DATA,  # type: ignore[arg-type]
+                num_replicas=3,
+                rank=rank,
+                shuffle=True,
+                drop_last=drop_last,
+            )
             plain: DataLoader[Any] = DataLoader(DATA, batch_size=batch, sampler=sampler)  # type: ignore[arg-type]
             expected = [values.tolist() for values in plain]
             loader = prepared(plain, rank, 3)
@@ -152,7 +190,8 @@ def test_a_distributed_sampler_of_the_user_is_not_sharded_twice() -> None:
             assert len(loader) == len(plain)
             shares.append(share)
             reals += [value for row in share for value in row.values[: row.real]]
-            assert [row.values for row in seen(loader)] != expected  # the epoch is set by itself
+            # the epoch is set by itself
+            assert [row.values for row in seen(loader)] != expected
         assert len(reals) == len(set(reals)) == (21 if drop_last else 23)
     wrong: Any = DistributedSampler(DATA, num_replicas=2, rank=0)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="num_replicas=3, rank=1"):
@@ -170,12 +209,20 @@ def test_batch_samplers_of_varying_size_are_dealt_out_whole(world: int) -> None:
     assert len({len(share) for share in shares}) == 1
     assert sorted(global_order(shares)) == DATA
     assert all(row.real in (0, len(row.values)) for share in shares for row in share)
-    sizes = [len(row.values) for step in zip(*shares, strict=True) for row in step if row.real]
+    sizes = [
+        len(row.values)
+        for step in zip(*shares, strict=True)
+        for row in step
+        if row.real
+    ]
     assert sizes == [3, 1, 4, 2, 3, 1, 4, 2, 3]
     uneven = shares_of(build, world, even_batches=False)
     assert sorted(global_order(uneven)) == DATA
     assert sum(map(len, uneven)) == 9
-    dropping = shares_of(lambda: DataLoader(DATA, batch_sampler=Buckets(23, True)), world)  # type: ignore[arg-type]
+    dropping = shares_of(
+        lambda: DataLoader(DATA, batch_sampler=Buckets(23, True)),  # type: ignore[arg-type]
+        world,
+    )
     assert [len(share) for share in dropping] == [9 // world] * world
 
 
@@ -193,11 +240,17 @@ def test_batches_of_varying_size_can_be_split() -> None:
 
 def test_a_plain_batch_sampler_is_as_good_as_a_batch_size() -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, True))  # type: ignore[arg-type]
+        return DataLoader(
+            DATA,  # type: ignore[arg-type]
+            batch_sampler=BatchSampler(RandomSampler(DATA), 4, True),
+        )
 
     shares = shares_of(build, 2)
     check_even(shares)
-    assert shares == shares_of(lambda: DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True), 2)  # type: ignore[arg-type]
+    assert shares == shares_of(
+        lambda: DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True),  # type: ignore[arg-type]
+        2,
+    )
 
 
 def test_split_batches_read_the_same_global_batches_on_any_world() -> None:
@@ -218,7 +271,12 @@ def test_items_without_automatic_batching(num_workers: int) -> None:
     batches = [torch.arange(first, first + 3) for first in range(0, 21, 3)]
 
     def build() -> DataLoader[Any]:
-        return DataLoader(batches, batch_size=None, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]
+        return DataLoader(
+            batches,  # type: ignore[arg-type]
+            batch_size=None,
+            shuffle=True,
+            num_workers=num_workers,
+        )
 
     shares = shares_of(build, 2)
     check_even(shares)
@@ -249,11 +307,21 @@ def _after(build: Build, skipped: int, count: int) -> list[SeenBatches]:
 
 
 def test_hub_datasets_map_style() -> None:
-    table = datasets.Dataset.from_dict({"x": DATA, "y": [str(value) for value in DATA]}).with_format("torch")
+    table = datasets.Dataset.from_dict(
+        {"x": DATA, "y": [str(value) for value in DATA]}
+    ).with_format("torch")
 
     def read(rank: int, num_workers: int) -> list[Any]:
-        loader = prepared(DataLoader(table, batch_size=4, shuffle=True, num_workers=num_workers), rank, 2)
-        return [value for batch in loader for value in batch["x"].tolist()[: loader.cursor.num_real]]
+        loader = prepared(
+            DataLoader(table, batch_size=4, shuffle=True, num_workers=num_workers),
+            rank,
+            2,
+        )
+        return [
+            value
+            for batch in loader
+            for value in batch["x"].tolist()[: loader.cursor.num_real]
+        ]
 
     for num_workers in (0, 2):
         assert sorted(read(0, num_workers) + read(1, num_workers)) == DATA
@@ -267,19 +335,30 @@ def rows_of(shard: list[list[int]]) -> Iterator[dict[str, int]]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 5])
-def test_hub_streams_use_their_shards_when_there_are_enough(num_shards: int, num_workers: int) -> None:
+def test_hub_streams_use_their_shards_when_there_are_enough(
+    num_shards: int, num_workers: int
+) -> None:
     if num_workers > num_shards // 2:
         pytest.skip("datasets warns about idle workers")
     parts = [[shard * 100 + value for value in range(6)] for shard in range(num_shards)]
-    stream = datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"shard": parts})
+    stream = datasets.IterableDataset.from_generator(
+        rows_of, gen_kwargs={"shard": parts}
+    )
     assert stream.num_shards == num_shards
     got: list[int] = []
     for rank in range(2):
-        loader = prepared(DataLoader(stream, batch_size=2, num_workers=num_workers, collate_fn=xs_of), rank, 2)
+        loader = prepared(
+            DataLoader(stream, batch_size=2, num_workers=num_workers, collate_fn=xs_of),
+            rank,
+            2,
+        )
         share = seen(loader)
         mine = [value for row in share for value in row.values[: row.real]]
         if num_shards >= 2:
-            assert len({value // 100 for value in mine}) in (num_shards // 2, -(-num_shards // 2))
+            assert len({value // 100 for value in mine}) in (
+                num_shards // 2,
+                -(-num_shards // 2),
+            )
         got += mine
     assert sorted(got) == sorted(value for part in parts for value in part)
 
@@ -302,8 +381,15 @@ class Asked(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_streams_that_can_shard_themselves_are_asked_per_rank_and_worker(num_workers: int) -> None:
-    shares = shares_of(lambda: DataLoader(Asked(list(range(24))), batch_size=3, num_workers=num_workers), 2)
+def test_streams_that_can_shard_themselves_are_asked_per_rank_and_worker(
+    num_workers: int,
+) -> None:
+    shares = shares_of(
+        lambda: DataLoader(
+            Asked(list(range(24))), batch_size=3, num_workers=num_workers
+        ),
+        2,
+    )
     assert sorted(global_order(shares)) == list(range(24))
     parts = 2 * max(num_workers, 1)
     for rank, share in enumerate(shares):
@@ -315,8 +401,15 @@ def test_streams_that_can_shard_themselves_are_asked_per_rank_and_worker(num_wor
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_stateful_loaders_of_torchdata(num_workers: int) -> None:
     with pytest.warns(UserWarning, match="set_vital"):
-        loaders = [StatefulDataLoader(DATA, batch_size=3, shuffle=True, num_workers=num_workers) for _ in range(3)]
-    shares = [seen(prepared(loader, rank, 2)) for rank, loader in enumerate(loaders[:2])]
+        loaders = [
+            StatefulDataLoader(
+                DATA, batch_size=3, shuffle=True, num_workers=num_workers
+            )
+            for _ in range(3)
+        ]
+    shares = [
+        seen(prepared(loader, rank, 2)) for rank, loader in enumerate(loaders[:2])
+    ]
     check_even(shares)
     assert sorted(global_order(shares)) == DATA
     plain: DataLoader[Any] = DataLoader(DATA, batch_size=3, shuffle=True)  # type: ignore[arg-type]
@@ -326,30 +419,47 @@ def test_stateful_loaders_of_torchdata(num_workers: int) -> None:
         prepared(loaders[2], use_stateful_dataloader=True)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_streams_follow_their_laws_at_every_size(num_workers: int) -> None:
     sizes, batches, worlds = (
-        ((0, 1, 2, 3, 5, 8, 11, 12, 25), (1, 2, 3), (1, 2, 3)) if not num_workers else ((1, 16), (2,), (3,))
+        ((0, 1, 2, 3, 5, 8, 11, 12, 25), (1, 2, 3), (1, 2, 3))
+        if not num_workers
+        else ((1, 16), (2,), (3,))
     )
     for size, batch, world in itertools.product(sizes, batches, worlds):
         for drop_last, even in itertools.product((False, True), repeat=2):
 
-            def build(size: int = size, batch: int = batch, drop_last: bool = drop_last) -> DataLoader[Any]:
-                return DataLoader(CountingStream(size), batch_size=batch, drop_last=drop_last, num_workers=num_workers)
+            def build(
+                size: int = size, batch: int = batch, drop_last: bool = drop_last
+            ) -> DataLoader[Any]:
+                return DataLoader(
+                    CountingStream(size),
+                    batch_size=batch,
+                    drop_last=drop_last,
+                    num_workers=num_workers,
+                )
 
             shares = shares_of(build, world, even_batches=even)
             order = global_order(shares)
             workers = max(num_workers, 1)
             if drop_last:
-                per_worker = [len(range(worker, size, workers)) for worker in range(workers)]
-                assert len(order) == sum(count - count % (batch * world) for count in per_worker)
+                per_worker = [
+                    len(range(worker, size, workers)) for worker in range(workers)
+                ]
+                assert len(order) == sum(
+                    count - count % (batch * world) for count in per_worker
+                )
                 assert len(set(order)) == len(order)
             else:
                 assert sorted(order) == list(range(size))
             if even:
                 check_even(shares)
             else:
-                assert all(row.real == len(row.values) for share in shares for row in share)
+                assert all(
+                    row.real == len(row.values) for share in shares for row in share
+                )
 
 
 def test_streams_of_batches_and_split_streams() -> None:
@@ -363,14 +473,20 @@ def test_streams_of_batches_and_split_streams() -> None:
     check_even(shares)
     assert global_order(shares) == list(range(20))
     assert shares[1][-1].real == 0
-    split = shares_of(lambda: DataLoader(Batches(), batch_size=None), 2, split_batches=True)
+    split = shares_of(
+        lambda: DataLoader(Batches(), batch_size=None), 2, split_batches=True
+    )
     check_even(split)
     assert global_order(split) == list(range(20))
     assert len(split[0]) == 5
-    rows = shares_of(lambda: DataLoader(CountingStream(22), batch_size=4), 2, split_batches=True)
+    rows = shares_of(
+        lambda: DataLoader(CountingStream(22), batch_size=4), 2, split_batches=True
+    )
     check_even(rows)
     assert sorted(global_order(rows)) == list(range(22))
-    assert [len(row.values) for row in rows[0]] == [2] * 5 + [1], "the last two are spread over both ranks"
+    assert [len(row.values) for row in rows[0]] == [2] * 5 + [1], (
+        "the last two are spread over both ranks"
+    )
 
 
 def test_a_stream_with_a_length_gives_the_loader_one() -> None:
@@ -407,7 +523,9 @@ def take_own_range(worker: int) -> None:
 
 def test_a_worker_init_fn_can_arrange_the_stream_of_its_worker() -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(Ranged(0, 16), batch_size=2, num_workers=2, worker_init_fn=take_own_range)
+        return DataLoader(
+            Ranged(0, 16), batch_size=2, num_workers=2, worker_init_fn=take_own_range
+        )
 
     plain = [batch.tolist() for batch in build()]
     assert [row.values for row in seen(prepared(build()))] == plain

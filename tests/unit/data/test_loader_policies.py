@@ -53,7 +53,11 @@ def shuffled(size: int, batch: int) -> DataLoader[Any]:
 
 
 def drawn(size: int, batch: int) -> DataLoader[Any]:
-    return DataLoader(range(size), batch_size=batch, sampler=SubsetRandomSampler(range(size)))  # type: ignore[arg-type]
+    return DataLoader(
+        range(size),  # type: ignore[arg-type]
+        batch_size=batch,
+        sampler=SubsetRandomSampler(range(size)),
+    )
 
 
 def bucketed(size: int, batch: int) -> DataLoader[Any]:
@@ -65,7 +69,9 @@ def stream(size: int, batch: int) -> DataLoader[Any]:
 
 
 def test_a_full_plan_gives_whole_shares_and_every_unit_once() -> None:
-    for size, batch, world, even in itertools.product(range(1, 40), range(1, 6), range(1, 6), (True, False)):
+    for size, batch, world, even in itertools.product(
+        range(1, 40), range(1, 6), range(1, 6), (True, False)
+    ):
         order: list[int] = []
         for shard in range(world):
             plan = plan_rows(
@@ -78,46 +84,79 @@ def test_a_full_plan_gives_whole_shares_and_every_unit_once() -> None:
                 even=even,
                 pad="full",
             )
-            *_, last = [row for chunk in plan.assign(size) for row in chunk.tolist()] or [[]]
+            *_, last = [
+                row for chunk in plan.assign(size) for row in chunk.tolist()
+            ] or [[]]
             if even:
                 assert plan.steps(size) == -(-size // (batch * world))
                 assert len(last) == batch
             tail = plan.tail(size)
             order += [] if tail is None else range(tail.first, tail.first + tail.real)
-            assert tail is None or last == [place % size for place in range(tail.first, tail.first + tail.rows)]
+            assert tail is None or last == [
+                place % size for place in range(tail.first, tail.first + tail.rows)
+            ]
         assert order == list(range(size - size % (batch * world), size))
 
 
 @pytest.mark.parametrize("build", [plain, shuffled, drawn, bucketed, stream])
 @pytest.mark.parametrize("split", [False, True])
-def test_full_padding_gives_every_rank_whole_batches(build: Callable[[int, int], DataLoader[Any]], split: bool) -> None:
+def test_full_padding_gives_every_rank_whole_batches(
+    build: Callable[[int, int], DataLoader[Any]], split: bool
+) -> None:
     for size, world in itertools.product((1, 2, 5, 12, 17, 24), (1, 2, 4)):
         rows = 4 // world if split else 4
-        shares = [seen(prepared(build(size, 4), rank, world, pad="full", split_batches=split)) for rank in range(world)]
+        shares = [
+            seen(prepared(build(size, 4), rank, world, pad="full", split_batches=split))
+            for rank in range(world)
+        ]
         assert {len(batch.values) for share in shares for batch in share} == {rows}
         assert {len(share) for share in shares} == {-(-size // (rows * world))}
         assert sorted(global_order(shares)) == list(range(size))
-        assert all(batch.last == (number == len(share)) for share in shares for number, batch in enumerate(share, 1))
-        padding = [row for share in shares for row in share[-1].values[share[-1].real :]]
+        assert all(
+            batch.last == (number == len(share))
+            for share in shares
+            for number, batch in enumerate(share, 1)
+        )
+        padding = [
+            row for share in shares for row in share[-1].values[share[-1].real :]
+        ]
         if build is not stream:  # ranks of a stream keep its first elements only
             epoch = global_order(shares)
             assert padding == [epoch[place % size] for place in range(len(padding))]
 
 
 @pytest.mark.parametrize("build", [plain, bucketed, stream])
-def test_full_padding_when_one_rank_reads_for_all(build: Callable[[int, int], DataLoader[Any]]) -> None:
+def test_full_padding_when_one_rank_reads_for_all(
+    build: Callable[[int, int], DataLoader[Any]],
+) -> None:
     for size in (1, 5, 12):
-        for options in ({}, {"split_batches": True}, {"slice_fn": lambda batch, rows, rank, world: batch[rows]}):
-            share = seen(prepared(build(size, 4), pad="full", dispatch_batches=True, **options))
+        for options in (
+            {},
+            {"split_batches": True},
+            {"slice_fn": lambda batch, rows, rank, world: batch[rows]},
+        ):
+            share = seen(
+                prepared(build(size, 4), pad="full", dispatch_batches=True, **options)
+            )
             assert [len(batch.values) for batch in share] == [4] * -(-size // 4)
             assert sorted(global_order([share])) == list(range(size))
 
 
 def test_a_first_batch_that_is_too_short_pads_all_the_same() -> None:
-    source = StreamSource(stream(1, 4), Cutting(1, 0, 4, True, False, True), CountingStream(1), LocalComm(), 0)
-    reader = BatchReader(4, False, True, False, lambda batch, rows, rank, world: batch[rows])
+    source = StreamSource(
+        stream(1, 4),
+        Cutting(1, 0, 4, True, False, True),
+        CountingStream(1),
+        LocalComm(),
+        0,
+    )
+    reader = BatchReader(
+        4, False, True, False, lambda batch, rows, rank, world: batch[rows]
+    )
     (step,) = reader.rounds(source, Position())
-    assert [None if item is None else item[0].tolist() for item in step.items] == [[0]] * 4
+    assert [None if item is None else item[0].tolist() for item in step.items] == [
+        [0]
+    ] * 4
 
 
 def test_the_samples_of_a_padded_batch_are_found_again() -> None:
@@ -126,7 +165,10 @@ def test_the_samples_of_a_padded_batch_are_found_again() -> None:
         batches = seen(loader)
         state = json.loads(json.dumps(loader.state_dict()))
         for number, batch in enumerate(batches, 1):
-            assert list(find(state, rank, number, epoch=0).samples) == batch.values[: batch.real]
+            assert (
+                list(find(state, rank, number, epoch=0).samples)
+                == batch.values[: batch.real]
+            )
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -151,10 +193,16 @@ class Lazy(Sampler[int]):
 
 KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"shuffle": True},
-    "generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "generator": lambda: {
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(3),
+    },
     "replacement": lambda: {"sampler": RandomSampler(Noisy(), replacement=True)},
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 23, 23)},
-    "batches": lambda: {"batch_size": 1, "batch_sampler": BatchSampler(SubsetRandomSampler(range(23)), 3, True)},
+    "batches": lambda: {
+        "batch_size": 1,
+        "batch_sampler": BatchSampler(SubsetRandomSampler(range(23)), 3, True),
+    },
     "lazy": lambda: {"sampler": Lazy()},
 }
 
@@ -207,12 +255,20 @@ def test_torchs_order_resumes_bitwise(kind: str, after: int) -> None:
 @pytest.mark.parametrize("back", [False, True], ids=["another_run", "the_same_run"])
 @pytest.mark.parametrize("epochs", [0, 1])
 @pytest.mark.parametrize("kind", ["shuffle", "generator"])
-def test_torchs_order_resumes_bitwise_between_epochs_of_persistent_workers(kind: str, epochs: int, back: bool) -> None:
+def test_torchs_order_resumes_bitwise_between_epochs_of_persistent_workers(
+    kind: str, epochs: int, back: bool
+) -> None:
     """torch draws a seed when it starts them, which a resumed run does at another epoch, and a run that goes back not again."""
 
     def made(seed: int) -> Loader:
         torch.manual_seed(seed)
-        user = DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True, **KINDS[kind]())
+        user = DataLoader(
+            Noisy(),
+            batch_size=4,
+            num_workers=1,
+            persistent_workers=True,
+            **KINDS[kind](),
+        )
         return prepared(user, order="torch", seed=seed)
 
     loader = made(11)
@@ -229,8 +285,13 @@ def test_torchs_order_resumes_bitwise_between_epochs_of_persistent_workers(kind:
 
 def test_a_pass_over_torchs_order_knows_its_end() -> None:
     torch.manual_seed(11)
-    shares = [[*seen(prepared(shuffled(size, 4), order="torch"))] for size in (1, 4, 9, 12)]
-    assert all([batch.last for batch in share] == [False] * (len(share) - 1) + [True] for share in shares)
+    shares = [
+        [*seen(prepared(shuffled(size, 4), order="torch"))] for size in (1, 4, 9, 12)
+    ]
+    assert all(
+        [batch.last for batch in share] == [False] * (len(share) - 1) + [True]
+        for share in shares
+    )
     assert all(batch.real == len(batch.values) for share in shares for batch in share)
 
 

@@ -12,7 +12,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from hasten.data.loader import Loader
 from hasten.data.skipping import skip_first_batches
@@ -28,7 +35,9 @@ def shuffled(num_workers: int = 0, batch: int = 2) -> DataLoader[Any]:
     return DataLoader(DATA, batch_size=batch, shuffle=True, num_workers=num_workers)  # type: ignore[arg-type]
 
 
-def crash(build: Build, world: int, after: int, epoch: int = 1, **settings: Any) -> list[dict[str, Any]]:
+def crash(
+    build: Build, world: int, after: int, epoch: int = 1, **settings: Any
+) -> list[dict[str, Any]]:
     """Each rank's state when the run stops with `after` batches of `epoch` done; what a file would hold."""
     states = []
     for rank in range(world):
@@ -40,8 +49,13 @@ def crash(build: Build, world: int, after: int, epoch: int = 1, **settings: Any)
     return states
 
 
-def resumed(build: Build, world: int, states: list[dict[str, Any]], **settings: Any) -> list[Loader]:
-    loaders = [prepared(build(), rank, world, seed=100 + rank, **settings) for rank in range(world)]
+def resumed(
+    build: Build, world: int, states: list[dict[str, Any]], **settings: Any
+) -> list[Loader]:
+    loaders = [
+        prepared(build(), rank, world, seed=100 + rank, **settings)
+        for rank in range(world)
+    ]
     for rank, loader in enumerate(loaders):
         loader.load_state_dict(states[rank] if rank < len(states) else states[0])
     return loaders
@@ -52,10 +66,16 @@ def resumed(build: Build, world: int, states: list[dict[str, Any]], **settings: 
     [
         *((before, after, 0) for before, after in WORLDS),
         (2, 2, 2),
-        *(pytest.param(*worlds, 2, marks=pytest.mark.exhaustive) for worlds in WORLDS if worlds != (2, 2)),
+        *(
+            pytest.param(*worlds, 2, marks=pytest.mark.exhaustive)
+            for worlds in WORLDS
+            if worlds != (2, 2)
+        ),
     ],
 )
-def test_a_crash_after_every_batch_loses_and_repeats_nothing(before: int, after: int, num_workers: int) -> None:
+def test_a_crash_after_every_batch_loses_and_repeats_nothing(
+    before: int, after: int, num_workers: int
+) -> None:
     def build() -> DataLoader[Any]:
         return shuffled(num_workers)
 
@@ -75,7 +95,9 @@ def test_a_crash_after_every_batch_loses_and_repeats_nothing(before: int, after:
         assert all(loader.epoch == 2 for loader in loaders)
     if num_workers == 0:  # and the epoch after is the same, too
         following = [seen(loader) for loader in whole]
-        assert global_order([seen(loader) for loader in loaders]) == global_order(following)
+        assert global_order([seen(loader) for loader in loaders]) == global_order(
+            following
+        )
 
 
 def test_the_same_global_batch_on_another_world_gives_the_same_steps() -> None:
@@ -83,9 +105,17 @@ def test_the_same_global_batch_on_another_world_gives_the_same_steps() -> None:
     for stop in range(6):
         states = crash(lambda: shuffled(batch=4), 1, stop, epoch=0)
         for world, batch, split in ((2, 2, False), (4, 1, False), (2, 4, True)):
-            loaders = resumed(lambda batch=batch: shuffled(batch=batch), world, states, split_batches=split)  # type: ignore[misc]
+            loaders = resumed(
+                lambda batch=batch: shuffled(batch=batch),  # type: ignore[misc]
+                world,
+                states,
+                split_batches=split,
+            )
             shares = [seen(loader) for loader in loaders]
-            steps = [global_order([[share[step]] for share in shares]) for step in range(len(shares[0]))]
+            steps = [
+                global_order([[share[step]] for share in shares])
+                for step in range(len(shares[0]))
+            ]
             assert steps == [row.values for row in alone[stop:]]
 
 
@@ -98,7 +128,11 @@ class Halves(Sampler[list[int]]):
 @pytest.mark.parametrize("world", [1, 2])
 def test_samplers_of_the_user_resume_in_the_order_they_drew(world: int) -> None:
     def weighted() -> DataLoader[Any]:
-        return DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler([1.0] * 21, 21))  # type: ignore[arg-type]
+        return DataLoader(
+            DATA,  # type: ignore[arg-type]
+            batch_size=2,
+            sampler=WeightedRandomSampler([1.0] * 21, 21),
+        )
 
     def batches() -> DataLoader[Any]:
         return DataLoader(DATA, batch_sampler=Halves())  # type: ignore[arg-type]
@@ -107,13 +141,19 @@ def test_samplers_of_the_user_resume_in_the_order_they_drew(world: int) -> None:
         whole = [seen(prepared(build(), rank, world)) for rank in range(world)]
         for stop in range(len(whole[0]) + 1):
             loaders = resumed(build, world, crash(build, world, stop, epoch=0))
-            assert [seen(loader) for loader in loaders] == [share[stop:] for share in whole]
+            assert [seen(loader) for loader in loaders] == [
+                share[stop:] for share in whole
+            ]
 
 
 def test_a_generator_of_the_user_is_wound_back_with_the_position() -> None:
     def build() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(1)
-        return DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, generator=generator))  # type: ignore[arg-type]
+        return DataLoader(
+            DATA,  # type: ignore[arg-type]
+            batch_size=4,
+            sampler=RandomSampler(DATA, generator=generator),
+        )
 
     loader = prepared(build(), use_seedable_sampler=False)
     seen(loader)
@@ -139,7 +179,10 @@ class Augmented(Dataset[float]):
         return 12
 
     def __getitem__(self, index: int) -> float:
-        return index + (float(torch.rand(())) + random.random() + float(np.random.rand())) / 4
+        return (
+            index
+            + (float(torch.rand(())) + random.random() + float(np.random.rand())) / 4
+        )
 
 
 def test_augmentation_in_workers_is_the_same_after_a_resume() -> None:
@@ -153,16 +196,24 @@ def test_augmentation_in_workers_is_the_same_after_a_resume() -> None:
         assert seen(resumed(build, world, states)[-1]) == whole[2:]
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)]
+)
 def test_streams_resume_after_every_batch(num_workers: int) -> None:
     def build() -> DataLoader[Any]:
-        return DataLoader(CountingStream(13 if num_workers else 23), batch_size=2, num_workers=num_workers)
+        return DataLoader(
+            CountingStream(13 if num_workers else 23),
+            batch_size=2,
+            num_workers=num_workers,
+        )
 
     for world in (1, 2) if not num_workers else (2,):
         whole = [seen(prepared(build(), rank, world)) for rank in range(world)]
         for stop in range(len(whole[0]) + 1):
             loaders = resumed(build, world, crash(build, world, stop, epoch=0))
-            assert [seen(loader) for loader in loaders] == [share[stop:] for share in whole]
+            assert [seen(loader) for loader in loaders] == [
+                share[stop:] for share in whole
+            ]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 2), (2, 1)])
@@ -170,16 +221,28 @@ def test_streams_resume_on_another_world(before: int, after: int) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(CountingStream(23), batch_size=2)
 
-    order = global_order([seen(prepared(build(), rank, before)) for rank in range(before)])
+    order = global_order(
+        [seen(prepared(build(), rank, before)) for rank in range(before)]
+    )
     for stop in range(1, 23 // (2 * before) + 1):
         loaders = resumed(build, after, crash(build, before, stop, epoch=0))
-        assert global_order([seen(loader) for loader in loaders]) == order[stop * before * 2 :]
+        assert (
+            global_order([seen(loader) for loader in loaders])
+            == order[stop * before * 2 :]
+        )
 
 
 def test_the_position_of_a_stream_belongs_to_its_workers_and_shards() -> None:
-    states = crash(lambda: DataLoader(CountingStream(23), batch_size=2, num_workers=2), 1, 2, epoch=0)
+    states = crash(
+        lambda: DataLoader(CountingStream(23), batch_size=2, num_workers=2),
+        1,
+        2,
+        epoch=0,
+    )
     with pytest.raises(DataError, match="Set num_workers=2"):
-        seen(resumed(lambda: DataLoader(CountingStream(23), batch_size=2), 1, states)[0])
+        seen(
+            resumed(lambda: DataLoader(CountingStream(23), batch_size=2), 1, states)[0]
+        )
 
     class Asked(IterableDataset[int]):
         def shard(self, num_shards: int, index: int) -> Any:
@@ -208,21 +271,34 @@ def test_hub_streams_resume_by_their_own_state(num_workers: int) -> None:
     parts = [[shard * 100 + value for value in range(7)] for shard in range(4)]
 
     def build() -> DataLoader[Any]:
-        stream = datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"shard": parts})
-        return DataLoader(stream, batch_size=2, collate_fn=xs_of, num_workers=num_workers)
+        stream = datasets.IterableDataset.from_generator(
+            rows_of, gen_kwargs={"shard": parts}
+        )
+        return DataLoader(
+            stream, batch_size=2, collate_fn=xs_of, num_workers=num_workers
+        )
 
     for world in (1, 2) if not num_workers else (2,):
         whole = [seen(prepared(build(), rank, world)) for rank in range(world)]
-        for stop in (3, len(whole[0]) - 1) if num_workers else range(1, len(whole[0]) + 1):
+        for stop in (
+            (3, len(whole[0]) - 1) if num_workers else range(1, len(whole[0]) + 1)
+        ):
             states = crash(build, world, stop, epoch=0)
             assert "states" in states[0]["stream"]
             loaders = resumed(build, world, states)
-            assert [seen(loader) for loader in loaders] == [share[stop:] for share in whole], (world, stop)
+            assert [seen(loader) for loader in loaders] == [
+                share[stop:] for share in whole
+            ], (world, stop)
 
 
 def test_workers_that_live_on_see_a_loaded_position() -> None:
     def build(persistent: bool) -> DataLoader[Any]:
-        return DataLoader(CountingStream(12), batch_size=2, num_workers=2, persistent_workers=persistent)
+        return DataLoader(
+            CountingStream(12),
+            batch_size=2,
+            num_workers=2,
+            persistent_workers=persistent,
+        )
 
     loader = prepared(build(True))
     whole = seen(loader)
@@ -236,7 +312,10 @@ def test_state_is_where_the_loop_stands() -> None:
     loader = prepared(shuffled())
     assert loader.state_dict()["consumed"] == 0
     for number, _ in enumerate(loader, 1):
-        assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (0, min(2 * number, 21))
+        assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (
+            0,
+            min(2 * number, 21),
+        )
     assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (1, 0)
     seen(loader, limit=3)  # a break keeps the position, for a save after the loop
     assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (1, 6)
@@ -278,7 +357,9 @@ def test_states_of_other_data_are_refused() -> None:
     longer = prepared(DataLoader(range(30), batch_size=2))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"epoch of 21.*has 30"):
         longer.load_state_dict(state)
-    with pytest.raises(DataError, match="counts samples, and this loader counts stream"):
+    with pytest.raises(
+        DataError, match="counts samples, and this loader counts stream"
+    ):
         prepared(DataLoader(CountingStream(21), batch_size=2)).load_state_dict(state)
     with pytest.raises(DataError, match="has version None"):
         longer.load_state_dict({"step": 3})
@@ -299,7 +380,8 @@ def test_skipping_counts_from_the_beginning_of_the_epoch() -> None:
             assert isinstance(skipping, Loader)
             assert len(skipping) == max(len(whole) - count, 0)
             assert seen(skipping) == whole[count:]
-            assert loader.epoch == 1  # the loader it came from goes on with the next epoch
+            # the loader it came from goes on with the next epoch
+            assert loader.epoch == 1
         (state,) = crash(lambda: shuffled(), 1, 3, epoch=0)
         loader.load_state_dict(state)
         assert seen(skip_first_batches(loader, 4)) == whole[4:]  # type: ignore[arg-type]
@@ -319,20 +401,39 @@ def test_skipping_in_streams(num_workers: int) -> None:
 def test_skipping_in_plain_loaders_keeps_every_setting() -> None:
     plain: list[DataLoader[Any]] = [
         DataLoader(DATA, batch_size=4, num_workers=2, drop_last=True, timeout=9.0),  # type: ignore[arg-type]
-        DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0)),  # type: ignore[arg-type]
+        DataLoader(
+            DATA,  # type: ignore[arg-type]
+            batch_size=4,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(0),
+        ),
         DataLoader(DATA, batch_size=None),  # type: ignore[arg-type]
         DataLoader(CountingStream(21), batch_size=4),
         DataLoader(DATA, batch_sampler=[[1, 2], [3], [4, 5, 6]]),  # type: ignore[arg-type]
     ]
     for loader in plain:
         state = None if loader.generator is None else loader.generator.get_state()
-        whole = [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+        whole = [
+            batch.tolist() if isinstance(batch, torch.Tensor) else batch
+            for batch in loader
+        ]
         if state is not None:
             loader.generator.set_state(state)
         skipping = skip_first_batches(loader, 2)
-        got = [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in skipping]
+        got = [
+            batch.tolist() if isinstance(batch, torch.Tensor) else batch
+            for batch in skipping
+        ]
         assert got == whole[2:]
-        for name in ("num_workers", "collate_fn", "timeout", "generator", "drop_last", "dataset", "batch_size"):
+        for name in (
+            "num_workers",
+            "collate_fn",
+            "timeout",
+            "generator",
+            "drop_last",
+            "dataset",
+            "batch_size",
+        ):
             assert getattr(skipping, name) == getattr(loader, name)
         if not isinstance(loader.dataset, IterableDataset):
             assert len(skipping) == len(whole) - 2

@@ -13,17 +13,27 @@ from hasten.data.batch_plan import LoaderPlan, cut, plan_batches, plan_rows
 from hasten.errors import ConfigError
 
 
-def plans(batch: int, world: int, *, split: bool, drop_last: bool, even: bool) -> list[LoaderPlan]:
+def plans(
+    batch: int, world: int, *, split: bool, drop_last: bool, even: bool
+) -> list[LoaderPlan]:
     return [
         plan_rows(
-            batch_size=batch, num_shards=world, shard=shard, split=split, dispatch=False, drop_last=drop_last, even=even
+            batch_size=batch,
+            num_shards=world,
+            shard=shard,
+            split=split,
+            dispatch=False,
+            drop_last=drop_last,
+            even=even,
         )
         for shard in range(world)
     ]
 
 
 def read(plan: LoaderPlan, size: int, start: int = 0) -> list[list[int]]:
-    return [row for chunk in plan.assign(size, start, chunk=16) for row in chunk.tolist()]
+    return [
+        row for chunk in plan.assign(size, start, chunk=16) for row in chunk.tolist()
+    ]
 
 
 def check_law(size: int, everyone: list[LoaderPlan]) -> None:
@@ -33,8 +43,11 @@ def check_law(size: int, everyone: list[LoaderPlan]) -> None:
     full, left = divmod(size, plan.global_batch)
     order: list[int] = []
     real = 0
-    if full and size % 25 == 0:  # full steps do not know the size: what holds at 25 holds in between
-        whole = np.concatenate([next(plan.assign(size, chunk=10_000))[:full] for plan in everyone], axis=1)
+    # full steps do not know the size: what holds at 25 holds in between
+    if full and size % 25 == 0:
+        whole = np.concatenate(
+            [next(plan.assign(size, chunk=10_000))[:full] for plan in everyone], axis=1
+        )
         assert np.array_equal(whole.ravel(), np.arange(full * plan.global_batch))
     if left and not plan.drop_last:
         shares = [plan.tail(size) for plan in everyone]
@@ -62,16 +75,21 @@ def check_law(size: int, everyone: list[LoaderPlan]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [range(73), pytest.param(range(73, 201), marks=pytest.mark.exhaustive)], ids=["small", "large"]
+    "sizes",
+    [range(73), pytest.param(range(73, 201), marks=pytest.mark.exhaustive)],
+    ids=["small", "large"],
 )
-def test_every_index_once_for_all_sizes_batches_worlds_and_settings(sizes: range) -> None:
+def test_every_index_once_for_all_sizes_batches_worlds_and_settings(
+    sizes: range,
+) -> None:
     checked: set[LoaderPlan] = set()
     for batch, world in itertools.product(range(1, 10), range(1, 9)):
         for drop_last, even, split in itertools.product((False, True), repeat=3):
             if split and (batch % world if even else batch < world):
                 continue
             everyone = plans(batch, world, split=split, drop_last=drop_last, even=even)
-            alike = replace(everyone[0], how="shard")  # a split plan is a sharded one of another batch size
+            # a split plan is a sharded one of another batch size
+            alike = replace(everyone[0], how="shard")
             if alike not in checked:
                 checked.add(alike)
                 for size in sizes:
@@ -92,17 +110,33 @@ def test_whole_batches_are_dealt_round_and_padded_with_the_first_ones() -> None:
     for size, world in itertools.product(range(20), range(1, 7)):
         for even in (True, False):
             everyone = [
-                plan_batches(num_shards=world, shard=shard, split=False, dispatch=False, drop_last=False, even=even)
+                plan_batches(
+                    num_shards=world,
+                    shard=shard,
+                    split=False,
+                    dispatch=False,
+                    drop_last=False,
+                    even=even,
+                )
                 for shard in range(world)
             ]
             shares = [[row[0] for row in read(plan, size)] for plan in everyone]
-            dealt = [unit for step in itertools.zip_longest(*shares) for unit in step if unit is not None]
+            dealt = [
+                unit
+                for step in itertools.zip_longest(*shares)
+                for unit in step
+                if unit is not None
+            ]
             assert dealt[:size] == list(range(size))
-            assert dealt[size:] == ([place % size for place in range(size, len(dealt))] if even else [])
+            assert dealt[size:] == (
+                [place % size for place in range(size, len(dealt))] if even else []
+            )
 
 
 def test_a_resumed_plan_reads_exactly_the_rest_on_any_world() -> None:
-    for size, batch, before, after in itertools.product((0, 1, 7, 24, 53), (1, 3), (1, 2, 4), (1, 2, 3, 4)):
+    for size, batch, before, after in itertools.product(
+        (0, 1, 7, 24, 53), (1, 3), (1, 2, 4), (1, 2, 3, 4)
+    ):
         first = plans(batch, before, split=False, drop_last=False, even=True)[0]
         for step in range(first.steps(size) + 1):
             start = first.consumed(size, step)
@@ -134,7 +168,9 @@ def test_a_rank_of_1024_computes_only_its_own_indices() -> None:
     plan = plans(4, 1024, split=False, drop_last=False, even=True)[1000]
     chunk = next(plan.assign(10**12, chunk=64))
     assert chunk.shape == (16, 4)
-    assert np.array_equal(chunk[:2], [[4000, 4001, 4002, 4003], [8096, 8097, 8098, 8099]])
+    assert np.array_equal(
+        chunk[:2], [[4000, 4001, 4002, 4003], [8096, 8097, 8098, 8099]]
+    )
 
 
 def test_cut_covers_without_gap_for_every_share() -> None:

@@ -59,7 +59,9 @@ def test_objects_that_hide_their_tensors_have_no_size() -> None:
     assert not InLine(torch.device("cpu")).takes(Movable(x))
 
 
-def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batch = (torch.ones(8), torch.ones(2))
     quick = InLine(torch.device("cpu"))
     assert not quick.takes(torch.ones(1 << 15))
@@ -108,15 +110,23 @@ def test_staging_buffers_are_reused_and_hold_what_they_were_given() -> None:
 
 
 def test_two_tensors_of_a_batch_never_share_a_buffer() -> None:
-    slot = Slot(torch.Event(device="cpu"), lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    slot = Slot(
+        torch.Event(device="cpu"),
+        lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8),
+    )
     slot.take()
     staged = [slot.staged(torch.full((4,), float(value))) for value in range(5)]
-    assert [view.tolist() for view in staged] == [[float(value)] * 4 for value in range(5)]
+    assert [view.tolist() for view in staged] == [
+        [float(value)] * 4 for value in range(5)
+    ]
 
 
 def test_the_move_is_chosen_by_device_and_setting() -> None:
     def chosen(device: str | None, **settings: Any) -> Any:
-        return build._move(None if device is None else torch.device(device), DataLoaderConfiguration(**settings))
+        return build._move(
+            None if device is None else torch.device(device),
+            DataLoaderConfiguration(**settings),
+        )
 
     assert chosen(None) is None
     assert chosen("cpu") is None
@@ -124,13 +134,22 @@ def test_the_move_is_chosen_by_device_and_setting() -> None:
     assert isinstance(chosen("cuda:0"), Prefetch)
     assert chosen("cuda:0")._depth == 2
     assert chosen("cuda:0", prefetch=5)._depth == 5
-    assert chosen("cuda:0", prefetch=0).__qualname__ == plain_move(lambda batch: batch).__qualname__
+    assert (
+        chosen("cuda:0", prefetch=0).__qualname__
+        == plain_move(lambda batch: batch).__qualname__
+    )
     assert chosen("mps").__qualname__ == plain_move(lambda batch: batch).__qualname__
 
 
 def test_batches_that_workers_read_for_a_gpu_are_pinned() -> None:
-    def pins(device: str | None, workers: int = 2, own: bool = False, **settings: Any) -> bool:
-        loader: DataLoader[Any] = DataLoader(range(2), num_workers=workers, pin_memory=own)  # type: ignore[arg-type]
+    def pins(
+        device: str | None, workers: int = 2, own: bool = False, **settings: Any
+    ) -> bool:
+        loader: DataLoader[Any] = DataLoader(
+            range(2),  # type: ignore[arg-type]
+            num_workers=workers,
+            pin_memory=own,
+        )
         place = None if device is None else torch.device(device)
         return build._pins(loader, place, DataLoaderConfiguration(**settings))
 
@@ -158,7 +177,10 @@ def test_reading_ahead_reads_as_far_as_it_says() -> None:
         read.extend(samples)
         return samples
 
-    loader = prepared(DataLoader(range(10), batch_size=1, collate_fn=collate), prefetch=3)  # type: ignore[arg-type]
+    loader = prepared(
+        DataLoader(range(10), batch_size=1, collate_fn=collate),  # type: ignore[arg-type]
+        prefetch=3,
+    )
     iterator = iter(loader)
     assert next(iterator) == [0]
     assert read == [0, 1, 2, 3]

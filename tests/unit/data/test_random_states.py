@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.data.random_states import OwnRng, RandomStates, decode_states, encode_states, seed_everything
+from hasten.data.random_states import (
+    OwnRng,
+    RandomStates,
+    decode_states,
+    encode_states,
+    seed_everything,
+)
 from hasten.errors import DataError
 
 DRAWS = {
@@ -23,7 +29,12 @@ DRAWS = {
 
 
 def everything() -> tuple[float, ...]:
-    return (float(torch.rand(())), random.random(), float(np.random.rand()), float(np.random.randn()))
+    return (
+        float(torch.rand(())),
+        random.random(),
+        float(np.random.rand()),
+        float(np.random.randn()),
+    )
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)

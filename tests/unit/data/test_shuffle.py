@@ -29,22 +29,47 @@ def test_seed_and_epoch_change_the_order_and_nothing_else_does() -> None:
         return list(Shuffle(3000, seed, epoch).at(np.arange(3000)))
 
     assert order(1, 0) == order(1, 0)
-    assert len({tuple(order(seed, epoch)) for seed in range(4) for epoch in range(4)}) == 16
+    assert (
+        len({tuple(order(seed, epoch)) for seed in range(4) for epoch in range(4)})
+        == 16
+    )
 
 
 def test_the_order_is_frozen_because_saved_positions_mean_it() -> None:
-    assert Shuffle(10, seed=0, epoch=0).at(np.arange(10)).tolist() == [3, 0, 7, 6, 8, 5, 1, 9, 2, 4]
-    assert Shuffle(10**10, seed=42, epoch=3).at(np.arange(3)).tolist() == [8779511725, 6482454976, 7686664977]
+    assert Shuffle(10, seed=0, epoch=0).at(np.arange(10)).tolist() == [
+        3,
+        0,
+        7,
+        6,
+        8,
+        5,
+        1,
+        9,
+        2,
+        4,
+    ]
+    assert Shuffle(10**10, seed=42, epoch=3).at(np.arange(3)).tolist() == [
+        8779511725,
+        6482454976,
+        7686664977,
+    ]
 
 
 @pytest.mark.parametrize("size", [7, 100, 4096, 4097, 8191, 70_000])
 def test_positions_are_uniform_over_epochs(size: int) -> None:
     epochs, places, cells = 1000, min(size, 48), min(size, 8)
-    drawn = np.stack([Shuffle(size, 11, epoch).at(np.arange(places)) for epoch in range(epochs)]) * cells // size
+    drawn = (
+        np.stack(
+            [Shuffle(size, 11, epoch).at(np.arange(places)) for epoch in range(epochs)]
+        )
+        * cells
+        // size
+    )
     expected = np.bincount(np.arange(size) * cells // size) * epochs / size
     counts = np.stack([np.bincount(column, minlength=cells) for column in drawn.T])
     chi = ((counts - expected) ** 2 / expected).sum(axis=1) / (cells - 1)
-    spread = np.sqrt(2 / ((cells - 1) * places))  # of the mean of so many chi-squares per degree of freedom
+    # of the mean of so many chi-squares per degree of freedom
+    spread = np.sqrt(2 / ((cells - 1) * places))
     assert abs(chi.mean() - 1) < 4 * spread
     assert chi.max() < 5.0
 
@@ -52,13 +77,17 @@ def test_positions_are_uniform_over_epochs(size: int) -> None:
 @pytest.mark.parametrize("size", [6, 4096, 5000, 100_000])
 def test_pairs_of_neighbours_are_uniform_over_epochs(size: int) -> None:
     epochs, places = 1200, min(size, 33)
-    drawn = np.stack([Shuffle(size, 5, epoch).at(np.arange(places)) for epoch in range(epochs)])
+    drawn = np.stack(
+        [Shuffle(size, 5, epoch).at(np.arange(places)) for epoch in range(epochs)]
+    )
     ups = (drawn[:, 1:] > drawn[:, :-1]).mean()
     assert abs(ups - 0.5) < 0.012
     cells = drawn * 2 // size
     same = (cells[:, 1:] == cells[:, :-1]).mean()
     half = size // 2
-    expected = (half * (half - 1) + (size - half) * (size - half - 1)) / (size * (size - 1))
+    expected = (half * (half - 1) + (size - half) * (size - half - 1)) / (
+        size * (size - 1)
+    )
     assert abs(same - expected) < 0.012
     following = (drawn[:, 1:] == drawn[:, :-1] + 1).mean() * size
     assert following < 1.0 + 4.0 / np.sqrt(drawn[:, 1:].size / size)
@@ -86,7 +115,12 @@ def test_ten_billion_samples_need_a_few_kilobytes() -> None:
 
 
 def test_derived_seeds_differ_in_every_part() -> None:
-    seeds = {derive_seed(seed, epoch, shard) for seed in range(5) for epoch in range(5) for shard in range(5)}
+    seeds = {
+        derive_seed(seed, epoch, shard)
+        for seed in range(5)
+        for epoch in range(5)
+        for shard in range(5)
+    }
     assert len(seeds) == 125
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     assert derive_seed(-1) != derive_seed(1)

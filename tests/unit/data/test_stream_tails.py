@@ -11,7 +11,13 @@ import torch
 from torch.utils.data import BatchSampler, ChainDataset, DataLoader, SequentialSampler
 
 from hasten.errors import ConfigError
-from tests.support.loaders import CountingStream, SeenBatches, global_order, prepared, seen
+from tests.support.loaders import (
+    CountingStream,
+    SeenBatches,
+    global_order,
+    prepared,
+    seen,
+)
 
 
 class Sized(CountingStream):
@@ -20,11 +26,23 @@ class Sized(CountingStream):
 
 
 def shares(
-    data: Any, batch: int, world: int, drop_last: bool, workers: int = 0, **settings: Any
+    data: Any,
+    batch: int,
+    world: int,
+    drop_last: bool,
+    workers: int = 0,
+    **settings: Any,
 ) -> list[list[SeenBatches]]:
-    options: dict[str, Any] = {"multiprocessing_context": "fork", "num_workers": workers} if workers else {}
+    options: dict[str, Any] = (
+        {"multiprocessing_context": "fork", "num_workers": workers} if workers else {}
+    )
     made = [
-        prepared(DataLoader(data, batch_size=batch, drop_last=drop_last, **options), rank, world, **settings)
+        prepared(
+            DataLoader(data, batch_size=batch, drop_last=drop_last, **options),
+            rank,
+            world,
+            **settings,
+        )
         for rank in range(world)
     ]
     out = [seen(loader) for loader in made]
@@ -40,27 +58,52 @@ def test_fifty_samples_in_batches_of_three_on_two_ranks() -> None:
         assert last == [SeenBatches([48], 1, True), SeenBatches([49], 1, True)]
 
 
-@pytest.mark.parametrize("world", [2, 3, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 4, 5))])
+@pytest.mark.parametrize(
+    "world",
+    [2, 3, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 4, 5))],
+)
 def test_streams_end_as_map_style_data_does(world: int) -> None:
     both = (False, True)
-    for size, batch, drop_last, even, split in itertools.product((0, 1, 2, 5, 13), (1, 3), both, both, both):
+    for size, batch, drop_last, even, split in itertools.product(
+        (0, 1, 2, 5, 13), (1, 3), both, both, both
+    ):
         rows = batch * world if split else batch
         for pad in ("least", "full"):
-            settings: dict[str, Any] = {"even_batches": even, "split_batches": split, "pad": pad}
+            settings: dict[str, Any] = {
+                "even_batches": even,
+                "split_batches": split,
+                "pad": pad,
+            }
             wanted = shares(range(size), rows, world, drop_last, **settings)
             for stream in (CountingStream(size), Sized(size)):
                 got = shares(stream, rows, world, drop_last, **settings)
                 assert got == wanted, (type(stream), size, batch, drop_last, settings)
             if even and pad == "least" and not drop_last:
-                read = Counter(value for share in got for row in share for value in row.values)
-                assert sum(read.values()) - size <= world - 1, "processes - 1 repeats at most"
+                read = Counter(
+                    value for share in got for row in share for value in row.values
+                )
+                assert sum(read.values()) - size <= world - 1, (
+                    "processes - 1 repeats at most"
+                )
 
 
 def test_unequal_shares_of_a_global_batch_are_read_once() -> None:
     """A round is the global batch on every rank, also where ranks have different rows of it."""
     for size in (0, 3, 7, 20, 23):
-        wanted = shares(range(size), 7, 3, False, split_batches=True, even_batches=False)
-        assert shares(CountingStream(size), 7, 3, False, split_batches=True, even_batches=False) == wanted
+        wanted = shares(
+            range(size), 7, 3, False, split_batches=True, even_batches=False
+        )
+        assert (
+            shares(
+                CountingStream(size),
+                7,
+                3,
+                False,
+                split_batches=True,
+                even_batches=False,
+            )
+            == wanted
+        )
 
 
 @pytest.mark.parametrize("size", [9, 14])
@@ -90,7 +133,9 @@ def test_a_position_before_the_padding_samples_pads_as_before() -> None:
 
 def test_chained_streams_without_a_length_are_prepared() -> None:
     def chained() -> DataLoader[Any]:
-        return DataLoader(ChainDataset([CountingStream(5), CountingStream(8)]), batch_size=2)
+        return DataLoader(
+            ChainDataset([CountingStream(5), CountingStream(8)]), batch_size=2
+        )
 
     parts = [seen(prepared(chained(), rank, 3)) for rank in range(3)]
     assert global_order(parts) == [*range(5), *range(8)]
@@ -115,7 +160,9 @@ class OwnBatches(BatchSampler):
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_full_padding_is_refused_where_the_rows_of_a_full_batch_are_unknown(dispatch: bool) -> None:
+def test_full_padding_is_refused_where_the_rows_of_a_full_batch_are_unknown(
+    dispatch: bool,
+) -> None:
     data: Any = range(5)
     for loader in (
         DataLoader(data, batch_sampler=OwnBatches(5)),
@@ -124,6 +171,9 @@ def test_full_padding_is_refused_where_the_rows_of_a_full_batch_are_unknown(disp
     ):
         with pytest.raises(ConfigError, match=r'pad="full" with .* set pad="least"'):
             prepared(loader, pad="full", dispatch_batches=dispatch)
-    known = prepared(DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, False)), pad="full")
+    known = prepared(
+        DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, False)),
+        pad="full",
+    )
     assert [len(batch) for batch in known] == [2, 2, 2]
     assert isinstance(next(iter(known)), torch.Tensor)

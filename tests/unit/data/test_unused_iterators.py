@@ -13,7 +13,9 @@ from hasten import Accelerator
 
 def loader() -> Any:  # Any: a prepared loader of numbers
     hasten.set_seed(0)
-    return Accelerator(cpu=True).prepare(DataLoader(list(range(16)), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+    return Accelerator(cpu=True).prepare(
+        DataLoader(list(range(16)), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    )
 
 
 def read(batches: Any) -> list[list[int]]:

@@ -59,7 +59,9 @@ class Recorder:
         self.pids += pids
 
     def failed(self, result: RunResult, restarts_left: int) -> int:
-        self.failures.append(({rank: f.exitcode for rank, f in result.failures.items()}, restarts_left))
+        self.failures.append(
+            ({rank: f.exitcode for rank, f in result.failures.items()}, restarts_left)
+        )
         return self.left.pop(0)
 
     def stopping(self, number: signal.Signals) -> int:
@@ -87,9 +89,16 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def made_agent(folder: Path, script: str, recorder: Recorder, *, count: int = 2, restarts: int = 0) -> TorchAgent:
+def made_agent(
+    folder: Path, script: str, recorder: Recorder, *, count: int = 2, restarts: int = 0
+) -> TorchAgent:
     """An agent that runs a shell script in `count` processes."""
-    check_in = CheckIn(Report("here", "127.0.0.1", count), Supervision(quiet=True), lambda words: None, 10.0)
+    check_in = CheckIn(
+        Report("here", "127.0.0.1", count),
+        Supervision(quiet=True),
+        lambda words: None,
+        10.0,
+    )
     spec = WorkerSpec(
         role="default",
         local_world_size=count,
@@ -104,21 +113,37 @@ def made_agent(folder: Path, script: str, recorder: Recorder, *, count: int = 2,
 
 def test_the_private_names_are_there_with_the_arguments_we_know() -> None:
     for name, arguments in OVERRIDDEN.items():
-        found = [p for p in inspect.signature(getattr(LocalElasticAgent, name)).parameters if p not in OPTIONAL]
-        assert found == arguments, f"{name}{found}: torch has changed it; adapt hasten/launch/elastic/torch_agent.py"
-        assert name in vars(TorchAgent), f"{name} is no longer overridden; remove it here"
-    assert inspect.signature(LocalElasticAgent._shutdown).parameters["death_sig"].default == signal.SIGTERM
+        found = [
+            p
+            for p in inspect.signature(getattr(LocalElasticAgent, name)).parameters
+            if p not in OPTIONAL
+        ]
+        assert found == arguments, (
+            f"{name}{found}: torch has changed it; adapt hasten/launch/elastic/torch_agent.py"
+        )
+        assert name in vars(TorchAgent), (
+            f"{name} is no longer overridden; remove it here"
+        )
+    assert (
+        inspect.signature(LocalElasticAgent._shutdown).parameters["death_sig"].default
+        == signal.SIGTERM
+    )
 
 
 def test_the_attributes_are_there(tmp_path: Path) -> None:
     agent = made_agent(tmp_path, "true", Recorder([0], []), restarts=3)
     assert [name for name in ATTRIBUTES if not hasattr(agent, name)] == []
     assert agent._remaining_restarts == 3
-    assert list(inspect.signature(getattr(processes, HANDLER)).parameters) == ["signum", "frame"]
+    assert list(inspect.signature(getattr(processes, HANDLER)).parameters) == [
+        "signum",
+        "frame",
+    ]
     assert agent.ends() == []
 
 
-def test_processes_get_the_supervisors_restart_count_and_as_many_restarts_as_it_allows(tmp_path: Path) -> None:
+def test_processes_get_the_supervisors_restart_count_and_as_many_restarts_as_it_allows(
+    tmp_path: Path,
+) -> None:
     recorder = Recorder([0, 7, 8], [2, 1, 0])
     script = f"echo $TORCHELASTIC_RESTART_COUNT >> {tmp_path}/counts; exit 3"
     result = made_agent(tmp_path, script, recorder, count=1, restarts=2).run()
@@ -150,11 +175,11 @@ def test_the_exit_barrier_is_ours(tmp_path: Path) -> None:
     assert recorder.ends == 1
 
 
-def test_a_signal_gives_the_processes_the_time_the_supervisor_says(tmp_path: Path) -> None:
+def test_a_signal_gives_the_processes_the_time_the_supervisor_says(
+    tmp_path: Path,
+) -> None:
     recorder = Recorder([0], [])
-    script = (
-        f"trap 'sleep 0.5; exit 85' TERM; touch {tmp_path}/ready-$LOCAL_RANK; for i in $(seq 600); do sleep 0.1; done"
-    )
+    script = f"trap 'sleep 0.5; exit 85' TERM; touch {tmp_path}/ready-$LOCAL_RANK; for i in $(seq 600); do sleep 0.1; done"
     agent = made_agent(tmp_path, script, recorder)
 
     def stop() -> None:

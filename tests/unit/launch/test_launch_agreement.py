@@ -9,7 +9,12 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from hasten.launch.elastic.peers import PeerMachineFailed, Peers, agreed_code, agreed_exit_code
+from hasten.launch.elastic.peers import (
+    PeerMachineFailed,
+    Peers,
+    agreed_code,
+    agreed_exit_code,
+)
 from hasten.launch.failure import PREEMPTED
 
 
@@ -35,7 +40,8 @@ def leave(count: int, late: int) -> list[tuple[int, int]]:
     def machine(index: int) -> None:
         time.sleep(0.1 * (index == late))
         saved.append(index)
-        peers = Peers(store, index, ("host",) * count, round=index % 2)  # they may end in different rounds
+        # they may end in different rounds
+        peers = Peers(store, index, ("host",) * count, round=index % 2)
         left.append((agreed_exit_code(peers, PREEMPTED, saving_s=30), len(saved)))
 
     threads = [threading.Thread(target=machine, args=(i,)) for i in range(count)]
@@ -53,15 +59,21 @@ def test_a_machine_that_never_answers_is_not_waited_for_long() -> None:
     assert time.monotonic() - start < 10
 
 
-def test_a_machine_that_was_stopped_ends_the_others_but_one_that_saved_does_not() -> None:
+def test_a_machine_that_was_stopped_ends_the_others_but_one_that_saved_does_not() -> (
+    None
+):
     for code in (0, PREEMPTED, 143):
         store = HashStore()
-        gone, here = (Peers(store, index, ("gone", "here"), round=0) for index in range(2))
+        gone, here = (
+            Peers(store, index, ("gone", "here"), round=0) for index in range(2)
+        )
         gone.agree(code, timeout_s=0)
         if code != 143:
             here.look()
             continue
-        with pytest.raises(PeerMachineFailed, match=r"machine 0 \(gone\) was stopped \(exit code 143\)") as caught:
+        with pytest.raises(
+            PeerMachineFailed, match=r"machine 0 \(gone\) was stopped \(exit code 143\)"
+        ) as caught:
             here.look()
         assert caught.value.code == 143
 

@@ -9,7 +9,9 @@ from hasten.launch.base import Allocation
 from hasten.launch.shape import read_allocation, split_range
 
 
-def slurm(node: int, nodes: int, tasks_per_node: int = 1, local: int = 0) -> dict[str, str]:
+def slurm(
+    node: int, nodes: int, tasks_per_node: int = 1, local: int = 0
+) -> dict[str, str]:
     """The variables of one task of an srun over nodes n0, n1, …"""
     return {
         "SLURM_JOB_ID": "77",
@@ -19,7 +21,9 @@ def slurm(node: int, nodes: int, tasks_per_node: int = 1, local: int = 0) -> dic
         "SLURM_NODEID": str(node),
         "SLURM_NTASKS": str(nodes * tasks_per_node),
         "SLURM_STEP_NUM_TASKS": str(nodes * tasks_per_node),
-        "SLURM_STEP_TASKS_PER_NODE": f"{tasks_per_node}(x{nodes})" if nodes > 1 else str(tasks_per_node),
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks_per_node}(x{nodes})"
+        if nodes > 1
+        else str(tasks_per_node),
         "SLURM_STEP_NODELIST": f"n[0-{nodes - 1}]" if nodes > 1 else "n0",
     }
 
@@ -42,34 +46,68 @@ def test_one_slurm_task_per_machine_is_a_machine() -> None:
 def test_several_slurm_tasks_per_machine_are_ranks() -> None:
     for nodes in (1, 2, 3):
         for tasks in (2, 4):
-            seen = [read_allocation(slurm(n, nodes, tasks, i)).rank for n in range(nodes) for i in range(tasks)]
+            seen = [
+                read_allocation(slurm(n, nodes, tasks, i)).rank
+                for n in range(nodes)
+                for i in range(tasks)
+            ]
             assert [t.rank for t in seen if t] == list(range(nodes * tasks))
             assert {t.local_world_size for t in seen if t} == {tasks}
 
 
 def test_the_batch_script_itself_is_one_machine() -> None:
-    assert read_allocation({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == Allocation()
+    assert (
+        read_allocation({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+        == Allocation()
+    )
 
 
 def test_openmpi_one_per_machine_or_one_per_rank() -> None:
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    per_machine = read_allocation({**dict(zip(names, "1201", strict=True)), "MASTER_ADDR": "head", "MASTER_PORT": "5"})
-    assert (per_machine.num_machines, per_machine.machine_rank, per_machine.address, per_machine.port) == (
+    names = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+    per_machine = read_allocation(
+        {
+            **dict(zip(names, "1201", strict=True)),
+            "MASTER_ADDR": "head",
+            "MASTER_PORT": "5",
+        }
+    )
+    assert (
+        per_machine.num_machines,
+        per_machine.machine_rank,
+        per_machine.address,
+        per_machine.port,
+    ) == (
         2,
         1,
         "head",
         5,
     )
-    per_rank = read_allocation({**dict(zip(names, "3412", strict=True)), "MASTER_ADDR": "head"})
+    per_rank = read_allocation(
+        {**dict(zip(names, "3412", strict=True)), "MASTER_ADDR": "head"}
+    )
     assert per_rank.rank is not None
     assert (per_rank.rank.rank, per_rank.rank.local_rank) == (3, 1)
 
 
 def test_mpich_ranks() -> None:
-    env = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    env = {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "1",
+        "MPI_LOCALNRANKS": "2",
+    }
     found = read_allocation(env).rank
     assert found is not None
-    assert (found.rank, found.world_size, found.rendezvous) == (1, 2, "tcp://127.0.0.1:29500")
+    assert (found.rank, found.world_size, found.rendezvous) == (
+        1,
+        2,
+        "tcp://127.0.0.1:29500",
+    )
 
 
 def test_lsf_hosts_are_numbered_by_the_host_list() -> None:
@@ -79,28 +117,62 @@ def test_lsf_hosts_are_numbered_by_the_host_list() -> None:
 
 
 def test_pods_are_machines() -> None:
-    operator = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "job-0"}
+    operator = {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_NPROC_PER_NODE": "4",
+        "PET_MASTER_ADDR": "job-0",
+    }
     found = read_allocation({**operator, "PET_MASTER_PORT": "2222"})
-    assert (found.num_machines, found.machine_rank, found.per_machine, found.address, found.port) == (
+    assert (
+        found.num_machines,
+        found.machine_rank,
+        found.per_machine,
+        found.address,
+        found.port,
+    ) == (
         2,
         1,
         4,
         "job-0",
         2222,
     )
-    jobset = {"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "node"}
+    jobset = {
+        "JOB_COMPLETION_INDEX": "1",
+        "NNODES": "2",
+        "JOBSET_NAME": "run",
+        "REPLICATED_JOB_NAME": "node",
+    }
     found = read_allocation(jobset)
-    assert (found.num_machines, found.machine_rank, found.address, found.port) == (2, 1, "run-node-0-0.run", 29500)
+    assert (found.num_machines, found.machine_rank, found.address, found.port) == (
+        2,
+        1,
+        "run-node-0-0.run",
+        29500,
+    )
     elastic = read_allocation({"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-0:29400"})
-    assert (elastic.min_machines, elastic.num_machines, elastic.address, elastic.port) == (1, 3, "job-0", 29400)
-    plain = read_allocation({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"})
+    assert (
+        elastic.min_machines,
+        elastic.num_machines,
+        elastic.address,
+        elastic.port,
+    ) == (1, 3, "job-0", 29400)
+    plain = read_allocation(
+        {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"}
+    )
     assert (plain.num_machines, plain.machine_rank, plain.port) == (3, 1, 23456)
     with pytest.raises(TopologyError, match="RANK=3 with WORLD_SIZE=3 is impossible"):
         read_allocation({"RANK": "3", "WORLD_SIZE": "3", "MASTER_ADDR": "job-0"})
 
 
 def test_a_started_worker_is_no_machine() -> None:
-    worker = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    worker = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     assert read_allocation(worker) == Allocation()
     assert read_allocation({**slurm(0, 2), **worker}) == Allocation()
 

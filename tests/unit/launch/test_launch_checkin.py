@@ -11,7 +11,13 @@ from datetime import timedelta
 import pytest
 
 from hasten.errors import LaunchError
-from hasten.launch.checkin import Report, check_agreement, disagreements, gather_reports, rank_table
+from hasten.launch.checkin import (
+    Report,
+    check_agreement,
+    disagreements,
+    gather_reports,
+    rank_table,
+)
 
 
 class SharedStore:
@@ -65,7 +71,10 @@ def report(index: int, **changes: object) -> Report:
 
 
 def meet(
-    indices: list[int], count: int, timeout_s: float = 5.0, words: list[str] | None = None
+    indices: list[int],
+    count: int,
+    timeout_s: float = 5.0,
+    words: list[str] | None = None,
 ) -> list[list[Report] | str]:
     """What each participant gets: the reports, or the message of its error."""
     store = SharedStore()
@@ -75,7 +84,13 @@ def meet(
         try:
             mine = report(position)
             return gather_reports(
-                store, index, count, mine, timeout_s=timeout_s, name=lambda i: f"machine {i}", waiting=say
+                store,
+                index,
+                count,
+                mine,
+                timeout_s=timeout_s,
+                name=lambda i: f"machine {i}",
+                waiting=say,
             )
         except LaunchError as error:
             return str(error)
@@ -103,11 +118,17 @@ def test_two_machines_with_one_rank_are_told_to_all() -> None:
 def test_missing_machines_are_named() -> None:
     for got in meet([0, 3], 5, timeout_s=0.3):
         assert isinstance(got, str)
-        assert got.startswith("machine 1, machine 2, machine 4 of 5 did not check in within 0.3 s")
+        assert got.startswith(
+            "machine 1, machine 2, machine 4 of 5 did not check in within 0.3 s"
+        )
 
 
 def test_differences_name_machines_and_values() -> None:
-    reports = [report(0), report(1), report(2, versions={"torch": "2.11.0", "hasten": "0.1.0"}, code="other")]
+    reports = [
+        report(0),
+        report(1),
+        report(2, versions={"torch": "2.11.0", "hasten": "0.1.0"}, code="other"),
+    ]
     assert disagreements(reports) == [
         "the code of train.py: k on h0, h1; other on h2",
         "torch: 2.13.0 on h0, h1; 2.11.0 on h2",
@@ -115,25 +136,36 @@ def test_differences_name_machines_and_values() -> None:
 
 
 def test_a_changed_setting_is_named_by_itself() -> None:
-    left = report(0, config="a", settings={"mixed_precision": "'bf16'", "strategy": "'ddp'"})
+    left = report(
+        0, config="a", settings={"mixed_precision": "'bf16'", "strategy": "'ddp'"}
+    )
     right = report(1, config="b", settings={"strategy": "'ddp'"})
-    assert disagreements([left, right]) == ["the setting mixed_precision: 'bf16' on h0; its default on h1"]
+    assert disagreements([left, right]) == [
+        "the setting mixed_precision: 'bf16' on h0; its default on h1"
+    ]
     with pytest.raises(LaunchError, match=r"the machines differ(.|\n)*--check_in warn"):
         check_agreement([left, right])
 
 
 def test_an_absent_package_is_a_difference() -> None:
-    assert disagreements([report(0), report(1, versions={"hasten": "0.1.0"})]) == ["torch: 2.13.0 on h0; absent on h1"]
+    assert disagreements([report(0), report(1, versions={"hasten": "0.1.0"})]) == [
+        "torch: 2.13.0 on h0; absent on h1"
+    ]
 
 
 def test_the_number_asked_for_is_checked() -> None:
     check_agreement([report(0), report(1)], expected_world_size=2)
-    with pytest.raises(LaunchError, match=r"num_processes=3 is the total .* start 2 \(1 on h0, 1 on h1\)"):
+    with pytest.raises(
+        LaunchError,
+        match=r"num_processes=3 is the total .* start 2 \(1 on h0, 1 on h1\)",
+    ):
         check_agreement([report(0), report(1)], expected_world_size=3)
 
 
 def test_the_table_counts_ranks_over_machines() -> None:
-    table = rank_table([report(0, num_processes=2), report(1), report(2, num_processes=4)])
+    table = rank_table(
+        [report(0, num_processes=2), report(1), report(2, num_processes=4)]
+    )
     assert [line.split()[:3] for line in table.splitlines()[1:]] == [
         ["0", "0-1", "h0"],
         ["1", "2", "h1"],

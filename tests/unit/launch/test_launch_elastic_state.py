@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _NodeDesc,
+    _RendezvousState,
+)
 
 from hasten.launch.elastic.handler import CheckedBackend, check_state
 

@@ -11,33 +11,60 @@ import pytest
 
 from hasten import PREEMPTED_EXIT_CODE
 from hasten.errors import CheckpointError
-from hasten.launch.failure import Failure, end_words, first_failure, hint_for, read_failure, render_failure
+from hasten.launch.failure import (
+    Failure,
+    end_words,
+    first_failure,
+    hint_for,
+    read_failure,
+    render_failure,
+)
 from hasten.launch.worker import write_error
 
 GLOO_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:12962."
 
 
 def failed(
-    rank: int, summary: str = "ValueError: boom", *, code: int = 1, time: float = 0.0, stopped: bool = False
+    rank: int,
+    summary: str = "ValueError: boom",
+    *,
+    code: int = 1,
+    time: float = 0.0,
+    stopped: bool = False,
 ) -> Failure:
     """A failure with a one-line traceback."""
     return Failure(
-        rank, "host-a", code, time, pid=7, summary=summary, traceback=f"Traceback\n{summary}\n", stopped=stopped
+        rank,
+        "host-a",
+        code,
+        time,
+        pid=7,
+        summary=summary,
+        traceback=f"Traceback\n{summary}\n",
+        stopped=stopped,
     )
 
 
 def test_the_cause_is_found_whatever_the_order() -> None:
     cause = failed(2, time=5.0)
-    others = [failed(0, GLOO_LOST, time=1.0), failed(1, "", code=-15, stopped=True, time=0.5), failed(3, time=6.0)]
+    others = [
+        failed(0, GLOO_LOST, time=1.0),
+        failed(1, "", code=-15, stopped=True, time=0.5),
+        failed(3, time=6.0),
+    ]
     for order in permutations([cause, *others]):
         assert first_failure(order) == cause
 
 
-def test_what_all_ranks_raise_together_is_the_failure_of_the_rank_that_had_an_error_of_its_own(tmp_path: Path) -> None:
+def test_what_all_ranks_raise_together_is_the_failure_of_the_rank_that_had_an_error_of_its_own(
+    tmp_path: Path,
+) -> None:
     """The rank that only agreed may well be the first to write its error down."""
 
     def agreeing(rank: int, cause: Exception | None, code: int) -> Failure:
-        error = CheckpointError("checking 'state': rank 1 raised ValueError: on purpose")
+        error = CheckpointError(
+            "checking 'state': rank 1 raised ValueError: on purpose"
+        )
         error.agreed, error.__cause__ = True, cause
         write_error(path := tmp_path / f"{rank}.json", error, None)
         return read_failure(rank, "host-a", code, 7, error_file=str(path), time=0.0)
@@ -46,14 +73,19 @@ def test_what_all_ranks_raise_together_is_the_failure_of_the_rank_that_had_an_er
         permutations(range(3)), (1, -signal.SIGTERM)
     ):  # the launcher stops it before it has ended
         found = {
-            rank: agreeing(rank, *((ValueError("on purpose"), code) if rank == 1 else (None, 1))) for rank in order
+            rank: agreeing(
+                rank, *((ValueError("on purpose"), code) if rank == 1 else (None, 1))
+            )
+            for rank in order
         }
         assert first_failure(found.values()) == found[1]
         assert (found[1].code, found[1].stopped) == (1, False)
 
 
 def test_a_traceback_is_printed_once_and_last() -> None:
-    text = render_failure([failed(1, code=3), failed(0, "", code=-15, stopped=True), failed(2, GLOO_LOST)])
+    text = render_failure(
+        [failed(1, code=3), failed(0, "", code=-15, stopped=True), failed(2, GLOO_LOST)]
+    )
     assert text.splitlines()[0] == "rank 1 on host-a (pid 7) failed first: exit code 3"
     assert "rank 0: stopped by the launcher" in text
     assert text.count("Traceback") == 1
@@ -109,25 +141,43 @@ def test_signals_are_named() -> None:
 
 
 def test_a_preempted_run_is_told_apart_from_a_failure() -> None:
-    preempted = Failure(0, "h", PREEMPTED_EXIT_CODE, 0.0, pid=1, summary="", traceback="")
+    preempted = Failure(
+        0, "h", PREEMPTED_EXIT_CODE, 0.0, pid=1, summary="", traceback=""
+    )
     assert "saved a checkpoint and stopped" in (hint_for(preempted) or "")
 
 
 def test_a_name_that_is_not_in_a_module_is_no_missing_module() -> None:
-    assert hint_for(failed(0, "ImportError: cannot import name 'Modle' from 'mine' (/code/mine.py)")) is None
+    assert (
+        hint_for(
+            failed(
+                0, "ImportError: cannot import name 'Modle' from 'mine' (/code/mine.py)"
+            )
+        )
+        is None
+    )
 
 
 def test_hints_name_only_commands_that_exist() -> None:
-    assert "hasten plan" not in (hint_for(failed(0, "torch.OutOfMemoryError: CUDA out of memory")) or "")
+    assert "hasten plan" not in (
+        hint_for(failed(0, "torch.OutOfMemoryError: CUDA out of memory")) or ""
+    )
 
 
 def test_what_a_rank_wrote_is_read_in_both_forms(tmp_path: Path) -> None:
     ours, torchs, broken = tmp_path / "a", tmp_path / "b", tmp_path / "c"
-    ours.write_text(json.dumps({"message": {}, "hasten": {"time": 3.0, "traceback": "T", "summary": "S"}}))
+    ours.write_text(
+        json.dumps(
+            {"message": {}, "hasten": {"time": 3.0, "traceback": "T", "summary": "S"}}
+        )
+    )
     extra = {"py_callstack": "T2", "timestamp": "4"}
     torchs.write_text(json.dumps({"message": {"message": "S2", "extraInfo": extra}}))
     broken.write_text('{"mess')
-    read = [read_failure(0, "h", 1, 9, error_file=str(p), time=1.0) for p in (ours, torchs, broken, tmp_path / "none")]
+    read = [
+        read_failure(0, "h", 1, 9, error_file=str(p), time=1.0)
+        for p in (ours, torchs, broken, tmp_path / "none")
+    ]
     assert [(f.summary, f.traceback, f.time) for f in read] == [
         ("S", "T", 3.0),
         ("S2", "T2", 4.0),

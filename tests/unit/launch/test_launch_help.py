@@ -20,12 +20,20 @@ def test_help_is_quick() -> None:
     best = float("inf")
     for _ in range(8):  # the CPU's time: a busy machine is not our slowness
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "hasten.cli.main", "launch", "--help"], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "hasten.cli.main", "launch", "--help"],
+            check=True,
+            capture_output=True,
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        best = min(
+            best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        )
         if best < BUDGET_S:
             return
-    raise AssertionError(f"`hasten launch --help` took {best:.3f} s, more than {BUDGET_S} s")
+    raise AssertionError(
+        f"`hasten launch --help` took {best:.3f} s, more than {BUDGET_S} s"
+    )
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -33,7 +41,9 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys; from hasten.cli.launch_cmd import make_parser; make_parser().format_help(); "
         "print([m for m in ('torch', 'numpy', 'rich', 'questionary', 'msgspec') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -55,7 +65,9 @@ def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[st
     return text, re.findall(r"^  (?:-\w, )?--(\w+)", text, flags=re.MULTILINE)
 
 
-def test_help_shows_what_most_people_need_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_what_most_people_need_and_help_all_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text, shown = help_of("--help", capsys)
     assert help_of("-h", capsys)[0] == text
     assert 25 <= len(shown) <= 36
@@ -65,7 +77,9 @@ def test_help_shows_what_most_people_need_and_help_all_the_rest(capsys: pytest.C
     assert help_of("--help_all", capsys)[0] == whole
     assert set(shown) < set(every)
     assert {spellings(info)[0] for info in SETTABLE} <= set(every)
-    assert f"{len(every) - len(shown)} more options: `hasten launch --help-all`." in text
+    assert (
+        f"{len(every) - len(shown)} more options: `hasten launch --help-all`." in text
+    )
 
 
 def test_the_mesh_is_spelled_short_and_the_long_spelling_is_accepted() -> None:
@@ -75,14 +89,27 @@ def test_the_mesh_is_spelled_short_and_the_long_spelling_is_accepted() -> None:
     for info in SETTABLE:
         if info.name.startswith("parallelism."):
             assert spellings(info)[0] == info.flag.removeprefix("parallelism_config_")
-            paths = {parser._option_string_actions[f"--{name}"].path for name in spellings(info)}  # type: ignore[attr-defined]
+            paths = {
+                parser._option_string_actions[f"--{name}"].path  # type: ignore[attr-defined]
+                for name in spellings(info)
+            }
             assert paths == {info.path}
-    for flag in ("--tp_size", "--tp-size", "--parallelism_config_tp_size", "--parallelism-config-tp-size"):
+    for flag in (
+        "--tp_size",
+        "--tp-size",
+        "--parallelism_config_tp_size",
+        "--parallelism-config-tp-size",
+    ):
         (entry,) = parser.parse_args([f"{flag}=2", "train.py"]).settings
         assert (entry.path, entry.value) == (("parallelism", "tp_size"), "2")
 
 
 def test_help_is_grouped() -> None:
     text = make_parser().format_help()
-    for group in ("general:", "processes and machines:", "sharded data parallel:", "DeepSpeed:"):
+    for group in (
+        "general:",
+        "processes and machines:",
+        "sharded data parallel:",
+        "DeepSpeed:",
+    ):
         assert f"\n{group}\n" in text

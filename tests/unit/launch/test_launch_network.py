@@ -13,7 +13,8 @@ from hasten.launch import network
 def test_own_addresses() -> None:
     assert network.owns_address("127.0.0.1")
     assert network.owns_address("localhost")
-    assert not network.owns_address("192.0.2.7")  # reserved for documentation: nobody has it
+    # reserved for documentation: nobody has it
+    assert not network.owns_address("192.0.2.7")
     assert not network.owns_address("no.such.host.invalid")
 
 

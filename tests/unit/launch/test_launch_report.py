@@ -7,7 +7,12 @@ from pathlib import Path
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.launch.base import Host, LaunchPlan, Meeting, Proc, Target
-from hasten.launch.checkin import changed_settings, code_digest, make_report, package_versions
+from hasten.launch.checkin import (
+    changed_settings,
+    code_digest,
+    make_report,
+    package_versions,
+)
 
 
 def test_the_digest_follows_imports_in_the_folder(tmp_path: Path) -> None:
@@ -42,13 +47,28 @@ def test_broken_code_is_left_to_the_workers(tmp_path: Path) -> None:
 
 
 def test_settings_of_one_machine_are_not_compared() -> None:
-    here = Config(mixed_precision="bf16", launch=LaunchConfig(machine_rank=1, gpu_ids=(0,), log_dir="/x"))
+    here = Config(
+        mixed_precision="bf16",
+        launch=LaunchConfig(machine_rank=1, gpu_ids=(0,), log_dir="/x"),
+    )
     assert dict(changed_settings(here)) == {"mixed_precision": "'bf16'"}
 
 
 def test_a_lone_machine_skips_the_digests() -> None:
-    plan = LaunchPlan("torchrun", (Proc(("x",)), Proc(("x",))), meeting=Meeting(), target=Target("a.py"))
+    plan = LaunchPlan(
+        "torchrun",
+        (Proc(("x",)), Proc(("x",))),
+        meeting=Meeting(),
+        target=Target("a.py"),
+    )
     alone = make_report(plan, Config(), Host(name="h", cores=4), is_alone=True)
-    assert (alone.num_processes, alone.device, alone.versions) == (2, "cpu (4 cores)", {})
-    assert make_report(plan, Config(), Host(name="h"), is_alone=False).versions == package_versions()
+    assert (alone.num_processes, alone.device, alone.versions) == (
+        2,
+        "cpu (4 cores)",
+        {},
+    )
+    assert (
+        make_report(plan, Config(), Host(name="h"), is_alone=False).versions
+        == package_versions()
+    )
     assert "torch" in package_versions()

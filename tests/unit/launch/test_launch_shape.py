@@ -25,9 +25,20 @@ def shape(
 ) -> JobShape:
     """The shape for launch settings on a machine with some devices."""
     device = "cuda" if devices else "cpu"
-    host = Host(name="here", cores=cores, device=device, num_devices=devices, env=env or {})  # type: ignore[arg-type]
+    host = Host(
+        name="here",
+        cores=cores,
+        device=device,  # type: ignore[arg-type]
+        num_devices=devices,
+        env=env or {},
+    )
     return decide(
-        LaunchRequest(Config(launch=LaunchConfig(**(launch or {})), **config), Target("train.py"), "SETTINGS"), host
+        LaunchRequest(
+            Config(launch=LaunchConfig(**(launch or {})), **config),
+            Target("train.py"),
+            "SETTINGS",
+        ),
+        host,
     )
 
 
@@ -40,19 +51,34 @@ def test_a_cpu_gets_one_process_and_as_many_as_asked() -> None:
     assert shape().num_processes == 1
     for count in range(1, 17):
         assert shape({"num_processes": count}, cpu=True).num_processes == count
-        assert shape({"num_processes": count}, cpu=True, devices=2).num_processes == count
+        assert (
+            shape({"num_processes": count}, cpu=True, devices=2).num_processes == count
+        )
 
 
 def test_a_total_is_shared_out_over_machines() -> None:
     for machines in range(1, 9):
         for each in range(1, 9):
-            found = shape({"num_processes": machines * each, "num_machines": machines, "machine_rank": machines - 1})
-            assert (found.num_processes, found.expected_world_size) == (each, machines * each)
+            found = shape(
+                {
+                    "num_processes": machines * each,
+                    "num_machines": machines,
+                    "machine_rank": machines - 1,
+                }
+            )
+            assert (found.num_processes, found.expected_world_size) == (
+                each,
+                machines * each,
+            )
 
 
 def test_machines_may_bring_different_numbers() -> None:
     found = shape({"processes_per_machine": 3, "num_machines": 2})
-    assert (found.num_processes, found.expected_world_size, found.machine_rank) == (3, None, None)
+    assert (found.num_processes, found.expected_world_size, found.machine_rank) == (
+        3,
+        None,
+        None,
+    )
 
 
 def test_threads_are_shared_out_and_never_zero() -> None:
@@ -63,35 +89,68 @@ def test_threads_are_shared_out_and_never_zero() -> None:
 
 
 def test_threads_of_the_user_stay() -> None:
-    assert "OMP_NUM_THREADS" not in dict(shape({"num_processes": 2}, env={"OMP_NUM_THREADS": "3"}).env)
-    assert dict(shape({"num_processes": 2, "num_cpu_threads_per_process": 5}).env)["OMP_NUM_THREADS"] == "5"
+    assert "OMP_NUM_THREADS" not in dict(
+        shape({"num_processes": 2}, env={"OMP_NUM_THREADS": "3"}).env
+    )
+    assert (
+        dict(shape({"num_processes": 2, "num_cpu_threads_per_process": 5}).env)[
+            "OMP_NUM_THREADS"
+        ]
+        == "5"
+    )
     assert "OMP_NUM_THREADS" not in dict(shape().env)
 
 
 def test_chosen_devices_are_the_only_visible_ones() -> None:
     found = shape({"gpu_ids": (1, 3)}, devices=4)
     assert found.num_processes == 2
-    assert dict(found.env) == {"CUDA_VISIBLE_DEVICES": "1,3", "HASTEN_CONFIG": "SETTINGS", "OMP_NUM_THREADS": "4"}
+    assert dict(found.env) == {
+        "CUDA_VISIBLE_DEVICES": "1,3",
+        "HASTEN_CONFIG": "SETTINGS",
+        "OMP_NUM_THREADS": "4",
+    }
 
 
 @pytest.mark.parametrize(
     ("launch", "settings", "message"),
     [
-        ({"num_processes": 4}, {"devices": 2}, "4 processes were requested on here, which has 2 usable devices"),
-        ({"num_processes": 3, "num_machines": 2}, {}, "cannot be split evenly over 2 machines"),
-        ({"num_processes": 2, "processes_per_machine": 3}, {}, "contradicts processes_per_machine=3"),
+        (
+            {"num_processes": 4},
+            {"devices": 2},
+            "4 processes were requested on here, which has 2 usable devices",
+        ),
+        (
+            {"num_processes": 3, "num_machines": 2},
+            {},
+            "cannot be split evenly over 2 machines",
+        ),
+        (
+            {"num_processes": 2, "processes_per_machine": 3},
+            {},
+            "contradicts processes_per_machine=3",
+        ),
         ({"machine_rank": 1}, {}, "machine_rank=1 with one machine"),
         ({"machine_rank": 2, "num_machines": 2}, {}, "ranks count from 0 to 1"),
         ({"multi_gpu": True}, {}, "no usable accelerator was found on here"),
-        ({"multi_gpu": True}, {"cpu": True, "devices": 2}, "cpu and multi_gpu contradict"),
+        (
+            {"multi_gpu": True},
+            {"cpu": True, "devices": 2},
+            "cpu and multi_gpu contradict",
+        ),
         ({"gpu_ids": (0, 5)}, {"devices": 2}, r"names \[5\], but here has 2 devices"),
-        ({"gpu_ids": (0,)}, {"cpu": True, "devices": 2}, "cpu and gpu_ids=0 contradict"),
+        (
+            {"gpu_ids": (0,)},
+            {"cpu": True, "devices": 2},
+            "cpu and gpu_ids=0 contradict",
+        ),
         ({"nnodes": "1:2", "num_processes": 4}, {}, "has no meaning"),
         ({"nnodes": "3:2"}, {}, "min:max such as 2:4"),
         ({"nnodes": "1:2", "num_machines": 3}, {}, "contradicts nnodes"),
     ],
 )
-def test_contradictions_are_told(launch: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+def test_contradictions_are_told(
+    launch: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         shape(launch, **settings)
 
@@ -108,8 +167,16 @@ def test_worker_commands() -> None:
     host = Host(python="/usr/bin/python")
     boot = ("/usr/bin/python", "-m", "hasten.launch.worker")
     assert worker_argv(Target("a.py", ("x",)), host) == (*boot, "a.py", "x")
-    assert worker_argv(Target("pkg.mod", ("x",), module=True), host) == (*boot, "-m", "pkg.mod", "x")
-    assert worker_argv(Target("./prog", ("x",), no_python=True), host) == ("./prog", "x")
+    assert worker_argv(Target("pkg.mod", ("x",), module=True), host) == (
+        *boot,
+        "-m",
+        "pkg.mod",
+        "x",
+    )
+    assert worker_argv(Target("./prog", ("x",), no_python=True), host) == (
+        "./prog",
+        "x",
+    )
     with pytest.raises(ConfigError, match="a module needs Python"):
         worker_argv(Target("x", module=True, no_python=True), host)
 
@@ -123,18 +190,34 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
         (17, LaunchConfig(num_processes=17)),
         (10**9, LaunchConfig(processes_per_machine=10**9)),
     ):
-        with pytest.raises(ConfigError, match=rf"{count} processes .* 1 GiB is too small.* Request at most 16"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{count} processes .* 1 GiB is too small.* Request at most 16",
+        ):
             decide(LaunchRequest(Config(launch=launch), Target("train.py")), host)
     assert (
-        decide(LaunchRequest(Config(launch=LaunchConfig(num_processes=16)), Target("train.py")), host).num_processes
+        decide(
+            LaunchRequest(
+                Config(launch=LaunchConfig(num_processes=16)), Target("train.py")
+            ),
+            host,
+        ).num_processes
         == 16
     )
     with pytest.raises(ConfigError, match="is too small"):
-        mpi.plan(LaunchRequest(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host)
+        mpi.plan(
+            LaunchRequest(
+                Config(launch=LaunchConfig(num_processes=99)), Target("train.py")
+            ),
+            host,
+        )
 
 
 def test_devices_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gpu_ids=0,99 names devices, but no usable accelerator.*remove gpu_ids"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gpu_ids=0,99 names devices, but no usable accelerator.*remove gpu_ids",
+    ):
         shape({"gpu_ids": (0, 99)})
     for wrong in ((0, 99), (-1,)):
         with pytest.raises(ConfigError, match="has 2 devices"):

@@ -23,8 +23,14 @@ EXAMPLE: Final = Path(__file__).parents[3] / "examples" / "slurm" / "train.sbatc
 def planned(folder: Path) -> str:
     """The script that `hasten launch --submit slurm` writes."""
     resolved = resolve()
-    request = LaunchRequest(resolved.config, Target("train.py", ("--data", "my data")), handoff.pack(resolved.entries))
-    (script,) = plan_submit(replace(request, folder=str(folder)), Host(name="login")).files
+    request = LaunchRequest(
+        resolved.config,
+        Target("train.py", ("--data", "my data")),
+        handoff.pack(resolved.entries),
+    )
+    (script,) = plan_submit(
+        replace(request, folder=str(folder)), Host(name="login")
+    ).files
     return script.text
 
 
@@ -34,20 +40,37 @@ CANCELLED: Final = "JobState=COMPLETING Reason=None PreemptTime=None"
 TIME_IS_UP: Final = "JobState=COMPLETING Reason=TimeLimit PreemptTime=None"
 
 
-def run_script(folder: Path, which: str, srun: str, state: str = RUNNING, **variables: str) -> tuple[int, list[str]]:
+def run_script(
+    folder: Path, which: str, srun: str, state: str = RUNNING, **variables: str
+) -> tuple[int, list[str]]:
     """The exit code of a batch script, and the jobs it has put back into the queue."""
-    return run_text(folder, planned(folder) if which == "planned" else EXAMPLE.read_text(), srun, state, **variables)
+    return run_text(
+        folder,
+        planned(folder) if which == "planned" else EXAMPLE.read_text(),
+        srun,
+        state,
+        **variables,
+    )
 
 
-def run_text(folder: Path, script: str, srun: str, state: str = RUNNING, **variables: str) -> tuple[int, list[str]]:
+def run_text(
+    folder: Path, script: str, srun: str, state: str = RUNNING, **variables: str
+) -> tuple[int, list[str]]:
     """The same for the text of a script."""
     scontrol = f'if [ "$1" = show ]; then echo "$3 {state}" | grep -v "^$"; else echo $@ >> told; fi'
     for name, text in (("srun", srun), ("scontrol", scontrol)):
         command = folder / name
         command.write_text(f"#!/bin/bash\n{text}\n")
         command.chmod(0o755)
-    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "77", **variables}
-    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+    env = {
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "77",
+        **variables,
+    }
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True
+    )
     assert not done.stderr
     told = folder / "told"
     return done.returncode, told.read_text().splitlines() if told.exists() else []
@@ -85,14 +108,18 @@ def test_a_task_of_an_array_goes_back_alone(tmp_path: Path, which: str) -> None:
 
 @pytest.mark.parametrize("which", ["planned", "example"])
 @pytest.mark.parametrize("number", ["TERM", "USR1"])
-def test_a_signal_to_the_shell_alone_reaches_the_step(tmp_path: Path, which: str, number: str) -> None:
+def test_a_signal_to_the_shell_alone_reaches_the_step(
+    tmp_path: Path, which: str, number: str
+) -> None:
     srun = f"trap 'sleep 0.2; exit 85' USR1; sleep 0.3; kill -{number} $PPID; for i in {{1..100}}; do sleep 0.1; done; exit 1"
     assert run_script(tmp_path, which, srun) == (85, ["requeue 77"])
 
 
 def test_no_requeue_is_an_option() -> None:
     config = resolve(code={"launch.submit_options": {"requeue": False}})
-    request = LaunchRequest(config.config, Target("train.py"), handoff.pack(config.entries))
+    request = LaunchRequest(
+        config.config, Target("train.py"), handoff.pack(config.entries)
+    )
     (script,) = plan_submit(replace(request, folder="/job"), Host(name="login")).files
     assert "requeue" not in script.text
 
@@ -109,51 +136,94 @@ exit $((first > second ? first : second))
 
 @pytest.mark.parametrize(
     ("first", "second", "code", "requeued"),
-    [(0, 0, 0, False), (0, 137, 0, False), (85, 137, 85, True), (1, 0, 1, False), (1, 85, 1, False)],
+    [
+        (0, 0, 0, False),
+        (0, 137, 0, False),
+        (85, 137, 85, True),
+        (1, 0, 1, False),
+        (1, 85, 1, False),
+    ],
 )
 def test_the_code_of_a_run_with_replicas_is_that_of_machine_0(
     tmp_path: Path, first: int, second: int, code: int, requeued: bool
 ) -> None:
     launcher = tmp_path / "python"
-    launcher.write_text(f'#!/bin/bash\nif [ "$SLURM_PROCID" = 0 ]; then exit {first}; else exit {second}; fi\n')
+    launcher.write_text(
+        f'#!/bin/bash\nif [ "$SLURM_PROCID" = 0 ]; then exit {first}; else exit {second}; fi\n'
+    )
     launcher.chmod(0o755)
     resolved = resolve(code={"survive.replicas": 2, "launch.num_machines": 2})
-    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved.entries))
+    request = LaunchRequest(
+        resolved.config, Target("train.py"), handoff.pack(resolved.entries)
+    )
     flags = ("--replicas", "2", "--submit", "slurm", "--num_machines", "2")
     (script,) = plan_submit(
-        replace(request, flags=flags, folder=str(tmp_path)), Host(name="login", python=str(launcher))
+        replace(request, flags=flags, folder=str(tmp_path)),
+        Host(name="login", python=str(launcher)),
     ).files
-    assert "\n#SBATCH --no-kill\n" in script.text  # the loss of a node does not end the job
-    assert f"{launcher} -m hasten.cli.main launch --replicas 2 --num_machines 2" in script.text
-    assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (code, ["requeue 77"] if requeued else [])
-    assert "--no-kill --kill-on-bad-exit=0 --wait=0" in (tmp_path / "options").read_text()
+    # the loss of a node does not end the job
+    assert "\n#SBATCH --no-kill\n" in script.text
+    assert (
+        f"{launcher} -m hasten.cli.main launch --replicas 2 --num_machines 2"
+        in script.text
+    )
+    assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (
+        code,
+        ["requeue 77"] if requeued else [],
+    )
+    assert (
+        "--no-kill --kill-on-bad-exit=0 --wait=0" in (tmp_path / "options").read_text()
+    )
 
 
-def test_a_signal_to_replicas_under_slurm_reaches_their_launchers(tmp_path: Path) -> None:
+def test_a_signal_to_replicas_under_slurm_reaches_their_launchers(
+    tmp_path: Path,
+) -> None:
     """The shell around a launcher must neither end by the signal nor change the exit code."""
     launcher = tmp_path / "python"
-    launcher.write_text("#!/bin/bash\ntrap 'exit 85' USR1\nkill -USR1 $PPID $$\nsleep 0.1\nexit 1\n")
+    launcher.write_text(
+        "#!/bin/bash\ntrap 'exit 85' USR1\nkill -USR1 $PPID $$\nsleep 0.1\nexit 1\n"
+    )
     launcher.chmod(0o755)
     resolved = resolve(code={"survive.replicas": 2})
-    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved.entries))
-    (script,) = plan_submit(replace(request, folder=str(tmp_path)), Host(name="login", python=str(launcher))).files
+    request = LaunchRequest(
+        resolved.config, Target("train.py"), handoff.pack(resolved.entries)
+    )
+    (script,) = plan_submit(
+        replace(request, folder=str(tmp_path)), Host(name="login", python=str(launcher))
+    ).files
     assert run_text(tmp_path, script.text, SRUN_OF_TWO) == (85, ["requeue 77"])
 
 
 def script_with(**settings: object) -> str:
     """The batch script under these settings."""
-    resolved = resolve(code={f"launch.{name}": value for name, value in settings.items()})
-    request = LaunchRequest(resolved.config, Target("train.py"), handoff.pack(resolved.entries))
+    resolved = resolve(
+        code={f"launch.{name}": value for name, value in settings.items()}
+    )
+    request = LaunchRequest(
+        resolved.config, Target("train.py"), handoff.pack(resolved.entries)
+    )
     return plan_submit(request, Host(name="login")).files[0].text
 
 
 def test_a_list_of_tasks_is_one_option() -> None:
-    entries = make_parser().parse_args(["--submit=slurm", "--submit_options=array=0-3,5,time=1:00:00"]).settings
-    assert resolve(flags=entries).config.launch.submit_options == {"array": "0-3,5", "time": "1:00:00"}
+    entries = (
+        make_parser()
+        .parse_args(["--submit=slurm", "--submit_options=array=0-3,5,time=1:00:00"])
+        .settings
+    )
+    assert resolve(flags=entries).config.launch.submit_options == {
+        "array": "0-3,5",
+        "time": "1:00:00",
+    }
 
 
 def test_other_nodes_than_machines_are_refused() -> None:
     assert "#SBATCH --nodes=3" in script_with(submit_options={"nodes": 3})
-    assert "#SBATCH --nodes=2" in script_with(num_machines=2, submit_options={"nodes": 2})
-    with pytest.raises(ConfigError, match=r"nodes=3 contradicts num_machines=2.*Remove nodes"):
+    assert "#SBATCH --nodes=2" in script_with(
+        num_machines=2, submit_options={"nodes": 2}
+    )
+    with pytest.raises(
+        ConfigError, match=r"nodes=3 contradicts num_machines=2.*Remove nodes"
+    ):
         script_with(num_machines=2, submit_options={"nodes": 3})

@@ -10,23 +10,42 @@ from hasten import extension
 from hasten.config.source import SettingEntry, SettingSource
 from hasten.errors import ConfigError
 from hasten.extension import Extension
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
+from hasten.launch.base import (
+    Host,
+    LaunchPlan,
+    LaunchRequest,
+    LaunchTarget,
+    PlannedFile,
+    Proc,
+    Submitter,
+)
 from hasten.launch.job import Job, prepare
 
 
 def plan_job(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return the job file of an imaginary batch system."""
     job_file = PlannedFile("job.pbs", f"run {request.target.name}\n")
-    return LaunchPlan("pbs", (Proc(("qsub", "job.pbs")),), files=(job_file,), submitter=Submitter("qsub", "print it"))
+    return LaunchPlan(
+        "pbs",
+        (Proc(("qsub", "job.pbs")),),
+        files=(job_file,),
+        submitter=Submitter("qsub", "print it"),
+    )
 
 
-PBS = LaunchTarget(name="pbs", is_chosen=lambda request: request.config.launch.submit == "pbs", plan=plan_job)
+PBS = LaunchTarget(
+    name="pbs",
+    is_chosen=lambda request: request.config.launch.submit == "pbs",
+    plan=plan_job,
+)
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a script on a machine whose extension offers the batch system."""
-    pbs = Extension(name="pbs", summary="jobs of PBS", launch_targets={"pbs": f"{__name__}:PBS"})
+    pbs = Extension(
+        name="pbs", summary="jobs of PBS", launch_targets={"pbs": f"{__name__}:PBS"}
+    )
     monkeypatch.setattr(extension, "installed", lambda: (pbs,))
     path = tmp_path / "train.py"
     path.touch()
@@ -36,7 +55,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def job(script: Path, **values: str) -> Job:
     """Return the job of a script under these settings of a launch."""
     source = SettingSource("flag", "--submit")
-    entries = [SettingEntry(("launch", name), value, source) for name, value in values.items()]
+    entries = [
+        SettingEntry(("launch", name), value, source) for name, value in values.items()
+    ]
     return prepare([str(script)], settings=entries, host=Host())
 
 
@@ -49,8 +70,12 @@ def test_a_target_of_an_extension_plans_the_job(script: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["submit", "launcher"])
-def test_an_unknown_name_is_refused_with_the_nearest_one(script: Path, setting: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_one(
+    script: Path, setting: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"{setting}='pbss'.* did you mean 'pbs'\?"):
         job(script, **{setting: "pbss"})
-    with pytest.raises(ConfigError, match=rf"{setting}='fax'.* installed are .*pbs.* slurm"):
+    with pytest.raises(
+        ConfigError, match=rf"{setting}='fax'.* installed are .*pbs.* slurm"
+    ):
         job(script, **{setting: "fax"})

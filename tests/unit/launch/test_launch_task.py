@@ -20,13 +20,22 @@ def first_store() -> None:
     serve("127.0.0.1", 0, timedelta(seconds=5), alone=True)
 
 
-def test_two_that_say_they_are_rank_0_meet_at_one_store_however_close_they_come() -> None:
+def test_two_that_say_they_are_rank_0_meet_at_one_store_however_close_they_come() -> (
+    None
+):
     for _ in range(25):
         port, gate = network.free_port(), threading.Barrier(2, timeout=20)
-        env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         topology = Topology.from_env(env)
 
-        def open_store(name: str, topology: Topology = topology, gate: threading.Barrier = gate) -> bool:
+        def open_store(
+            name: str, topology: Topology = topology, gate: threading.Barrier = gate
+        ) -> bool:
             gate.wait()
             store = task._open_store(topology)
             store.set(name, "here")

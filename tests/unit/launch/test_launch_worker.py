@@ -13,10 +13,19 @@ import pytest
 from hasten.runtime.launcher_files import ERROR_FILE
 
 
-def start(tmp_path: Path, words: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+def start(
+    tmp_path: Path, words: list[str], **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run the bootstrap as the launcher would."""
     command = [sys.executable, "-m", "hasten.launch.worker", *words]
-    return subprocess.run(command, cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 PROBE = """
@@ -38,7 +47,11 @@ def test_a_script_sees_what_plain_python_shows(tmp_path: Path) -> None:
     (folder / "neighbour.py").write_text("")
     ours = start(tmp_path, ["code/probe.py", "--lr", "3"])
     plain = subprocess.run(
-        [sys.executable, "code/probe.py", "--lr", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "code/probe.py", "--lr", "3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ours.returncode == 0, ours.stderr
     seen, expected = json.loads(ours.stdout), json.loads(plain.stdout)
@@ -49,7 +62,9 @@ def test_a_script_sees_what_plain_python_shows(tmp_path: Path) -> None:
 def test_a_module_runs_as_main(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/__init__.py").write_text("")
-    (tmp_path / "pkg/mod.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
+    (tmp_path / "pkg/mod.py").write_text(
+        "import sys; print(__name__, __package__, sys.argv[1:])"
+    )
     assert start(tmp_path, ["-m", "pkg.mod", "a"]).stdout == "__main__ pkg ['a']\n"
 
 
@@ -66,26 +81,46 @@ def test_spawned_children_find_the_script(tmp_path: Path) -> None:
 
 
 def test_an_exception_is_written_and_not_printed(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("def inner():\n    raise ValueError('boom')\ninner()\n")
-    done = start(tmp_path, ["bad.py"], **{ERROR_FILE: str(tmp_path / "deep/error.json")})
+    (tmp_path / "bad.py").write_text(
+        "def inner():\n    raise ValueError('boom')\ninner()\n"
+    )
+    done = start(
+        tmp_path, ["bad.py"], **{ERROR_FILE: str(tmp_path / "deep/error.json")}
+    )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
     written = json.loads((tmp_path / "deep/error.json").read_text())
     trace = written["hasten"]["traceback"].splitlines()
     assert trace[0] == "Traceback (most recent call last):"
-    assert trace[1] == f'  File "{tmp_path}/bad.py", line 3, in <module>'  # nothing of ours before it
+    # nothing of ours before it
+    assert trace[1] == f'  File "{tmp_path}/bad.py", line 3, in <module>'
     assert trace[-1] == "ValueError: boom"
-    assert written["message"]["extraInfo"]["py_callstack"] == written["hasten"]["traceback"]  # torch's own form
+    # torch's own form
+    assert (
+        written["message"]["extraInfo"]["py_callstack"]
+        == written["hasten"]["traceback"]
+    )
     assert written["hasten"]["summary"] == "ValueError: boom"
 
 
 def test_without_an_error_file_it_is_printed(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("raise ValueError('boom')")
-    plain = subprocess.run([sys.executable, "bad.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    plain = subprocess.run(
+        [sys.executable, "bad.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert start(tmp_path, ["bad.py"]).stderr == plain.stderr
 
 
-@pytest.mark.parametrize(("code", "status", "words"), [("3", 3, ""), ("'no data'", 1, "no data\n"), ("None", 0, "")])
-def test_exit_codes_pass_through(tmp_path: Path, code: str, status: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [("3", 3, ""), ("'no data'", 1, "no data\n"), ("None", 0, "")],
+)
+def test_exit_codes_pass_through(
+    tmp_path: Path, code: str, status: int, words: str
+) -> None:
     (tmp_path / "leave.py").write_text(f"import sys; sys.exit({code})")
     done = start(tmp_path, ["leave.py"], **{ERROR_FILE: str(tmp_path / "error.json")})
     assert (done.returncode, done.stderr) == (status, words)
@@ -100,17 +135,28 @@ def test_huge_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "last"), [("x = 1\ndef f(:\n", "SyntaxError: invalid syntax"), ("\0", "in {}/bad.py")]
+    ("text", "last"),
+    [("x = 1\ndef f(:\n", "SyntaxError: invalid syntax"), ("\0", "in {}/bad.py")],
 )
-def test_a_script_that_is_no_python_shows_none_of_our_frames(tmp_path: Path, text: str, last: str) -> None:
+def test_a_script_that_is_no_python_shows_none_of_our_frames(
+    tmp_path: Path, text: str, last: str
+) -> None:
     (tmp_path / "bad.py").write_text(text)
     for words in (["bad.py"], ["-m", "bad"])[: 2 if "x" in text else 1]:
         start(tmp_path, words, **{ERROR_FILE: str(tmp_path / "error.json")})
-        trace = json.loads((tmp_path / "error.json").read_text())["hasten"]["traceback"].rstrip()
+        trace = json.loads((tmp_path / "error.json").read_text())["hasten"][
+            "traceback"
+        ].rstrip()
         assert "hasten" not in trace
         assert "frozen" not in trace
         assert trace.splitlines()[-1] == last.format(tmp_path)
-    plain = subprocess.run([sys.executable, "bad.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    plain = subprocess.run(
+        [sys.executable, "bad.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     if "x" in text:
         assert start(tmp_path, ["bad.py"]).stderr == plain.stderr
 
@@ -119,12 +165,21 @@ def test_what_a_program_of_ours_refuses_is_told_without_frames(tmp_path: Path) -
     (tmp_path / "own.py").write_text("def boom(rows):\n    return rows[0]['missing']\n")
     for name, rows in (("ok.jsonl", '{"n": 1}\n'), ("bad.jsonl", '{"n": 1}\n{bad\n')):
         (tmp_path / name).write_text(rows)
-        words = ["-m", "hasten.extensions.predict.program", "own:boom", name, "out.jsonl", "2"]
+        words = [
+            "-m",
+            "hasten.extensions.predict.program",
+            "own:boom",
+            name,
+            "out.jsonl",
+            "2",
+        ]
         start(tmp_path, words, **{ERROR_FILE: str(tmp_path / f"{name}.error")})
     refused, raised = (
         json.loads((tmp_path / f"{name}.error").read_text())["hasten"]["traceback"]
         for name in ("bad.jsonl", "ok.jsonl")
     )
-    assert refused.startswith("hasten.errors.DataError: bad.jsonl, line 2 is no JSON object")
+    assert refused.startswith(
+        "hasten.errors.DataError: bad.jsonl, line 2 is no JSON object"
+    )
     assert len(refused.splitlines()) == 1
     assert raised.splitlines()[1] == f'  File "{tmp_path}/own.py", line 2, in boom'

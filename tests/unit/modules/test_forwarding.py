@@ -69,7 +69,9 @@ def test_a_copy_calls_its_own_weights(how: str) -> None:
     model = Scale()
     forwarding.replace(model, Plus("a", 1))
     forwarding.replace(model, Plus("b", 1))
-    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    twin = (
+        copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    )
     with torch.no_grad():
         twin.weight.zero_()
     assert twin(torch.tensor(1.0)).item() == 2
@@ -87,7 +89,9 @@ class Note(ModelHook):
         self.log.append(f"init {self.name}")
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.log.append(f"pre {self.name}")
         return (args[0] + 1, *args[1:]), kwargs
 
@@ -130,7 +134,13 @@ def test_layerwise_casting_stores_small_and_computes_large() -> None:
 def test_a_graph_that_is_recompiled_runs_anew_inside_its_forward() -> None:
     graph: Any = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()))
     forwarding.replace(graph, forwarding.Forward())
-    graph.graph.erase_node(next(node for node in graph.graph.nodes if node.op == "call_module" and _skip(node)))
+    graph.graph.erase_node(
+        next(
+            node
+            for node in graph.graph.nodes
+            if node.op == "call_module" and _skip(node)
+        )
+    )
     graph.recompile()
     assert graph(torch.tensor(-1.0)) == -1
     assert forwarding.restore(graph, forwarding.Forward.tag)

@@ -7,9 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 
-from hasten.modules.names import canonical_name, named_buffers, named_parameters, tied_groups
+from hasten.modules.names import (
+    canonical_name,
+    named_buffers,
+    named_parameters,
+    tied_groups,
+)
 from hasten.testing.toys import TinyLM
 from tests.support.toys import Classifier
 
@@ -73,15 +80,24 @@ def test_names_without_a_model(name: str, expected: str) -> None:
 def test_buffers() -> None:
     model = nn.DataParallel(Classifier(batch_norm=True))
     names = [name for name, _ in named_buffers(model)]
-    assert names == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert names == [
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
 
 
 def test_tied_groups() -> None:
     assert tied_groups(TinyLM()) == ()
     assert tied_groups(TinyLM(tied=True)) == (("embed.weight", "head.weight"),)
-    assert tied_groups(compiled(nn.DataParallel(TinyLM(tied=True)))) == (("embed.weight", "head.weight"),)
+    assert tied_groups(compiled(nn.DataParallel(TinyLM(tied=True)))) == (
+        ("embed.weight", "head.weight"),
+    )
     shared = nn.Linear(2, 2)
     both = nn.Sequential(shared, nn.ReLU(), shared, shared)
-    assert tied_groups(both) == (("0.weight", "2.weight", "3.weight"), ("0.bias", "2.bias", "3.bias"))
+    assert tied_groups(both) == (
+        ("0.weight", "2.weight", "3.weight"),
+        ("0.bias", "2.bias", "3.bias"),
+    )
     assert len(list(named_parameters(both))) == 2
     assert len(list(named_parameters(both, tied=True))) == 6

@@ -36,7 +36,10 @@ def test_single_scales_of_any_stride_become_bytes() -> None:
     made: Any = Inner(codes=codes, scale=scale)
     data, layout = to_bytes(made)
     assert data.shape == (32, 1)
-    assert [(name, start) for name, _, _, start in layout.inner] == [("codes", 0), ("scale", 16)]
+    assert [(name, start) for name, _, _, start in layout.inner] == [
+        ("codes", 0),
+        ("scale", 16),
+    ]
     assert data[:6, 0].tolist() == codes.flatten().tolist()
 
 
@@ -58,6 +61,7 @@ def test_converted_bytes_are_refused() -> None:
     made: Any = Inner(codes=torch.ones(4, dtype=torch.uint8))
     UnpackedInForward(layer, "weight", to_bytes(made)[1])
     with pytest.raises(
-        StepError, match=r"quantized weight of Linear were converted to torch.float32.*mixed_precision='no'"
+        StepError,
+        match=r"quantized weight of Linear were converted to torch.float32.*mixed_precision='no'",
     ):
         layer(torch.ones(1, 2))

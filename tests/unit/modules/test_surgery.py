@@ -30,8 +30,12 @@ def test_swaps_reach_every_name_of_a_module() -> None:
 
 def test_repeated_blocks_are_found() -> None:
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(3)])
-    assert surgery.repeated_blocks(nn.Sequential(nn.Embedding(3, 2), blocks)) == list(blocks)
-    assert surgery.repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    assert surgery.repeated_blocks(nn.Sequential(nn.Embedding(3, 2), blocks)) == list(
+        blocks
+    )
+    assert (
+        surgery.repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    )
 
 
 def test_sizes_count_shared_tensors_once_where_they_meet() -> None:
@@ -42,9 +46,18 @@ def test_sizes_count_shared_tensors_once_where_they_meet() -> None:
     assert held["0"] == held["2"] == held["1"] == held["1.0"] == one
     assert held["1.0.weight"] == 64
     assert sizes.module_bytes(net, torch.float16)[""] == one
-    assert sizes.module_bytes(net, special_dtypes={"1.0.weight": torch.float64})["1"] == 16 * 8 + 16
+    assert (
+        sizes.module_bytes(net, special_dtypes={"1.0.weight": torch.float64})["1"]
+        == 16 * 8 + 16
+    )
     assert sizes.num_parameters(net) == 40
     net[0].requires_grad_(False)
     assert sizes.num_parameters(net, trainable_only=True) == 20
     counted = dict(sizes.named_tensors(nn.BatchNorm1d(2)))
-    assert set(counted) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert set(counted) == {
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }

@@ -19,7 +19,8 @@ class Stand:
 
     def __init__(self, steps: int = 1) -> None:
         self.gradient_accumulation_steps = steps
-        self.ctx: Any = SimpleNamespace(world=LocalComm())  # Any: its world is used alone
+        # Any: its world is used alone
+        self.ctx: Any = SimpleNamespace(world=LocalComm())
 
 
 def fits_below(limit: int, seen: list[int], batch_size: int) -> int:
@@ -51,7 +52,9 @@ def test_a_custom_reduction_is_honoured_in_both_forms(with_parentheses: bool) ->
         return size - 10
 
     if with_parentheses:
-        found = find_executable_batch_size(starting_batch_size=40, reduce_batch_size_fn=minus_ten)(train)()
+        found = find_executable_batch_size(
+            starting_batch_size=40, reduce_batch_size_fn=minus_ten
+        )(train)()
     else:
         found = find_executable_batch_size(train, 40, minus_ten)()
     assert found == 10
@@ -61,14 +64,18 @@ def test_a_custom_reduction_is_honoured_in_both_forms(with_parentheses: bool) ->
 def test_a_reduction_that_counts_by_itself_is_called_without_arguments() -> None:
     seen: list[int] = []
     sizes = iter((30, 25, 15))
-    found = find_executable_batch_size(lambda size: fits_below(20, seen, size), 40, lambda: next(sizes))()
+    found = find_executable_batch_size(
+        lambda size: fits_below(20, seen, size), 40, lambda: next(sizes)
+    )()
     assert (found, seen) == (15, [40, 30, 25, 15])
 
 
 def test_the_global_batch_is_kept_by_more_accumulation() -> None:
     stand, seen = Stand(steps=2), list[int]()
 
-    @find_executable_batch_size(starting_batch_size=24, accelerator=stand, keep_global_batch=True)
+    @find_executable_batch_size(
+        starting_batch_size=24, accelerator=stand, keep_global_batch=True
+    )
     def train(batch_size: int) -> int:
         assert batch_size * stand.gradient_accumulation_steps == 48
         return fits_below(7, seen, batch_size)
@@ -90,9 +97,13 @@ def test_what_cannot_be_searched_is_said() -> None:
             keep_global_batch=True,
         )()
     with pytest.raises(ConfigError, match="not smaller"):
-        find_executable_batch_size(lambda batch_size: fits_below(0, [], batch_size), 10, lambda size: size)()
+        find_executable_batch_size(
+            lambda batch_size: fits_below(0, [], batch_size), 10, lambda size: size
+        )()
     with pytest.raises(StepError, match="ran out of memory at every batch size from 4"):
-        find_executable_batch_size(lambda batch_size: fits_below(0, [], batch_size), 4)()
+        find_executable_batch_size(
+            lambda batch_size: fits_below(0, [], batch_size), 4
+        )()
     with pytest.raises(TypeError, match="Leave it out of the call"):
         find_executable_batch_size(lambda batch_size: None)(16)  # type: ignore[call-arg]
 
@@ -104,11 +115,15 @@ def test_other_errors_pass_through_and_memory_errors_are_known() -> None:
 
     with pytest.raises(ValueError, match="a bug"):
         train()
-    assert should_reduce_batch_size(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+    assert should_reduce_batch_size(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+    )
     assert not should_reduce_batch_size(RuntimeError("shapes do not match"))
 
 
-def test_memory_of_the_failed_attempt_is_free_before_the_next(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_of_the_failed_attempt_is_free_before_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     alive: list[int] = []
 
     class Big:

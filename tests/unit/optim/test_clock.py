@@ -13,7 +13,9 @@ from hasten.optim.clock import LoaderCursor, StepClock
 from hasten.optim.window import divided
 
 
-def weighed(clock: StepClock, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
+def weighed(
+    clock: StepClock, loss: Tensor, weight: float | Tensor | None = None
+) -> Tensor:
     """What is backpropagated of a loss."""
     return divided(*clock.weigh(loss, weight))
 
@@ -39,7 +41,9 @@ def epoch(clock: StepClock, length: int) -> list[bool]:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 12])
-def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(every: int, length: int) -> None:
+def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(
+    every: int, length: int
+) -> None:
     clock = StepClock(every)
     cursor = LoaderCursor()
     for _ in range(3):
@@ -53,8 +57,12 @@ def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(every: int, len
                 losses.append(batch + 1)
                 if boundary:
                     factor = clock.correction()
-                    assert clock.pending == (factor is not None) == (len(losses) != every)
-                    assert total * (1 if factor is None else float(factor)) == pytest.approx(sum(losses) / len(losses))
+                    assert (
+                        clock.pending == (factor is not None) == (len(losses) != every)
+                    )
+                    assert total * (
+                        1 if factor is None else float(factor)
+                    ) == pytest.approx(sum(losses) / len(losses))
                     clock.used()
                     total, losses = 0.0, []
         assert not losses, "the last window of the epoch was flushed"
@@ -72,7 +80,14 @@ def test_other_models_inside_a_window_are_refused() -> None:
 
 def test_without_the_loader_windows_run_over_the_end_of_an_epoch() -> None:
     clock = StepClock(4, sync_with_dataloader=False)
-    assert epoch(clock, 3) + epoch(clock, 3) == [False, False, False, True, False, False]
+    assert epoch(clock, 3) + epoch(clock, 3) == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_the_innermost_loader_is_active_and_leaves_on_errors_and_out_of_order() -> None:
@@ -91,7 +106,9 @@ def test_the_innermost_loader_is_active_and_leaves_on_errors_and_out_of_order() 
     assert active(clock) is None
 
 
-def test_a_break_keeps_the_open_window_and_evaluation_inside_training_does_not_flush_it() -> None:
+def test_a_break_keeps_the_open_window_and_evaluation_inside_training_does_not_flush_it() -> (
+    None
+):
     clock = StepClock(4)
     train, evaluation = LoaderCursor(), LoaderCursor(at_end=True)
     with clock.watching(train):
@@ -277,7 +294,9 @@ def test_an_interrupted_micro_step_is_taken_back(weight: int | None) -> None:
 
 
 @pytest.mark.parametrize("weight", [None, 2])
-def test_gradients_cleared_after_an_interruption_are_missing(weight: int | None) -> None:
+def test_gradients_cleared_after_an_interruption_are_missing(
+    weight: int | None,
+) -> None:
     clock = StepClock(2)
     clock.tick()
     weighed(clock, torch.tensor(1.0), weight)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from hasten.optim.window import backpropagate
 
 
-def model_and_loss(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[nn.Module, Tensor]:
+def model_and_loss(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[nn.Module, Tensor]:
     """A model and its loss; the same every time."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
@@ -20,9 +22,13 @@ def grads(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_gradients_are_those_of_the_divided_loss(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_gradients_are_those_of_the_divided_loss(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     for parts in (1, 2, 3, 4, 5, 6, 7, 10, 11, 13, 48, 49, 100, 127, 1000):
         plain, loss = model_and_loss(dtype, shape)
         torch.autograd.backward(loss / parts)

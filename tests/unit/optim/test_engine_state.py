@@ -10,12 +10,18 @@ from hasten.optim.engine import put_where_used
 META = torch.device("meta")
 
 
-@pytest.mark.parametrize(("options", "kind"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")])
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")],
+)
 def test_step_counts_are_on_the_host_but_for_kernels_that_read_them_on_the_device(
     options: dict[str, bool], kind: str
 ) -> None:
     assert put_where_used("step", torch.tensor(3.0), options, META).device.type == kind
-    assert put_where_used("exp_avg_sq_row", torch.ones(3), options, META).device.type == "meta"
+    assert (
+        put_where_used("exp_avg_sq_row", torch.ones(3), options, META).device.type
+        == "meta"
+    )
 
 
 def test_a_loaded_value_is_a_copy_and_numbers_stay_numbers() -> None:

@@ -33,22 +33,37 @@ def toy() -> nn.Module:
 
 def batches(count: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(4, 6, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(count)]
+    return [
+        (
+            torch.randn(4, 6, generator=generator),
+            torch.randint(3, (4,), generator=generator),
+        )
+        for _ in range(count)
+    ]
 
 
 class Loop:
     """A hand-made accelerator: just the collaborators of this room."""
 
-    def __init__(self, every: int = 1, precision: str = "no", make: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        every: int = 1,
+        precision: str = "no",
+        make: Callable[..., Any] | None = None,
+    ) -> None:
         self.model = toy()
         self.clock = StepClock(every)
         in_flight = functools.partial(getattr, self.clock, "in_flight")
         self.precision: Precision = build_precision(precision, CPU, in_flight=in_flight)  # type: ignore[arg-type]
         self.precision.convert(self.model)
-        inner = (make or functools.partial(torch.optim.AdamW, lr=0.05))(self.model.parameters())
+        inner = (make or functools.partial(torch.optim.AdamW, lr=0.05))(
+            self.model.parameters()
+        )
         self.optimizer = PreparedOptimizer(inner, self.clock, self.precision)
 
-    def batches(self, data: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, data: list[tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         cursor = LoaderCursor()
         with self.clock.watching(cursor):
             for index, batch in enumerate(data):
@@ -56,7 +71,9 @@ class Loop:
                 yield batch
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
-        torch.autograd.backward(self.precision.scale(divided(*self.clock.weigh(loss, weight))))
+        torch.autograd.backward(
+            self.precision.scale(divided(*self.clock.weigh(loss, weight)))
+        )
 
     def clip(self, max_norm: float) -> Tensor | None:
         if not self.clock.boundary:
@@ -66,14 +83,19 @@ class Loop:
         return clip_norm(parameters, max_norm)
 
 
-def plain(data: list[tuple[Tensor, Tensor]], every: int, epochs: int, max_norm: float | None) -> nn.Module:
+def plain(
+    data: list[tuple[Tensor, Tensor]], every: int, epochs: int, max_norm: float | None
+) -> nn.Module:
     """Big batches by hand: each window as one batch."""
     model = toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = lr_scheduler.StepLR(optimizer, 2, 0.5)
     for _ in range(epochs):
         for start in range(0, len(data), every):
-            x, y = (torch.cat(parts) for parts in zip(*data[start : start + every], strict=True))
+            x, y = (
+                torch.cat(parts)
+                for parts in zip(*data[start : start + every], strict=True)
+            )
             torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
             if max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -87,10 +109,14 @@ def plain(data: list[tuple[Tensor, Tensor]], every: int, epochs: int, max_norm: 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_windows_equal_big_batches(every: int, max_norm: float | None, weighted: bool, clear_first: bool) -> None:
+def test_windows_equal_big_batches(
+    every: int, max_norm: float | None, weighted: bool, clear_first: bool
+) -> None:
     data = batches(7)
     loop = Loop(every)
-    schedule = PreparedScheduler(lr_scheduler.StepLR(loop.optimizer.optimizer, 2, 0.5), loop.optimizer)
+    schedule = PreparedScheduler(
+        lr_scheduler.StepLR(loop.optimizer.optimizer, 2, 0.5), loop.optimizer
+    )
     for _ in range(3):
         for x, y in loop.batches(data):
             loop.clock.tick((0,))
@@ -104,7 +130,11 @@ def test_windows_equal_big_batches(every: int, max_norm: float | None, weighted:
             schedule.step()
             if not clear_first:
                 loop.optimizer.zero_grad()
-    for ours, theirs in zip(loop.model.parameters(), plain(data, every, 3, max_norm).parameters(), strict=True):
+    for ours, theirs in zip(
+        loop.model.parameters(),
+        plain(data, every, 3, max_norm).parameters(),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
@@ -149,7 +179,8 @@ def test_it_is_the_inner_optimizer_in_everything_but_timing() -> None:
     assert twin.optimizer is not inner
     assert isinstance(pickle.loads(pickle.dumps(inner)), torch.optim.AdamW)
     assert "AdamW" in repr(optimizer)
-    schedule = lr_scheduler.LambdaLR(optimizer, lambda _: 0.1)  # a scheduler made from the prepared optimizer
+    # a scheduler made from the prepared optimizer
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda _: 0.1)
     assert inner.param_groups[0]["lr"] == pytest.approx(0.05)
     optimizer.step()
     schedule.step()
@@ -208,7 +239,9 @@ SCHEDULES: list[Callable[[torch.optim.Optimizer], Any]] = [
     lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
     lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
+        o,
+        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[2],
     ),
     lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
 ]
@@ -220,7 +253,9 @@ def test_schedules_follow_updates(index: int) -> None:
     loop = Loop(every=3)
     theirs = torch.optim.AdamW(toy().parameters(), lr=0.05)
     expected_schedule = SCHEDULES[index](theirs)
-    schedule = PreparedScheduler(SCHEDULES[index](loop.optimizer.optimizer), loop.optimizer)
+    schedule = PreparedScheduler(
+        SCHEDULES[index](loop.optimizer.optimizer), loop.optimizer
+    )
     assert isinstance(schedule, lr_scheduler.LRScheduler)
     ours, expected = [], []
     for _ in range(2):
@@ -242,7 +277,10 @@ def test_schedules_follow_updates(index: int) -> None:
 def test_plateau_and_epoch_schedules_and_plain_ones() -> None:
     loop = Loop()
     plateau = PreparedScheduler(
-        lr_scheduler.ReduceLROnPlateau(loop.optimizer.optimizer, factor=0.5, patience=0), loop.optimizer
+        lr_scheduler.ReduceLROnPlateau(
+            loop.optimizer.optimizer, factor=0.5, patience=0
+        ),
+        loop.optimizer,
     )
     x, y = batches(1)[0]
     for _ in range(3):
@@ -253,7 +291,11 @@ def test_plateau_and_epoch_schedules_and_plain_ones() -> None:
         plateau.step(1.0)
         plateau.step(1.0)  # no update since: does not count
     assert plateau.get_last_lr() == [0.05 / 4]
-    free = PreparedScheduler(lr_scheduler.StepLR(loop.optimizer.optimizer, 1, 0.5), loop.optimizer, follow=False)
+    free = PreparedScheduler(
+        lr_scheduler.StepLR(loop.optimizer.optimizer, 1, 0.5),
+        loop.optimizer,
+        follow=False,
+    )
     loop.optimizer.step()
     free.step()
     free.step()
@@ -264,19 +306,26 @@ def test_plateau_and_epoch_schedules_and_plain_ones() -> None:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_before_the_first_attempt_a_schedule_can_be_wound_forward() -> None:
     loop = Loop()
-    schedule = PreparedScheduler(lr_scheduler.StepLR(loop.optimizer.optimizer, 1, 0.5), loop.optimizer)
+    schedule = PreparedScheduler(
+        lr_scheduler.StepLR(loop.optimizer.optimizer, 1, 0.5), loop.optimizer
+    )
     schedule.step()
     assert schedule.last_epoch == 1
 
 
 def outcome(optimizer: PreparedOptimizer) -> tuple[bool, float | None]:
     """Whether the latest step was skipped, and the scale it was tried at."""
-    return optimizer.step_was_skipped, None if optimizer.last is None else optimizer.last.scale
+    return (
+        optimizer.step_was_skipped,
+        None if optimizer.last is None else optimizer.last.scale,
+    )
 
 
 def test_fp16_overflow_is_a_result_and_holds_the_schedule() -> None:
     loop = Loop(precision="fp16", make=functools.partial(torch.optim.SGD, lr=0.1))
-    schedule = PreparedScheduler(lr_scheduler.StepLR(loop.optimizer.optimizer, 1, 0.5), loop.optimizer)
+    schedule = PreparedScheduler(
+        lr_scheduler.StepLR(loop.optimizer.optimizer, 1, 0.5), loop.optimizer
+    )
     before = [p.clone() for p in loop.model.parameters()]
     x, y = batches(1)[0]
     loop.backward(nn.functional.cross_entropy(loop.model(x), y) * float("inf"))
@@ -285,14 +334,18 @@ def test_fp16_overflow_is_a_result_and_holds_the_schedule() -> None:
     loop.optimizer.zero_grad()
     assert outcome(loop.optimizer) == (True, 65536.0)
     assert schedule.last_epoch == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True)
+    )
     loop.backward(nn.functional.cross_entropy(loop.model(x), y))
     loop.clip(1e9)
     loop.optimizer.step()
     schedule.step()
     assert outcome(loop.optimizer) == (False, 32768.0)
     assert schedule.last_epoch == 1
-    assert all(p.grad is not None and p.grad.abs().max() < 10 for p in loop.model.parameters()), "unscaled once"
+    assert all(
+        p.grad is not None and p.grad.abs().max() < 10 for p in loop.model.parameters()
+    ), "unscaled once"
 
 
 def test_fp16_trains_like_torch_with_a_scaler() -> None:
@@ -300,7 +353,9 @@ def test_fp16_trains_like_torch_with_a_scaler() -> None:
     loop = Loop(precision="fp16")
     model = toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", **{k: getattr(GradScalerKwargs(), k) for k in ("init_scale",)})
+    scaler = torch.amp.GradScaler(
+        "cpu", **{k: getattr(GradScalerKwargs(), k) for k in ("init_scale",)}
+    )
     for number in range(20):
         x, y = data[number % 5]
         boom = float("inf") if number in (3, 11) else 1.0
@@ -327,9 +382,13 @@ def test_two_losses_scaled_together_are_unscaled_together() -> None:
     """The scale does not move between two optimizers whose losses went backward under the same one."""
     loop = Loop(precision="fp16", make=functools.partial(torch.optim.SGD, lr=0.1))
     other = nn.Linear(6, 3)
-    second = PreparedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), loop.clock, loop.precision)
+    second = PreparedOptimizer(
+        torch.optim.SGD(other.parameters(), lr=0.1), loop.clock, loop.precision
+    )
     x, y = batches(1)[0]
-    expected = torch.autograd.grad(nn.functional.cross_entropy(other(x), y), other.weight)[0]
+    expected = torch.autograd.grad(
+        nn.functional.cross_entropy(other(x), y), other.weight
+    )[0]
     loop.backward(nn.functional.cross_entropy(loop.model(x), y) * float("inf"))
     loop.backward(nn.functional.cross_entropy(other(x), y))
     loop.optimizer.step()

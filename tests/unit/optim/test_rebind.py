@@ -39,7 +39,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 def in_groups(model: nn.Module) -> list[dict[str, Any]]:
     biases = [p for n, p in model.named_parameters() if "bias" in n]
-    return [{"params": biases, "lr": 0.1}, {"params": [p for n, p in model.named_parameters() if "bias" not in n]}]
+    return [
+        {"params": biases, "lr": 0.1},
+        {"params": [p for n, p in model.named_parameters() if "bias" not in n]},
+    ]
 
 
 MAKERS: list[Callable[[nn.Module], torch.optim.Optimizer]] = [
@@ -62,7 +65,9 @@ def test_a_bound_optimizer_goes_on(index: int, steps_before: int) -> None:
     fresh = copy.deepcopy(model)
     record.bind(optimizer, [fresh])
     mine = {id(p) for p in fresh.parameters()}
-    assert all(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+    assert all(
+        id(p) in mine for group in optimizer.param_groups for p in group["params"]
+    )
     assert all(id(p) in mine for p in optimizer.state)
     train(fresh, optimizer, 3)
     train(*reference, 3)
@@ -72,7 +77,9 @@ def test_a_bound_optimizer_goes_on(index: int, steps_before: int) -> None:
 
 def test_one_optimizer_over_two_models_and_compiled_names() -> None:
     models: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 3)]
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for model in models for p in model.parameters()], lr=0.1
+    )
     record = OptimizerRecord.write(optimizer, models)
     assert record.groups == (("0.weight", "0.bias", "1.weight", "1.bias"),)
     wrapped: Any = torch.compile(copy.deepcopy(models[0]), backend="eager")
@@ -91,11 +98,18 @@ def test_lbfgs_keeps_its_second_list_in_step() -> None:
 
 def test_parameters_of_strangers_are_named() -> None:
     model, stranger = nn.Linear(2, 2), nn.Linear(3, 5)
-    optimizer = torch.optim.SGD([*model.named_parameters(), ("other.weight", stranger.weight)], lr=0.1)
-    with pytest.raises(PrepareError, match=r"'other.weight' \(group 0, parameter 2, shape \(5, 3\)\)"):
+    optimizer = torch.optim.SGD(
+        [*model.named_parameters(), ("other.weight", stranger.weight)], lr=0.1
+    )
+    with pytest.raises(
+        PrepareError, match=r"'other.weight' \(group 0, parameter 2, shape \(5, 3\)\)"
+    ):
         OptimizerRecord.write(optimizer, [model])
     nameless = torch.optim.SGD(stranger.parameters(), lr=0.1)
-    with pytest.raises(PrepareError, match=r"group 0, parameter 0, shape \(5, 3\).*Pass their model to prepare"):
+    with pytest.raises(
+        PrepareError,
+        match=r"group 0, parameter 0, shape \(5, 3\).*Pass their model to prepare",
+    ):
         OptimizerRecord.write(nameless, [model])
 
 
@@ -103,5 +117,7 @@ def test_a_parameter_that_is_gone_is_named() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = OptimizerRecord.write(optimizer, [model])
-    with pytest.raises(PrepareError, match=r"'0.bias', which the prepared model no longer has"):
+    with pytest.raises(
+        PrepareError, match=r"'0.bias', which the prepared model no longer has"
+    ):
         record.bind(optimizer, [nn.Linear(2, 2, bias=False)])

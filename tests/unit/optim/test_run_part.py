@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from hasten import Accelerator
 from hasten.errors import StepError
 from hasten.optim.loader_progress import LoaderCursor
-from hasten.optim.run_part import EVENTS, RunPart, RunParts, in_every_run, parts_of_every_run
+from hasten.optim.run_part import (
+    EVENTS,
+    RunPart,
+    RunParts,
+    in_every_run,
+    parts_of_every_run,
+)
 from hasten.optim.window import Holder
 
 
@@ -111,7 +117,17 @@ def test_a_loop_calls_its_parts_in_order() -> None:
     accelerator.end_training()
     step = ["batch_ready", "backward", "loss", "backward_done"]
     update = ["gradients", "before_update", "applied"]
-    assert recorder.events == ["built", "pass_begins", *step, "batch", *step, *update, "batch", "pass_ends", "end"]
+    assert recorder.events == [
+        "built",
+        "pass_begins",
+        *step,
+        "batch",
+        *step,
+        *update,
+        "batch",
+        "pass_ends",
+        "end",
+    ]
 
 
 def test_a_part_that_changes_gradients_may_skip_the_update() -> None:

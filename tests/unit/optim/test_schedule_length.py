@@ -26,19 +26,34 @@ def closure(optimizer: torch.optim.Optimizer, num_training_steps: int) -> Lambda
 
 
 def warmed(optimizer: torch.optim.Optimizer) -> torch_schedules.SequentialLR:
-    parts = [torch_schedules.LinearLR(optimizer, 0.1, 1.0, 4), torch_schedules.CosineAnnealingLR(optimizer, 36)]
+    parts = [
+        torch_schedules.LinearLR(optimizer, 0.1, 1.0, 4),
+        torch_schedules.CosineAnnealingLR(optimizer, 36),
+    ]
     return torch_schedules.SequentialLR(optimizer, parts, [4])
 
 
 MADE: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
-    "OneCycleLR": (lambda o: torch_schedules.OneCycleLR(o, 0.1, steps_per_epoch=20, epochs=2), 40),
+    "OneCycleLR": (
+        lambda o: torch_schedules.OneCycleLR(o, 0.1, steps_per_epoch=20, epochs=2),
+        40,
+    ),
     "CosineAnnealingLR": (lambda o: torch_schedules.CosineAnnealingLR(o, 40), 40),
     "PolynomialLR": (lambda o: torch_schedules.PolynomialLR(o, 40), 40),
     "LinearLR": (lambda o: torch_schedules.LinearLR(o, 1.0, 0.0, total_iters=40), 40),
-    "LinearLR that warms up": (lambda o: torch_schedules.LinearLR(o, 0.1, 1.0, total_iters=40), None),
+    "LinearLR that warms up": (
+        lambda o: torch_schedules.LinearLR(o, 0.1, 1.0, total_iters=40),
+        None,
+    ),
     "SequentialLR": (warmed, 40),
-    "linear of transformers": (lambda o: transformers.get_linear_schedule_with_warmup(o, 5, 40), 40),
-    "cosine of transformers": (lambda o: transformers.get_cosine_schedule_with_warmup(o, 5, 40), 40),
+    "linear of transformers": (
+        lambda o: transformers.get_linear_schedule_with_warmup(o, 5, 40),
+        40,
+    ),
+    "cosine of transformers": (
+        lambda o: transformers.get_cosine_schedule_with_warmup(o, 5, 40),
+        40,
+    ),
     "a closure": (lambda o: closure(o, 40), 40),
     "StepLR": (lambda o: torch_schedules.StepLR(o, 40), None),
     "LambdaLR": (lambda o: LambdaLR(o, lambda step: 1.0), None),
@@ -58,20 +73,44 @@ def test_whole_epochs_of_batches_are_reported() -> None:
             for epochs in range(1, 5):
                 for total in {whole * epochs, whole * epochs // every or 1}:
                     length = LoopLength(whole, -(-whole // 2), 2, every)
-                    said = explain_wrong_length(torch_schedules.CosineAnnealingLR(sgd(), total), length)
-                    is_right = any(total == length.num_updates(number) for number in range(1, 5))
-                    is_near = total < 1.5 * length.num_updates(epochs) and length.num_updates(epochs) < 1.5 * total
-                    assert said is not None or is_right or is_near, (every, whole, epochs)
+                    said = explain_wrong_length(
+                        torch_schedules.CosineAnnealingLR(sgd(), total), length
+                    )
+                    is_right = any(
+                        total == length.num_updates(number) for number in range(1, 5)
+                    )
+                    is_near = (
+                        total < 1.5 * length.num_updates(epochs)
+                        and length.num_updates(epochs) < 1.5 * total
+                    )
+                    assert said is not None or is_right or is_near, (
+                        every,
+                        whole,
+                        epochs,
+                    )
 
 
 def test_right_lengths_are_not() -> None:
     schedule = torch_schedules.CosineAnnealingLR(sgd(), 30)
-    assert explain_wrong_length(schedule, LoopLength(20, 10, 2, 1)) is None, "three epochs of the divided loader"
-    assert explain_wrong_length(schedule, LoopLength(10, 10, 2, 1)) is None, "split_batches: as many batches as before"
-    assert explain_wrong_length(schedule, LoopLength(10, 10, 1, 1)) is None, "one process"
+    assert explain_wrong_length(schedule, LoopLength(20, 10, 2, 1)) is None, (
+        "three epochs of the divided loader"
+    )
+    assert explain_wrong_length(schedule, LoopLength(10, 10, 2, 1)) is None, (
+        "split_batches: as many batches as before"
+    )
+    assert explain_wrong_length(schedule, LoopLength(10, 10, 1, 1)) is None, (
+        "one process"
+    )
     eight_steps = torch_schedules.CosineAnnealingLR(sgd(), 8)
-    assert explain_wrong_length(eight_steps, LoopLength(5, 5, 1, 2)) is None, "three epochs but for their short windows"
-    assert explain_wrong_length(torch_schedules.StepLR(sgd(), 20), LoopLength(20, 10, 2, 1)) is None, "no end"
+    assert explain_wrong_length(eight_steps, LoopLength(5, 5, 1, 2)) is None, (
+        "three epochs but for their short windows"
+    )
+    assert (
+        explain_wrong_length(
+            torch_schedules.StepLR(sgd(), 20), LoopLength(20, 10, 2, 1)
+        )
+        is None
+    ), "no end"
 
 
 def test_an_open_window_goes_over_the_end_of_an_epoch() -> None:

@@ -18,13 +18,16 @@ def gradient(dtype: torch.dtype, kind: Any) -> Tensor:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(COUNTS))
     net = nn.Linear(5, 1).to(dtype)
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1)
+    )
     for number, count in enumerate(COUNTS):
         x = torch.linspace(number, number + 1, 5, dtype=dtype)
         with accelerator.accumulate(model):
             accelerator.backward(model(x).pow(2).sum(), weight=kind(count))
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1e9)  # settles the window's gradients
+                # settles the window's gradients
+                accelerator.clip_grad_norm_(model.parameters(), 1e9)
                 assert net.weight.grad is not None
                 return net.weight.grad.clone()
             optimizer.step()
@@ -65,5 +68,6 @@ def test_a_float64_model_keeps_its_digits(kind: Any) -> None:
 def test_losses_of_other_types_stay_what_they_are(dtype: torch.dtype) -> None:
     found = gradient(dtype, torch.tensor)
     assert found.dtype == dtype
-    near = 0.0 if dtype is torch.float32 else 1e-2  # a product with a number is rounded to bfloat16 once more
+    # a product with a number is rounded to bfloat16 once more
+    near = 0.0 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(found, gradient(dtype, int), rtol=near, atol=0)

@@ -20,7 +20,10 @@ from hasten.precision.build import build_precision, supported_half_precisions
 from hasten.precision.scaler import LossScaler
 
 CPU = torch.device("cpu")
-HALF: list[tuple[PrecisionType, torch.dtype]] = [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+HALF: list[tuple[PrecisionType, torch.dtype]] = [
+    ("bf16", torch.bfloat16),
+    ("fp16", torch.float16),
+]
 Pair = namedtuple("Pair", ["logits", "label"])
 
 
@@ -62,7 +65,9 @@ def make(spec: PrecisionType, **options: Any) -> Precision:
 
 @pytest.mark.parametrize(("spec", "dtype"), HALF)
 @pytest.mark.parametrize("shape", ["tensor", "dict", "named", "dataclass"])
-def test_compute_is_half_and_outputs_are_float(spec: PrecisionType, dtype: torch.dtype, shape: str) -> None:
+def test_compute_is_half_and_outputs_are_float(
+    spec: PrecisionType, dtype: torch.dtype, shape: str
+) -> None:
     model, x = Model(shape), torch.randn(2, 4)
     precision = make(spec)
     assert precision.convert(model) is model
@@ -91,7 +96,9 @@ def test_compute_is_half_and_outputs_are_float(spec: PrecisionType, dtype: torch
 
 
 @pytest.mark.parametrize(("spec", "dtype"), HALF)
-def test_it_computes_what_torch_computes(spec: PrecisionType, dtype: torch.dtype) -> None:
+def test_it_computes_what_torch_computes(
+    spec: PrecisionType, dtype: torch.dtype
+) -> None:
     model, x = Model(), torch.randn(2, 4)
     with torch.autocast("cpu", dtype):
         expected = model(x).float()
@@ -150,7 +157,9 @@ def test_a_copied_model_is_autocast_with_its_own_weights() -> None:
 
 
 def test_fp16_refuses_weights_it_cannot_protect() -> None:
-    with pytest.raises(PrecisionError, match=r"'layer.weight' and 1 more is float16.*model.float\(\)"):
+    with pytest.raises(
+        PrecisionError, match=r"'layer.weight' and 1 more is float16.*model.float\(\)"
+    ):
         make("fp16").convert(Model().half())
     frozen = Model().half().requires_grad_(False)
     make("fp16").convert(frozen)
@@ -158,13 +167,20 @@ def test_fp16_refuses_weights_it_cannot_protect() -> None:
 
 def test_what_a_device_cannot_do_is_said() -> None:
     assert supported_half_precisions(CPU) == ["bf16", "fp16"]
-    with pytest.raises(PrecisionError, match=r"mixed_precision='fp16' cannot run on hpu.*'no'"):
+    with pytest.raises(
+        PrecisionError, match=r"mixed_precision='fp16' cannot run on hpu.*'no'"
+    ):
         build_precision("fp16", torch.device("hpu"))
     with pytest.raises(PrecisionError, match="cannot run on a mps device"):
         build_precision("fp8", torch.device("mps"))
 
 
-def step(precision: Precision, optimizer: torch.optim.Optimizer, weight: Tensor, gradient: float) -> bool:
+def step(
+    precision: Precision,
+    optimizer: torch.optim.Optimizer,
+    weight: Tensor,
+    gradient: float,
+) -> bool:
     torch.autograd.backward(precision.scale((weight * gradient).sum()))
     result = precision.step(optimizer)
     optimizer.zero_grad()
@@ -172,7 +188,9 @@ def step(precision: Precision, optimizer: torch.optim.Optimizer, weight: Tensor,
 
 
 def test_the_scale_falls_grows_and_resumes() -> None:
-    settings = GradScalerKwargs(init_scale=8.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
+    settings = GradScalerKwargs(
+        init_scale=8.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25
+    )
     precision = build_precision("fp16", CPU, scaler=settings)
     assert isinstance(precision, AutocastPrecision)
     weight = nn.Parameter(torch.ones(1))
@@ -186,7 +204,11 @@ def test_the_scale_falls_grows_and_resumes() -> None:
     other = build_precision("fp16", CPU, scaler=settings)
     other.load_state_dict(precision.state_dict())
     assert step(other, optimizer, weight, 1.0)
-    assert other.state_dict() == {**precision.state_dict(), "scale": 8.0, "_growth_tracker": 0}
+    assert other.state_dict() == {
+        **precision.state_dict(),
+        "scale": 8.0,
+        "_growth_tracker": 0,
+    }
 
 
 def test_unscaling_twice_divides_once_and_absent_gradients_are_no_overflow() -> None:
@@ -214,7 +236,9 @@ def test_a_disabled_scaler_steps_aside() -> None:
 def test_the_scale_waits_for_gradients_in_flight() -> None:
     waiting = 2
     scaler = LossScaler(CPU, GradScalerKwargs(init_scale=8.0))
-    precision = AutocastPrecision("fp16", CPU, torch.float16, AutocastKwargs(), scaler, lambda: waiting)
+    precision = AutocastPrecision(
+        "fp16", CPU, torch.float16, AutocastKwargs(), scaler, lambda: waiting
+    )
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     step(precision, optimizer, weight, float("inf"))
@@ -244,6 +268,8 @@ def test_the_step_of_half_weights_is_an_error_where_they_were_taken() -> None:
         precision.convert(model)
     precision.takes_half_weights = True
     optimizer = torch.optim.SGD(precision.convert(model).parameters(), lr=0.1)
-    torch.autograd.backward(precision.scale(model(torch.ones(1, 2, dtype=torch.float16)).sum()))
+    torch.autograd.backward(
+        precision.scale(model(torch.ones(1, 2, dtype=torch.float16)).sum())
+    )
     with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\."):
         precision.step(optimizer)

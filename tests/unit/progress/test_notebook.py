@@ -30,11 +30,18 @@ def test_a_cell_shows_one_output_that_is_updated(tmp_path: Path) -> None:
     for package in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(package)
     done = subprocess.run(
-        [sys.executable, "-c", CLIENT, CELL], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", CLIENT, CELL],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     outputs = json.loads(done.stdout.splitlines()[-1])
-    shown = [output["data"] for output in outputs if output["output_type"] == "display_data"]
+    shown = [
+        output["data"] for output in outputs if output["output_type"] == "display_data"
+    ]
     assert len(shown) == 1
     assert shown[0]["text/plain"].startswith("train 5/5 100% | loss 0.5")
     assert '<progress value="5" max="5">' in shown[0]["text/html"]
@@ -65,6 +72,8 @@ def test_the_processes_of_a_cell_write_lines(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     outputs = json.loads(done.stdout.splitlines()[-1])
-    text = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    text = "".join(
+        output["text"] for output in outputs if output["output_type"] == "stream"
+    )
     assert "train 5/5 100%" in text
     assert "\x1b" not in text, "no codes that move a cursor"

@@ -56,12 +56,17 @@ class Sheet:
 
 def batches(num: int, rows: int = 4) -> Iterator[dict[str, torch.Tensor]]:
     for _ in range(num):
-        yield {"input_ids": torch.zeros(rows, 16, dtype=torch.long), "labels": torch.zeros(rows)}
+        yield {
+            "input_ids": torch.zeros(rows, 16, dtype=torch.long),
+            "labels": torch.zeros(rows),
+        }
 
 
 def test_every_item_passes_through_and_is_counted() -> None:
     sheet = Sheet()
-    bar = Progress(list(batches(5)), here=BarContext(display=sheet, replicas=2), desc="train")
+    bar = Progress(
+        list(batches(5)), here=BarContext(display=sheet, replicas=2), desc="train"
+    )
     assert len(bar) == 5
     for batch in bar:
         assert batch["labels"].shape == (4,)
@@ -69,7 +74,9 @@ def test_every_item_passes_through_and_is_counted() -> None:
     last = sheet.readings[-1]
     assert (last.step, last.total, last.desc) == (5, 5, "train")
     assert last.values == {"loss": 0.5, "phase": "warm"}
-    assert last.samples_per_s / last.steps_per_s == pytest.approx(8), "4 rows on each of 2 replicas"
+    assert last.samples_per_s / last.steps_per_s == pytest.approx(8), (
+        "4 rows on each of 2 replicas"
+    )
     assert last.tokens_per_s / last.steps_per_s == pytest.approx(128)
     assert sheet.closed == 1
 
@@ -137,7 +144,13 @@ def test_a_file_gets_plain_lines() -> None:
 
 def test_a_terminal_gets_one_bar_and_prints_stay_above() -> None:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
+    console = Console(
+        file=file,
+        force_terminal=True,
+        force_jupyter=False,
+        width=120,
+        _environ={"TERM": "xterm"},
+    )
     display = DisplayMaker(console, every_s=0.0)()
     assert isinstance(display, TerminalDisplay)
     bar = Progress(list(batches(3)), here=BarContext(display=display), desc="train")
@@ -153,10 +166,22 @@ def test_a_terminal_gets_one_bar_and_prints_stay_above() -> None:
 
 def test_bars_nest_in_a_terminal() -> None:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
-    outer = Progress(range(2), here=BarContext(display=TerminalDisplay(console, 0.0)), desc="epochs")
+    console = Console(
+        file=file,
+        force_terminal=True,
+        force_jupyter=False,
+        width=120,
+        _environ={"TERM": "xterm"},
+    )
+    outer = Progress(
+        range(2), here=BarContext(display=TerminalDisplay(console, 0.0)), desc="epochs"
+    )
     for _ in outer:
-        inner = Progress(range(2), here=BarContext(display=TerminalDisplay(console, 0.0)), desc="steps")
+        inner = Progress(
+            range(2),
+            here=BarContext(display=TerminalDisplay(console, 0.0)),
+            desc="steps",
+        )
         for _ in inner:
             pass
     assert "epochs" in file.getvalue()
@@ -173,12 +198,19 @@ def test_a_notebook_cell_is_updated_in_place() -> None:
     output = NotebookOutput()
     output._handle = Handle()
     for number in range(2):
-        bar = Progress(range(2), here=BarContext(display=NotebookDisplay(output, 0.0)), desc=f"<train> {number}")
+        bar = Progress(
+            range(2),
+            here=BarContext(display=NotebookDisplay(output, 0.0)),
+            desc=f"<train> {number}",
+        )
         for _ in bar:
             bar.show(loss=0.5)
     content = published[-1][0]
     lines = content["text/plain"].splitlines()
-    assert [line.startswith(f"<train> {number} 2/2 100% | loss 0.5") for number, line in enumerate(lines)] == [True] * 2
+    assert [
+        line.startswith(f"<train> {number} 2/2 100% | loss 0.5")
+        for number, line in enumerate(lines)
+    ] == [True] * 2
     assert '<progress value="2" max="2">' in content["text/html"]
     assert "&lt;train&gt;" in content["text/html"]
 
@@ -191,18 +223,22 @@ def test_rates_and_remaining_time_follow_the_window() -> None:
     assert reading.steps_per_s == pytest.approx(1.0)
     assert reading.samples_per_s == pytest.approx(10.0)
     assert reading.eta_s == pytest.approx(60.0)
-    meter.step = 80  # forty steps in one second: the window forgets the slow start soon, not at once
+    # forty steps in one second: the window forgets the slow start soon, not at once
+    meter.step = 80
     assert meter.read(41.0).steps_per_s > 2
 
 
 @pytest.mark.parametrize(
-    ("number", "shown"), [(0.5, "0.5"), (999, "999"), (1234, "1.23k"), (1234567, "1.23M"), (2.5e9, "2.5G")]
+    ("number", "shown"),
+    [(0.5, "0.5"), (999, "999"), (1234, "1.23k"), (1234567, "1.23M"), (2.5e9, "2.5G")],
 )
 def test_short_numbers(number: float, shown: str) -> None:
     assert text.short(number) == shown
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(None, "?"), (5, "0:05"), (65, "1:05"), (3661, "1:01:01")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(None, "?"), (5, "0:05"), (65, "1:05"), (3661, "1:01:01")]
+)
 def test_clock_times(seconds: float | None, shown: str) -> None:
     assert text.clock(seconds) == shown
 
@@ -229,7 +265,9 @@ def test_late_scalars_show_the_newest_value() -> None:
 def test_the_straggler_is_the_one_clearly_slower_rank() -> None:
     assert find_straggler({0: 0.010}) is None
     assert find_straggler({0: 0.010, 1: 0.011, 2: 0.012}) is None
-    assert find_straggler({0: 1e-5, 1: 9e-5}) is None, "ten times slower, but by less than a millisecond"
+    assert find_straggler({0: 1e-5, 1: 9e-5}) is None, (
+        "ten times slower, but by less than a millisecond"
+    )
     found = find_straggler({0: 0.010, 1: 0.030, 2: 0.011})
     assert found is not None
     assert found.rank == 1
@@ -278,11 +316,18 @@ def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
     assert not watch.tick(far, pulse), "not again before its time"
 
 
-def test_tqdm_is_silent_away_from_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pytest.importorskip("tqdm.auto").tqdm, "monitor_interval", 0)  # else its thread outlives us
+def test_tqdm_is_silent_away_from_the_main_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # else its thread outlives us
+    monkeypatch.setattr(pytest.importorskip("tqdm.auto").tqdm, "monitor_interval", 0)
     file = io.StringIO()
     assert list(
-        hasten.tqdm(range(3), file=file, topology=Topology(rank=1, world_size=2, local_rank=1, local_world_size=2))
+        hasten.tqdm(
+            range(3),
+            file=file,
+            topology=Topology(rank=1, world_size=2, local_rank=1, local_world_size=2),
+        )
     ) == [0, 1, 2]
     assert file.getvalue() == ""
     list(hasten.tqdm(range(3), file=file, topology=Topology()))
@@ -299,7 +344,9 @@ def test_the_accelerators_bar_needs_no_annotation() -> None:
         assert number.is_integer() is False  # a float, to the checker too
 
 
-def test_the_bars_of_an_accelerator_share_one_console(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bars_of_an_accelerator_share_one_console(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Inside each other they are drawn as one picture; each on a console of its own, they would overwrite each other."""
     consoles: list[Console] = []
 
@@ -315,12 +362,16 @@ def test_the_bars_of_an_accelerator_share_one_console(monkeypatch: pytest.Monkey
     assert consoles[0] is consoles[1]
 
 
-def test_the_short_loops_of_a_file_share_one_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_loops_of_a_file_share_one_line_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, file = [100.0], io.StringIO()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     make = DisplayMaker(Console(file=file))
     for epoch in range(12):
-        for _ in Progress(range(8), here=BarContext(display=make()), desc=f"epoch {epoch}"):
+        for _ in Progress(
+            range(8), here=BarContext(display=make()), desc=f"epoch {epoch}"
+        ):
             now[0] += 0.25
     lines = [line.split(" | ")[0] for line in file.getvalue().splitlines()]
     assert lines == ["epoch 0 8/8 100%", "epoch 5 8/8 100%", "epoch 10 8/8 100%"]
@@ -331,7 +382,9 @@ def test_a_short_batch_counts_its_samples_and_tokens() -> None:
     sheet, accelerator = Sheet(), hasten.Accelerator(cpu=True)
     rows: Any = [{"input_ids": torch.zeros(5, dtype=torch.long)}] * 30
     for settings in ({}, {"pad": "full"}):
-        loader = hasten.Accelerator(cpu=True, dataloader_config=settings).prepare(DataLoader(rows, batch_size=8))
+        loader = hasten.Accelerator(cpu=True, dataloader_config=settings).prepare(
+            DataLoader(rows, batch_size=8)
+        )
         bar = Progress[Any](loader, here=BarContext(display=sheet))
         for _ in bar:
             pass
@@ -341,11 +394,16 @@ def test_a_short_batch_counts_its_samples_and_tokens() -> None:
 
 def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
     notes = Board()
-    watch, pulse = StragglerWatch(notes, 0, 2, every_s=0.0), BackwardTimer(torch.device("cpu"))
+    watch, pulse = (
+        StragglerWatch(notes, 0, 2, every_s=0.0),
+        BackwardTimer(torch.device("cpu")),
+    )
     outer, inner = Sheet(), Sheet()
     notes.post("pace/1", "5.0")
     for _ in Progress(range(1), here=BarContext(display=outer, watch=watch)):
-        for _ in Progress(range(2), here=BarContext(display=inner, pulse=pulse, watch=watch)):
+        for _ in Progress(
+            range(2), here=BarContext(display=inner, pulse=pulse, watch=watch)
+        ):
             pulse.backward()
     assert inner.readings[-1].hint.startswith("rank 1 is slower than the others")
     assert outer.readings[-1].hint == ""
@@ -359,7 +417,13 @@ def test_a_loop_that_is_left_ends_with_the_process_in_peace() -> None:
             "next(steps), next(steps)",
         ]
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert "left" in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     assert "ignored" not in done.stderr
@@ -368,7 +432,9 @@ def test_a_loop_that_is_left_ends_with_the_process_in_peace() -> None:
 def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
     def prepared() -> tuple[hasten.Accelerator, Any]:
         accelerator = hasten.Accelerator(cpu=True)
-        return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(40.0)), batch_size=2))
+        return accelerator, accelerator.prepare(
+            DataLoader(TensorDataset(torch.arange(40.0)), batch_size=2)
+        )
 
     _, loader = prepared()
     for number, _ in enumerate(loader, 1):
@@ -378,11 +444,18 @@ def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
     resumed.load_state_dict(state)
     sheets = [Sheet(), Sheet()]
     for sheet in sheets:
-        assert sum(1 for _ in Progress(resumed, here=BarContext(display=sheet))) == 20 - 7 * (sheet is sheets[0])
+        assert sum(
+            1 for _ in Progress(resumed, here=BarContext(display=sheet))
+        ) == 20 - 7 * (sheet is sheets[0])
     first, second = (sheet.readings for sheet in sheets)
-    assert [(first[0].step, first[0].total), (first[-1].step, first[-1].total)] == [(8, 20), (20, 20)]
+    assert [(first[0].step, first[0].total), (first[-1].step, first[-1].total)] == [
+        (8, 20),
+        (20, 20),
+    ]
     assert (second[0].step, second[-1].step) == (1, 20)
-    assert first[-1].steps_per_s * first[-1].elapsed_s == pytest.approx(13), "rates are those of this run"
+    assert first[-1].steps_per_s * first[-1].elapsed_s == pytest.approx(13), (
+        "rates are those of this run"
+    )
 
 
 def test_steps_done_before_are_given_by_hand() -> None:
@@ -390,7 +463,9 @@ def test_steps_done_before_are_given_by_hand() -> None:
     with Progress[Any](here=BarContext(display=sheet), total=10, initial=4) as bar:
         bar.update()
     assert [reading.step for reading in sheet.readings] == [5, 5]
-    assert sheet.readings[-1].steps_per_s * sheet.readings[-1].elapsed_s == pytest.approx(1)
+    assert sheet.readings[-1].steps_per_s * sheet.readings[
+        -1
+    ].elapsed_s == pytest.approx(1)
 
 
 def test_forced_colour_makes_no_terminal_of_a_pipe() -> None:
@@ -400,7 +475,8 @@ def test_forced_colour_makes_no_terminal_of_a_pipe() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-color"},  # as a notebook's kernel has them
+        # as a notebook's kernel has them
+        env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-color"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -413,8 +489,16 @@ def test_forced_colour_makes_no_terminal_of_a_pipe() -> None:
 
 def test_notes_of_a_file_are_not_for_displays_in_place() -> None:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
-    with Progress[Any](here=BarContext(display=TerminalDisplay(console, 0.0)), total=2) as bar:
+    console = Console(
+        file=file,
+        force_terminal=True,
+        force_jupyter=False,
+        width=120,
+        _environ={"TERM": "xterm"},
+    )
+    with Progress[Any](
+        here=BarContext(display=TerminalDisplay(console, 0.0)), total=2
+    ) as bar:
         bar.note("[always]")
         bar.note("in files", unless_in_place=True)
     assert "[always]" in file.getvalue()

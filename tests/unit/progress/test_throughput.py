@@ -35,7 +35,10 @@ FORWARD = 2 * TOKENS * WIDTH * WIDTH
 class Net(nn.Module):
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.first, self.second = (
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,11 +58,19 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.number
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.full((TOKENS, WIDTH), float(index)), "labels": torch.zeros(TOKENS, dtype=torch.long)}
+        return {
+            "x": torch.full((TOKENS, WIDTH), float(index)),
+            "labels": torch.zeros(TOKENS, dtype=torch.long),
+        }
 
 
 def trained(
-    accelerator: Accelerator, net: nn.Module, batches: int = 8, batch_size: int = 2, wait_s: float = 0.0, **options: Any
+    accelerator: Accelerator,
+    net: nn.Module,
+    batches: int = 8,
+    batch_size: int = 2,
+    wait_s: float = 0.0,
+    **options: Any,
 ) -> Throughput:
     """Train on as many batches; returns the throughput."""
     net, optimizer, loader = accelerator.prepare(
@@ -101,7 +112,9 @@ def test_a_window_of_several_batches_is_one_update(every: int) -> None:
 
 
 def test_recomputed_activations_are_no_progress() -> None:
-    assert trained(Accelerator(cpu=True), Net(recompute=True)).flops == {"fp32": operations(2)}
+    assert trained(Accelerator(cpu=True), Net(recompute=True)).flops == {
+        "fp32": operations(2)
+    }
 
 
 def test_operations_are_divided_by_dtype() -> None:
@@ -111,31 +124,52 @@ def test_operations_are_divided_by_dtype() -> None:
 
 def test_rates_follow_the_clock_and_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100, 10_000, 2))  # an update every two seconds
-    monkeypatch.setattr("hasten.progress.throughput.time.perf_counter", lambda: next(now))
-    throughput = trained(Accelerator(cpu=True), Net(), peak_tflops=1e-9)  # 1000 operations a second
+    monkeypatch.setattr(
+        "hasten.progress.throughput.time.perf_counter", lambda: next(now)
+    )
+    # 1000 operations a second
+    throughput = trained(Accelerator(cpu=True), Net(), peak_tflops=1e-9)
     assert throughput.updates_per_second == 0.5
     assert throughput.tokens_per_second == 0.5 * 2 * TOKENS
     assert throughput.mfu == pytest.approx(operations(2) / 1000 / 2)
-    assert throughput.status() == {"tokens_per_second": throughput.tokens_per_second, "mfu": throughput.mfu}
+    assert throughput.status() == {
+        "tokens_per_second": throughput.tokens_per_second,
+        "mfu": throughput.mfu,
+    }
 
 
 def test_given_operations_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100, 10_000, 2))
-    monkeypatch.setattr("hasten.progress.throughput.time.perf_counter", lambda: next(now))
-    throughput = trained(Accelerator(cpu=True), Net(), peak_tflops=1e-9, flops_per_token=50.0)
+    monkeypatch.setattr(
+        "hasten.progress.throughput.time.perf_counter", lambda: next(now)
+    )
+    throughput = trained(
+        Accelerator(cpu=True), Net(), peak_tflops=1e-9, flops_per_token=50.0
+    )
     assert throughput.flops is None
     assert throughput.mfu == pytest.approx(50 * 5 / 1000)
 
 
 def test_tokens_are_counted_from_the_field_or_by_the_function_named() -> None:
-    assert trained(Accelerator(cpu=True), Net(), tokens="x").tokens_counted == 2 * TOKENS * WIDTH
-    assert trained(Accelerator(cpu=True), Net(), tokens=lambda batch: 7).tokens_counted == 7
-    with pytest.raises(ConfigError, match=r"tokens='words'.*does not have \(x, labels\).*give a function"):
+    assert (
+        trained(Accelerator(cpu=True), Net(), tokens="x").tokens_counted
+        == 2 * TOKENS * WIDTH
+    )
+    assert (
+        trained(Accelerator(cpu=True), Net(), tokens=lambda batch: 7).tokens_counted
+        == 7
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"tokens='words'.*does not have \(x, labels\).*give a function",
+    ):
         trained(Accelerator(cpu=True), Net(), tokens="words")
 
 
 def test_a_batch_without_tokens_has_an_mfu() -> None:
-    throughput = trained(Accelerator(cpu=True), Net(), tokens=lambda batch: 0, peak_tflops=1.0)
+    throughput = trained(
+        Accelerator(cpu=True), Net(), tokens=lambda batch: 0, peak_tflops=1.0
+    )
     assert throughput.tokens_per_second is None
     assert throughput.mfu is not None
     assert list(throughput.status()) == ["mfu"]
@@ -150,8 +184,12 @@ def test_an_unknown_peak_leaves_mfu_out() -> None:
 def test_several_optimizers_are_counted_together() -> None:
     accelerator = Accelerator(cpu=True)
     net = Net()
-    both = [torch.optim.SGD(part.parameters(), lr=1e-3) for part in (net.first, net.second)]
-    net, one, other, loader = accelerator.prepare(net, *both, DataLoader(Samples(12), batch_size=2))
+    both = [
+        torch.optim.SGD(part.parameters(), lr=1e-3) for part in (net.first, net.second)
+    ]
+    net, one, other, loader = accelerator.prepare(
+        net, *both, DataLoader(Samples(12), batch_size=2)
+    )
     throughput = accelerator.track_throughput()
     for batch in loader:
         accelerator.backward(net(batch["x"]).square().mean())
@@ -167,7 +205,10 @@ def test_an_evaluation_between_updates_is_not_counted() -> None:
     accelerator = Accelerator(cpu=True)
     net = Net()
     net, optimizer, loader, other = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=1e-3), DataLoader(Samples(8), batch_size=2), DataLoader(Samples(6))
+        net,
+        torch.optim.SGD(net.parameters(), lr=1e-3),
+        DataLoader(Samples(8), batch_size=2),
+        DataLoader(Samples(6)),
     )
     throughput = accelerator.track_throughput()
     for batch in loader:
@@ -192,11 +233,15 @@ def test_nothing_is_left_behind_however_short_the_loop() -> None:
     assert throughput not in accelerator._clock.parts.members
 
 
-def test_a_loop_that_is_left_while_operations_are_counted_ends_with_the_training() -> None:
+def test_a_loop_that_is_left_while_operations_are_counted_ends_with_the_training() -> (
+    None
+):
     accelerator = Accelerator(cpu=True)
     net = Net()
     net, optimizer, loader = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=1e-3), DataLoader(Samples(8), batch_size=2)
+        net,
+        torch.optim.SGD(net.parameters(), lr=1e-3),
+        DataLoader(Samples(8), batch_size=2),
     )
     accelerator.track_throughput()
     for number, batch in enumerate(loader):
@@ -210,7 +255,8 @@ def test_a_loop_that_is_left_while_operations_are_counted_ends_with_the_training
 
 
 def test_a_compiled_model_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)  # else torch leaves its thread
+    # else torch leaves its thread
+    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)
     counter = CompileCounterWithBackend("aot_eager")
     net = Net()
     compiled: Any = torch.compile(net, backend=counter)
@@ -218,7 +264,8 @@ def test_a_compiled_model_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     throughput = trained(accelerator, compiled)
     assert throughput.flops == {"fp32": operations(2)}
     assert counter.frame_count == 1
-    compiled(torch.ones(3, TOKENS, WIDTH))  # another shape is compiled anew, as without counting
+    # another shape is compiled anew, as without counting
+    compiled(torch.ones(3, TOKENS, WIDTH))
     assert counter.frame_count == 2
 
 
@@ -232,7 +279,9 @@ def test_trackers_and_reports_get_the_values(tmp_path: Path) -> None:
     accelerator.init_trackers("run")
     net = Net()
     net, optimizer, loader = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=1e-3), DataLoader(Samples(16), batch_size=2)
+        net,
+        torch.optim.SGD(net.parameters(), lr=1e-3),
+        DataLoader(Samples(16), batch_size=2),
     )
     accelerator.track_throughput(peak_tflops=1.0)
     for step, batch in enumerate(loader):
@@ -242,7 +291,11 @@ def test_trackers_and_reports_get_the_values(tmp_path: Path) -> None:
         optimizer.zero_grad()
         accelerator.log({"loss": loss}, step=step)
     accelerator.end_training()
-    lines = [json.loads(text) for file in tmp_path.rglob("*.jsonl") for text in file.read_text().splitlines()]
+    lines = [
+        json.loads(text)
+        for file in tmp_path.rglob("*.jsonl")
+        for text in file.read_text().splitlines()
+    ]
     found = [one for one in lines if "mfu" in json.dumps(one)]
     assert found, lines[:3]
     titles = [chart["title"] for chart in report_data.charts([read_run(tmp_path)])]
@@ -255,7 +308,9 @@ def test_progress_shows_the_values() -> None:
     accelerator = Accelerator(cpu=True)
     net = Net()
     net, optimizer, loader = accelerator.prepare(
-        net, torch.optim.SGD(net.parameters(), lr=1e-3), DataLoader(Samples(16), batch_size=2)
+        net,
+        torch.optim.SGD(net.parameters(), lr=1e-3),
+        DataLoader(Samples(16), batch_size=2),
     )
     accelerator.track_throughput(peak_tflops=1.0)
     shown = io.StringIO()
@@ -269,8 +324,14 @@ def test_progress_shows_the_values() -> None:
 
 def test_wrong_numbers_are_named() -> None:
     accelerator = Accelerator(cpu=True)
-    for wrong in ({"peak_tflops": 0.0}, {"flops_per_token": -1.0}, {"peak_tflops": float("nan")}):
-        with pytest.raises(ConfigError, match=r"is not a positive number.*give the device's dense peak"):
+    for wrong in (
+        {"peak_tflops": 0.0},
+        {"flops_per_token": -1.0},
+        {"peak_tflops": float("nan")},
+    ):
+        with pytest.raises(
+            ConfigError, match=r"is not a positive number.*give the device's dense peak"
+        ):
             accelerator.track_throughput(**wrong)  # type: ignore[arg-type]
 
 

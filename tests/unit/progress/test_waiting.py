@@ -36,8 +36,12 @@ def test_the_line_is_redrawn_and_erased() -> None:
     with waiting_line(text, stream, after_s=0.0, every_s=0.01):
         wait_for(stream, "drawing 3")
     shown = stream.getvalue()
-    assert shown.startswith("\n\r\x1b[2Kcompiling, drawing 1\r\x1b[2Kcompiling, drawing 2")
-    assert shown.endswith("\r\x1b[2K\x1b[1A"), "a bar above it redraws itself on its own line"
+    assert shown.startswith(
+        "\n\r\x1b[2Kcompiling, drawing 1\r\x1b[2Kcompiling, drawing 2"
+    )
+    assert shown.endswith("\r\x1b[2K\x1b[1A"), (
+        "a bar above it redraws itself on its own line"
+    )
     assert drawn == sorted(drawn)
 
 
@@ -52,7 +56,11 @@ def test_the_line_is_erased_after_an_error() -> None:
     with pytest.raises(ValueError, match="no code"):
         fail()
     assert stream.getvalue().endswith("\x1b[1A")
-    assert not [thread for thread in threading.enumerate() if thread.name == "hasten-waiting-line"]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "hasten-waiting-line"
+    ]
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])

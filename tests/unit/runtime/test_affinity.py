@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.runtime.affinity import AffinityPlan, node_of_device, numa_nodes, parse_cpus, plan, set_affinity
+from hasten.runtime.affinity import (
+    AffinityPlan,
+    node_of_device,
+    numa_nodes,
+    parse_cpus,
+    plan,
+    set_affinity,
+)
 
 TWO = {0: frozenset(range(8)), 1: frozenset(range(8, 16))}
 
@@ -51,11 +58,15 @@ def test_ranks_spread_evenly_over_the_nodes(count: int, world: int) -> None:
 
 def test_the_devices_node_wins() -> None:
     chosen = plan(0, 8, nodes=TWO, allowed=frozenset(range(16)), device_node=1)
-    assert chosen == AffinityPlan(TWO[1], "the cores of NUMA node 1, where the device is")
+    assert chosen == AffinityPlan(
+        TWO[1], "the cores of NUMA node 1, where the device is"
+    )
 
 
 def test_only_allowed_cores_are_used() -> None:
-    assert plan(1, 2, nodes=TWO, allowed=frozenset({0, 9, 10})).cpus == frozenset({9, 10})
+    assert plan(1, 2, nodes=TWO, allowed=frozenset({0, 9, 10})).cpus == frozenset(
+        {9, 10}
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,11 +75,19 @@ def test_only_allowed_cores_are_used() -> None:
         ({}, frozenset({0}), None, "does not tell its NUMA nodes"),
         ({0: frozenset({0, 1})}, frozenset({0, 1}), None, "on one NUMA node"),
         (TWO, frozenset({0, 1}), 1, "on one NUMA node"),
-        ({**TWO, 2: frozenset({16})}, frozenset(range(16)), 2, "none of the allowed ones is on NUMA node 2"),
+        (
+            {**TWO, 2: frozenset({16})},
+            frozenset(range(16)),
+            2,
+            "none of the allowed ones is on NUMA node 2",
+        ),
     ],
 )
 def test_leaving_the_cores_alone_has_a_reason(
-    nodes: dict[int, frozenset[int]], allowed: frozenset[int], device: int | None, reason: str
+    nodes: dict[int, frozenset[int]],
+    allowed: frozenset[int],
+    device: int | None,
+    reason: str,
 ) -> None:
     chosen = plan(0, 2, nodes=nodes, allowed=allowed, device_node=device)
     assert chosen.cpus is None
@@ -84,7 +103,9 @@ def test_the_plan_is_carried_out() -> None:
     before = os.sched_getaffinity(0)
     try:
         chosen = set_affinity(0, 2)
-        assert os.sched_getaffinity(0) == (before if chosen.cpus is None else chosen.cpus)
+        assert os.sched_getaffinity(0) == (
+            before if chosen.cpus is None else chosen.cpus
+        )
         assert chosen.reason
     finally:
         os.sched_setaffinity(0, before)

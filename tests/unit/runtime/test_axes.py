@@ -27,7 +27,9 @@ def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
 def check_laws(mesh: MeshSpec, axes: tuple[Axis, ...], ranks: range) -> None:
     assert mesh.size(*axes) == prod(mesh.size(axis) for axis in axes)
     groups = mesh.groups(*axes)
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size)), "groups partition ranks"
+    assert sorted(rank for group in groups for rank in group) == list(
+        range(mesh.world_size)
+    ), "groups partition ranks"
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)
     coordinates = {rank: mesh.coordinate(rank) for rank in ranks}
     member_of = {rank: group for group in groups for rank in group}
@@ -39,7 +41,9 @@ def check_laws(mesh: MeshSpec, axes: tuple[Axis, ...], ranks: range) -> None:
         assert len(peers) == mesh.size(*axes)
         assert peers[mesh.index(rank, *axes)] == rank
         there = coordinates.get(peers[0]) or mesh.coordinate(peers[0])
-        assert [there[axis] for axis in rest] == [coordinates[rank][axis] for axis in rest]
+        assert [there[axis] for axis in rest] == [
+            coordinates[rank][axis] for axis in rest
+        ]
 
 
 @pytest.mark.parametrize("world_size", range(1, 17))
@@ -47,12 +51,18 @@ def test_laws_hold_for_every_factorization(world_size: int) -> None:
     for sizes in factorizations(world_size, len(AXES)):
         mesh = MeshSpec(*sizes)
         assert mesh.world_size == world_size
-        assert MeshSpec.build(world_size, **dict(zip(map(str, AXES), sizes, strict=True))) == mesh
+        assert (
+            MeshSpec.build(world_size, **dict(zip(map(str, AXES), sizes, strict=True)))
+            == mesh
+        )
         for axes in SUBSETS:
             check_laws(mesh, axes, range(world_size))
 
 
-@pytest.mark.parametrize("sizes", [(4, 8, 16, 2, 4), (1, 4096, 1, 1, 1), (1, 1, 512, 1, 8), (16, 1, 32, 8, 1)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(4, 8, 16, 2, 4), (1, 4096, 1, 1, 1), (1, 1, 512, 1, 8), (16, 1, 32, 8, 1)],
+)
 def test_laws_hold_at_4096(sizes: tuple[int, ...]) -> None:
     mesh = MeshSpec(*sizes)
     assert mesh.world_size == 4096
@@ -66,7 +76,11 @@ def test_coordinates_are_row_major_with_pp_outermost_and_tp_innermost() -> None:
         at = mesh.coordinate(rank)
         assert (
             rank
-            == (((at[Axis.PP] * 3 + at[Axis.DP_REPLICATE]) * 5 + at[Axis.DP_SHARD]) * 7 + at[Axis.CP]) * 11
+            == (
+                ((at[Axis.PP] * 3 + at[Axis.DP_REPLICATE]) * 5 + at[Axis.DP_SHARD]) * 7
+                + at[Axis.CP]
+            )
+            * 11
             + (at[Axis.TP])
         )
 
@@ -103,13 +117,22 @@ def test_replicas_fill_by_default_unless_another_axis_does() -> None:
 
 
 def test_sizes_that_do_not_fit_say_which_do() -> None:
-    with pytest.raises(ConfigError, match=r"tp=3 does not divide world_size=8.*set tp to one of \[1, 2, 4, 8\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tp=3 does not divide world_size=8.*set tp to one of \[1, 2, 4, 8\]",
+    ):
         MeshSpec.build(8, tp=3)
     with pytest.raises(ConfigError, match=r"tp=0 does not divide"):
         MeshSpec.build(8, tp=0)
-    with pytest.raises(ConfigError, match=r"multiply to 16.*is not world_size=8.*\[1, 2, 4, 8\].*-1 to fill"):
+    with pytest.raises(
+        ConfigError,
+        match=r"multiply to 16.*is not world_size=8.*\[1, 2, 4, 8\].*-1 to fill",
+    ):
         MeshSpec.build(8, dp_replicate=2, dp_shard=2, tp=4)
-    with pytest.raises(ConfigError, match=r"multiply to 24 without dp_shard.*does not divide world_size=12"):
+    with pytest.raises(
+        ConfigError,
+        match=r"multiply to 24 without dp_shard.*does not divide world_size=12",
+    ):
         MeshSpec.build(12, dp_shard=-1, tp=4, cp=6)
     with pytest.raises(ConfigError, match=r"dp_replicate and dp_shard are both -1"):
         MeshSpec.build(8, dp_replicate=-1, dp_shard=-1)

@@ -20,7 +20,12 @@ def test_defaults() -> None:
 
 
 def test_values() -> None:
-    given = {"HASTEN_CONFIG": "{}", "HASTEN_DEBUG": "1", "HASTEN_HOME": "/data/h", "HASTEN_LOG_LEVEL": "debug"}
+    given = {
+        "HASTEN_CONFIG": "{}",
+        "HASTEN_DEBUG": "1",
+        "HASTEN_HOME": "/data/h",
+        "HASTEN_LOG_LEVEL": "debug",
+    }
     assert env.config(given) == "{}"
     assert env.debug(given) is True
     assert env.home(given) == Path("/data/h")
@@ -39,7 +44,10 @@ def test_no(word: str) -> None:
 
 
 def test_flag_that_is_neither_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"HASTEN_DEBUG='maybe' is neither yes nor no.*set HASTEN_DEBUG to 1 or 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"HASTEN_DEBUG='maybe' is neither yes nor no.*set HASTEN_DEBUG to 1 or 0",
+    ):
         env.debug({"HASTEN_DEBUG": "maybe"})
     assert env.flag({}, "X", default=True) is True
 
@@ -50,7 +58,9 @@ def test_the_familiar_debug_variable_is_honoured_unless_ours_is_set() -> None:
 
 
 def test_unknown_log_level_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"HASTEN_LOG_LEVEL='loud' is not a log level.*DEBUG, INFO"):
+    with pytest.raises(
+        ConfigError, match=r"HASTEN_LOG_LEVEL='loud' is not a log level.*DEBUG, INFO"
+    ):
         env.log_level({"HASTEN_LOG_LEVEL": "loud"})
 
 

@@ -22,10 +22,15 @@ from hasten.runtime.bootstrap import warn_of_old_kernel
     ],
 )
 def test_kernels_before_5_5_are_warned_of(
-    release: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    release: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
     with caplog.at_level(logging.WARNING, logger="hasten"):
         warn_of_old_kernel()
-    assert [record for record in caplog.messages if release in record and "5.5.0" in record] == caplog.messages
+    assert [
+        record for record in caplog.messages if release in record and "5.5.0" in record
+    ] == caplog.messages
     assert bool(caplog.messages) == warns

@@ -15,21 +15,37 @@ from hasten.runtime.logs import StartUp, banner, get_logger, show_logs
 
 
 def as_rank(rank: int, world_size: int) -> None:
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-    env.replace({**env.snapshot(), **{name: str(value) for name, value in place.items()}})
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
+    env.replace(
+        {**env.snapshot(), **{name: str(value) for name, value in place.items()}}
+    )
 
 
-def test_main_only_by_default_and_every_rank_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_main_only_by_default_and_every_rank_when_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log = get_logger("test.logs.ranks", "INFO")
     for rank in range(3):
         with env.restored():
             as_rank(rank, 3)
             log.info("to %s", "main")
             log.info("to %s", "all", main_process_only=False)
-    assert caplog.messages == ["to main", "[RANK 0] to all", "[RANK 1] to all", "[RANK 2] to all"]
+    assert caplog.messages == [
+        "to main",
+        "[RANK 0] to all",
+        "[RANK 1] to all",
+        "[RANK 2] to all",
+    ]
 
 
-def test_single_process_has_no_prefix_and_needs_no_order(caplog: pytest.LogCaptureFixture) -> None:
+def test_single_process_has_no_prefix_and_needs_no_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log = get_logger("test.logs.single", "INFO")
     log.info("one", main_process_only=False)
     log.info("two", main_process_only=False, in_order=True)
@@ -40,9 +56,14 @@ def test_order_without_a_process_group_is_an_error() -> None:
     log = get_logger("test.logs.order", "INFO")
     with env.restored():
         as_rank(1, 2)
-        with pytest.raises(CommError, match=r"rank 1 of 2 before there is a process group.*create the Accelerator"):
+        with pytest.raises(
+            CommError,
+            match=r"rank 1 of 2 before there is a process group.*create the Accelerator",
+        ):
             log.info("x", main_process_only=False, in_order=True)
-        log.info("in_order means nothing where only the main process speaks", in_order=True)
+        log.info(
+            "in_order means nothing where only the main process speaks", in_order=True
+        )
 
 
 def test_root_logger_is_never_touched() -> None:
@@ -57,10 +78,15 @@ def test_level_comes_from_the_environment_on_first_use() -> None:
     with env.restored():
         env.replace({**env.snapshot(), "HASTEN_LOG_LEVEL": "debug"})
         log = get_logger("test.logs.env")
-        assert log.logger.level == logging.NOTSET, "nothing is read when a module makes its logger"
+        assert log.logger.level == logging.NOTSET, (
+            "nothing is read when a module makes its logger"
+        )
         log.debug("x")
         assert log.logger.level == logging.DEBUG
-        assert get_logger("test.logs.given", "ERROR").isEnabledFor(logging.WARNING) is False
+        assert (
+            get_logger("test.logs.given", "ERROR").isEnabledFor(logging.WARNING)
+            is False
+        )
 
 
 def test_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -70,7 +96,9 @@ def test_once(caplog: pytest.LogCaptureFixture) -> None:
         log.warning_once("plain")
     assert caplog.messages == ["value 1", "plain", "value 2"]
     get_logger("test.logs.once").warning_once("plain")
-    assert caplog.messages[-1] == "plain", "once for each logger object, with no state behind their backs"
+    assert caplog.messages[-1] == "plain", (
+        "once for each logger object, with no state behind their backs"
+    )
 
 
 def test_records_name_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -82,12 +110,16 @@ def test_records_name_the_callers_line(caplog: pytest.LogCaptureFixture) -> None
         raise ValueError("v")
     except ValueError:
         log.exception("w")
-    assert {record.funcName for record in caplog.records} == {"test_records_name_the_callers_line"}
+    assert {record.funcName for record in caplog.records} == {
+        "test_records_name_the_callers_line"
+    }
     assert caplog.records[0].__dict__["mine"] == 1
     assert caplog.records[3].exc_info is not None
 
 
-def test_wrong_environment_does_not_lose_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_environment_does_not_lose_log_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log = get_logger("test.logs.wrong", "INFO")
     with env.restored():
         env.replace({**env.snapshot(), "RANK": "seven", "WORLD_SIZE": "2"})
@@ -100,7 +132,9 @@ def test_logs_need_no_torch() -> None:
         "import sys; from hasten.runtime.logs import get_logger; get_logger('x').warning('w %d', 1);"
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "w 1\n")
 
 
@@ -146,6 +180,8 @@ def test_banner() -> None:
         "  weights       trained in float32 (master_weights=fp32)\n"
         "  note          RANK was set by hand"
     )
-    alone = StartUp(rank=0, world_size=1, local_rank=0, node_rank=0, source="single", device="cpu")
+    alone = StartUp(
+        rank=0, world_size=1, local_rank=0, node_rank=0, source="single", device="cpu"
+    )
     assert "backend       none: one process" in banner(alone)
     assert "one update every batch" in banner(alone)

@@ -11,19 +11,38 @@ from hasten.cli.main import main
 from hasten.config.root import Config
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError
-from hasten.runtime.mesh_plan import AXES, Axis, MeshSpec, check_mesh, divisors, mesh_of, mesh_table
+from hasten.runtime.mesh_plan import (
+    AXES,
+    Axis,
+    MeshSpec,
+    check_mesh,
+    divisors,
+    mesh_of,
+    mesh_table,
+)
 
 
 def test_each_rank_has_a_line_with_its_coordinates() -> None:
-    for spec in (MeshSpec(dp_shard=2, cp=2, tp=2), MeshSpec(pp=2, dp_replicate=3), MeshSpec(), MeshSpec(tp=64)):
+    for spec in (
+        MeshSpec(dp_shard=2, cp=2, tp=2),
+        MeshSpec(pp=2, dp_replicate=3),
+        MeshSpec(),
+        MeshSpec(tp=64),
+    ):
         head, *rows = mesh_table(spec, 2)
         names = head.split()
-        assert names == ["rank", "machine", *(str(axis) for axis in AXES if spec.size(axis) > 1)]
+        assert names == [
+            "rank",
+            "machine",
+            *(str(axis) for axis in AXES if spec.size(axis) > 1),
+        ]
         assert len(rows) == spec.world_size
         for rank, row in enumerate(rows):
             cells = dict(zip(names, map(int, row.split()), strict=True))
             where = {str(axis): place for axis, place in spec.coordinate(rank).items()}
-            assert cells == {"rank": rank, "machine": rank // 2} | {name: where[name] for name in names[2:]}
+            assert cells == {"rank": rank, "machine": rank // 2} | {
+                name: where[name] for name in names[2:]
+            }
 
 
 def test_a_large_mesh_shows_its_ends() -> None:
@@ -33,10 +52,20 @@ def test_a_large_mesh_shows_its_ends() -> None:
     assert lines[-1].split() == ["1023", "127", "127", "7"]
 
 
-def test_a_dry_run_prints_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_mesh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    words = ["launch", "--dry-run", "--cpu", "--num_processes=4", "--cp_size=2", "--tp_size=2", str(script)]
+    words = [
+        "launch",
+        "--dry-run",
+        "--cpu",
+        "--num_processes=4",
+        "--cp_size=2",
+        "--tp_size=2",
+        str(script),
+    ]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "mesh: cp 2 x tp 2 = 4 processes" in shown
@@ -55,9 +84,18 @@ def test_experts_are_divided_among_neighbours_in_every_world() -> None:
                 try:
                     spec = MeshSpec.build(world, dp_shard=shard, ep=ep)
                 except ConfigError as error:
-                    offered = [int(size) for size in str(error).rpartition("[")[2].rstrip("].").split(",")]
+                    offered = [
+                        int(size)
+                        for size in str(error)
+                        .rpartition("[")[2]
+                        .rstrip("].")
+                        .split(",")
+                    ]
                     assert ep not in offered
-                    assert all(MeshSpec.build(world, dp_shard=shard, ep=size).ep == size for size in offered)
+                    assert all(
+                        MeshSpec.build(world, dp_shard=shard, ep=size).ep == size
+                        for size in offered
+                    )
                     continue
                 copies, shards, parts = spec.expert_sizes
                 assert (copies * shards * parts, parts) == (world, ep)
@@ -66,30 +104,66 @@ def test_experts_are_divided_among_neighbours_in_every_world() -> None:
     assert MeshSpec.build(8, dp_shard=2, ep=-1).ep == 8
 
 
-def test_the_table_shows_who_holds_which_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_who_holds_which_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    assert main(["launch", "--dry-run", "--cpu", "--num_processes=4", "--ep_size=2", str(script)]) == 0
+    assert (
+        main(
+            [
+                "launch",
+                "--dry-run",
+                "--cpu",
+                "--num_processes=4",
+                "--ep_size=2",
+                str(script),
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "mesh: dp_replicate 4 (experts over ep 2) = 4 processes" in shown
     assert [line.split() for line in shown.splitlines()[-4:]] == [
         [str(rank), "0", str(rank), str(rank % 2)] for rank in range(4)
     ]
-    assert main(["launch", "--dry-run", "--cpu", "--num_processes=4", "--ep_size=3", str(script)]) != 0
+    assert (
+        main(
+            [
+                "launch",
+                "--dry-run",
+                "--cpu",
+                "--num_processes=4",
+                "--ep_size=3",
+                str(script),
+            ]
+        )
+        != 0
+    )
     assert "Set ep_size to one of [1, 2, 4]" in capsys.readouterr().err
 
 
 def test_settings_that_contradict_the_mesh_of_a_context_are_refused() -> None:
-    flat, sharded, hybrid = MeshSpec.flat(4), MeshSpec(dp_shard=4), MeshSpec(dp_replicate=2, dp_shard=2)
+    flat, sharded, hybrid = (
+        MeshSpec.flat(4),
+        MeshSpec(dp_shard=4),
+        MeshSpec(dp_replicate=2, dp_shard=2),
+    )
     fsdp = Config(strategy="fsdp")
-    with pytest.raises(ConfigError, match=r"strategy='fsdp'.*dp_replicate 4, without shards.*whole model.*dp_shard 4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"strategy='fsdp'.*dp_replicate 4, without shards.*whole model.*dp_shard 4",
+    ):
         check_mesh(fsdp, 4, flat)
     for fitting in (sharded, hybrid, MeshSpec(), MeshSpec(cp=4), MeshSpec(tp=4)):
         check_mesh(fsdp, 4, fitting)
         check_mesh(Config(), 4, fitting)
     check_mesh(Config(strategy="ddp"), 4, flat)
     tensor = Config(parallelism=ParallelismConfig(tp_size=2))
-    with pytest.raises(ConfigError, match=r"tp_size=2 .* tp 1 .*no effect.*context with tp 2, or leave out tp_size"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tp_size=2 .* tp 1 .*no effect.*context with tp 2, or leave out tp_size",
+    ):
         check_mesh(tensor, 4, flat)
     check_mesh(tensor, 4, MeshSpec(dp_replicate=2, tp=2))
     check_mesh(tensor, 4, MeshSpec(dp_shard=2, tp=2))  # shards were not asked about

@@ -31,7 +31,10 @@ def test_jobs_get_tokens_of_their_own() -> None:
 def test_many_processes_at_once_agree_on_one_secret(tmp_path: Path) -> None:
     env = {"HASTEN_HOME": str(tmp_path / "new" / "home")}
     found: list[bytes | None] = []
-    threads = [threading.Thread(target=lambda: found.append(secret.user_secret(env))) for _ in range(16)]
+    threads = [
+        threading.Thread(target=lambda: found.append(secret.user_secret(env)))
+        for _ in range(16)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -44,7 +47,9 @@ def test_many_processes_at_once_agree_on_one_secret(tmp_path: Path) -> None:
     assert (home / "secret").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_secret_that_others_can_read_or_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_secret_that_others_can_read_or_that_is_no_file_is_refused(
+    tmp_path: Path,
+) -> None:
     env = {"HASTEN_HOME": str(tmp_path)}
     path = tmp_path / "secret"
     path.write_text("x" * 64)

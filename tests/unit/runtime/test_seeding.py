@@ -42,9 +42,21 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
 
 
 def test_device_specific_seeds_differ_by_rank() -> None:
-    assert [set_seed(5, device_specific=True, rank=rank) for rank in range(3)] == [5, 6, 7]
+    assert [set_seed(5, device_specific=True, rank=rank) for rank in range(3)] == [
+        5,
+        6,
+        7,
+    ]
     with env.restored():
-        env.replace({**env.snapshot(), "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"})
+        env.replace(
+            {
+                **env.snapshot(),
+                "RANK": "2",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "2",
+                "LOCAL_WORLD_SIZE": "4",
+            }
+        )
         assert set_seed(5, device_specific=True) == 7
         assert set_seed(5) == 5
 
@@ -87,7 +99,9 @@ def flattened(tree: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
     for key, value in tree.items():
         if isinstance(value, dict):
             inner_tensors, inner_rest = flattened(value)
-            tensors |= {f"{key}/{name}": tensor for name, tensor in inner_tensors.items()}
+            tensors |= {
+                f"{key}/{name}": tensor for name, tensor in inner_tensors.items()
+            }
             rest[key] = inner_rest
         elif isinstance(value, torch.Tensor):
             tensors[key] = value
@@ -140,14 +154,23 @@ def test_short_words_are_refused() -> None:
         RngState.from_tree(tree)
 
 
-def test_state_of_another_kind_of_device_is_an_error_unless_accepted(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_another_kind_of_device_is_an_error_unless_accepted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     set_seed(1)
-    tree = {**RngState.capture().to_tree(), "device": {"type": "cuda", "state": torch.zeros(16, dtype=torch.uint8)}}
+    tree = {
+        **RngState.capture().to_tree(),
+        "device": {"type": "cuda", "state": torch.zeros(16, dtype=torch.uint8)},
+    }
     expected = draw()
     state = RngState.from_tree(tree)
-    with pytest.raises(DeviceError, match=r"captured on 'cuda' and this process works on 'cpu'.*missing='warn'"):
+    with pytest.raises(
+        DeviceError,
+        match=r"captured on 'cuda' and this process works on 'cpu'.*missing='warn'",
+    ):
         state.restore("cpu")
-    with pytest.raises(DeviceError, match="captured on 'cuda'"):  # before a load changes anything
+    # before a load changes anything
+    with pytest.raises(DeviceError, match="captured on 'cuda'"):
         Randomness(torch.device("cpu")).restoring({"seed": 1, "generators": tree})
     with caplog.at_level(logging.WARNING):
         state.restore("cpu", missing="warn")
@@ -161,12 +184,21 @@ def test_synchronizing_alone_changes_nothing() -> None:
     state = RngState.capture()
     expected = draw(), torch.rand(1, generator=torch.Generator().manual_seed(4)).item()
     state.restore()
-    synchronize_rng_states(["python", "numpy", "torch", "device", "generator", "cpu"], LocalComm(), generator)
+    synchronize_rng_states(
+        ["python", "numpy", "torch", "device", "generator", "cpu"],
+        LocalComm(),
+        generator,
+    )
     assert (draw(), torch.rand(1, generator=generator).item()) == expected
 
 
 def test_unknown_types_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"rng type 'cuda' is not known.*python, numpy, torch, device, generator"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rng type 'cuda' is not known.*python, numpy, torch, device, generator",
+    ):
         synchronize_rng_states(["cuda"], LocalComm())
-    with pytest.raises(ConfigError, match=r"'generator' without a generator.*pass generator"):
+    with pytest.raises(
+        ConfigError, match=r"'generator' without a generator.*pass generator"
+    ):
         synchronize_rng_states(["generator"], LocalComm())

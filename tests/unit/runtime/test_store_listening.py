@@ -16,9 +16,21 @@ WITHIN = timedelta(seconds=20)
 
 def listening() -> set[str]:
     """The addresses on which this process listens, as /proc writes them."""
-    own = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
-    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
-    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+    own = {
+        str(link.readlink())
+        for link in Path("/proc/self/fd").iterdir()
+        if link.is_symlink()
+    }
+    rows = [
+        row.split()
+        for kind in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return {
+        row[1].partition(":")[0]
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in own
+    }
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,7 +40,8 @@ def _warm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "shown"), [("127.0.0.1", "0100007F"), ("localhost", "0100007F"), ("127.0.0.2", "0200007F")]
+    ("address", "shown"),
+    [("127.0.0.1", "0100007F"), ("localhost", "0100007F"), ("127.0.0.2", "0200007F")],
 )
 def test_a_loopback_address_is_bound_alone(address: str, shown: str) -> None:
     before = listening()
@@ -41,7 +54,10 @@ def test_a_loopback_address_is_bound_alone(address: str, shown: str) -> None:
 
 
 def test_a_port_in_use_is_an_error_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(OSError, match="in use"),
+    ):
         store.serve("127.0.0.1", taken.getsockname()[1], WITHIN)
 
 
@@ -50,10 +66,16 @@ def test_an_address_of_another_machine_opens_all_interfaces_and_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         store._listener("192.0.2.1", 0, alone=False).close()
-    assert "listens on all interfaces, because 192.0.2.1 is not an address of this machine" in caplog.text
+    assert (
+        "listens on all interfaces, because 192.0.2.1 is not an address of this machine"
+        in caplog.text
+    )
     # a host name that the machine calls 127.0.1.1: no other machine would reach that
     name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kw: name)
-    with store._listener("myself", 0, alone=False) as everywhere, store._listener("myself", 0, alone=True) as here:
+    with (
+        store._listener("myself", 0, alone=False) as everywhere,
+        store._listener("myself", 0, alone=True) as here,
+    ):
         assert here.getsockname()[0] == "127.0.1.1"
         assert everywhere.getsockname()[0] in ("::", "0.0.0.0")

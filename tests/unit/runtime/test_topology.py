@@ -41,8 +41,20 @@ OPENMPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "1",
     "MASTER_ADDR": "head",
 }
-HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "head"}
-CRAY = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_ADDR": "head"}
+HYDRA = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "MASTER_ADDR": "head",
+}
+CRAY = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "head",
+}
 JSRUN = {
     **{name: value for name, value in OPENMPI.items() if name != "MASTER_ADDR"},
     "JSM_NAMESPACE_RANK": "3",
@@ -94,7 +106,9 @@ def without(env: Mapping[str, str], *names: str) -> dict[str, str]:
 
 def test_nothing_set_is_one_process() -> None:
     assert Topology.from_env({}) == Topology()
-    assert Topology.from_env({"WORLD_SIZE": "8"}) == Topology(), "a size without a rank says nothing about this process"
+    assert Topology.from_env({"WORLD_SIZE": "8"}) == Topology(), (
+        "a size without a rank says nothing about this process"
+    )
     assert Topology.from_env({"LOCAL_RANK": "-1"}) == Topology(), (
         "scripts for several processes say so that there is one"
     )
@@ -119,18 +133,47 @@ def test_torchrun_inside_slurm_or_mpi_is_torchrun() -> None:
 
 
 def test_torch_variables_set_by_hand() -> None:
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+    env = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1234",
+    }
     found = Topology.from_env(env)
-    assert (found.local_world_size, found.node_rank, found.rendezvous) == (2, 0, "tcp://localhost:1234")
-    assert Topology.from_env({**env, "MASTER_ADDR": "::1"}).rendezvous == "tcp://[::1]:1234"
+    assert (found.local_world_size, found.node_rank, found.rendezvous) == (
+        2,
+        0,
+        "tcp://localhost:1234",
+    )
+    assert (
+        Topology.from_env({**env, "MASTER_ADDR": "::1"}).rendezvous
+        == "tcp://[::1]:1234"
+    )
     by_hand = Topology.from_env(without(env, "LOCAL_RANK"))
-    assert (by_hand.local_rank, by_hand.local_world_size, by_hand.source) == (1, 2, "torch")
+    assert (by_hand.local_rank, by_hand.local_world_size, by_hand.source) == (
+        1,
+        2,
+        "torch",
+    )
     far = {**env, "MASTER_ADDR": "head"}
-    assert Topology.from_env({**far, "NNODES": "2", "LOCAL_RANK": "0"}).local_world_size == 1
+    assert (
+        Topology.from_env({**far, "NNODES": "2", "LOCAL_RANK": "0"}).local_world_size
+        == 1
+    )
     assert Topology.from_env({**far, "LOCAL_SIZE": "2"}).local_world_size == 2
-    exported = {**SLURM, "RANK": "6", "WORLD_SIZE": "9", "LOCAL_RANK": "2", "MASTER_ADDR": "node001"}
+    exported = {
+        **SLURM,
+        "RANK": "6",
+        "WORLD_SIZE": "9",
+        "LOCAL_RANK": "2",
+        "MASTER_ADDR": "node001",
+    }
     assert Topology.from_env(exported).local_world_size == 4
-    with pytest.raises(TopologyError, match=r"LOCAL_RANK=1 are set, but nothing says.*Export LOCAL_WORLD_SIZE"):
+    with pytest.raises(
+        TopologyError,
+        match=r"LOCAL_RANK=1 are set, but nothing says.*Export LOCAL_WORLD_SIZE",
+    ):
         Topology.from_env(far)
 
 
@@ -146,16 +189,26 @@ def test_a_pod_of_a_jobset_needs_its_index_the_number_of_pods_and_its_labels() -
     assert Topology.from_env(INDEXED) == expected
     counted = {name: value for name, value in INDEXED.items() if name != "NNODES"}
     assert Topology.from_env({**counted, "WORLD_SIZE": "3"}) == expected
-    assert Topology.from_env({**INDEXED, "MASTER_ADDR": "a", "MASTER_PORT": "5000"}).rendezvous == "tcp://a:5000"
+    assert (
+        Topology.from_env(
+            {**INDEXED, "MASTER_ADDR": "a", "MASTER_PORT": "5000"}
+        ).rendezvous
+        == "tcp://a:5000"
+    )
     torchrun = {**counted, "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1"}
     assert Topology.from_env(torchrun) == expected
-    with pytest.raises(TopologyError, match=r"rank=3 with world_size=3.*JOB_COMPLETION_INDEX"):
+    with pytest.raises(
+        TopologyError, match=r"rank=3 with world_size=3.*JOB_COMPLETION_INDEX"
+    ):
         Topology.from_env({**INDEXED, "JOB_COMPLETION_INDEX": "3"})
 
 
 def test_an_indexed_job_of_independent_tasks_is_no_training_over_pods() -> None:
     assert Topology.from_env({"JOB_COMPLETION_INDEX": "2"}) == Topology()
-    assert Topology.from_env({"JOB_COMPLETION_INDEX": "2", "JOBSET_NAME": "run"}) == Topology()
+    assert (
+        Topology.from_env({"JOB_COMPLETION_INDEX": "2", "JOBSET_NAME": "run"})
+        == Topology()
+    )
 
 
 def test_kubernetes_torch_operator() -> None:
@@ -170,31 +223,53 @@ def test_kubernetes_torch_operator() -> None:
         note="RANK is set without LOCAL_RANK: one process on each node",
     )
     master = Topology.from_env({**POD, "RANK": "0", "MASTER_ADDR": "localhost"})
-    assert (master.local_rank, master.local_world_size) == (0, 1), "the operator's master pod sees itself as localhost"
-    with pytest.raises(TopologyError, match=r"PET_NPROC_PER_NODE='4' asks for several.*torchrun"):
+    assert (master.local_rank, master.local_world_size) == (0, 1), (
+        "the operator's master pod sees itself as localhost"
+    )
+    with pytest.raises(
+        TopologyError, match=r"PET_NPROC_PER_NODE='4' asks for several.*torchrun"
+    ):
         Topology.from_env({**POD, "PET_NPROC_PER_NODE": "4"})
 
 
 def test_pet_variables_without_torchrun() -> None:
     assert Topology.from_env(PET) == Topology(
-        rank=1, world_size=2, node_rank=1, rendezvous="tcp://job-0-0.job:29400", source="kubernetes"
+        rank=1,
+        world_size=2,
+        node_rank=1,
+        rendezvous="tcp://job-0-0.job:29400",
+        source="kubernetes",
     )
-    assert Topology.from_env({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}) == Topology()
-    for bad in ({"PET_NNODES": "1:4"}, {"PET_NPROC_PER_NODE": "8"}, {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "gpu"}):
+    assert (
+        Topology.from_env({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"})
+        == Topology()
+    )
+    for bad in (
+        {"PET_NNODES": "1:4"},
+        {"PET_NPROC_PER_NODE": "8"},
+        {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "gpu"},
+    ):
         with pytest.raises(TopologyError, match=r"RANK is not set.*hasten launch"):
             Topology.from_env(bad)
 
 
 def test_slurm() -> None:
     found = Topology.from_env(SLURM)
-    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (6, 9, 2, 4)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (
+        6,
+        9,
+        2,
+        4,
+    )
     assert (found.node_rank, found.source) == (1, "slurm")
     assert found.rendezvous is not None
     host, _, port = found.rendezvous.removeprefix("tcp://").rpartition(":")
     assert host == "node001"
     assert 12000 <= int(port) < 32000
     other = Topology.from_env({**SLURM, "SLURM_STEP_ID": "1"})
-    assert other.rendezvous != found.rendezvous, "two steps of one job do not meet by accident"
+    assert other.rendezvous != found.rendezvous, (
+        "two steps of one job do not meet by accident"
+    )
     last = {**SLURM, "SLURM_PROCID": "8", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}
     assert Topology.from_env(last).local_world_size == 1
     given = Topology.from_env({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "5000"})
@@ -204,7 +279,9 @@ def test_slurm() -> None:
 def test_slurm_uses_the_steps_size_not_the_jobs() -> None:
     env = {**SLURM, "SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "9"}
     assert Topology.from_env(env).world_size == 9
-    bare = without({**SLURM, "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, "SLURM_STEP_TASKS_PER_NODE")
+    bare = without(
+        {**SLURM, "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, "SLURM_STEP_TASKS_PER_NODE"
+    )
     assert Topology.from_env(bare).local_world_size == 4
 
 
@@ -226,12 +303,18 @@ def test_mpi(env: dict[str, str]) -> None:
         source="mpi",
     )
     assert Topology.from_env(env) == expected
-    assert Topology.from_env({**SLURM, **env}) == expected, "srun started the daemon, mpirun the worker"
+    assert Topology.from_env({**SLURM, **env}) == expected, (
+        "srun started the daemon, mpirun the worker"
+    )
     assert Topology.from_env(without(env, "MASTER_ADDR")).rendezvous is None
 
 
 def test_mpi_on_one_machine_needs_no_address() -> None:
-    env = {**without(HYDRA, "MASTER_ADDR"), "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+    env = {
+        **without(HYDRA, "MASTER_ADDR"),
+        "MPI_LOCALRANKID": "3",
+        "MPI_LOCALNRANKS": "4",
+    }
     assert Topology.from_env(env).meeting_point() == "tcp://127.0.0.1:29500"
 
 
@@ -242,33 +325,59 @@ def test_meeting_point_is_required_of_several_processes() -> None:
 
 def test_pmi_without_local_rank() -> None:
     assert Topology.from_env({"PMI_RANK": "0", "PMI_SIZE": "1"}).world_size == 1
-    with pytest.raises(TopologyError, match=r"PMI_RANK=1 and PMI_SIZE=2.*MPI_LOCALRANKID"):
+    with pytest.raises(
+        TopologyError, match=r"PMI_RANK=1 and PMI_SIZE=2.*MPI_LOCALRANKID"
+    ):
         Topology.from_env({"PMI_RANK": "1", "PMI_SIZE": "2"})
     srun = {**SLURM, "PMI_RANK": "6", "PMI_SIZE": "9"}
-    assert Topology.from_env(srun).source == "slurm", "srun --mpi=pmi2 sets both and knows more"
+    assert Topology.from_env(srun).source == "slurm", (
+        "srun --mpi=pmi2 sets both and knows more"
+    )
 
 
 def test_lsf() -> None:
     found = Topology.from_env(JSRUN)
-    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (
+        3,
+        4,
+        1,
+        2,
+    )
     assert (found.node_rank, found.source) == (1, "lsf")
     assert found.meeting_point().startswith("tcp://nodeA:")
     hosts = {**without(JSRUN, "LSB_MCPU_HOSTS"), "LSB_HOSTS": "nodeA nodeA nodeB nodeB"}
     assert Topology.from_env(hosts).meeting_point().startswith("tcp://nodeA:")
-    assert Topology.from_env({**JSRUN, "MASTER_ADDR": "x"}).meeting_point().startswith("tcp://x:")
+    assert (
+        Topology.from_env({**JSRUN, "MASTER_ADDR": "x"})
+        .meeting_point()
+        .startswith("tcp://x:")
+    )
 
 
 def test_xla() -> None:
     assert Topology.from_env(TPU) == Topology(
-        rank=6, world_size=8, local_rank=2, local_world_size=4, node_rank=1, rendezvous="xla://", source="xla"
+        rank=6,
+        world_size=8,
+        local_rank=2,
+        local_world_size=4,
+        node_rank=1,
+        rendezvous="xla://",
+        source="xla",
     )
     assert Topology.from_env({"PJRT_DEVICE": "CPU"}).world_size == 1
-    with pytest.raises(TopologyError, match="TPU_WORKER_ID=5 contradicts TPU_WORKER_HOSTNAMES=t-0,t-1"):
+    with pytest.raises(
+        TopologyError, match="TPU_WORKER_ID=5 contradicts TPU_WORKER_HOSTNAMES=t-0,t-1"
+    ):
         Topology.from_env({**TPU, "TPU_WORKER_ID": "5"})
 
 
 def numeric_names() -> list[tuple[str, str]]:
-    return [(kind, name) for kind, env in EVERY.items() for name, value in env.items() if value.isdigit()]
+    return [
+        (kind, name)
+        for kind, env in EVERY.items()
+        for name, value in env.items()
+        if value.isdigit()
+    ]
 
 
 @pytest.mark.parametrize(("kind", "name"), numeric_names())
@@ -283,30 +392,71 @@ def test_words_where_numbers_belong_are_named(kind: str, name: str) -> None:
             with pytest.raises(TopologyError, match=name):
                 Topology.from_env(env)
             continue
-        with pytest.raises(TopologyError, match=f"{name}={value!r} is not a whole number"):
+        with pytest.raises(
+            TopologyError, match=f"{name}={value!r} is not a whole number"
+        ):
             Topology.from_env(env)
 
 
 @pytest.mark.parametrize(
     ("env", "match"),
     [
-        ({**TORCHRUN, "RANK": "8"}, "rank=8 with world_size=8 is impossible .read from RANK and WORLD_SIZE"),
-        ({**TORCHRUN, "LOCAL_RANK": "4"}, "local_rank=4 with local_world_size=4.*LOCAL_RANK and LOCAL_WORLD_SIZE"),
+        (
+            {**TORCHRUN, "RANK": "8"},
+            "rank=8 with world_size=8 is impossible .read from RANK and WORLD_SIZE",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_RANK": "4"},
+            "local_rank=4 with local_world_size=4.*LOCAL_RANK and LOCAL_WORLD_SIZE",
+        ),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, "world_size=0 is impossible"),
-        ({**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2"}, "local_world_size=4 exceeds world_size=2"),
-        ({**TORCHRUN, "GROUP_RANK": "2"}, "GROUP_RANK=2 contradicts GROUP_WORLD_SIZE=2"),
-        (without(TORCHRUN, "WORLD_SIZE"), "RANK=5 is set but WORLD_SIZE is not.*unset RANK to run alone"),
+        (
+            {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2"},
+            "local_world_size=4 exceeds world_size=2",
+        ),
+        (
+            {**TORCHRUN, "GROUP_RANK": "2"},
+            "GROUP_RANK=2 contradicts GROUP_WORLD_SIZE=2",
+        ),
+        (
+            without(TORCHRUN, "WORLD_SIZE"),
+            "RANK=5 is set but WORLD_SIZE is not.*unset RANK to run alone",
+        ),
         (without(TORCHRUN, "RANK"), "LOCAL_RANK=1 is set but RANK is not"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({**SLURM, "SLURM_PROCID": "9"}, "rank=9 with world_size=9.*SLURM_PROCID and SLURM_NTASKS"),
+        (
+            {**SLURM, "SLURM_PROCID": "9"},
+            "rank=9 with world_size=9.*SLURM_PROCID and SLURM_NTASKS",
+        ),
         ({**SLURM, "SLURM_LOCALID": "4"}, "local_rank=4.*SLURM_LOCALID"),
-        ({**SLURM, "SLURM_NODEID": "3"}, "SLURM_NODEID=3.*contradict SLURM_STEP_TASKS_PER_NODE"),
-        ({**SLURM, "SLURM_NTASKS": "8"}, "8 tasks contradict SLURM_STEP_TASKS_PER_NODE='4.x2.,1'"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE='4x2' cannot be read"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "node[1-"}, r"SLURM_STEP_NODELIST='node\[1-' cannot be read.*MASTER_ADDR"),
-        (without(SLURM, "SLURM_NTASKS"), "SLURM_PROCID=6 is set but SLURM_NTASKS is not"),
-        (without(SLURM, "SLURM_LOCALID"), "SLURM_PROCID=6 is set but SLURM_LOCALID is not"),
-        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"}, "rank=4 with world_size=4.*OMPI_COMM_WORLD"),
+        (
+            {**SLURM, "SLURM_NODEID": "3"},
+            "SLURM_NODEID=3.*contradict SLURM_STEP_TASKS_PER_NODE",
+        ),
+        (
+            {**SLURM, "SLURM_NTASKS": "8"},
+            "8 tasks contradict SLURM_STEP_TASKS_PER_NODE='4.x2.,1'",
+        ),
+        (
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x2"},
+            "SLURM_STEP_TASKS_PER_NODE='4x2' cannot be read",
+        ),
+        (
+            {**SLURM, "SLURM_STEP_NODELIST": "node[1-"},
+            r"SLURM_STEP_NODELIST='node\[1-' cannot be read.*MASTER_ADDR",
+        ),
+        (
+            without(SLURM, "SLURM_NTASKS"),
+            "SLURM_PROCID=6 is set but SLURM_NTASKS is not",
+        ),
+        (
+            without(SLURM, "SLURM_LOCALID"),
+            "SLURM_PROCID=6 is set but SLURM_LOCALID is not",
+        ),
+        (
+            {**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"},
+            "rank=4 with world_size=4.*OMPI_COMM_WORLD",
+        ),
         (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not"),
         (
             without(OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -327,9 +477,14 @@ def test_every_launcher_gives_a_job_the_same_ranks(nodes: int, per_node: int) ->
     """The law: however a job is started, its ranks are each there once and agree about the world."""
     world = nodes * per_node
     for kind in ("torch", "slurm", "mpi", "lsf", "xla"):
-        found = [Topology.from_env(launched(kind, rank, per_node, nodes)) for rank in range(world)]
+        found = [
+            Topology.from_env(launched(kind, rank, per_node, nodes))
+            for rank in range(world)
+        ]
         assert [t.rank for t in found] == list(range(world))
-        assert {(t.world_size, t.local_world_size, t.source) for t in found} == {(world, per_node, kind)}
+        assert {(t.world_size, t.local_world_size, t.source) for t in found} == {
+            (world, per_node, kind)
+        }
         assert sorted((t.node_rank, t.local_rank) for t in found) == [
             (n, p) for n in range(nodes) for p in range(per_node)
         ]
@@ -341,16 +496,35 @@ def test_every_launcher_gives_a_job_the_same_ranks(nodes: int, per_node: int) ->
 def launched(kind: str, rank: int, per_node: int, nodes: int) -> dict[str, str]:
     node, local = divmod(rank, per_node)
     numbers = {
-        "torch": {"RANK": rank, "WORLD_SIZE": per_node * nodes, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node},
-        "slurm": {"SLURM_PROCID": rank, "SLURM_NTASKS": per_node * nodes, "SLURM_LOCALID": local, "SLURM_NODEID": node},
-        "mpi": {"PMI_RANK": rank, "PMI_SIZE": per_node * nodes, "MPI_LOCALRANKID": local, "MPI_LOCALNRANKS": per_node},
+        "torch": {
+            "RANK": rank,
+            "WORLD_SIZE": per_node * nodes,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": per_node,
+        },
+        "slurm": {
+            "SLURM_PROCID": rank,
+            "SLURM_NTASKS": per_node * nodes,
+            "SLURM_LOCALID": local,
+            "SLURM_NODEID": node,
+        },
+        "mpi": {
+            "PMI_RANK": rank,
+            "PMI_SIZE": per_node * nodes,
+            "MPI_LOCALRANKID": local,
+            "MPI_LOCALNRANKS": per_node,
+        },
         "lsf": {
             "JSM_NAMESPACE_RANK": rank,
             "JSM_NAMESPACE_SIZE": per_node * nodes,
             "JSM_NAMESPACE_LOCAL_RANK": local,
             "JSM_NAMESPACE_LOCAL_SIZE": per_node,
         },
-        "xla": {"TPU_WORKER_ID": node, "PJRT_LOCAL_PROCESS_RANK": local, "PJRT_LOCAL_PROCESS_COUNT": per_node},
+        "xla": {
+            "TPU_WORKER_ID": node,
+            "PJRT_LOCAL_PROCESS_RANK": local,
+            "PJRT_LOCAL_PROCESS_COUNT": per_node,
+        },
     }[kind]
     words = {
         "torch": {"MASTER_ADDR": "h0"},
@@ -361,7 +535,10 @@ def launched(kind: str, rank: int, per_node: int, nodes: int) -> dict[str, str]:
         },
         "mpi": {"MASTER_ADDR": "h0"},
         "lsf": {"LSB_HOSTS": " ".join(f"h{n}" for n in range(nodes))},
-        "xla": {"PJRT_DEVICE": "TPU", "TPU_WORKER_HOSTNAMES": ",".join(f"h{n}" for n in range(nodes))},
+        "xla": {
+            "PJRT_DEVICE": "TPU",
+            "TPU_WORKER_HOSTNAMES": ",".join(f"h{n}" for n in range(nodes)),
+        },
     }[kind]
     return {**{name: str(value) for name, value in numbers.items()}, **words}
 
@@ -381,7 +558,9 @@ def test_node_lists(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "a,,b", "a[1-2", "a]1[", "a[[1]]", "a[3-1]", "a[x]", "a[]", "a b"])
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "a[1-2", "a]1[", "a[[1]]", "a[3-1]", "a[x]", "a[]", "a b"]
+)
 def test_malformed_node_lists(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not|do not match"):
         expand_hosts(text)
@@ -403,10 +582,19 @@ def test_pure_rooms_load_no_torch() -> None:
 
 
 def test_two_jobs_of_open_mpi_on_one_machine_meet_apart() -> None:
-    here = {**without(OPENMPI, "MASTER_ADDR"), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-    jobs = [Topology.from_env({**here, "OMPI_MCA_ess_base_jobid": job}).rendezvous for job in ("24248321", "24313857")]
-    assert [place and place.rpartition(":")[0] for place in jobs] == ["tcp://127.0.0.1"] * 2
+    here = {
+        **without(OPENMPI, "MASTER_ADDR"),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+    }
+    jobs = [
+        Topology.from_env({**here, "OMPI_MCA_ess_base_jobid": job}).rendezvous
+        for job in ("24248321", "24313857")
+    ]
+    assert [place and place.rpartition(":")[0] for place in jobs] == [
+        "tcp://127.0.0.1"
+    ] * 2
     assert len(set(jobs)) == 2
-    assert Topology.from_env({**here, "OMPI_MCA_ess_base_jobid": "1", "MASTER_PORT": "4000"}).rendezvous == (
-        "tcp://127.0.0.1:4000"
-    )
+    assert Topology.from_env(
+        {**here, "OMPI_MCA_ess_base_jobid": "1", "MASTER_PORT": "4000"}
+    ).rendezvous == ("tcp://127.0.0.1:4000")

@@ -23,16 +23,24 @@ class Stopped(Exception):
 class Run:
     """A run that notes what it does; it saves and stops at one of its points."""
 
-    def __init__(self, folder: Path, stop_at: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, stop_at: int | None = None, **settings: Any
+    ) -> None:
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True, project_dir=str(folder), **settings)
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         loaders = [
-            DataLoader(TensorDataset(torch.arange(float(n)).reshape(-1, 1)), batch_size=2, shuffle=shuffle)
+            DataLoader(
+                TensorDataset(torch.arange(float(n)).reshape(-1, 1)),
+                batch_size=2,
+                shuffle=shuffle,
+            )
             for n, shuffle in ((6, True), (4, True), (4, False))
         ]
-        self.model, self.optimizer, *self.loaders = self.accelerator.prepare(model, optimizer, *loaders)
+        self.model, self.optimizer, *self.loaders = self.accelerator.prepare(
+            model, optimizer, *loaders
+        )
         self.seen: list[Any] = []
         self._stop_at = stop_at
 
@@ -166,7 +174,9 @@ def test_a_run_that_is_stopped_anywhere_goes_on_as_if_it_never_was(
         start = stop_at
         while whole.seen[start - 1][0] == "test":  # an evaluation begins anew
             start -= 1
-        assert resumed.seen == whole.seen[start:], f"stopped after {whole.seen[:stop_at]}"
+        assert resumed.seen == whole.seen[start:], (
+            f"stopped after {whole.seen[:stop_at]}"
+        )
         assert torch.equal(resumed.model.weight, whole.model.weight)
         shutil.rmtree(tmp_path / "stopped")
 
@@ -188,10 +198,14 @@ def test_a_resumed_run_may_be_stopped_and_resumed_again(tmp_path: Path) -> None:
     assert seen == whole.seen
 
 
-def test_a_pass_left_by_break_is_gone_on_with_only_after_a_resume(tmp_path: Path) -> None:
+def test_a_pass_left_by_break_is_gone_on_with_only_after_a_resume(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path)
     (train, *_) = run.loaders
-    order = {epoch: [x.flatten().int().tolist() for (x,) in train] for epoch in range(3)}
+    order = {
+        epoch: [x.flatten().int().tolist() for (x,) in train] for epoch in range(3)
+    }
     train.set_epoch(0)
     for epoch in run.accelerator.epochs(3):
         for batch in train:
@@ -215,9 +229,13 @@ def test_loops_of_ones_own_are_left_alone(tmp_path: Path, before: bool) -> None:
             for batch in run.loaders[0]:
                 run.train("train", number, batch)
 
-    whole, stopped, resumed = (Run(tmp_path / name, stop) for name, stop in (("a", None), ("b", 8), ("b", None)))
+    whole, stopped, resumed = (
+        Run(tmp_path / name, stop)
+        for name, stop in (("a", None), ("b", 8), ("b", None))
+    )
     for run in (whole, stopped):
-        for _ in run.accelerator.epochs(2 if before else 0):  # a loop that is over plays no part
+        # a loop that is over plays no part
+        for _ in run.accelerator.epochs(2 if before else 0):
             for _ in run.loaders[0]:
                 pass
     program(whole, 4)
@@ -246,7 +264,9 @@ def test_passes_that_are_over_stay_so_behind_the_loop(tmp_path: Path) -> None:
     assert resumed.seen == whole.seen[4:]
 
 
-def test_a_state_saved_before_the_first_batch_of_an_epoch_begins_it_again(tmp_path: Path) -> None:
+def test_a_state_saved_before_the_first_batch_of_an_epoch_begins_it_again(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path)
     for epoch in run.accelerator.epochs(3):
         if epoch == 1:
@@ -273,7 +293,8 @@ def test_an_epoch_that_set_epoch_ends_is_over(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole")
     program(whole)
     for stop_at in range(1, len(whole.seen) + 1):
-        if whole.seen[stop_at - 1][0] == "train":  # the loader goes on inside that epoch
+        # the loader goes on inside that epoch
+        if whole.seen[stop_at - 1][0] == "train":
             continue
         stopped = Run(tmp_path / str(stop_at), stop_at)
         with pytest.raises(Stopped):
@@ -284,14 +305,18 @@ def test_an_epoch_that_set_epoch_ends_is_over(tmp_path: Path) -> None:
         assert resumed.seen == whole.seen[stop_at:]
 
 
-def test_a_loop_in_the_same_process_goes_on_where_the_state_was_saved(tmp_path: Path) -> None:
+def test_a_loop_in_the_same_process_goes_on_where_the_state_was_saved(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path / "stopped", stop_at=6)
     with pytest.raises(Stopped):
         plain(run)
     whole = Run(tmp_path / "whole")
     plain(whole)
     for _ in range(2):
-        run.accelerator.load_state(tmp_path / "stopped" / "checkpoints" / "checkpoint_0")
+        run.accelerator.load_state(
+            tmp_path / "stopped" / "checkpoints" / "checkpoint_0"
+        )
         run.seen, run._stop_at = [], None
         plain(run)
         assert run.seen == whole.seen[6:]
@@ -335,7 +360,9 @@ class Counted(IterableDataset[int]):
 def test_streams(tmp_path: Path, dispatch: bool) -> None:
     def prepared() -> tuple[Accelerator, Any]:
         data = DataLoaderConfiguration(dispatch_batches=dispatch)
-        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), dataloader_config=data)
+        accelerator = Accelerator(
+            cpu=True, project_dir=str(tmp_path), dataloader_config=data
+        )
         return accelerator, accelerator.prepare(DataLoader(Counted(), batch_size=4))
 
     accelerator, loader = prepared()

@@ -19,23 +19,32 @@ from hasten.state.preemption import PREEMPTED_EXIT_CODE, Preemption
 def read_in_a_thread(preemption: Preemption) -> list[bool]:
     """What the flag says when a thread asks for it."""
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(preemption.agreed()), name="loop")
+    thread = threading.Thread(
+        target=lambda: found.append(preemption.agreed()), name="loop"
+    )
     thread.start()
     thread.join()
     return found
 
 
-def test_a_thread_is_told_once_that_signals_are_not_noticed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_is_told_once_that_signals_are_not_noticed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     preemption = Preemption(LocalComm(torch.device("cpu")))
     with caplog.at_level(logging.WARNING):
-        assert [read_in_a_thread(preemption), read_in_a_thread(preemption)] == [[False], [False]]
+        assert [read_in_a_thread(preemption), read_in_a_thread(preemption)] == [
+            [False],
+            [False],
+        ]
     (record,) = caplog.records
     assert "in the thread 'loop'" in record.getMessage()
     assert "SIGTERM and SIGUSR1 are not noticed here" in record.getMessage()
     assert not preemption.listening
 
 
-def test_a_thread_hears_what_the_main_thread_listens_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_hears_what_the_main_thread_listens_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     preemption = Preemption(LocalComm(torch.device("cpu")))
     try:
         assert not preemption.agreed()
@@ -72,13 +81,28 @@ for number, batch in enumerate(loader):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_in_the_first_window_is_noticed_by_a_loop_that_asks(tmp_path: Path, name: str) -> None:
+def test_a_signal_in_the_first_window_is_noticed_by_a_loop_that_asks(
+    tmp_path: Path, name: str
+) -> None:
     def run(number: int, *options: str) -> int:
-        command = [sys.executable, "-c", _FIRST_WINDOW, str(tmp_path), name, str(number), *options]
-        return subprocess.run(command, capture_output=True, check=False, timeout=100).returncode
+        command = [
+            sys.executable,
+            "-c",
+            _FIRST_WINDOW,
+            str(tmp_path),
+            name,
+            str(number),
+            *options,
+        ]
+        return subprocess.run(
+            command, capture_output=True, check=False, timeout=100
+        ).returncode
 
     assert run(0, "asks") == PREEMPTED_EXIT_CODE
     assert run(0, "asks") == PREEMPTED_EXIT_CODE, "and after a resume"
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0", "checkpoint_1"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "checkpoint_0",
+        "checkpoint_1",
+    ]
     assert run(0) == -getattr(signal, name), "a loop that never asks ends as by default"
     assert run(4) == -getattr(signal, name)

@@ -25,26 +25,39 @@ class Stopped(Exception):
 class Run:
     """A run over a short and a long loader; it saves and stops at one of its points."""
 
-    def __init__(self, folder: Path, stop_at: int | None = None, **loader_settings: Any) -> None:
+    def __init__(
+        self, folder: Path, stop_at: int | None = None, **loader_settings: Any
+    ) -> None:
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True, project_dir=str(folder))
         model = nn.Linear(1, 1)
         loaders = [
-            DataLoader(TensorDataset(torch.arange(float(size))[:, None]), batch_size=2, shuffle=True, **loader_settings)
+            DataLoader(
+                TensorDataset(torch.arange(float(size))[:, None]),
+                batch_size=2,
+                shuffle=True,
+                **loader_settings,
+            )
             for size in (7, 11)
         ]
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        self.model, self.optimizer, self.short, self.long = self.accelerator.prepare(model, optimizer, *loaders)
+        self.model, self.optimizer, self.short, self.long = self.accelerator.prepare(
+            model, optimizer, *loaders
+        )
         self.points: list[Any] = []
         self._stop_at = stop_at
 
     def train(self, pairs: Pairs) -> None:
         for epoch in range(self.short.epoch, EPOCHS):
             for (first,), (second,) in pairs(self):
-                self.accelerator.backward(self.model(torch.cat([first, second])).square().mean())
+                self.accelerator.backward(
+                    self.model(torch.cat([first, second])).square().mean()
+                )
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                self._pass_point(epoch, first.flatten().tolist(), second.flatten().tolist())
+                self._pass_point(
+                    epoch, first.flatten().tolist(), second.flatten().tolist()
+                )
             self._pass_point("end", epoch)
 
     def _pass_point(self, *what: Any) -> None:
@@ -82,12 +95,22 @@ def next_over_epochs(run: Run) -> Iterator[tuple[Any, Any]]:
         yield batch, next(run.others)  # type: ignore[attr-defined]
 
 
-PROGRAMS: Final = (zip_short_first, zip_long_first, next_beside, next_now_and_then, next_over_epochs)
+PROGRAMS: Final = (
+    zip_short_first,
+    zip_long_first,
+    next_beside,
+    next_now_and_then,
+    next_over_epochs,
+)
 
 
-@pytest.mark.parametrize("drop_last", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "drop_last", [False, pytest.param(True, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("pairs", PROGRAMS, ids=lambda pairs: pairs.__name__)
-def test_two_loaders_resume_as_if_never_stopped(tmp_path: Path, pairs: Pairs, drop_last: bool) -> None:
+def test_two_loaders_resume_as_if_never_stopped(
+    tmp_path: Path, pairs: Pairs, drop_last: bool
+) -> None:
     complete = Run(tmp_path / "complete", drop_last=drop_last)
     complete.train(pairs)
     for stop_at in range(1, len(complete.points) + 1):
@@ -103,8 +126,14 @@ def test_two_loaders_resume_as_if_never_stopped(tmp_path: Path, pairs: Pairs, dr
         assert torch.equal(resumed.model.weight, complete.model.weight)
 
 
-@pytest.mark.parametrize("pairs", [zip_short_first, zip_long_first, next_beside], ids=lambda pairs: pairs.__name__)
-def test_two_loaders_resume_from_every_point_in_turn(tmp_path: Path, pairs: Pairs) -> None:
+@pytest.mark.parametrize(
+    "pairs",
+    [zip_short_first, zip_long_first, next_beside],
+    ids=lambda pairs: pairs.__name__,
+)
+def test_two_loaders_resume_from_every_point_in_turn(
+    tmp_path: Path, pairs: Pairs
+) -> None:
     complete = Run(tmp_path / "complete")
     complete.train(pairs)
     points: list[Any] = []

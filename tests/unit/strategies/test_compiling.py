@@ -56,7 +56,8 @@ def expected() -> tuple[Tensor, list[Tensor]]:
     return gradients(llama())
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+# torch 2.13, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_loss_and_the_norm_are_compiled_and_train_alike(
     expected: tuple[Tensor, list[Tensor]],
 ) -> None:
@@ -67,14 +68,20 @@ def test_the_loss_and_the_norm_are_compiled_and_train_alike(
     assert compile_rest(model, EAGER) == [], "twice is once"
     torch.testing.assert_close(gradients(model), expected, rtol=0, atol=1e-7)
     with torch.no_grad():  # the function itself
-        torch.testing.assert_close(model(input_ids=TOKENS, labels=TOKENS).loss, expected[0], rtol=0, atol=1e-7)
+        torch.testing.assert_close(
+            model(input_ids=TOKENS, labels=TOKENS).loss, expected[0], rtol=0, atol=1e-7
+        )
     all_uncompiled(model)
     assert not any(is_compiled(part) for part in model.modules())
     assert not isinstance(model.loss_function, CompiledLoss)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_and_pickles_hold_the_loss_function_itself(copied: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_copies_and_pickles_hold_the_loss_function_itself(
+    copied: Callable[[Any], Any],
+) -> None:
     model = llama()
     plain = model.loss_function
     compile_rest(model, EAGER)
@@ -82,7 +89,10 @@ def test_copies_and_pickles_hold_the_loss_function_itself(copied: Callable[[Any]
 
 
 def test_the_loss_is_compiled_with_blocks_only() -> None:
-    with pytest.raises(ConfigError, match="the whole model is one graph with its loss; set use_regional_compilation"):
+    with pytest.raises(
+        ConfigError,
+        match="the whole model is one graph with its loss; set use_regional_compilation",
+    ):
         Accelerator(cpu=True, dynamo_plugin={"backend": "eager", "compile_loss": True})
     with pytest.raises(ConfigError, match="nothing is compiled"):
         Accelerator(cpu=True, dynamo_plugin={"compile_loss": True})
@@ -90,7 +100,10 @@ def test_the_loss_is_compiled_with_blocks_only() -> None:
 
 @pytest.mark.parametrize(("number", "is_main"), [(3, True), (1, True), (3, False)])
 def test_the_first_calls_of_compiled_blocks_are_shown_and_logged_once(
-    number: int, is_main: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int,
+    is_main: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lines: list[str] = []
 
@@ -106,20 +119,31 @@ def test_the_first_calls_of_compiled_blocks_are_shown_and_logged_once(
     with caplog.at_level(logging.INFO, logger="hasten"):
         compile_modules(blocks, "Net", EAGER, is_main)
         for _ in range(2):
-            assert all(torch.equal(block(torch.ones(2)), out) for block, out in zip(blocks, plain, strict=True))
+            assert all(
+                torch.equal(block(torch.ones(2)), out)
+                for block, out in zip(blocks, plain, strict=True)
+            )
     wanted = {
         (3, True): [f"compiling Net, block {one} of 3, 12 s" for one in (1, 2, 3)],
         (1, True): ["compiling Net, 12 s"],
         (3, False): [],
     }
-    assert [line.replace(", 13 s", ", 12 s") for line in lines] == wanted[number, is_main]
-    told = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
+    assert [line.replace(", 13 s", ", 12 s") for line in lines] == wanted[
+        number, is_main
+    ]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "compiled" in record.getMessage()
+    ]
     what = "Net" if number == 1 else "the 3 blocks of Net"
-    assert [line.rpartition(" in ")[0] for line in told] == ([f"compiled {what}"] if is_main else [])
-    assert all(line.endswith(" s (1 graph)") for line in told), "equal blocks share one"
-    assert not any(isinstance(block._compiled_call_impl, compiling._FirstCall) for block in blocks), (
-        "later calls cost nothing"
+    assert [line.rpartition(" in ")[0] for line in told] == (
+        [f"compiled {what}"] if is_main else []
     )
+    assert all(line.endswith(" s (1 graph)") for line in told), "equal blocks share one"
+    assert not any(
+        isinstance(block._compiled_call_impl, compiling._FirstCall) for block in blocks
+    ), "later calls cost nothing"
 
 
 def encoder() -> nn.Module:
@@ -127,13 +151,16 @@ def encoder() -> nn.Module:
     return seeded(
         lambda: nn.Sequential(
             nn.Linear(4, 8),
-            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 3),
+            nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 3
+            ),
             nn.Linear(8, 1),
         )
     )
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13, while it traces
+# torch 2.13, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("regional", [True, False])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_blocks_and_models_of_torchs_own_classes_are_compiled(
@@ -143,19 +170,27 @@ def test_blocks_and_models_of_torchs_own_classes_are_compiled(
     inputs = torch.randn(2, 5, 4)
     gradients: list[list[Tensor]] = []
     for plugin in ({}, {"backend": "eager", "use_regional_compilation": regional}):
-        accelerator = Accelerator(cpu=True, mixed_precision=precision, dynamo_plugin=plugin)
+        accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, dynamo_plugin=plugin
+        )
         model = accelerator.prepare(encoder())
         with caplog.at_level(logging.INFO, logger="hasten"):
             accelerator.backward(model(inputs).pow(2).sum())
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert count_graphs() > 0
     title = "the 3 blocks of Sequential" if regional else "Sequential"
-    (line,) = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "compiled" in record.getMessage()
+    ]
     assert line.startswith(f"compiled {title} in ")
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
     assert not any(is_compiled(part) for part in bare.modules())
-    assert not any(forwarding.find(part, CompiledForward.tag) for part in bare.modules())
+    assert not any(
+        forwarding.find(part, CompiledForward.tag) for part in bare.modules()
+    )
 
 
 def test_each_model_of_a_class_of_torch_has_code_to_itself() -> None:
@@ -187,15 +222,23 @@ def test_a_setting_that_compiles_nothing_is_an_error_and_a_choice_of_ours_is_log
     for _ in range(2):
         asked(torch.ones(2))
         chosen(torch.ones(2))
-    with pytest.raises(ConfigError, match=r"nothing of Skipped was compiled.*Remove torch\.compiler\.disable"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nothing of Skipped was compiled.*Remove torch\.compiler\.disable",
+    ):
         asked(torch.ones(2))
     assert not caplog.records
     chosen(torch.ones(2))
-    assert "performance: Skipped is not compiled: torch's compiler skipped its code" in caplog.text
+    assert (
+        "performance: Skipped is not compiled: torch's compiler skipped its code"
+        in caplog.text
+    )
     assert not is_compiled(chosen)
 
 
-def test_a_compiler_that_fails_ends_no_training_that_did_not_ask_for_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compiler_that_fails_ends_no_training_that_did_not_ask_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def failing(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no such kernel")
 

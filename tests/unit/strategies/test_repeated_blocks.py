@@ -15,8 +15,16 @@ def names(model: nn.Module) -> list[str]:
 def test_blocks_are_found_wherever_their_list_is() -> None:
     blocks = [Block(4, 2) for _ in range(3)]
     assert names(nn.Sequential(*blocks)) == ["0", "1", "2"]
-    assert names(nn.Sequential(nn.Embedding(3, 4), *blocks, nn.Linear(4, 3))) == ["1", "2", "3"]
-    assert names(nn.Sequential(nn.Sequential(*blocks), nn.LayerNorm(4))) == ["0.0", "0.1", "0.2"]
+    assert names(nn.Sequential(nn.Embedding(3, 4), *blocks, nn.Linear(4, 3))) == [
+        "1",
+        "2",
+        "3",
+    ]
+    assert names(nn.Sequential(nn.Sequential(*blocks), nn.LayerNorm(4))) == [
+        "0.0",
+        "0.1",
+        "0.2",
+    ]
     assert names(nn.ModuleList(blocks)) == ["0", "1", "2"]
     assert names(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
     assert names(blocks[0]) == []

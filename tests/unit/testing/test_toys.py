@@ -9,11 +9,22 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
-from tests.support.toys import Blobs, Classifier, Line, LineData, Numbers, NumberStream, Sequences
+from tests.support.toys import (
+    Blobs,
+    Classifier,
+    Line,
+    LineData,
+    Numbers,
+    NumberStream,
+    Sequences,
+)
 
 
 def equal(left: nn.Module, right: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(left.parameters(), right.parameters(), strict=True)
+    )
 
 
 def test_seeded_models_depend_on_the_seed_only() -> None:
@@ -29,7 +40,11 @@ def test_datasets_are_the_same_every_time() -> None:
     assert torch.equal(LineData(8).y, LineData(8).y)
     assert torch.equal(Blobs(8).points, Blobs(8).points)
     assert torch.equal(Sequences(8).tokens, Sequences(8).tokens)
-    assert [int(Numbers(3)[index]) for index in range(3)] == [int(x) for x in NumberStream(3)] == [0, 1, 2]
+    assert (
+        [int(Numbers(3)[index]) for index in range(3)]
+        == [int(x) for x in NumberStream(3)]
+        == [0, 1, 2]
+    )
 
 
 def test_line_is_learned() -> None:

@@ -22,7 +22,12 @@ from tests.support.toys import Blobs, Classifier
 
 
 def start(
-    began: float, first: float, steps: int, events: Sequence[dict[str, Any]] = (), rank: int = 0, **parts: float
+    began: float,
+    first: float,
+    steps: int,
+    events: Sequence[dict[str, Any]] = (),
+    rank: int = 0,
+    **parts: float,
 ) -> LoggedRank:
     """A start of the program: steps of one second, all useful but for `parts`, from second `first` on."""
     table = np.zeros(steps, step_dtype())
@@ -30,18 +35,30 @@ def start(
     table["forward"] = 1.0 - sum(parts.values())
     for part, seconds in parts.items():
         table[part] = seconds
-    started = {"event": "started", "time": began + 0.5, "process_began": began, "startup_s": first - began}
+    started = {
+        "event": "started",
+        "time": began + 0.5,
+        "process_began": began,
+        "startup_s": first - began,
+    }
     return LoggedRank(rank, table, [started, *events])
 
 
 def seconds(found: Goodput) -> dict[str, float]:
     """The causes that took time."""
-    return {cause: round(spent, 3) for cause, spent in found.seconds.items() if spent > 1e-6}
+    return {
+        cause: round(spent, 3) for cause, spent in found.seconds.items() if spent > 1e-6
+    }
 
 
 def test_one_start() -> None:
     found = account([start(0.0, 5.0, 10, data=0.2, evaluation=0.1)])
-    assert seconds(found) == {"useful": 7.0, "startup": 5.0, "data": 2.0, "evaluation": 1.0}
+    assert seconds(found) == {
+        "useful": 7.0,
+        "startup": 5.0,
+        "data": 2.0,
+        "evaluation": 1.0,
+    }
     assert found.wall_s == pytest.approx(15.0)
     assert found.ratio == pytest.approx(7 / 15)
 
@@ -51,7 +68,12 @@ def test_a_restart_from_a_checkpoint() -> None:
     first = start(0.0, 5.0, 10, [{"event": "saved", "time": 11.0, "step": 6}])
     second = start(20.0, 23.0, 4, [{"event": "loaded", "time": 22.0, "step": 6}])
     found = account([first, second])
-    assert seconds(found) == {"useful": 10.0, "startup": 8.0, "restart": 5.0, "replayed": 4.0}
+    assert seconds(found) == {
+        "useful": 10.0,
+        "startup": 8.0,
+        "restart": 5.0,
+        "replayed": 4.0,
+    }
     assert found.wall_s == pytest.approx(27.0)
 
 
@@ -63,7 +85,9 @@ def test_a_restart_from_nothing_makes_all_earlier_steps_void() -> None:
 
 
 def test_a_start_without_a_step_makes_nothing_void() -> None:
-    assert account([start(0.0, 5.0, 10), start(15.0, 16.0, 0)]).seconds["useful"] == 10.0
+    assert (
+        account([start(0.0, 5.0, 10), start(15.0, 16.0, 0)]).seconds["useful"] == 10.0
+    )
 
 
 def test_a_copy_in_memory_has_no_event_of_its_save() -> None:
@@ -93,13 +117,30 @@ def test_the_same_step_saved_again_after_a_rollback() -> None:
 
 
 def test_a_finished_run_that_is_continued_later_did_not_wait() -> None:
-    first = start(0.0, 5.0, 10, [{"event": "saved", "time": 15.0, "step": 10}, {"event": "ended", "time": 15.5}])
+    first = start(
+        0.0,
+        5.0,
+        10,
+        [
+            {"event": "saved", "time": 15.0, "step": 10},
+            {"event": "ended", "time": 15.5},
+        ],
+    )
     second = start(1000.0, 1001.0, 5, [{"event": "loaded", "time": 1000.5, "step": 10}])
-    assert seconds(account([first, second])) == {"useful": 15.0, "startup": 6.0, "other": 0.5}
+    assert seconds(account([first, second])) == {
+        "useful": 15.0,
+        "startup": 6.0,
+        "other": 0.5,
+    }
 
 
 def test_a_stall_that_ended_the_process() -> None:
-    found = account([start(0.0, 5.0, 10, [{"event": "stalled", "time": 75.0, "seconds": 60.0}]), start(80.0, 82.0, 1)])
+    found = account(
+        [
+            start(0.0, 5.0, 10, [{"event": "stalled", "time": 75.0, "seconds": 60.0}]),
+            start(80.0, 82.0, 1),
+        ]
+    )
     assert found.seconds["stall"] == 60.0
     assert found.seconds["restart"] == 5.0
 
@@ -111,12 +152,28 @@ def test_causes_add_up_for_random_histories() -> None:
         saved: list[int] = []
         for _ in range(int(chance.integers(1, 5))):
             now += float(chance.uniform(0, 3))
-            first, steps, events = now + float(chance.uniform(0, 3)), int(chance.integers(0, 6)), []
+            first, steps, events = (
+                now + float(chance.uniform(0, 3)),
+                int(chance.integers(0, 6)),
+                [],
+            )
             if saved and chance.random() < 0.7:
-                events.append({"event": "loaded", "time": first - 0.01, "step": int(chance.choice(saved))})
+                events.append(
+                    {
+                        "event": "loaded",
+                        "time": first - 0.01,
+                        "step": int(chance.choice(saved)),
+                    }
+                )
             if steps and chance.random() < 0.7:
                 saved.append(int(chance.integers(1, 9)))
-                events.append({"event": "saved", "time": first + float(chance.uniform(0, steps)), "step": saved[-1]})
+                events.append(
+                    {
+                        "event": "saved",
+                        "time": first + float(chance.uniform(0, steps)),
+                        "step": saved[-1],
+                    }
+                )
             logs.append(start(now, first, steps, events, data=0.25, checkpoint=0.05))
             now = max(first + steps, *(event["time"] for event in logs[-1].events))
         found = account(logs)
@@ -144,10 +201,13 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         loader: Any = DataLoader(Blobs(32), batch_size=4)
         valid: Any = DataLoader(Blobs(16), batch_size=4)
-        model, optimizer, loader, valid = accelerator.prepare(model, optimizer, loader, valid)
+        model, optimizer, loader, valid = accelerator.prepare(
+            model, optimizer, loader, valid
+        )
         accelerator.load_state(must_exist=False)
         assert accelerator._run_log is not None
-        accelerator._run_log.process_began_s = time.time() - 0.2  # after the start before
+        # after the start before
+        accelerator._run_log.process_began_s = time.time() - 0.2
         for number, (x, y) in enumerate(loader):
             accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
             optimizer.step()
@@ -170,9 +230,13 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
     assert found.seconds["replayed"] >= 3 * 0.02
     assert found.seconds["checkpoint"] > 0
     assert found.seconds["startup"] >= 0.4
-    assert [float(log.steps["samples"].sum()) for log in logs] == [32.0, 16.0], "an evaluation's are not counted"
+    assert [float(log.steps["samples"].sum()) for log in logs] == [32.0, 16.0], (
+        "an evaluation's are not counted"
+    )
     for cause in set(CAUSES) - {"running", "other", "restart"}:
-        assert live.seconds[cause] == pytest.approx(found.seconds[cause], abs=0.1), cause
+        assert live.seconds[cause] == pytest.approx(found.seconds[cause], abs=0.1), (
+            cause
+        )
 
 
 def test_a_stall_moves_from_the_phase_it_happened_in(tmp_path: Path) -> None:
@@ -199,11 +263,17 @@ def test_batches_read_side_by_side_are_no_evaluation() -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     first: Any = DataLoader(Blobs(16), batch_size=4)
     second: Any = DataLoader(Blobs(16), batch_size=4)
-    model, optimizer, first, second = accelerator.prepare(model, optimizer, first, second)
+    model, optimizer, first, second = accelerator.prepare(
+        model, optimizer, first, second
+    )
     for (x, y), _ in zip(first, second, strict=True):
         accelerator.backward(torch.nn.functional.cross_entropy(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    (run_log,) = [part.run_log for part in accelerator._clock.parts.members if isinstance(part, RunLogPart)]
+    (run_log,) = [
+        part.run_log
+        for part in accelerator._clock.parts.members
+        if isinstance(part, RunLogPart)
+    ]
     assert run_log.spent["evaluation"] == 0.0
     accelerator.end_training()

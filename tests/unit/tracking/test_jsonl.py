@@ -51,13 +51,24 @@ def test_infinite_values_survive_as_valid_json(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_training_loses_no_value(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "out of memory, perhaps" in done.stderr
-    assert [row["loss"] for row in read_metrics(run_folder(tmp_path))] == [float(step) for step in range(20)]
-    assert '{"finished":"failed"}' in (run_folder(tmp_path) / "metrics.jsonl").read_text()
+    assert [row["loss"] for row in read_metrics(run_folder(tmp_path))] == [
+        float(step) for step in range(20)
+    ]
+    assert (
+        '{"finished":"failed"}' in (run_folder(tmp_path) / "metrics.jsonl").read_text()
+    )
 
 
-def test_a_torn_line_is_skipped_and_the_next_run_begins_on_its_own(tmp_path: Path) -> None:
+def test_a_torn_line_is_skipped_and_the_next_run_begins_on_its_own(
+    tmp_path: Path,
+) -> None:
     manager = TrackerManager([JsonlTracker()], directory=tmp_path)
     manager.init("project")
     manager.log({"loss": 0.0}, step=0)
@@ -71,7 +82,10 @@ def test_a_torn_line_is_skipped_and_the_next_run_begins_on_its_own(tmp_path: Pat
     manager.load_state_dict(state)
     manager.log({"loss": 1.0})
     manager.finish()
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(0, 0.0), (1, 1.0)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
+        (0, 0.0),
+        (1, 1.0),
+    ]
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -90,9 +104,16 @@ def test_floats_become_bytes() -> None:
 def test_values_without_a_step_are_numbered_by_updates(tmp_path: Path) -> None:
     """Also after a resume, and inside accumulation windows, where several calls have one number."""
     for _ in range(2):
-        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), log_with="jsonl", gradient_accumulation_steps=2)
+        accelerator = Accelerator(
+            cpu=True,
+            project_dir=str(tmp_path),
+            log_with="jsonl",
+            gradient_accumulation_steps=2,
+        )
         net = torch.nn.Linear(1, 1)
-        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            net, torch.optim.SGD(net.parameters(), lr=0.1)
+        )
         accelerator.init_trackers("project")
         accelerator.load_state(must_exist=False)
         for _ in range(4):
@@ -103,4 +124,13 @@ def test_values_without_a_step_are_numbered_by_updates(tmp_path: Path) -> None:
             accelerator.log({"loss": 1.0})
         accelerator.save_state()
         accelerator.end_training()
-    assert [row["step"] for row in read_metrics(run_folder(tmp_path))] == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert [row["step"] for row in read_metrics(run_folder(tmp_path))] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+    ]

@@ -83,11 +83,21 @@ def test_values_reach_the_tracker_as_plain_numbers_in_order() -> None:
     manager.init("project", {"lr": 0.1})
     for step in range(5):
         manager.log(
-            {"loss": torch.tensor(float(step), requires_grad=True), "nested": {"lr": np.float32(0.5)}}, step=step
+            {
+                "loss": torch.tensor(float(step), requires_grad=True),
+                "nested": {"lr": np.float32(0.5)},
+            },
+            step=step,
         )
     manager.finish()
     assert [entry.step for entry in tracker.entries] == [0, 1, 2, 3, 4]
-    assert [entry.values["loss"] for entry in tracker.entries] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [entry.values["loss"] for entry in tracker.entries] == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
     assert all(type(entry.values["loss"]) is float for entry in tracker.entries)
     assert tracker.entries[0].values["nested/lr"] == 0.5
     assert tracker.ended == [False]
@@ -168,9 +178,9 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(where: str) -> None:
             manager.log({"loss": 1.0}, step=step)
             manager.flush()
         manager.finish()
-    assert [str(w.message) for w in caught if f"failed in {where}" in str(w.message)] == [
-        str(w.message) for w in caught
-    ]
+    assert [
+        str(w.message) for w in caught if f"failed in {where}" in str(w.message)
+    ] == [str(w.message) for w in caught]
     assert len(caught) == 1
     assert issubclass(caught[0].category, HastenWarning)
     assert len(good.entries) == 10
@@ -179,7 +189,9 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(where: str) -> None:
 def test_only_the_main_process_logs_and_others_get_a_silent_stand_in() -> None:
     tracker, everywhere = ListTracker(), ListTracker(every_rank=True)
     everywhere.name = "everywhere"
-    manager = TrackerManager([tracker, everywhere], is_main=False, rank=3, share=lambda run_id: "shared")
+    manager = TrackerManager(
+        [tracker, everywhere], is_main=False, rank=3, share=lambda run_id: "shared"
+    )
     manager.init("project")
     manager.log({"loss": 1.0})
     stand_in = manager.get("list", unwrap=True)
@@ -226,12 +238,16 @@ def test_a_checkpoint_of_the_open_run_rewinds_it() -> None:
     assert tracker.rewound == [3]
 
 
-def test_a_run_that_was_started_at_once_is_begun_again_when_nothing_was_logged() -> None:
+def test_a_run_that_was_started_at_once_is_begun_again_when_nothing_was_logged() -> (
+    None
+):
     tracker = ListTracker()
     manager = TrackerManager([tracker])
     manager.init("project")
     assert manager.trackers, "they are started"
-    manager.load_state_dict({"version": 1, "run_id": "old", "step": 7, "runs": {"0": {"list": "old-id"}}})
+    manager.load_state_dict(
+        {"version": 1, "run_id": "old", "step": 7, "runs": {"0": {"list": "old-id"}}}
+    )
     manager.log({"loss": 1.0})
     manager.finish()
     assert tracker.run is not None
@@ -255,7 +271,8 @@ def test_what_is_not_a_number_is_dropped_with_one_warning() -> None:
     manager.init("project")
     with pytest.warns(HastenWarning, match="Reduce it first"):
         manager.log({"loss": torch.zeros(3), "good": 1})
-    manager.log({"loss": torch.zeros(3), "good": 2})  # a second warning would be an error here
+    # a second warning would be an error here
+    manager.log({"loss": torch.zeros(3), "good": 2})
     manager.finish()
     assert [entry.values for entry in tracker.entries] == [{"good": 1}, {"good": 2}]
 
@@ -278,7 +295,11 @@ def test_options_reach_their_tracker_only() -> None:
     one, two = ListTracker(), ListTracker()
     two.name = "two"
     manager = TrackerManager([one, two])
-    manager.init("project", argparse.Namespace(lr=0.1, path=Path("a")), {"two": {"mode": "offline"}})
+    manager.init(
+        "project",
+        argparse.Namespace(lr=0.1, path=Path("a")),
+        {"two": {"mode": "offline"}},
+    )
     manager.log({"loss": 1.0}, log_kwargs={"two": {"commit": False}})
     manager.finish()
     assert one.run is not None
@@ -330,6 +351,8 @@ def test_a_hanging_tracker_does_not_stop_training() -> None:
 
 def test_a_folder_that_cannot_hold_files_is_found_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path / "file" / "runs"), log_with="jsonl")
+    accelerator = Accelerator(
+        cpu=True, project_dir=str(tmp_path / "file" / "runs"), log_with="jsonl"
+    )
     with pytest.raises(TrackerError, match="give another project_dir"):
         accelerator.init_trackers("run")

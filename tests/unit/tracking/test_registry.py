@@ -52,7 +52,9 @@ def paper_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     info = tmp_path / "paper-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paper\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[hasten.extensions]\npaper = paper_tracker:extension\n")
+    (info / "entry_points.txt").write_text(
+        "[hasten.extensions]\npaper = paper_tracker:extension\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     extension.installed.cache_clear()
     yield
@@ -64,5 +66,8 @@ def paper_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def test_an_extension_brings_a_tracker() -> None:
     assert "paper" in tracker_names()
     assert [tracker.name for tracker in build("paper")] == ["paper"]
-    with pytest.raises(TrackerError, match="extension 'paper' offers <class 'dict'> as the tracker 'stone'"):
+    with pytest.raises(
+        TrackerError,
+        match="extension 'paper' offers <class 'dict'> as the tracker 'stone'",
+    ):
         build("stone")

@@ -17,7 +17,9 @@ from hasten.tracking.run_log import PARTS, RunLog, read_run_log
 from tests.support.toys import Blobs, Classifier
 
 
-def trained(folder: Path, every: int = 1, precision: str = "no", **settings: Any) -> Accelerator:
+def trained(
+    folder: Path, every: int = 1, precision: str = "no", **settings: Any
+) -> Accelerator:
     """A short training with slow parts."""
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(project_dir=str(folder), **settings),
@@ -38,7 +40,9 @@ def trained(folder: Path, every: int = 1, precision: str = "no", **settings: Any
     return accelerator
 
 
-def test_communication_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communication_is_a_part_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its time is taken out of the part it happens in; an average wait for gradients out of backward."""
     clock = {"now": 100.0, "collectives": 0.0}
     monkeypatch.setattr(time, "perf_counter", lambda: clock["now"])
@@ -50,7 +54,9 @@ def test_communication_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.
         passes(seconds)
         clock["collectives"] += seconds
 
-    log = RunLog(tmp_path, 0, dict, lambda: None, lambda: clock["collectives"], lambda: 0.01)
+    log = RunLog(
+        tmp_path, 0, dict, lambda: None, lambda: clock["collectives"], lambda: 0.01
+    )
     log.asked()
     log.flush()
     for _ in range(4):
@@ -68,7 +74,12 @@ def test_communication_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.
     log.close()
     (read,) = read_run_log(tmp_path)
     sums = {part: float(read.steps[part].sum()) for part in PARTS}
-    expected = {"communication": 0.02 + 0.01, "forward": 0.005, "backward": 0.02, "optimizer": 0.004}
+    expected = {
+        "communication": 0.02 + 0.01,
+        "forward": 0.005,
+        "backward": 0.02,
+        "optimizer": 0.004,
+    }
     expected |= {"other": 0.001}
     assert {part: one for part, one in sums.items() if one} == pytest.approx(
         {part: 4 * one for part, one in expected.items()}, rel=1e-4
@@ -76,7 +87,9 @@ def test_communication_is_a_part_of_its_own(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_log_with_other_phases_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "rank0-1.jsonl").write_text('{"event":"started","time":1.0,"rank":0,"parts":["data","other"]}\n')
+    (tmp_path / "rank0-1.jsonl").write_text(
+        '{"event":"started","time":1.0,"rank":0,"parts":["data","other"]}\n'
+    )
     assert read_run_log(tmp_path) == []
 
 
@@ -128,13 +141,17 @@ def test_a_broken_disk_stops_the_log_only(tmp_path: Path) -> None:
 
 
 def test_skipped_updates_are_events(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), mixed_precision="fp16")
+    accelerator = Accelerator(
+        cpu=True, project_dir=str(tmp_path), mixed_precision="fp16"
+    )
     model: Any = seeded(Classifier)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(Blobs(8), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x, y in loader:
-        accelerator.backward(torch.nn.functional.cross_entropy(model(x), y) * float("inf"))
+        accelerator.backward(
+            torch.nn.functional.cross_entropy(model(x), y) * float("inf")
+        )
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()

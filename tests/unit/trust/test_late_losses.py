@@ -75,4 +75,6 @@ def test_a_loss_whose_memory_is_used_again_is_copied_at_once() -> None:
         for step in (1, 2):
             output.fill_(step)
             losses.add(output, None, None, step)
-        assert [update.values for update in losses.rest()] == ([[1.0], [2.0]] if overwritten else [[2.0], [2.0]])
+        assert [update.values for update in losses.rest()] == (
+            [[1.0], [2.0]] if overwritten else [[2.0], [2.0]]
+        )

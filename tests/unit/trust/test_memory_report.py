@@ -19,7 +19,8 @@ def test_bytes_are_counted_once_and_by_kind() -> None:
     memory = model_memory([net], [optimizer])
     trained = 4 * sum(p.numel() for p in net.parameters())
     assert memory["parameters"] == memory["gradients"] == trained
-    assert memory["optimizer state"] == 2 * trained + 4 * len(list(net.parameters()))  # two moments and a step each
+    # two moments and a step each
+    assert memory["optimizer state"] == 2 * trained + 4 * len(list(net.parameters()))
     assert memory["buffers"] == 2 * 8 * 4 + 8
     assert process_memory(torch.device("cpu"))["resident"] > 2**20
 
@@ -34,4 +35,9 @@ def test_an_error_for_lack_of_memory_says_what_the_memory_is_used_for() -> None:
 
 
 def test_sizes_in_words() -> None:
-    assert [words(size) for size in (12, 2048, 3 << 20, 5 << 30)] == ["12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
+    assert [words(size) for size in (12, 2048, 3 << 20, 5 << 30)] == [
+        "12 B",
+        "2.0 KiB",
+        "3.0 MiB",
+        "5.0 GiB",
+    ]

@@ -34,44 +34,70 @@ class EstablishedProcess(Process):
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:  # any error of the user's block has to reach the other ranks; it is re-raised
+        # any error of the user's block has to reach the other ranks; it is re-raised
+        except Exception as caught:
             if not first:
                 raise
             error = caught
         if first:
             self._together(error, "process_first")
 
-    num_processes = shown(lambda self: AMBIENT.partial.get("num_processes", self.ctx.topology.world_size), "")
-    process_index = shown(lambda self: AMBIENT.partial.get("process_index", self.ctx.topology.rank), "")
+    num_processes = shown(
+        lambda self: AMBIENT.partial.get("num_processes", self.ctx.topology.world_size),
+        "",
+    )
+    process_index = shown(
+        lambda self: AMBIENT.partial.get("process_index", self.ctx.topology.rank), ""
+    )
     local_process_index = shown(
-        lambda self: AMBIENT.partial.get("local_process_index", self.ctx.topology.local_rank), "The rank on the node."
+        lambda self: AMBIENT.partial.get(
+            "local_process_index", self.ctx.topology.local_rank
+        ),
+        "The rank on the node.",
     )
 
-    def _only(self, here: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:  # type: ignore[override]  # of this process
+    def _only(  # type: ignore[override]  # of this process
+        self, here: Callable[[], bool], function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         # quirk: ONE_PROCESS_IS_ALL
         return function if self.num_processes == 1 else Process._only(here, function)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> Iterator[Any]:
         """This process's share of a list, tuple, dict of those, tensor or dataset; a lone process has all of it as it is."""
         here, count = self.process_index, self.num_processes
-        if count > 1 and isinstance(inputs, dict) and len({len(one) for one in inputs.values()}) > 1:
+        if (
+            count > 1
+            and isinstance(inputs, dict)
+            and len({len(one) for one in inputs.values()}) > 1
+        ):
             raise ValueError("All values in the dictionary must have the same length")
-        yield inputs if count == 1 or isinstance(inputs, str) else share(inputs, here, count, apply_padding)
+        yield (
+            inputs
+            if count == 1 or isinstance(inputs, str)
+            else share(inputs, here, count, apply_padding)
+        )
 
 
 @dataclass(slots=True)
 class Ambient:
     """The context, helpers and clock of this process; the latest Accelerator replaces an earlier one's."""
 
-    partial: dict[str, Any] = field(default_factory=dict)  # the attributes of PartialState
-    whole: dict[str, Any] = field(default_factory=dict)  # the attributes of AcceleratorState
+    # the attributes of PartialState
+    partial: dict[str, Any] = field(default_factory=dict)
+    # the attributes of AcceleratorState
+    whole: dict[str, Any] = field(default_factory=dict)
     context: ProcessContext | None = None
     process: EstablishedProcess | None = None
     clock: StepClock | None = None
-    loaders: list[Any] = field(default_factory=list)  # loaders being iterated, innermost last
-    gradient: dict[str, Any] = field(default_factory=dict)  # the attributes of GradientState that are stored
-    compares_data: bool = False  # whether loaders of processes are compared: in those that a notebook has started
+    # loaders being iterated, innermost last
+    loaders: list[Any] = field(default_factory=list)
+    # the attributes of GradientState that are stored
+    gradient: dict[str, Any] = field(default_factory=dict)
+    # whether loaders of processes are compared: in those that a notebook has started
+    compares_data: bool = False
 
 
 AMBIENT: Ambient = Ambient()  # quirk: SINGLETONS
@@ -84,7 +110,8 @@ def stands_in(wanted: str | None) -> bool:
         return False
     try:
         torch.get_device_module(device).set_device(device)
-    except (AssertionError, AttributeError, RuntimeError, ValueError):  # torch was built without it, or finds none
+    # torch was built without it, or finds none
+    except (AssertionError, AttributeError, RuntimeError, ValueError):
         return False
     return True
 
@@ -95,7 +122,9 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
         topology = Topology.from_env(variables)
         wants_cpu = cpu or env.flag(variables, "ACCELERATE_USE_CPU")
         wanted = env.assigned_device(variables)
-        device = choose_device(topology.local_rank, wants_cpu, None if stands_in(wanted) else wanted)
+        device = choose_device(
+            topology.local_rank, wants_cpu, None if stands_in(wanted) else wanted
+        )
         given = settings or GroupSettings()
         adopt(bootstrap.start(topology, device, settings=replace(given, codec=PICKLE)))
     assert AMBIENT.context is not None, "the context was just adopted"

@@ -9,7 +9,10 @@ from typing import Any
 import hasten
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import DistributedType, FP8BackendType
-from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
+from accelerate._impl.settings.general import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+)
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.state import AcceleratorState, GradientState
 from hasten.accelerator.process import Process
@@ -32,7 +35,12 @@ def _of_process(name: str) -> Any:
 def _of_state(name: str, default: str, doc: str) -> Any:
     """Return a property read from the state, which raises after a reset; before there is one, from `default`."""
     read_default = attrgetter(default)
-    return shown(lambda self: getattr(self.state, name) if "state" in vars(self) else read_default(self), doc)
+    return shown(
+        lambda self: (
+            getattr(self.state, name) if "state" in vars(self) else read_default(self)
+        ),
+        doc,
+    )
 
 
 def _settable(path: str, doc: str) -> Any:
@@ -58,13 +66,17 @@ class Composed(hasten.Accelerator):
     _sequences: Any
 
     def __getattr__(self, name: str) -> Any:
-        if name in AcceleratorState._known_attrs or name == "mixed_precision":  # properties above that found none
+        # properties above that found none
+        if name in AcceleratorState._known_attrs or name == "mixed_precision":
             return getattr(self.__dict__["state"], name)
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        raise AttributeError(
+            f"'{type(self).__name__}' object has no attribute '{name}'"
+        )
 
     def follow_plugins(self) -> None:
         """Take over what was changed in plugins since the last prepare()."""
-        assert self.distributed_type in DistributedType  # raises AttributeError after a reset of the states
+        # raises AttributeError after a reset of the states
+        assert self.distributed_type in DistributedType
         self._sharding.follow()
         self._engine.follow()
 
@@ -78,14 +90,27 @@ class Composed(hasten.Accelerator):
     def _accumulate_over(self, steps: int) -> None:
         self._clock.every = GradientState().plugin_kwargs["num_steps"] = steps
 
-    gradient_accumulation_steps = shown("_clock.every", "Micro-steps per update.", _accumulate_over)
-    device = _of_state("device", "ctx.device", "The device of this process, as PartialState shows it.")
+    gradient_accumulation_steps = shown(
+        "_clock.every", "Micro-steps per update.", _accumulate_over
+    )
+    device = _of_state(
+        "device", "ctx.device", "The device of this process, as PartialState shows it."
+    )
     native_amp = cached_property(lambda self: self.config.mixed_precision != "no")
-    multi_device = shown(lambda self: self.num_processes > 1 and self.device.type != "cpu", "Whether one of several.")
-    parallelism_config = shown(lambda self: AMBIENT.whole.get("parallelism_config"), "The sizes of the mesh, if given.")
+    multi_device = shown(
+        lambda self: self.num_processes > 1 and self.device.type != "cpu",
+        "Whether one of several.",
+    )
+    parallelism_config = shown(
+        lambda self: AMBIENT.whole.get("parallelism_config"),
+        "The sizes of the mesh, if given.",
+    )
 
     torch_device_mesh = shown(
-        lambda self: self.parallelism_config and self.parallelism_config.get_device_mesh(self.device.type),
+        lambda self: (
+            self.parallelism_config
+            and self.parallelism_config.get_device_mesh(self.device.type)
+        ),
         "Torch's mesh, if sizes were given.",
     )
     should_save_model = shown(lambda self: True, "Whether this process writes weights.")
@@ -97,40 +122,75 @@ class Composed(hasten.Accelerator):
         return FP8BackendType("AO" if backend == "auto" else backend.upper())
 
     has_fp8_handler = cached_property(
-        lambda self: any(getattr(self, f"{kind}_recipe_handler", None) for kind in ("te", "ao", "msamp", "fp8"))
+        lambda self: any(
+            getattr(self, f"{kind}_recipe_handler", None)
+            for kind in ("te", "ao", "msamp", "fp8")
+        )
     )
 
     # -- the mesh -------------------------------------------------------------------------------------------------
     def _index(self, words: str, *axes: Axis) -> int:
         if self.parallelism_config is None:
-            raise RuntimeError(f"{words} parallelism is not configured. Set `parallelism_config` first.")
+            raise RuntimeError(
+                f"{words} parallelism is not configured. Set `parallelism_config` first."
+            )
         return self.ctx.mesh.index(self.ctx.rank, *axes)
 
-    tensor_parallel_rank = shown(lambda self: self._index("Tensor", Axis.TP), "The place in a split layer.")
-    data_parallel_rank = shown(lambda self: self._index("Data", *BATCH), "The place among readers.")
-    data_parallel_shard_rank = shown(lambda self: self._index("Shard-based data", Axis.DP_SHARD), "The shard.")
-    context_parallel_rank = shown(lambda self: self._along("Context", Axis.CP), "The place in a sequence.")
-    pipeline_parallel_rank = shown(lambda self: self._along("Pipeline", Axis.PP), "The place among stages.")
+    tensor_parallel_rank = shown(
+        lambda self: self._index("Tensor", Axis.TP), "The place in a split layer."
+    )
+    data_parallel_rank = shown(
+        lambda self: self._index("Data", *BATCH), "The place among readers."
+    )
+    data_parallel_shard_rank = shown(
+        lambda self: self._index("Shard-based data", Axis.DP_SHARD), "The shard."
+    )
+    context_parallel_rank = shown(
+        lambda self: self._along("Context", Axis.CP), "The place in a sequence."
+    )
+    pipeline_parallel_rank = shown(
+        lambda self: self._along("Pipeline", Axis.PP), "The place among stages."
+    )
 
     def _along(self, words: str, axis: Axis) -> int:
         if self.ctx.mesh.size(axis) == 1:
-            raise NotImplementedError(f"{words} parallelism is currently not supported in Accelerate.")
+            raise NotImplementedError(
+                f"{words} parallelism is currently not supported in Accelerate."
+            )
         return self.ctx.mesh.index(self.ctx.rank, axis)
 
     # -- this process and the others --------------------------------------------------------------------------------
     distributed_type = shown("state.distributed_type", "How processes work together.")
-    num_processes = _of_state("num_processes", "process.num_processes", "Processes in all.")
-    process_index = _of_state("process_index", "process.process_index", "The rank of this process.")
+    num_processes = _of_state(
+        "num_processes", "process.num_processes", "Processes in all."
+    )
+    process_index = _of_state(
+        "process_index", "process.process_index", "The rank of this process."
+    )
     local_process_index = _of_state(
-        "local_process_index", "process.local_process_index", "The rank of this process on its node."
+        "local_process_index",
+        "process.local_process_index",
+        "The rank of this process on its node.",
     )
-    mixed_precision = _of_state("mixed_precision", "_precision.spec", "Compute precision.")
-    is_main_process = _of_state("is_main_process", "process.is_main_process", "Whether this is the first process.")
+    mixed_precision = _of_state(
+        "mixed_precision", "_precision.spec", "Compute precision."
+    )
+    is_main_process = _of_state(
+        "is_main_process",
+        "process.is_main_process",
+        "Whether this is the first process.",
+    )
     is_local_main_process = _of_state(
-        "is_local_main_process", "process.is_local_main_process", "Whether it is the first of its node."
+        "is_local_main_process",
+        "process.is_local_main_process",
+        "Whether it is the first of its node.",
     )
-    is_last_process = _of_state("is_last_process", "process.is_last_process", "Whether this is the last one.")
-    use_distributed = shown(lambda self: self.num_processes > 1, "Whether there are other processes.")
+    is_last_process = _of_state(
+        "is_last_process", "process.is_last_process", "Whether this is the last one."
+    )
+    use_distributed = shown(
+        lambda self: self.num_processes > 1, "Whether there are other processes."
+    )
     print = _of_process("print")
     on_main_process = _of_process("on_main_process")
     on_local_main_process = _of_process("on_local_main_process")
@@ -144,27 +204,55 @@ class Composed(hasten.Accelerator):
     check_trigger = _of_process("check_trigger")
 
     # -- what lies in settings and components -----------------------------------------------------------------------
-    deepspeed_plugin = shown("state.deepspeed_plugin", "The DeepSpeed plugin in use, if any.")
+    deepspeed_plugin = shown(
+        "state.deepspeed_plugin", "The DeepSpeed plugin in use, if any."
+    )
     is_fsdp2 = shown("state.is_fsdp2", "Whether models are sharded.")
-    is_composable_parallelism_enabled = shown("is_fsdp2", "Whether axes of the mesh can be combined.")
+    is_composable_parallelism_enabled = shown(
+        "is_fsdp2", "Whether axes of the mesh can be combined."
+    )
     scaler = _settable("_precision.scaler", "Torch's loss scaler, under fp16.")
-    split_batches = shown("dataloader_config.split_batches", "Whether a loader's batch size is the global one.")
-    even_batches = _settable("dataloader_config.even_batches", "Whether every process sees equally many samples.")
-    dispatch_batches = shown("dataloader_config.dispatch_batches", "Whether the main process reads for all.")
-    use_seedable_sampler = shown("dataloader_config.use_seedable_sampler", "Whether seed and epoch give the order.")
-    non_blocking = shown("dataloader_config.non_blocking", "Whether batches are copied without waiting.")
-    use_stateful_dataloader = shown("dataloader_config.use_stateful_dataloader", "Whether positions are restored.")
+    split_batches = shown(
+        "dataloader_config.split_batches",
+        "Whether a loader's batch size is the global one.",
+    )
+    even_batches = _settable(
+        "dataloader_config.even_batches",
+        "Whether every process sees equally many samples.",
+    )
+    dispatch_batches = shown(
+        "dataloader_config.dispatch_batches", "Whether the main process reads for all."
+    )
+    use_seedable_sampler = shown(
+        "dataloader_config.use_seedable_sampler",
+        "Whether seed and epoch give the order.",
+    )
+    non_blocking = shown(
+        "dataloader_config.non_blocking", "Whether batches are copied without waiting."
+    )
+    use_stateful_dataloader = shown(
+        "dataloader_config.use_stateful_dataloader", "Whether positions are restored."
+    )
     project_dir = shown("project_configuration.project_dir", "The project's folder.")
     logging_dir = shown("project_configuration.logging_dir", "The folder of logs.")
-    save_iteration = shown("project_configuration.iteration", "The number the next automatic checkpoint gets.")
+    save_iteration = shown(
+        "project_configuration.iteration",
+        "The number the next automatic checkpoint gets.",
+    )
     _models = _settable("_prepared.models", "As the original names it.")
     _optimizers = _settable("_prepared.optimizers", "As the original names it.")
     _schedulers = _settable("_prepared.schedulers", "As the original names it.")
     _dataloaders = _settable("_prepared.loaders", "As the original names it.")
     _custom_objects = _settable("_saving.registered", "As the original names it.")
-    _save_model_state_pre_hook = _settable("_saving.save_hooks", "As the original names it.")
-    _load_model_state_pre_hook = _settable("_saving.load_hooks", "As the original names it.")
+    _save_model_state_pre_hook = _settable(
+        "_saving.save_hooks", "As the original names it."
+    )
+    _load_model_state_pre_hook = _settable(
+        "_saving.load_hooks", "As the original names it."
+    )
     optimizer_step_was_skipped = shown(
-        lambda self: any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers),
+        lambda self: any(
+            optimizer.step_was_skipped for optimizer in self._prepared.optimizers
+        ),
         "Whether the latest step of any optimizer was skipped.",
     )

@@ -16,7 +16,10 @@ from accelerate._impl.environment.variables import environment, parse_flag_from_
 from accelerate._impl.settings import kwargs_handlers as kinds
 from accelerate._impl.settings.deepspeed_plugin import Plugins, active_plugin
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
-from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
+from accelerate._impl.settings.general import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+)
 from accelerate._impl.sharding.followed import chosen_plugins
 from accelerate._impl.surface.messages import message
 from accelerate._impl.views.state import AcceleratorState
@@ -24,7 +27,9 @@ from hasten.runtime.env import assigned_device
 
 # Any in this file: arguments of every type.
 _SHOWN: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text())
-HANDLERS: dict[type, str] = {getattr(kinds, kind): name for kind, name in _SHOWN.items()}
+HANDLERS: dict[type, str] = {
+    getattr(kinds, kind): name for kind, name in _SHOWN.items()
+}
 UNSET: Any = object()
 
 
@@ -36,7 +41,9 @@ class Arguments:
     handlers: dict[str, Any] = field(default_factory=dict)
     data: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
-    accumulation: kinds.GradientAccumulationPlugin = field(default_factory=kinds.GradientAccumulationPlugin)
+    accumulation: kinds.GradientAccumulationPlugin = field(
+        default_factory=kinds.GradientAccumulationPlugin
+    )
     fsdp: FullyShardedDataParallelPlugin | None = None
     deepspeed: Plugins = None
     dynamo: kinds.TorchDynamoPlugin = field(default_factory=kinds.TorchDynamoPlugin)
@@ -51,7 +58,11 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
     _precision(settings, given["mixed_precision"], given["cpu"])
     _handlers(found, given["kwargs_handlers"])
     _project(found, given["project_dir"], given["project_config"])
-    _accumulation(found, given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"])
+    _accumulation(
+        found,
+        given["gradient_accumulation_steps"],
+        given["gradient_accumulation_plugin"],
+    )
     if given["dataloader_config"] is not None:
         found.data = given["dataloader_config"]
     if given["split_batches"] is not UNSET:
@@ -61,7 +72,10 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
     if (megatron := given["megatron_lm_plugin"]) is not None:
         if not hasattr(megatron, "to_hasten"):
             raise TypeError("`megatron_lm_plugin` must be a MegatronLMPlugin object.")
-        settings["strategy"], settings["megatron_lm_plugin"] = "megatron", megatron.to_hasten()
+        settings["strategy"], settings["megatron_lm_plugin"] = (
+            "megatron",
+            megatron.to_hasten(),
+        )
     _sharding(found, given["fsdp_plugin"])
     _compiling(found, given["dynamo_plugin"], given["dynamo_backend"])
     if given["parallelism_config"] is not None:
@@ -73,8 +87,14 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
 
 def _master_weights(found: Arguments, parallelism: Any) -> None:
     """float32 masters where the model is sharded, the model's own weights elsewhere: as scripts expect them here."""
-    asked = environment().get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1", "yes")
-    sharded = found.fsdp is not None or asked or getattr(parallelism, "dp_shard_size", 1) != 1
+    asked = environment().get("ACCELERATE_USE_FSDP", "false").lower() in (
+        "true",
+        "1",
+        "yes",
+    )
+    sharded = (
+        found.fsdp is not None or asked or getattr(parallelism, "dp_shard_size", 1) != 1
+    )
     if not sharded:
         found.settings["master_weights"] = "keep"
 
@@ -82,7 +102,9 @@ def _master_weights(found: Arguments, parallelism: Any) -> None:
 def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:
     chosen = None if mixed_precision is None else str(mixed_precision)
     if chosen is not None and chosen not in PrecisionType:
-        raise ValueError(f"Unknown mixed_precision mode: {chosen}. Choose between {PrecisionType.list()}")
+        raise ValueError(
+            f"Unknown mixed_precision mode: {chosen}. Choose between {PrecisionType.list()}"
+        )
     if AMBIENT.whole:  # quirk: PRECISION_IS_FIXED
         AcceleratorState()._check_initialized(chosen, cpu)
         chosen = AMBIENT.whole["_mixed_precision"]
@@ -95,30 +117,48 @@ def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> Non
 def _handlers(found: Arguments, handlers: Any) -> None:
     made = []
     for handler in handlers or ():
-        assert isinstance(handler, kinds.KwargsHandler), message("unsupported_handler", handler)
+        assert isinstance(handler, kinds.KwargsHandler), message(
+            "unsupported_handler", handler
+        )
         name = HANDLERS[type(handler)]
         if name in found.handlers:
-            raise ValueError(f"You can only pass one {type(handler)} in `kwargs_handlers`.")
+            raise ValueError(
+                f"You can only pass one {type(handler)} in `kwargs_handlers`."
+            )
         found.handlers[name] = handler
         made.append(handler.to_hasten())
     if made:
         found.settings["kwargs_handlers"] = made
 
 
-def _project(found: Arguments, project_dir: Any, config: ProjectConfiguration | None) -> None:
-    project = found.project = config if config is not None else ProjectConfiguration(project_dir=project_dir)
+def _project(
+    found: Arguments, project_dir: Any, config: ProjectConfiguration | None
+) -> None:
+    project = found.project = (
+        config if config is not None else ProjectConfiguration(project_dir=project_dir)
+    )
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))
-    run_log = parse_flag_from_env("HASTEN_PROJECT_RUN_LOG")  # else the folder is the script's alone
-    found.settings["project_config"] = project.over(partial(hasten.ProjectConfiguration, run_log=run_log))
+    # else the folder is the script's alone
+    run_log = parse_flag_from_env("HASTEN_PROJECT_RUN_LOG")
+    found.settings["project_config"] = project.over(
+        partial(hasten.ProjectConfiguration, run_log=run_log)
+    )
 
 
-def _accumulation(found: Arguments, steps: int, plugin: kinds.GradientAccumulationPlugin | None) -> None:
+def _accumulation(
+    found: Arguments, steps: int, plugin: kinds.GradientAccumulationPlugin | None
+) -> None:
     if plugin is not None and steps != 1:
         raise ValueError(message("steps_and_plugin"))
     given = int(environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps)))
-    found.accumulation = kinds.GradientAccumulationPlugin(num_steps=given) if plugin is None else plugin
-    if found.accumulation.num_steps is not None or found.accumulation != kinds.GradientAccumulationPlugin():
+    found.accumulation = (
+        kinds.GradientAccumulationPlugin(num_steps=given) if plugin is None else plugin
+    )
+    if (
+        found.accumulation.num_steps is not None
+        or found.accumulation != kinds.GradientAccumulationPlugin()
+    ):
         found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
 
 
@@ -126,34 +166,47 @@ def _sharding(found: Arguments, plugin: FullyShardedDataParallelPlugin | None) -
     plugin = AMBIENT.whole.get("fsdp_plugin") if plugin is None else plugin
     if plugin is not None:
         if not isinstance(plugin, FullyShardedDataParallelPlugin):
-            raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")
+            raise TypeError(
+                "`fsdp_plugin` must be a FullyShardedDataParallelPlugin object."
+            )
         found.fsdp = plugin
         found.settings["fsdp_plugin"] = plugin.to_hasten()
 
 
 def _engine(found: Arguments, plugin: Any, plugins: Any, explicit: bool) -> None:
-    earlier = AMBIENT.whole.get("deepspeed_plugins") if plugins is plugin is None else plugins
+    earlier = (
+        AMBIENT.whole.get("deepspeed_plugins") if plugins is plugin is None else plugins
+    )
     found.deepspeed = chosen_plugins(plugin, earlier)
     active = active_plugin(found.deepspeed)
     if active is None:
         return
     found.settings["strategy"] = "deepspeed"
-    if plugin is not None or plugins is not None:  # else the settings of the launch hold until the first prepare()
+    # else the settings of the launch hold until the first prepare()
+    if plugin is not None or plugins is not None:
         found.settings["deepspeed_plugin"] = active.to_hasten()
     steps = active.accumulation
     if steps is None or explicit:  # libraries that accumulate themselves give a plugin
         return
     if found.accumulation.num_steps not in (1, steps):
-        raise ValueError(message("steps_contradict", found.accumulation.num_steps, steps))
+        raise ValueError(
+            message("steps_contradict", found.accumulation.num_steps, steps)
+        )
     found.accumulation = kinds.GradientAccumulationPlugin(num_steps=steps)
     found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
 
 
-def _compiling(found: Arguments, plugin: kinds.TorchDynamoPlugin | None, backend: Any) -> None:
+def _compiling(
+    found: Arguments, plugin: kinds.TorchDynamoPlugin | None, backend: Any
+) -> None:
     if plugin is not None and backend is not None:
-        raise ValueError("You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one.")
+        raise ValueError(
+            "You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one."
+        )
     if backend is not None:
         plugin = kinds.TorchDynamoPlugin(backend=backend)
-    found.dynamo = plugin or AMBIENT.whole.get("dynamo_plugin") or kinds.TorchDynamoPlugin()
+    found.dynamo = (
+        plugin or AMBIENT.whole.get("dynamo_plugin") or kinds.TorchDynamoPlugin()
+    )
     if str(found.dynamo.backend).lower() != "no":
         found.settings["dynamo_plugin"] = found.dynamo.to_hasten()

@@ -15,15 +15,25 @@ class Copyable:
     """Attributes that copies share and files do not hold."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        shared = {name: self.__dict__[name] for name in self.belongs_to_run if name in self.__dict__}
+        shared = {
+            name: self.__dict__[name]
+            for name in self.belongs_to_run
+            if name in self.__dict__
+        }
         made = memo[id(self)] = type(self).__new__(type(self))
-        made.__dict__.update({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        made.__dict__.update(
+            {name: deepcopy(value, memo) for name, value in self.__getstate__().items()}
+        )
         made.__dict__.update(shared)
         made.rejoin()
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in self.belongs_to_run}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in self.belongs_to_run
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -13,13 +13,17 @@ class EnumWithContains(enum.EnumMeta):
     """Lets `"fp16" in PrecisionType` ask for a value. `words` are the values: members are called so in capitals."""
 
     @classmethod
-    def __prepare__(cls, name: str, bases: tuple[type, ...], words: str = "", **kwargs: Any) -> Any:  # type: ignore[override]  # enum's own mapping
+    def __prepare__(  # type: ignore[override]  # enum's own mapping
+        cls, name: str, bases: tuple[type, ...], words: str = "", **kwargs: Any
+    ) -> Any:
         members = super().__prepare__(name, bases, **kwargs)
         for word in words.split():
             members["COMETML" if word == "comet_ml" else word.upper()] = word
         return members
 
-    def __new__(metacls, name: str, bases: Any, members: Any, words: str = "", **kwargs: Any) -> EnumWithContains:
+    def __new__(
+        metacls, name: str, bases: Any, members: Any, words: str = "", **kwargs: Any
+    ) -> EnumWithContains:
         return super().__new__(metacls, name, bases, members, **kwargs)
 
     def __contains__(cls, item: object) -> bool:
@@ -72,7 +76,9 @@ class CustomDtype(enum.Enum, metaclass=EnumWithContains, words="fp8 int4 int2"):
     """Number formats torch has no dtype for."""
 
 
-class DDPCommunicationHookType(BaseEnum, words="no fp16 bf16 power_sgd batched_power_sgd"):
+class DDPCommunicationHookType(
+    BaseEnum, words="no fp16 bf16 power_sgd batched_power_sgd"
+):
     """The compressions of gradients in communication."""
 
 
@@ -84,7 +90,10 @@ class DynamoBackend(
     """Compilers of torch.compile."""
 
 
-class LoggerType(BaseEnum, words="all aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab"):
+class LoggerType(
+    BaseEnum,
+    words="all aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab",
+):
     """Trackers by name."""
 
 
@@ -92,5 +101,7 @@ class PrecisionType(str, BaseEnum, words="no fp8 fp16 bf16"):
     """Numbers of forward and backward."""
 
 
-class RNGType(BaseEnum, words="torch cuda mlu sdaa musa npu xla xpu hpu neuron generator"):
+class RNGType(
+    BaseEnum, words="torch cuda mlu sdaa musa npu xla xpu hpu neuron generator"
+):
     """Random number generators."""

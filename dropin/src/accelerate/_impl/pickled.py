@@ -10,14 +10,22 @@ import cloudpickle
 from hasten.comm.encoding import Codec
 from hasten.errors import CommError
 
-_FAULTS: Final = (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError)
+_FAULTS: Final = (
+    pickle.PicklingError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    RuntimeError,
+)
 
 
 def _encode(value: Any) -> bytes:  # Any: the caller's objects
     try:
         try:
             return pickle.dumps(value, protocol=5)
-        except (pickle.PicklingError, AttributeError, TypeError):  # classes of notebooks and functions go by value
+        # classes of notebooks and functions go by value
+        except (pickle.PicklingError, AttributeError, TypeError):
             return bytes(cloudpickle.dumps(value))
     except _FAULTS as error:
         raise CommError(

@@ -12,10 +12,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate._impl.composed import Composed
-from accelerate._impl.environment.packages import is_bitsandbytes_multi_backend_available, is_xpu_available
+from accelerate._impl.environment.packages import (
+    is_bitsandbytes_multi_backend_available,
+    is_xpu_available,
+)
 from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.models.other import show_original_forward
-from accelerate._impl.optim.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from accelerate._impl.optim.deepspeed import (
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.settings.general import DataLoaderConfiguration
@@ -40,28 +46,43 @@ class EstablishedPreparer(Preparer):
 
     def __init__(self, accelerator: Composed) -> None:
         its = components(accelerator)
-        super().__init__(accelerator.config, accelerator.ctx, its.strategy, its.precision, its.clock)
+        super().__init__(
+            accelerator.config, accelerator.ctx, its.strategy, its.precision, its.clock
+        )
         self.done = its.prepared
-        self._accelerator: Composed = weakref.proxy(accelerator)  # which owns the preparer
+        # which owns the preparer
+        self._accelerator: Composed = weakref.proxy(accelerator)
         self._engine_schedules = False
 
     def prepare(
-        self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None, train: bool = True
+        self,
+        objects: tuple[Any, ...],
+        placement: Sequence[bool | None] | None = None,
+        train: bool = True,
     ) -> Any:
         """Return the objects prepared, in call order; what is none of the known kinds comes back as it is."""
         self._accelerator.follow_plugins()
         places = list(placement) if placement is not None else [None] * len(objects)
         if len(places) != len(objects):
             raise ValueError(message("placement_of_each", len(objects)))
-        self._engine_schedules = any(isinstance(value, DummyScheduler) for value in objects)
+        self._engine_schedules = any(
+            isinstance(value, DummyScheduler) for value in objects
+        )
         known = [index for index, value in enumerate(objects) if not _stranger(value)]
-        alone = [index for index in known if self._follows_no_model(objects[index], objects)]
+        alone = [
+            index for index in known if self._follows_no_model(objects[index], objects)
+        ]
         known = [index for index in known if index not in alone]
-        placed = [bool(self._accelerator.device_placement if place is None else place) for place in places]
+        placed = [
+            bool(self._accelerator.device_placement if place is None else place)
+            for place in places
+        ]
         result = list(objects)
         for index in alone:  # before schedulers, which look for their optimizers
             result[index] = self._optimizer(objects[index])
-        prepared = super().prepare(tuple(objects[i] for i in known), [placed[i] for i in known], train)
+        prepared = super().prepare(
+            tuple(objects[i] for i in known), [placed[i] for i in known], train
+        )
         for index, value in zip(known, prepared, strict=True):
             result[index] = value
         for index in (*known, *alone):
@@ -71,34 +92,62 @@ class EstablishedPreparer(Preparer):
             show_original_forward(result[index])
         return tuple(result)
 
-    def prepare_sharded_by(self, shard: Callable[[Any], Any], objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare_sharded_by(
+        self, shard: Callable[[Any], Any], objects: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         """Prepare objects whose models a client's function shards; their optimizers continue with the new parameters."""
-        models = {index: value for index, value in enumerate(objects) if isinstance(value, torch.nn.Module)}
-        optimizers = {index: value for index, value in enumerate(objects) if isinstance(value, Optimizer)}
+        models = {
+            index: value
+            for index, value in enumerate(objects)
+            if isinstance(value, torch.nn.Module)
+        }
+        optimizers = {
+            index: value
+            for index, value in enumerate(objects)
+            if isinstance(value, Optimizer)
+        }
         result = list(objects)
         for index, model in models.items():
-            result[index] = self.with_renewed_optimizers(shard, model, list(optimizers.values()))
+            result[index] = self.with_renewed_optimizers(
+                shard, model, list(optimizers.values())
+            )
         for index, optimizer in optimizers.items():
             result[index] = self._optimizer(optimizer)
-        others = [index for index in range(len(objects)) if index not in models and index not in optimizers]
+        others = [
+            index
+            for index in range(len(objects))
+            if index not in models and index not in optimizers
+        ]
         prepared = self.prepare(tuple(objects[index] for index in others))
         for index, value in zip(others, prepared, strict=True):
             result[index] = value
         return tuple(result)
 
     def with_renewed_optimizers(
-        self, shard: Callable[[Any], Any], model: torch.nn.Module, optimizers: Sequence[Optimizer]
+        self,
+        shard: Callable[[Any], Any],
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
     ) -> Any:
         """Return the model that a client's function makes of `model`; optimizers continue with the new parameters."""
-        whole_parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        whole_parameters = {
+            plain_name(name): parameter for name, parameter in model.named_parameters()
+        }
         sharded = shard(model)
         setattr(sharded, PREPARED, True)
         if not any(sharded is known for known in self.done.models):
             self.done.models.append(sharded)
-        parameters = {plain_name(name): parameter for name, parameter in sharded.named_parameters()}
+        parameters = {
+            plain_name(name): parameter
+            for name, parameter in sharded.named_parameters()
+        }
         renewed = {id(old): parameters[name] for name, old in whole_parameters.items()}
-        for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
-            group["params"] = [renewed.get(id(parameter), parameter) for parameter in group["params"]]
+        for group in [
+            group for optimizer in optimizers for group in optimizer.param_groups
+        ]:
+            group["params"] = [
+                renewed.get(id(parameter), parameter) for parameter in group["params"]
+            ]
         return sharded
 
     def _follows_no_model(self, value: Any, objects: tuple[Any, ...]) -> bool:
@@ -106,24 +155,56 @@ class EstablishedPreparer(Preparer):
         if not isinstance(value, Optimizer) or self.done.holds(value):
             return False
         caps = self._strategy.caps
-        if caps.sharded_state or caps.hides_gradients or isinstance(value, EngineOptimizer | DummyOptim):
+        if (
+            caps.sharded_state
+            or caps.hides_gradients
+            or isinstance(value, EngineOptimizer | DummyOptim)
+        ):
             return False
-        models = [one for one in (*objects, *self.done.models) if isinstance(one, torch.nn.Module)]
+        models = [
+            one
+            for one in (*objects, *self.done.models)
+            if isinstance(one, torch.nn.Module)
+        ]
         held = {id(parameter) for model in models for parameter in model.parameters()}
-        return any(id(one) not in held for group in value.param_groups for one in group["params"])
+        return any(
+            id(one) not in held
+            for group in value.param_groups
+            for one in group["params"]
+        )
 
     def _optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, EngineOptimizer) else AcceleratedOptimizer
-        prepared = kind(optimizer, scaler=self._precision.scaler, clock=self._clock, precision=self._precision)
+        kind = (
+            DeepSpeedOptimizerWrapper
+            if isinstance(optimizer, EngineOptimizer)
+            else AcceleratedOptimizer
+        )
+        prepared = kind(
+            optimizer,
+            scaler=self._precision.scaler,
+            clock=self._clock,
+            precision=self._precision,
+        )
         self.done.optimizers.append(prepared)
         return prepared
 
     def _scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         inner = getattr(scheduler, "optimizer", None)
-        owners = [known for known in self.done.optimizers if inner in (known, known.optimizer)]
-        kind = DeepSpeedSchedulerWrapper if self._engine_schedules else AcceleratedScheduler
-        config, follows = self._accelerator.dataloader_config, self._accelerator.step_scheduler_with_optimizer
-        prepared = kind(scheduler, owners or self.done.optimizers, follows, config.split_batches)
+        owners = [
+            known for known in self.done.optimizers if inner in (known, known.optimizer)
+        ]
+        kind = (
+            DeepSpeedSchedulerWrapper
+            if self._engine_schedules
+            else AcceleratedScheduler
+        )
+        config, follows = (
+            self._accelerator.dataloader_config,
+            self._accelerator.step_scheduler_with_optimizer,
+        )
+        prepared = kind(
+            scheduler, owners or self.done.optimizers, follows, config.split_batches
+        )
         self.done.schedulers.append(prepared)
         return prepared
 
@@ -132,7 +213,12 @@ class EstablishedPreparer(Preparer):
             item.value = self.loader(item.value, item.place, 0)
 
     def loader(
-        self, loader: Any, place: bool, seed: int, slice_fn: Any = None, already_sharded: bool | None = None
+        self,
+        loader: Any,
+        place: bool,
+        seed: int,
+        slice_fn: Any = None,
+        already_sharded: bool | None = None,
     ) -> Any:
         if isinstance(loader, PreparedLoader):
             if not any(loader is known for known in self.done.loaders):
@@ -150,7 +236,10 @@ class EstablishedPreparer(Preparer):
             rng_types=list(self._accelerator.rng_types),
             slice_fn_for_dispatch=slice_fn,
             torch_device_mesh=self._accelerator.torch_device_mesh,
-            **{one.name: getattr(config, one.name) for one in fields(DataLoaderConfiguration)},
+            **{
+                one.name: getattr(config, one.name)
+                for one in fields(DataLoaderConfiguration)
+            },
         )
         prepared.clock = self._clock
         setattr(prepared, PREPARED, True)
@@ -161,12 +250,21 @@ class EstablishedPreparer(Preparer):
 def check_quantized(model: Any, device: torch.device) -> None:
     """Raise a ValueError for a quantized model whose weights are offloaded, or on another device than this run's."""
     places = list(getattr(model, "hf_device_map", {}).values())
-    if not (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
+    if not (
+        getattr(model, "is_loaded_in_8bit", False)
+        or getattr(model, "is_loaded_in_4bit", False)
+    ):
         return
     trains_on_cpu = is_bitsandbytes_multi_backend_available()
-    if "disk" in places or ("cpu" in places and (is_xpu_available() or not trains_on_cpu)):
+    if "disk" in places or (
+        "cpu" in places and (is_xpu_available() or not trains_on_cpu)
+    ):
         raise ValueError(message("quantized_and_offloaded"))
-    elsewhere = len(places) == 1 and isinstance(places[0], int) and places[0] != (device.index or 0)
+    elsewhere = (
+        len(places) == 1
+        and isinstance(places[0], int)
+        and places[0] != (device.index or 0)
+    )
     if elsewhere and not trains_on_cpu:
         raise ValueError(message("quantized_elsewhere"))
 
@@ -188,6 +286,8 @@ def _stranger(value: Any) -> bool:
     # quirk: STRANGERS_PASS
     try:
         kind = "nothing" if isinstance(value, type) else bundle.kind_of(value)
-        return kind == "nothing" or (kind == "scheduler" and not isinstance(value, _SCHEDULERS))
+        return kind == "nothing" or (
+            kind == "scheduler" and not isinstance(value, _SCHEDULERS)
+        )
     except PrepareError:
         return True

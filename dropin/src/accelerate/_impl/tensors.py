@@ -23,7 +23,9 @@ from hasten.errors import MismatchError
 
 # Any in this file: nested containers of whatever the caller has.
 _DTYPES = "float double half bfloat16 uint8 int8 int16 int32 int64 bool"
-TENSOR_TYPE_TO_INT = {getattr(torch, name): number for number, name in enumerate(_DTYPES.split(), 1)}
+TENSOR_TYPE_TO_INT = {
+    getattr(torch, name): number for number, name in enumerate(_DTYPES.split(), 1)
+}
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
 
@@ -48,7 +50,11 @@ def is_tensor_information(tensor_info: Any) -> bool:
 
 
 def is_namedtuple(data: Any) -> bool:
-    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+    return (
+        isinstance(data, tuple)
+        and hasattr(data, "_asdict")
+        and hasattr(data, "_fields")
+    )
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
@@ -63,18 +69,33 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    given: dict[str, Any] = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+    given: dict[str, Any] = {
+        "test_type": test_type,
+        "error_on_other_type": error_on_other_type,
+        **kwargs,
+    }
     if isinstance(data, tuple | list):
-        return honor_type(data, (recursively_apply(func, item, *args, **given) for item in data))
+        return honor_type(
+            data, (recursively_apply(func, item, *args, **given) for item in data)
+        )
     if isinstance(data, Mapping):
         kind: Any = type(data)
-        return kind({key: recursively_apply(func, value, *args, **given) for key, value in data.items()})
+        return kind(
+            {
+                key: recursively_apply(func, value, *args, **given)
+                for key, value in data.items()
+            }
+        )
     if error_on_other_type and not test_type(data):
-        raise TypeError(message("unsupported_types", type(data), func.__name__, test_type.__name__))
+        raise TypeError(
+            message("unsupported_types", type(data), func.__name__, test_type.__name__)
+        )
     return func(data, *args, **kwargs) if test_type(data) else data
 
 
-def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None
+) -> Any:
     if isinstance(tensor, torch.nn.Module):
         return tensor.to(device, non_blocking=non_blocking)
     keys = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
@@ -86,12 +107,16 @@ def get_shape(data: Any) -> Any:
 
 
 def get_data_structure(data: Any) -> Any:
-    return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+    return recursively_apply(
+        lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data
+    )
 
 
 def initialize_tensors(data_structure: Any) -> Any:
     return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+        lambda info: torch.empty(*info.shape, dtype=info.dtype),
+        data_structure,
+        test_type=is_tensor_information,
     )
 
 
@@ -103,7 +128,9 @@ def find_batch_size(data: Any) -> int | None:
     if isinstance(data, Mapping):
         return find_batch_size(next(iter(data.values())))
     if not isinstance(data, Tensor):
-        raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
+        raise TypeError(
+            f"Can only find the batch size of tensors but got {type(data)}."
+        )
     return int(data.shape[0])
 
 
@@ -128,15 +155,25 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if len(data) == 1 and not isinstance(first, Tensor):
         return first
     if isinstance(first, tuple | list):
-        return honor_type(first, (concatenate([one[place] for one in data], dim) for place in range(len(first))))
+        return honor_type(
+            first,
+            (
+                concatenate([one[place] for one in data], dim)
+                for place in range(len(first))
+            ),
+        )
     if isinstance(first, Mapping):
-        return type(first)({key: concatenate([one[key] for one in data], dim) for key in first})  # type: ignore[call-arg]
+        return type(first)(
+            {key: concatenate([one[key] for one in data], dim) for key in first}
+        )  # type: ignore[call-arg]
     if not isinstance(first, Tensor):
         raise TypeError(f"Can only concatenate tensors but got {type(first)}")
     return torch.cat(data, dim)
 
 
-def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None
+) -> Any:
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
@@ -168,7 +205,9 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
     return forward
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(
+    tensor: Any, batch_size: int, num_processes: int, dim: int = 0
+) -> Any:
     """Tensors lengthened with zeros so that processes get equal parts."""
 
     def pad(one: Tensor) -> Tensor:
@@ -203,11 +242,16 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if AMBIENT.partial.get("debug", parse_flag_from_env("ACCELERATE_DEBUG_MODE")):  # PartialState().debug
+        # PartialState().debug
+        if AMBIENT.partial.get("debug", parse_flag_from_env("ACCELERATE_DEBUG_MODE")):
             shapes = gather_object([get_shape(args[0] if args else kwargs["tensor"])])
             if any(shape != shapes[0] for shape in shapes):
-                listed = "\n  - ".join(f"Process {number}: {shape}" for number, shape in enumerate(shapes))
-                raise DistributedOperationException(message("shapes_differ", function.__name__, listed))
+                listed = "\n  - ".join(
+                    f"Process {number}: {shape}" for number, shape in enumerate(shapes)
+                )
+                raise DistributedOperationException(
+                    message("shapes_differ", function.__name__, listed)
+                )
         return function(*args, **kwargs)
 
     return run
@@ -222,7 +266,9 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except MismatchError as error:
             name = f"{run.__module__}.{run.__name__}"
-            raise DistributedOperationException(message("operation_failed", name)) from error
+            raise DistributedOperationException(
+                message("operation_failed", name)
+            ) from error
 
     return run
 
@@ -260,7 +306,9 @@ def _gpu_broadcast(data: Any, src: int = 0) -> Any:
     tensor = _checked("_gpu_broadcast_one", data)
     sent = ops.broadcast(tensor, _world(), src)
     with torch.no_grad():
-        for mine, theirs in zip(trees.tensors(tensor), trees.tensors(sent), strict=True):
+        for mine, theirs in zip(
+            trees.tensors(tensor), trees.tensors(sent), strict=True
+        ):
             mine.copy_(theirs)
     return tensor
 
@@ -268,20 +316,28 @@ def _gpu_broadcast(data: Any, src: int = 0) -> Any:
 def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     """Return the list, its items replaced by those of one process. Ranks: every rank."""
     world = _world()
-    return object_list if world.size == 1 else ops.broadcast_object_list(object_list, world, from_process)
+    return (
+        object_list
+        if world.size == 1
+        else ops.broadcast_object_list(object_list, world, from_process)
+    )
 
 
 @verify_operation
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Tensors summed or averaged over processes; `scale` acts on TPUs only. Ranks: every rank."""
-    copied = recursively_apply(torch.clone, _checked("_reduce_across_processes", tensor))
+    copied = recursively_apply(
+        torch.clone, _checked("_reduce_across_processes", tensor)
+    )
     world: Any = _world()
     if reduction == "none" or world.size == 1:
         return copied
     # quirk: SCALE_IS_FOR_XLA
     reduced = ops.reduce(copied, world, reduction)  # type: ignore[arg-type]  # checked there
     share = 1 / world.size if reduction == "mean" else 1
-    return trees.zip_tensors(lambda one, mine: _with_gradient(one, mine, share), reduced, copied)
+    return trees.zip_tensors(
+        lambda one, mine: _with_gradient(one, mine, share), reduced, copied
+    )
 
 
 def _with_gradient(reduced: Tensor, mine: Tensor, share: float) -> Tensor:
@@ -294,7 +350,9 @@ def _with_gradient(reduced: Tensor, mine: Tensor, share: float) -> Tensor:
 
 
 @chained_operation
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(
+    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Any:
     """Tensors padded to the largest size any process has along `dim`. Ranks: every rank."""
     tensor = _checked("_pad_across_processes", tensor)
     if any(one.is_nested for one in trees.tensors(tensor)):
@@ -315,7 +373,9 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     """Return the tensor of the one process that has it on every process; the others pass nothing. Ranks: every rank."""
     world = _world()
     source = world.all_gather_object(tensor is not None).index(True)
-    sent: Tensor = world.broadcast_object(None if tensor is None else tensor.cpu(), source)
+    sent: Tensor = world.broadcast_object(
+        None if tensor is None else tensor.cpu(), source
+    )
     return sent.to(ambient.device())
 
 

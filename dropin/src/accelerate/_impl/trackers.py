@@ -35,7 +35,8 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, _Package) or getattr(self, "main_process_only", False):  # one run, whatever the mark says
+        # one run, whatever the mark says
+        if isinstance(self, _Package) or getattr(self, "main_process_only", False):
             return PartialState().on_main_process(function)(self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
@@ -50,9 +51,15 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
+        missing = [
+            name
+            for name in ("name", "requires_logging_directory", "tracker")
+            if name not in dir(self)
+        ]
         if missing:
-            raise NotImplementedError(message("tracker_incomplete", ", ".join(f"`{one}`" for one in missing)))
+            raise NotImplementedError(
+                message("tracker_incomplete", ", ".join(f"`{one}`" for one in missing))
+            )
 
     def start(self) -> None:
         """Begin the run."""
@@ -60,7 +67,9 @@ class GeneralTracker:
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the run's settings."""
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         """Record values."""
 
     def finish(self) -> None:
@@ -75,8 +84,10 @@ class _Package(GeneralTracker):
     """A tracker of a package whose run logs dicts, counts steps and has a table of settings."""
 
     name, requires_logging_directory = "", False
-    kept_as, ended_by = "run", "finish"  # the attribute that holds the package's object; its method that ends the run
-    settings = ""  # its method that records settings, where the package has no table of them
+    # the attribute that holds the package's object; its method that ends the run
+    kept_as, ended_by = "run", "finish"
+    # its method that records settings, where the package has no table of them
+    settings = ""
     writer: Any
     task: Any
     _record: Any
@@ -85,9 +96,14 @@ class _Package(GeneralTracker):
         super().__init__()
         self.run_name, self.init_kwargs = run_name, kwargs
 
-    tracker = shown(lambda self: getattr(self, self.kept_as), "The package's own run or writer.")
+    tracker = shown(
+        lambda self: getattr(self, self.kept_as), "The package's own run or writer."
+    )
     _module = shown(
-        lambda self: sys.modules[self.name] if self.name in sys.modules else need(self.name), "The package."
+        lambda self: (
+            sys.modules[self.name] if self.name in sys.modules else need(self.name)
+        ),
+        "The package.",
     )
 
     def _open(self) -> Any:
@@ -106,7 +122,9 @@ class _Package(GeneralTracker):
             self._module.config.update(values, allow_val_change=True)
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         self.tracker.log(values, step=step, **kwargs)
 
     @on_main_process
@@ -114,22 +132,38 @@ class _Package(GeneralTracker):
         getattr(self.tracker, self.ended_by)()
 
     def _fitting(
-        self, values: dict[str, Any], words: str, fits: Callable[[Any], bool] = _is_number
+        self,
+        values: dict[str, Any],
+        words: str,
+        fits: Callable[[Any], bool] = _is_number,
     ) -> Iterator[tuple[str, Any]]:
         """Yield what the package can plot, and warn of the rest in its words."""
         for key, value in values.items():
             if fits(value):
                 yield key, value
             else:
-                said = f'a value of "{value}" of type {type(value)} for key "{key}" as a'
-                logger.warning_once(words.replace("a value", said, 1) + " so we dropped this attribute.")
+                said = (
+                    f'a value of "{value}" of type {type(value)} for key "{key}" as a'
+                )
+                logger.warning_once(
+                    words.replace("a value", said, 1) + " so we dropped this attribute."
+                )
 
 
-_ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "add_scalar"))
+_ADDERS: Any = (
+    (str, "add_text"),
+    (dict, "add_scalars"),
+    ((bool, int, float), "add_scalar"),
+)
 
 
 class TensorBoardTracker(_Package):
-    name, requires_logging_directory, kept_as, ended_by = "tensorboard", True, "writer", "close"
+    name, requires_logging_directory, kept_as, ended_by = (
+        "tensorboard",
+        True,
+        "writer",
+        "close",
+    )
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -137,14 +171,19 @@ class TensorBoardTracker(_Package):
 
     def _open(self) -> Any:
         self.logging_dir = str(Path(self.logging_dir_param) / str(self.run_name))
-        return need("torch.utils.tensorboard").SummaryWriter(self.logging_dir, **self.init_kwargs)
+        return need("torch.utils.tensorboard").SummaryWriter(
+            self.logging_dir, **self.init_kwargs
+        )
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the run's settings for the HPARAMS tab and as hparams.yml, in a folder named by the time."""
         config = plain_config(values)
         moment, plain = str(time.time()), (int, float, str, type(None))
-        shown = {name: one if isinstance(one, plain) else json.dumps(one) for name, one in config.items()}
+        shown = {
+            name: one if isinstance(one, plain) else json.dumps(one)
+            for name, one in config.items()
+        }
         self.writer.add_hparams(shown, metric_dict={}, run_name=moment)
         self.writer.flush()
         folder = Path(self.logging_dir) / moment
@@ -152,20 +191,28 @@ class TensorBoardTracker(_Package):
         (folder / "hparams.yml").write_text(yaml.safe_dump(config))
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         """Plot numbers and dicts of numbers, and show strings; nothing is recorded of values that are neither."""
         for name, given in values.items():
             alone = hasattr(given, "item") and getattr(given, "shape", ()) in ((), (1,))
             value = given.item() if alone else given
-            add = next((method for kind, method in _ADDERS if isinstance(value, kind)), None)
+            add = next(
+                (method for kind, method in _ADDERS if isinstance(value, kind)), None
+            )
             if add is None:
-                logger.debug(f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out")
+                logger.debug(
+                    f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out"
+                )
             else:
                 getattr(self.writer, add)(name, value, global_step=step, **kwargs)
         self.writer.flush()
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         """Record batches of images; keywords such as `dataformats` go to the writer's add_images."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
@@ -182,7 +229,12 @@ class _Tables(_Package):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._record(table_name, {"columns": columns, "data": data, "dataframe": dataframe}, step, kwargs)
+        self._record(
+            table_name,
+            {"columns": columns, "data": data, "dataframe": dataframe},
+            step,
+            kwargs,
+        )
 
 
 class TrackioTracker(_Package):
@@ -193,10 +245,21 @@ class WandBTracker(_Tables):
     name, main_process_only = "wandb", False
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.log({key: [self._module.Image(one) for one in images] for key, images in values.items()}, step, **kwargs)
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
+        self.log(
+            {
+                key: [self._module.Image(one) for one in images]
+                for key, images in values.items()
+            },
+            step,
+            **kwargs,
+        )
 
-    def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]
+    ) -> None:
         self.log({name: self._module.Table(**table)}, step, **kwargs)
 
 
@@ -217,7 +280,9 @@ class CometMLTracker(_Package):
         return self._module.start(project_name=self.run_name, **self.init_kwargs)
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         """Record numbers, strings, and dicts of numbers; other values are left out."""
         if step is not None:
             self.writer.set_step(step)
@@ -247,24 +312,37 @@ class AimTracker(_Package):
         self.writer["hparams"] = values
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         for name, value in values.items():
             self.writer.track(value, name=name, step=step, **kwargs)
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, kwargs: Any = None) -> None:
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: Any = None
+    ) -> None:
         """Record images, or pairs of an image and its caption; `kwargs` holds those of `aim_image` and of `track`."""
-        made, tracked = ((kwargs or {}).get(name, {}) for name in ("aim_image", "track"))
+        made, tracked = (
+            (kwargs or {}).get(name, {}) for name in ("aim_image", "track")
+        )
         for name, given in values.items():
             image, caption = given if isinstance(given, tuple) else (given, "")
-            self.writer.track(self._module.Image(image, caption=caption, **made), name=name, step=step, **tracked)
+            self.writer.track(
+                self._module.Image(image, caption=caption, **made),
+                name=name,
+                step=step,
+                **tracked,
+            )
 
 
 def _forwarded(name: str, *names: str, **plain: Any) -> Any:
     """Return a method that calls the package's function of this name, with arguments by their names."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
-        getattr(self._module, name)(**{**plain, **dict(zip(names, args, strict=False)), **kwargs})
+        getattr(self._module, name)(
+            **{**plain, **dict(zip(names, args, strict=False)), **kwargs}
+        )
 
     return on_main_process(forward)
 
@@ -286,10 +364,19 @@ class MLflowTracker(_Package):
     ) -> None:
         super().__init__(run_name)
         told = os.environ.get
-        self.experiment_name, self.logging_dir = told("MLFLOW_EXPERIMENT_NAME", experiment_name), logging_dir
-        self.run_id, self.description, tags = told("MLFLOW_RUN_ID", run_id), description, told("MLFLOW_TAGS", tags)
+        self.experiment_name, self.logging_dir = (
+            told("MLFLOW_EXPERIMENT_NAME", experiment_name),
+            logging_dir,
+        )
+        self.run_id, self.description, tags = (
+            told("MLFLOW_RUN_ID", run_id),
+            description,
+            told("MLFLOW_TAGS", tags),
+        )
         self.tags = json.loads(tags) if isinstance(tags, str) else tags
-        self.nested_run = bool(str_to_bool(told("MLFLOW_NESTED_RUN", str(nested_run or False))))
+        self.nested_run = bool(
+            str_to_bool(told("MLFLOW_NESTED_RUN", str(nested_run or False)))
+        )
 
     def _open(self) -> Any:
         mlflow, name = self._module, self.experiment_name
@@ -297,9 +384,18 @@ class MLflowTracker(_Package):
         if len(known) > 0:
             experiment = known[0].experiment_id
         else:
-            experiment = mlflow.create_experiment(name=name, artifact_location=self.logging_dir, tags=self.tags)
-        run = {"run_id": self.run_id, "run_name": self.run_name, "nested": self.nested_run, "tags": self.tags}
-        return mlflow.start_run(experiment_id=experiment, description=self.description, **run)
+            experiment = mlflow.create_experiment(
+                name=name, artifact_location=self.logging_dir, tags=self.tags
+            )
+        run = {
+            "run_id": self.run_id,
+            "run_name": self.run_name,
+            "nested": self.nested_run,
+            "tags": self.tags,
+        }
+        return mlflow.start_run(
+            experiment_id=experiment, description=self.description, **run
+        )
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -307,19 +403,31 @@ class MLflowTracker(_Package):
         bounds = self._module.utils.validation
         for name, value in list(values.items()):
             if len(str(value)) > bounds.MAX_PARAM_VAL_LENGTH:
-                logger.warning_once(message("mlflow_long_value", value, name, bounds.MAX_PARAM_VAL_LENGTH))
+                logger.warning_once(
+                    message(
+                        "mlflow_long_value", value, name, bounds.MAX_PARAM_VAL_LENGTH
+                    )
+                )
                 del values[name]
         left = iter(values.items())
         while some := dict(islice(left, bounds.MAX_PARAMS_TAGS_PER_BATCH)):
             self._module.log_params(some)
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self._module.log_metrics(dict(self._fitting(values, message("mlflow_metric"))), step=step, **kwargs)
+    def log(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
+        self._module.log_metrics(
+            dict(self._fitting(values, message("mlflow_metric"))), step=step, **kwargs
+        )
 
     log_figure = _forwarded("log_figure", "figure", "artifact_file")
-    log_artifacts = _forwarded("log_artifacts", "local_dir", "artifact_path", artifact_path=None)
-    log_artifact = _forwarded("log_artifact", "local_path", "artifact_path", artifact_path=None)
+    log_artifacts = _forwarded(
+        "log_artifacts", "local_dir", "artifact_path", artifact_path=None
+    )
+    log_artifact = _forwarded(
+        "log_artifact", "local_path", "artifact_path", artifact_path=None
+    )
 
     @on_main_process
     def finish(self) -> None:
@@ -329,7 +437,12 @@ class MLflowTracker(_Package):
 class ClearMLTracker(_Tables):
     """ClearML; a task that the script began is used, and left open."""
 
-    name, kept_as, ended_by, settings = "clearml", "task", "close", "connect_configuration"
+    name, kept_as, ended_by, settings = (
+        "clearml",
+        "task",
+        "close",
+        "connect_configuration",
+    )
     _initialized_externally = False
 
     def _open(self) -> Any:
@@ -337,11 +450,21 @@ class ClearMLTracker(_Tables):
         if running := kind.current_task():
             self._initialized_externally = True
             return running
-        named = {name: os.environ.get(f"CLEARML_{name.upper()}", self.run_name) for name in ("project", "task")}
-        return kind.init(**{**{f"{name}_name": one for name, one in named.items()}, **self.init_kwargs})
+        named = {
+            name: os.environ.get(f"CLEARML_{name.upper()}", self.run_name)
+            for name in ("project", "task")
+        }
+        return kind.init(
+            **{
+                **{f"{name}_name": one for name, one in named.items()},
+                **self.init_kwargs,
+            }
+        )
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         """Plot numbers, or without a step show each alone; names that begin with train_, eval_ or test_ are lines of a plot."""
         log = self.task.get_logger()
         for name, value in self._fitting(values, message("clearml_scalar")):
@@ -351,18 +474,30 @@ class ClearMLTracker(_Tables):
                 log.report_scalar(**_plot(name), value=value, iteration=step, **kwargs)
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         log = self.task.get_logger()
         for name, image in values.items():
             log.report_image(**_plot(name), iteration=step, image=image, **kwargs)
 
-    def _record(self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, name: str, table: dict[str, Any], step: int | None, kwargs: dict[str, Any]
+    ) -> None:
         rows = table["dataframe"]
         if rows is None and table["data"] is None:
-            raise ValueError("`ClearMLTracker.log_table` requires that `data` to be supplied if `dataframe` is `None`")
+            raise ValueError(
+                "`ClearMLTracker.log_table` requires that `data` to be supplied if `dataframe` is `None`"
+            )
         if rows is None:
-            rows = [table["columns"], *table["data"]] if table["columns"] else table["data"]
-        self.task.get_logger().report_table(**_plot(name), table_plot=rows, iteration=step, **kwargs)
+            rows = (
+                [table["columns"], *table["data"]]
+                if table["columns"]
+                else table["data"]
+            )
+        self.task.get_logger().report_table(
+            **_plot(name), table_plot=rows, iteration=step, **kwargs
+        )
 
     @on_main_process
     def finish(self) -> None:
@@ -382,15 +517,23 @@ class DVCLiveTracker(_Package):
 
     name, kept_as, ended_by, settings = "dvclive", "live", "end", "log_params"
 
-    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, run_name: str | None = None, live: Any = None, **kwargs: Any
+    ) -> None:
         super().__init__(run_name, **kwargs)
         self.live = live
 
     def _open(self) -> Any:
-        return self.live if self.live is not None else self._module.Live(**self.init_kwargs)
+        return (
+            self.live
+            if self.live is not None
+            else self._module.Live(**self.init_kwargs)
+        )
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(
+        self, values: dict[str, Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         if step is not None:
             self.live.step = step
         fits = import_module("dvclive.plots").Metric.could_log
@@ -399,16 +542,26 @@ class DVCLiveTracker(_Package):
         self.live.next_step()
 
 
-_SHIPPED: Any = {one.name: one for one in (*_Package.__subclasses__(), *_Tables.__subclasses__())}
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {k: _SHIPPED[k] for k in map(str, LoggerType) if k in _SHIPPED}
+_SHIPPED: Any = {
+    one.name: one for one in (*_Package.__subclasses__(), *_Tables.__subclasses__())
+}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    k: _SHIPPED[k] for k in map(str, LoggerType) if k in _SHIPPED
+}
 
 
 def register_tracker_class(tracker_class: object) -> None:
-    if not isinstance(tracker_class, type) or not issubclass(tracker_class, GeneralTracker):
-        raise ValueError(f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}.")
+    if not isinstance(tracker_class, type) or not issubclass(
+        tracker_class, GeneralTracker
+    ):
+        raise ValueError(
+            f"`tracker_class` must be a subclass of `GeneralTracker`, but got {tracker_class}."
+        )
     name = getattr(tracker_class, "name", None)
     if not name:
-        raise ValueError("The tracker class to register must define a non-empty `name` attribute.")
+        raise ValueError(
+            "The tracker class to register must define a non-empty `name` attribute."
+        )
     if not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(message("tracker_without_directory_mark"))
     if name in LOGGER_TYPE_TO_CLASS:
@@ -427,28 +580,46 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
         return []
     asked = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
     if any(str(one) == "all" for one in asked):
-        return [one for one in asked if isinstance(one, GeneralTracker)] + get_available_trackers()
+        return [
+            one for one in asked if isinstance(one, GeneralTracker)
+        ] + get_available_trackers()
     found: dict[str, Any] = {}
     for one in asked:
         own = isinstance(one, GeneralTracker)
-        found.setdefault(str(id(one)) if own else str(one), one if own else _runnable(str(one), logging_dir))
+        found.setdefault(
+            str(id(one)) if own else str(one),
+            one if own else _runnable(str(one), logging_dir),
+        )
     return [kind for kind in found.values() if kind is not None]
 
 
 def _runnable(name: str, logging_dir: Any) -> Any:
     """Return a kind of tracker by its name; None where its package is missing. Raises: ValueError for what cannot be."""
     if name not in LOGGER_TYPE_TO_CLASS:
-        raise ValueError(f"Unsupported logging capability: {name}. Choose between {['all', *LOGGER_TYPE_TO_CLASS]}")
+        raise ValueError(
+            f"Unsupported logging capability: {name}. Choose between {['all', *LOGGER_TYPE_TO_CLASS]}"
+        )
     if name in LoggerType and LoggerType(name) not in get_available_trackers():
-        logger.debug(f"Tried adding logger {name}, but package is unavailable in the system.")
+        logger.debug(
+            f"Tried adding logger {name}, but package is unavailable in the system."
+        )
         return None
-    if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
-        raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")
+    if (
+        getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False)
+        and logging_dir is None
+    ):
+        raise ValueError(
+            f"Logging with `{name}` requires a `logging_dir` to be passed in."
+        )
     return LoggerType(name) if name in LoggerType else name
 
 
 def begin(
-    kinds: list[Any], project: str, config: dict[str, Any] | None, init_kwargs: dict[str, Any], logging_dir: Any
+    kinds: list[Any],
+    project: str,
+    config: dict[str, Any] | None,
+    init_kwargs: dict[str, Any],
+    logging_dir: Any,
 ) -> list[GeneralTracker]:
     """Return the trackers of a run, begun and told its settings; none away from the main process. Ranks: any."""
     started: list[GeneralTracker] = []
@@ -456,7 +627,11 @@ def begin(
         tracker: Any = kind
         if not isinstance(kind, GeneralTracker):
             made: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
-            place = [logging_dir] if getattr(made, "requires_logging_directory", False) else []
+            place = (
+                [logging_dir]
+                if getattr(made, "requires_logging_directory", False)
+                else []
+            )
             tracker = made(project, *place, **init_kwargs.get(str(kind), {}))
         tracker.start()
         if config is not None:

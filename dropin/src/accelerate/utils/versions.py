@@ -1,3 +1,7 @@
 """Comparing versions."""
 
-from accelerate._impl.environment.versions import compare_versions, is_torch_version, torch_version
+from accelerate._impl.environment.versions import (
+    compare_versions,
+    is_torch_version,
+    torch_version,
+)

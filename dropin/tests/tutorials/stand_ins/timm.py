@@ -10,7 +10,9 @@ class Network(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.default_cfg = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-        self.features = nn.Sequential(nn.Conv2d(3, 12, 3, stride=2), nn.BatchNorm2d(12), nn.ReLU())
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 12, 3, stride=2), nn.BatchNorm2d(12), nn.ReLU()
+        )
         self.fc = nn.Linear(12, num_classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -21,7 +23,9 @@ class Network(nn.Module):
         return self.fc
 
 
-def create_model(name: str, pretrained: bool = False, num_classes: int = 1000) -> Network:
+def create_model(
+    name: str, pretrained: bool = False, num_classes: int = 1000
+) -> Network:
     """The network; being "pretrained" is having the same weights every time."""
     with torch.random.fork_rng():
         torch.manual_seed(len(name) if pretrained else torch.seed())

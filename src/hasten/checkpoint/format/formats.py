@@ -20,7 +20,12 @@ from torch import Tensor
 from torch.serialization import skip_data
 
 from hasten.checkpoint.base import Blob, Json, Slice, local_data
-from hasten.checkpoint.format.manifest import FORGED, open_outside, read_outside, size_of
+from hasten.checkpoint.format.manifest import (
+    FORGED,
+    open_outside,
+    read_outside,
+    size_of,
+)
 from hasten.checkpoint.format.packing import from_native, to_native
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 from hasten.modules.names import local_tensor
@@ -61,7 +66,8 @@ class MappedFile:
         self.path = path
         found = path.stat()
         self._identity = found.st_dev, found.st_ino
-        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
+        # Any: the stubs name another base
+        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def place(self, part: Tensor) -> int | None:
@@ -107,7 +113,11 @@ def dense(tensor: Tensor, key: str) -> Tensor:
     Raises: CheckpointError for tensors without plain memory.
     """
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.device.type == "meta"
+    ):
         raise CheckpointError(
             f"{key} is a {tensor.layout} tensor on {tensor.device}, which has no plain bytes to store. Convert it to a "
             "dense tensor (or materialise it) before saving."
@@ -128,20 +138,34 @@ def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
     aliases = {}
     for key, value in tensors.items():
         data = value.data if isinstance(value, Slice) else local_tensor(value)
-        if data.numel() == 0 or data.layout is not torch.strided or data.device.type == "meta":
+        if (
+            data.numel() == 0
+            or data.layout is not torch.strided
+            or data.device.type == "meta"
+        ):
             continue
-        if data.device.type != "cpu" and kind_of(data.device).lazy:  # no addresses: tied tensors are written twice
+        # no addresses: tied tensors are written twice
+        if data.device.type != "cpu" and kind_of(data.device).lazy:
             continue
         if not data.data_ptr():  # a subclass that wraps other tensors
             continue
-        where = (data.device, data.data_ptr(), data.dtype, value.shape, data.shape, data.stride())
+        where = (
+            data.device,
+            data.data_ptr(),
+            data.dtype,
+            value.shape,
+            data.shape,
+            data.stride(),
+        )
         if (earlier := first.setdefault(where, key)) != key:
             aliases[key] = earlier
     return aliases
 
 
 def encode_safetensors(
-    tensors: Mapping[str, Tensor | Slice], data: Json = None, metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor | Slice],
+    data: Json = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Blob:
     """Return one safetensors file: every tensor once (tied names are recorded), `data` in its metadata."""
     aliases = tied(tensors)
@@ -168,12 +192,18 @@ def encode_safetensors(
         ours["slices"] = slices
     header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     if ours:
-        header[_METADATA][_OURS] = json.dumps(ours, allow_nan=False, separators=(",", ":"))
+        header[_METADATA][_OURS] = json.dumps(
+            ours, allow_nan=False, separators=(",", ":")
+        )
     segments: list[bytes | Tensor] = []
     at = 0
     for _, key, tensor in order:
         size = tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        header[key] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
         at += size
         if size:
             segments.append(tensor)
@@ -214,11 +244,15 @@ def _read_safetensors(path: Path) -> TensorFile:
     for first, last, key, entry in sorted(entries, key=itemgetter(0, 1)):
         if base + first != ends:
             raise ValueError(f"{key!r} begins at byte {base + first} instead of {ends}")
-        pieces[key] = _piece(file, key, entry["dtype"], entry["shape"], base + first, slices.get(key))
+        pieces[key] = _piece(
+            file, key, entry["dtype"], entry["shape"], base + first, slices.get(key)
+        )
         ends = base + last
         tensor = pieces[key].data
         if last - first != tensor.numel() * tensor.element_size():
-            raise ValueError(f"{key!r} of shape {list(tensor.shape)} has {last - first} bytes")
+            raise ValueError(
+                f"{key!r} of shape {list(tensor.shape)} has {last - first} bytes"
+            )
     if ends != size:
         raise ValueError(f"{size - ends} bytes after the last tensor")
     aliases = {}
@@ -230,13 +264,20 @@ def _read_safetensors(path: Path) -> TensorFile:
 
 
 def _piece(
-    file: MappedFile, key: str, name: str, dims: Any, start: int, position: tuple[Any, Any] | None = None
+    file: MappedFile,
+    key: str,
+    name: str,
+    dims: Any,
+    start: int,
+    position: tuple[Any, Any] | None = None,
 ) -> Piece:
     """Return a tensor of a mapped file; `position` is the shape of the global tensor and the offset in it."""
     dtype, shape = DTYPES[name], checked_shape(dims)
     end = start + math.prod(shape) * dtype.itemsize
     if start < 0 or end > file.data.numel():
-        raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {file.data.numel()}")
+        raise ValueError(
+            f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {file.data.numel()}"
+        )
     part = file.data[start:end]
     if start % dtype.itemsize:  # other tools may write unaligned tensors
         part = part.clone()
@@ -251,7 +292,9 @@ def _piece(
 def checked_shape(values: Any) -> tuple[int, ...]:
     """Return the shape stored in a file. Raises: ValueError if it is not a shape."""
     shape = tuple(values)
-    if shape and ({*map(type, shape)} != {int} or min(shape) < 0 or max(shape) >= 2**62):
+    if shape and (
+        {*map(type, shape)} != {int} or min(shape) < 0 or max(shape) >= 2**62
+    ):
         raise ValueError(f"{values!r} is not a shape")
     return shape
 
@@ -260,10 +303,13 @@ def check_piece(key: str, piece: Piece) -> None:
     """Raise ValueError unless the piece fits inside its tensor."""
     local = piece.data.shape
     fits = len(piece.shape) == len(piece.offset) == len(local) and all(
-        start + length <= total for start, length, total in zip(piece.offset, local, piece.shape, strict=True)
+        start + length <= total
+        for start, length, total in zip(piece.offset, local, piece.shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"piece {key!r} of {list(local)} at {piece.offset} does not fit into {piece.shape}")
+        raise ValueError(
+            f"piece {key!r} of {list(local)} at {piece.offset} does not fit into {piece.shape}"
+        )
 
 
 def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Blob:
@@ -271,7 +317,9 @@ def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Bl
     return lay_out_torch(tensors, data)[0]
 
 
-def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> tuple[Blob, dict[str, int]]:
+def lay_out_torch(
+    tensors: Mapping[str, Tensor | Slice], data: Json = None
+) -> tuple[Blob, dict[str, int]]:
     """Return one torch file, and the offset at which the bytes of each tensor begin.
 
     `torch.save` lays the file out with the tensor bytes left blank; the tensors follow as segments, so that they
@@ -284,7 +332,9 @@ def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> t
     aliases = tied(tensors)
     for key, value in tensors.items():
         if isinstance(value, Slice):
-            raise CheckpointError(f"{key} is a slice of a sharded tensor; torch files hold whole tensors only.")
+            raise CheckpointError(
+                f"{key} is a slice of a sharded tensor; torch files hold whole tensors only."
+            )
         if (same := aliases.get(key)) is not None:
             blanks[key] = by_memory[same]
             continue
@@ -292,7 +342,8 @@ def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> t
         blanks[key] = by_memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
         owned.append(tensor)
     nested: Any = blanks if data is None else to_native(data, blanks)
-    archive: Any = _BlankArchive()  # Any: it implements the methods of a file that torch.save calls
+    # Any: it implements the methods of a file that torch.save calls
+    archive: Any = _BlankArchive()
     with skip_data():
         torch.save(nested, archive)
     order = dict(zip(map(id, by_memory.values()), range(len(by_memory)), strict=True))
@@ -336,7 +387,9 @@ class _BlankArchive:
 
     def seek(self, num_bytes: int, whence: int) -> int:
         """Reserve space for the bytes of the next tensor."""
-        assert whence == os.SEEK_CUR, f"torch moved to {num_bytes} ({whence}) in an archive that it writes in order"
+        assert whence == os.SEEK_CUR, (
+            f"torch moved to {num_bytes} ({whence}) in an archive that it writes in order"
+        )
         if num_bytes:
             self._parts.append(num_bytes)
             self._size += num_bytes
@@ -345,7 +398,9 @@ class _BlankArchive:
     def flush(self) -> None:
         """Do nothing: there is no buffer to flush."""
 
-    def fill(self, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
+    def fill(
+        self, owned: list[Tensor], order: list[int]
+    ) -> tuple[Blob, dict[int, int]]:
         """Return the file with the tensors in their reserved space, and their offsets; `order` is the archive order."""
         begins, segments, at = dict.fromkeys(order, 0), list[bytes | Tensor](), 0
         tensors = iter(order)
@@ -395,14 +450,24 @@ def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: any saved
     try:
         with open_outside(path) as file:
             begins = file.read(4)
-        mapped = begins == _ZIP  # files older than torch 1.6 are no archives and cannot be mapped
+        # files older than torch 1.6 are no archives and cannot be mapped
+        mapped = begins == _ZIP
         with warnings.catch_warnings():
             # torch warns about unfamiliar pickle protocols; they end in an error below or in plain values
-            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
-            return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+            warnings.filterwarnings(
+                "ignore", message="Detected pickle protocol", category=UserWarning
+            )
+            return torch.load(
+                path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped
+            )
     except pickle.UnpicklingError as error:
-        if begins != _ZIP and not begins.startswith(pickle.PROTO) and "GLOBAL" not in str(error):
-            raise _no_torch_file(path, error) from error  # text, an image, ...: not a pickle either
+        if (
+            begins != _ZIP
+            and not begins.startswith(pickle.PROTO)
+            and "GLOBAL" not in str(error)
+        ):
+            # text, an image, ...: not a pickle either
+            raise _no_torch_file(path, error) from error
         raise UnsafeCheckpointError(
             f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code from "
             f"the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
@@ -445,7 +510,9 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Any  # Any: JSON
 
 
-def encode_with_sidecar(tensors: Mapping[str, Tensor | Slice], data: Json) -> tuple[Blob, Blob | None]:
+def encode_with_sidecar(
+    tensors: Mapping[str, Tensor | Slice], data: Json
+) -> tuple[Blob, Blob | None]:
     """Return a torch file, and a sidecar if the file has enough tensors to need one."""
     blob, begins = lay_out_torch(tensors, data)
     if len(tensors) < WORTH_IT:
@@ -453,7 +520,10 @@ def encode_with_sidecar(tensors: Mapping[str, Tensor | Slice], data: Json) -> tu
     kinds = {key: local_data(tensor) for key, tensor in tensors.items()}
     if any(tensor.dtype not in DTYPE_NAMES for tensor in kinds.values()):
         return blob, None
-    places = {key: (DTYPE_NAMES[kinds[key].dtype], tuple(kinds[key].shape), begins[key]) for key in tensors}
+    places = {
+        key: (DTYPE_NAMES[kinds[key].dtype], tuple(kinds[key].shape), begins[key])
+        for key in tensors
+    }
     raw = msgspec.json.encode(Sidecar(blob.size, places, data))
     return blob, Blob([raw], len(raw))
 
@@ -467,9 +537,15 @@ def read_by_sidecar(path: Path, sidecar: Path) -> TensorFile:
         found = msgspec.json.decode(read_outside(sidecar), type=Sidecar)
         size = size_of(path)
         if size != found.size:
-            raise ValueError(f"it describes a file of {found.size} bytes, {path.name} has {size}")
+            raise ValueError(
+                f"it describes a file of {found.size} bytes, {path.name} has {size}"
+            )
         file = MappedFile(path, size)
-        return TensorFile({key: _piece(file, key, *entry) for key, entry in found.tensors.items()}, {}, found.data)
+        return TensorFile(
+            {key: _piece(file, key, *entry) for key, entry in found.tensors.items()},
+            {},
+            found.data,
+        )
     except (msgspec.MsgspecError, *FORGED) as error:
         raise CorruptCheckpointError(
             f"{sidecar}: does not describe {path.name} ({type(error).__name__}: {error}). Nothing was loaded; use "

@@ -32,13 +32,26 @@ CHUNK_BYTES = 16 * 1024**2
 MAX_TABLE_BYTES: Final = 1024**3
 """Upper limit of a manifest, index or table; those of a model over ten thousand ranks have some 100 MB."""
 FORGED: Final = (
-    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OSError),
+    *(
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        OSError,
+    ),
     *(RuntimeError, TypeError, ValueError, pickle.PickleError, struct.error),
 )
 """Errors that readers of structured files raise for invalid content."""
 _FORBIDDEN: Final = frozenset('\\:*?"<>|').union(map(chr, range(32)), chr(127))
 """Characters that some operating system does not allow in file names."""
-_KINDS: Final = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+_KINDS: Final = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +64,9 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rank: int | None = None
 
 
-class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ComponentRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """One component: its kind, the format of its files, and whether each rank has separate files."""
 
     kind: str
@@ -127,7 +142,12 @@ def decode(raw: bytes, where: str) -> Manifest:
                 "Load it with the version of hasten that wrote it."
             )
         manifest = msgspec.json.decode(body, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise CorruptCheckpointError(
             f"{where}: not a manifest hasten can read ({error}); the checkpoint is damaged or was written by another "
             "tool. Load another checkpoint, or convert it with `hasten ckpt convert`."
@@ -154,8 +174,13 @@ def _problem(manifest: Manifest) -> str | None:
         return f"created_s={manifest.created_s} is no time of this era"
     if (manifest.step or 0) < 0 or (manifest.number or 0) < 0:
         return f"step={manifest.step} and number={manifest.number} must not be negative"
-    if manifest.ranks and not 0 <= min(manifest.ranks) <= max(manifest.ranks) < manifest.world_size:
-        return f"ranks {list(manifest.ranks)} do not fit world_size={manifest.world_size}"
+    if (
+        manifest.ranks
+        and not 0 <= min(manifest.ranks) <= max(manifest.ranks) < manifest.world_size
+    ):
+        return (
+            f"ranks {list(manifest.ranks)} do not fit world_size={manifest.world_size}"
+        )
     names: set[str] = set()
     for file in manifest.files:
         folded = file.name.casefold()
@@ -213,7 +238,8 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / safe_name(name, str(folder))
     roots = [folder.resolve()]
-    if folder.parent.name == "snapshots":  # the Hub's cache: files of a snapshot are links to shared files
+    # the Hub's cache: files of a snapshot are links to shared files
+    if folder.parent.name == "snapshots":
         roots.append((folder.parent.parent / "blobs").resolve())
     if not any(map(path.resolve().is_relative_to, roots)):
         raise UnsafeCheckpointError(
@@ -270,7 +296,9 @@ def read_outside(path: Path, most_bytes: int = MAX_TABLE_BYTES) -> bytes:
 
 def _checked(path: Path, found: os.stat_result, most_bytes: int | None) -> int:
     if not stat.S_ISREG(found.st_mode):
-        kind = next((words for test, words in _KINDS if test(found.st_mode)), "a device")
+        kind = next(
+            (words for test, words in _KINDS if test(found.st_mode)), "a device"
+        )
         raise UnsafeCheckpointError(
             f"{path} is {kind} instead of a file, and reading it could block or never end. Nothing was read. Do not use "
             "this folder unless you know why it is there."

@@ -22,7 +22,8 @@ from hasten.errors import CheckpointError, CorruptCheckpointError
 TAG = "$"  # a JSON object with this key represents a value that JSON does not have
 
 
-def pack(value: Any, path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]:  # Any: the user's state
+# Any: the user's state
+def pack(value: Any, path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]:
     """Return JSON that describes the value, and the tensors in it by name.
 
     Raises: CheckpointError naming the path of a value that cannot be stored without pickle.
@@ -31,7 +32,9 @@ def pack(value: Any, path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]: 
     return _pack(value, path, tensors, keep_tags=False), tensors
 
 
-def _pack(value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool) -> Json:
+def _pack(
+    value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool
+) -> Json:
     """Return JSON for a value and add its tensors; `keep_tags` leaves dicts that are tagged already unchanged."""
     kind = type(value)
     if value is None or kind is int or isinstance(value, bool):
@@ -48,7 +51,11 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: 
         for index, item in enumerate(value):
             items.append(_pack(item, f"{inner}{index}", tensors, keep_tags))
         return items if kind is list else {TAG: "tuple", "of": items}
-    if kind is dict and {*map(type, value)} <= {str} and (keep_tags or TAG not in value):
+    if (
+        kind is dict
+        and {*map(type, value)} <= {str}
+        and (keep_tags or TAG not in value)
+    ):
         made: dict[str, Json] = {}
         for key, item in value.items():
             made[key] = _pack(item, inner + key, tensors, keep_tags)
@@ -56,22 +63,32 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: 
     return _pack_tagged(value, path, tensors, keep_tags)
 
 
-def _pack_tagged(value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool) -> Json:
+def _pack_tagged(
+    value: Any, path: str, tensors: dict[str, Tensor | Slice], keep_tags: bool
+) -> Json:
     """Return tagged JSON for a value of a type that JSON does not have."""
     kind, inner = type(value), f"{path}/" if path else ""
     if kind is MappingProxyType:
         return _pack(dict(value), path, tensors, keep_tags)
     if kind in _MAPPINGS:
         pairs: list[Json] = [
-            [_pack(key, f"{path}/key", tensors, keep_tags), _pack(item, f"{inner}{key}", tensors, keep_tags)]
+            [
+                _pack(key, f"{path}/key", tensors, keep_tags),
+                _pack(item, f"{inner}{key}", tensors, keep_tags),
+            ]
             for key, item in value.items()
         ]
         return {TAG: _MAPPINGS[kind], "of": pairs}
     if kind in (torch.Size, set, frozenset, collections.deque):
         values = sorted(value, key=repr) if kind in (set, frozenset) else value
-        of: list[Json] = [_pack(item, f"{inner}{i}", tensors, keep_tags) for i, item in enumerate(values)]
+        of: list[Json] = [
+            _pack(item, f"{inner}{i}", tensors, keep_tags)
+            for i, item in enumerate(values)
+        ]
         tagged: dict[str, Json] = {TAG: kind.__name__.lower(), "of": of}
-        return {**tagged, "maxlen": value.maxlen} if kind is collections.deque else tagged
+        return (
+            {**tagged, "maxlen": value.maxlen} if kind is collections.deque else tagged
+        )
     return _pack_scalar(value, path, tensors)
 
 
@@ -105,14 +122,22 @@ def _pack_scalar(value: Any, path: str, tensors: dict[str, Tensor | Slice]) -> J
     raise _unsupported(value, path)
 
 
-def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:  # Any: the user's state
+# Any: the user's state
+def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
     """Return the value that was given to `pack`.
 
     Raises: CorruptCheckpointError when the JSON was not written by `pack`.
     """
     try:
         return _unpack(data, tensors)
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         raise CorruptCheckpointError(
             f"the stored structure cannot be rebuilt ({type(error).__name__}: {error}); the file is damaged or was "
             "edited. Load another checkpoint."
@@ -131,8 +156,14 @@ def to_native(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
     if kind in ("ndarray", "npscalar"):
         return {TAG: kind, "key": tensors[str(data["key"])]}
     confusable = kind == "dict" and any(pair[0] == TAG for pair in _pairs_of(data))
-    if kind is None or confusable or kind in ("deque", "frozenset", "datetime", "timedelta", "path"):
-        return dict(zip(data, map(to_native, data.values(), repeat(tensors)), strict=True))
+    if (
+        kind is None
+        or confusable
+        or kind in ("deque", "frozenset", "datetime", "timedelta", "path")
+    ):
+        return dict(
+            zip(data, map(to_native, data.values(), repeat(tensors)), strict=True)
+        )
     if "of" in data and kind in _BUILDERS:
         return _BUILDERS[str(kind)](to_native(data["of"], tensors))
     return _unpack(data, tensors)
@@ -150,7 +181,9 @@ def _unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
     if not isinstance(data, dict):
         return data
     if TAG not in data:
-        return dict(zip(data, map(_unpack, data.values(), repeat(tensors)), strict=True))
+        return dict(
+            zip(data, map(_unpack, data.values(), repeat(tensors)), strict=True)
+        )
     kind = data[TAG]
     if kind in ("tensor", "ndarray", "npscalar"):
         key = data["key"]
@@ -205,7 +238,8 @@ def _complex(parts: Any) -> complex:
     return complex(float(real), float(imag))
 
 
-_READERS: Final = MappingProxyType[str, Callable[[Any], Any]](  # Any: checked by the callables themselves
+# Any: checked by the callables themselves
+_READERS: Final = MappingProxyType[str, Callable[[Any], Any]](
     {
         "float": lambda text: float(str(text)),
         "bytes": lambda text: base64.b64decode(str(text), validate=True),

@@ -23,7 +23,12 @@ import xxhash
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.format.manifest import CHUNK_BYTES, FileRecord, checksum, open_outside
+from hasten.checkpoint.format.manifest import (
+    CHUNK_BYTES,
+    FileRecord,
+    checksum,
+    open_outside,
+)
 from hasten.errors import CheckpointError
 from hasten.runtime.devices import kind_of
 
@@ -40,7 +45,9 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 def host_memory(tensor: Tensor, low: int, high: int) -> memoryview:
     """Return bytes low..high of a dense tensor on the host as a view, valid as long as the tensor exists."""
-    return memoryview((ctypes.c_char * (high - low)).from_address(tensor.data_ptr() + low)).cast("B")
+    return memoryview(
+        (ctypes.c_char * (high - low)).from_address(tensor.data_ptr() + low)
+    ).cast("B")
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:
@@ -52,7 +59,11 @@ def is_plain(tensor: Tensor) -> bool:
     """Return True if the tensor is contiguous memory with its values unmodified, so that it can be copied as bytes."""
     kind = tensor.device.type
     dense = tensor.layout is torch.strided and kind != "meta" and tensor.is_contiguous()
-    return dense and not (tensor.is_conj() or tensor.is_neg() or (kind != "cpu" and kind_of(tensor.device).lazy))
+    return dense and not (
+        tensor.is_conj()
+        or tensor.is_neg()
+        or (kind != "cpu" and kind_of(tensor.device).lazy)
+    )
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
@@ -65,13 +76,20 @@ def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
     return found
 
 
-def worker_pool(threads: int, devices: Sequence[torch.device], name: str) -> ThreadPoolExecutor:
+def worker_pool(
+    threads: int, devices: Sequence[torch.device], name: str
+) -> ThreadPoolExecutor:
     """Return a thread pool for copies after synchronizing the devices; threads have separate streams on the first."""
     for device in devices:
         torch.accelerator.synchronize(device)
     if not devices:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
-    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=_own_stream, initargs=(devices[0],))
+    return ThreadPoolExecutor(
+        threads,
+        thread_name_prefix=name,
+        initializer=_own_stream,
+        initargs=(devices[0],),
+    )
 
 
 def finish_copies(devices: Iterable[torch.device]) -> None:
@@ -94,7 +112,9 @@ class HostBuffer(threading.local):
     def take(self, size: int) -> Tensor:
         """Return the first `size` bytes of this thread's buffer."""
         if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffer = torch.empty(
+                max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=self._pinned
+            )
         return self._buffer if self._buffer.numel() == size else self._buffer[:size]
 
 
@@ -116,7 +136,15 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
 def default_threads() -> int:
     """Return the number of threads for reading and writing: one per core, at least 2 and at most 16."""
-    return max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
+    return max(
+        2,
+        min(
+            16,
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 2,
+        ),
+    )
 
 
 class Disk:
@@ -124,7 +152,11 @@ class Disk:
 
     def create(self, path: Path) -> int:
         """Return a descriptor of a new, empty file."""
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
+        return os.open(
+            path,
+            os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0),
+            0o666,
+        )
 
     def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
         """Write data at an offset and return the number of bytes written, which may be fewer than given."""
@@ -174,7 +206,11 @@ class Disk:
 
     def open_lock(self, path: Path) -> int:
         """Return a descriptor of a lock file, which is created if necessary."""
-        return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        return os.open(
+            path,
+            os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            0o666,
+        )
 
 
 def segment_starts(blob: Blob) -> list[int]:
@@ -182,12 +218,18 @@ def segment_starts(blob: Blob) -> list[int]:
     starts, at = [], 0
     for segment in blob.segments:
         starts.append(at)
-        at += len(segment) if isinstance(segment, bytes) else segment.numel() * segment.element_size()
+        at += (
+            len(segment)
+            if isinstance(segment, bytes)
+            else segment.numel() * segment.element_size()
+        )
     assert at == blob.size, f"segments hold {at} bytes, the blob says {blob.size}"
     return starts
 
 
-def host_views(blob: Blob, start: int, stop: int, starts: Sequence[int], buffer: HostBuffer) -> list[memoryview]:
+def host_views(
+    blob: Blob, start: int, stop: int, starts: Sequence[int], buffer: HostBuffer
+) -> list[memoryview]:
     """Return bytes start..stop of the file in host memory: large host tensors themselves, all others in the buffer."""
     views: list[memoryview] = []
     staged: Tensor | None = None
@@ -196,10 +238,22 @@ def host_views(blob: Blob, start: int, stop: int, starts: Sequence[int], buffer:
     for index in range(max(bisect.bisect_right(starts, start) - 1, 0), len(starts)):
         if starts[index] >= stop:
             break
-        segment, low, high = blob.segments[index], max(start - starts[index], 0), stop - starts[index]
-        part = segment[low:high] if isinstance(segment, bytes) else as_bytes(segment)[low:high]
+        segment, low, high = (
+            blob.segments[index],
+            max(start - starts[index], 0),
+            stop - starts[index],
+        )
+        part = (
+            segment[low:high]
+            if isinstance(segment, bytes)
+            else as_bytes(segment)[low:high]
+        )
         size = len(part)
-        if isinstance(part, Tensor) and part.device.type == "cpu" and size >= _OWN_WRITE_BYTES:
+        if (
+            isinstance(part, Tensor)
+            and part.device.type == "cpu"
+            and size >= _OWN_WRITE_BYTES
+        ):
             if staged is not None and copied > used:
                 views.append(memoryview(staged.numpy().data)[used:copied])
                 used = copied
@@ -211,7 +265,8 @@ def host_views(blob: Blob, start: int, stop: int, starts: Sequence[int], buffer:
         if isinstance(part, bytes):
             memoryview(target.numpy().data)[:] = part
         elif part.device.type == "cpu":
-            np.copyto(target.numpy(), part.numpy())  # on this thread only; torch would use all cores from every thread
+            # on this thread only; torch would use all cores from every thread
+            np.copyto(target.numpy(), part.numpy())
         else:
             target.copy_(part, non_blocking=True)
             devices.append(part.device)
@@ -263,9 +318,14 @@ def write_files(
         tensors += filter(torch.is_tensor, blob.segments)
         for index in range(-(-blob.size // CHUNK_BYTES)):
             chunks.append((index, name, blob, starts))
-    chunks.sort(key=itemgetter(0))  # round-robin over the files, because the system locks a file during a write
+    # round-robin over the files, because the system locks a file during a write
+    chunks.sort(key=itemgetter(0))
     devices = devices_of(tensors)
-    buffer, opened, sums = HostBuffer(bool(devices)), dict[str, int](), dict[str, list[str]]()
+    buffer, opened, sums = (
+        HostBuffer(bool(devices)),
+        dict[str, int](),
+        dict[str, list[str]](),
+    )
 
     def write(chunk: tuple[int, str, Blob, list[int]]) -> str:
         return _write_chunk(disk, opened[chunk[1]], chunk, buffer)
@@ -274,7 +334,9 @@ def write_files(
         for name in files:
             opened[name] = disk.create(folder / name)
         with worker_pool(threads or default_threads(), devices, "hasten-write") as pool:
-            for (_, name, _, _), digest in zip(chunks, pool.map(write, chunks), strict=True):
+            for (_, name, _, _), digest in zip(
+                chunks, pool.map(write, chunks), strict=True
+            ):
                 sums.setdefault(name, []).append(digest)
             list(pool.map(disk.sync, opened.values()))
     finally:
@@ -282,11 +344,15 @@ def write_files(
             disk.close(fd)
     records = {}
     for name, blob in files.items():
-        records[name] = FileRecord(name=name, size=blob.size, sums=tuple(sums.get(name, ())))
+        records[name] = FileRecord(
+            name=name, size=blob.size, sums=tuple(sums.get(name, ()))
+        )
     return records
 
 
-def _write_chunk(disk: Disk, fd: int, chunk: tuple[int, str, Blob, list[int]], buffer: HostBuffer) -> str:
+def _write_chunk(
+    disk: Disk, fd: int, chunk: tuple[int, str, Blob, list[int]], buffer: HostBuffer
+) -> str:
     """Write one chunk of a file and return its checksum."""
     index, _, blob, starts = chunk
     at = start = index * CHUNK_BYTES
@@ -319,7 +385,10 @@ def file_checksum(path: Path, start: int, stop: int) -> str:
     """Return the checksum of bytes start..stop of a file. Raises: OSError when the disk cannot read them."""
     with open_outside(path) as file:
         fd = file.fileno()
-        if stop - start >= SUM_BYTES and (found := _checksum_mapped(fd, start, stop)) is not None:
+        if (
+            stop - start >= SUM_BYTES
+            and (found := _checksum_mapped(fd, start, stop)) is not None
+        ):
             return found
         total = xxhash.xxh3_64()
         for at in range(start, stop, SUM_BYTES):
@@ -336,7 +405,8 @@ def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
         return None
     try:
         view = mmap.mmap(fd, stop - start, prot=mmap.PROT_READ, offset=start)
-    except (OSError, ValueError):  # the file is shorter than it should be, or cannot be mapped
+    # the file is shorter than it should be, or cannot be mapped
+    except (OSError, ValueError):
         return None
     words = np.frombuffer(view, np.uint8)
     populated: int = ctypes.CDLL(None).madvise(
@@ -362,7 +432,8 @@ def read_cached(fd: int, views: Sequence[memoryview], offset: int) -> int:
     """Read from the page cache alone; return the number of bytes up to the first that it does not hold."""
     try:
         return os.preadv(fd, views, offset, os.RWF_NOWAIT)
-    except (AttributeError, OSError):  # nothing is cached, or the system or the file system does not tell
+    # nothing is cached, or the system or the file system does not tell
+    except (AttributeError, OSError):
         return 0
 
 
@@ -370,10 +441,14 @@ def read_ahead(fd: int, start: int, stop: int) -> None:
     """Ask the system to read a range into the page cache, all at once, so that the disk reads in parallel."""
     if hasattr(os, "posix_fadvise"):
         for at in range(start, stop, READ_AHEAD_BYTES):
-            os.posix_fadvise(fd, at, min(READ_AHEAD_BYTES, stop - at), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                fd, at, min(READ_AHEAD_BYTES, stop - at), os.POSIX_FADV_WILLNEED
+            )
 
 
-def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> CheckpointError:
+def cannot_write(
+    what: str, folder: Path, num_bytes: int, error: OSError
+) -> CheckpointError:
     """Return the error for a failed write; if there is no space left, the error names the disk."""
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -393,7 +468,10 @@ def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> Che
     while not mount.is_mount():
         mount = mount.parent
     usage = os.statvfs(place)
-    free_bytes, size_bytes = usage.f_bavail * usage.f_frsize, usage.f_blocks * usage.f_frsize
+    free_bytes, size_bytes = (
+        usage.f_bavail * usage.f_frsize,
+        usage.f_blocks * usage.f_frsize,
+    )
     room = f"{free_bytes / 1e6:,.1f} MB of {size_bytes / 1e6:,.1f} MB are free"
     if error.errno == errno.EDQUOT:
         why = "has no room left in your quota"

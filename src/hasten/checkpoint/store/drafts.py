@@ -52,7 +52,8 @@ class FileLock:
 
 
 def _unlock(descriptor: int, owner: int) -> None:
-    if os.getpid() == owner:  # explicitly, because forked children may hold copies of the descriptor
+    # explicitly, because forked children may hold copies of the descriptor
+    if os.getpid() == owner:
         with suppress(OSError):  # a file system without flock
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
@@ -205,16 +206,26 @@ def remove_leftovers(folder: Path, disk: Disk, current: str = "") -> None:
         try:
             if path.name.startswith(DRAFT) and not is_abandoned(path / LOCK_NAME):
                 continue
-            if committed_draft is not None and committed_draft.startswith(f"{path.name}/"):
+            if committed_draft is not None and committed_draft.startswith(
+                f"{path.name}/"
+            ):
                 give_final_names(folder, disk)
             else:
                 disk.remove_tree(path)
         except OSError as error:  # in use, or another user's; the next save tries again
-            log.debug("%s, which an interrupted save left, could not be removed: %s", path, error)
+            log.debug(
+                "%s, which an interrupted save left, could not be removed: %s",
+                path,
+                error,
+            )
 
 
 def replace_content(
-    folder: Path, content: Path, manifest: Manifest, replaced: Collection[str] | None, disk: Disk
+    folder: Path,
+    content: Path,
+    manifest: Manifest,
+    replaced: Collection[str] | None,
+    disk: Disk,
 ) -> None:
     """Make the files in `content`, a folder of a draft inside `folder`, the checkpoint of the folder.
 
@@ -227,8 +238,13 @@ def replace_content(
     previous_draft = draft_of(previous)
     outdated = {*(replaced or ())}
     for file in previous.files if previous is not None else ():
-        outdated.add(file.name if previous_draft is None else file.name.removeprefix(f"{previous_draft}/"))
-    if previous is None and os.path.lexists(folder / MANIFEST_NAME):  # damaged: the weights beside it were its files
+        outdated.add(
+            file.name
+            if previous_draft is None
+            else file.name.removeprefix(f"{previous_draft}/")
+        )
+    # damaged: the weights beside it were its files
+    if previous is None and os.path.lexists(folder / MANIFEST_NAME):
         damaged = holding(folder)
         outdated.update(damaged.names if damaged is not None else ())
     outdated.discard(MANIFEST_NAME)
@@ -236,10 +252,15 @@ def replace_content(
         check_export(folder, manifest, outdated)
     _check_names(folder, manifest, outdated)
     place = content.relative_to(folder).as_posix()
-    files = [msgspec.structs.replace(file, name=f"{place}/{file.name}") for file in manifest.files]
+    files = [
+        msgspec.structs.replace(file, name=f"{place}/{file.name}")
+        for file in manifest.files
+    ]
     notes = {**manifest.notes, _REPLACED: sorted(outdated)}
     raw = encode(msgspec.structs.replace(manifest, files=tuple(files), notes=notes))
-    write_files(content.parent, {_NEXT_MANIFEST: Blob([raw], len(raw))}, disk, threads=1)
+    write_files(
+        content.parent, {_NEXT_MANIFEST: Blob([raw], len(raw))}, disk, threads=1
+    )
     disk.rename(content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
     disk.sync_folder(folder)
     give_final_names(folder, disk)
@@ -249,10 +270,22 @@ def replace_content(
 def _check_names(folder: Path, manifest: Manifest, outdated: Collection[str]) -> None:
     for file in manifest.files:
         path = folder / file.name
-        parents = [parent for parent in path.parents if parent.is_relative_to(folder) and parent.is_file()]
-        conflicts = [parent for parent in parents if parent.relative_to(folder).as_posix() not in outdated]
+        parents = [
+            parent
+            for parent in path.parents
+            if parent.is_relative_to(folder) and parent.is_file()
+        ]
+        conflicts = [
+            parent
+            for parent in parents
+            if parent.relative_to(folder).as_posix() not in outdated
+        ]
         if path.is_dir():
-            inner = [entry.relative_to(folder).as_posix() for entry in path.rglob("*") if entry.is_file()]
+            inner = [
+                entry.relative_to(folder).as_posix()
+                for entry in path.rglob("*")
+                if entry.is_file()
+            ]
             conflicts += [path] if set(inner) - set(outdated) else []
         if conflicts:
             raise CheckpointError(
@@ -276,7 +309,12 @@ def give_final_names(folder: Path, disk: Disk) -> None:
             if not _is_same(content / name, folder / name):
                 disk.remove_file(folder / name)
                 _remove_empty_parents(folder / name, folder)
-        _link_all(content, folder, [file.name.removeprefix(f"{place}/") for file in pointer.files], disk)
+        _link_all(
+            content,
+            folder,
+            [file.name.removeprefix(f"{place}/") for file in pointer.files],
+            disk,
+        )
         disk.remove_file(content.parent / _NEXT_MANIFEST)
         disk.link(content / MANIFEST_NAME, content.parent / _NEXT_MANIFEST)
         disk.rename(content.parent / _NEXT_MANIFEST, folder / MANIFEST_NAME)
@@ -294,7 +332,8 @@ def give_final_names(folder: Path, disk: Disk) -> None:
 
 def _link_all(content: Path, folder: Path, names: Collection[str], disk: Disk) -> None:
     changed_folders = {folder}
-    for path in sorted(content.rglob("*")):  # also empty folders, as a rename of the whole would
+    # also empty folders, as a rename of the whole would
+    for path in sorted(content.rglob("*")):
         if path.is_dir():
             final_path = folder / path.relative_to(content)
             disk.make_folder(final_path)

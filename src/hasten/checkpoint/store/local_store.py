@@ -26,7 +26,14 @@ from hasten.checkpoint.format.manifest import (
     read_manifest,
     read_outside,
 )
-from hasten.checkpoint.store.disk import FULL, Disk, cannot_write, default_threads, file_checksum, write_files
+from hasten.checkpoint.store.disk import (
+    FULL,
+    Disk,
+    cannot_write,
+    default_threads,
+    file_checksum,
+    write_files,
+)
 from hasten.checkpoint.store.drafts import (
     DRAFT,
     LOCK_NAME,
@@ -50,7 +57,12 @@ class LocalDraft:
     """Draft next to the checkpoint it will become, or inside the folder whose content it will replace."""
 
     def __init__(
-        self, target: Path, folder: Path, lock: FileLock | None, disk: Disk, threads: int | None = None
+        self,
+        target: Path,
+        folder: Path,
+        lock: FileLock | None,
+        disk: Disk,
+        threads: int | None = None,
     ) -> None:
         self.name = target.name
         self.token = folder.parent.name
@@ -74,9 +86,12 @@ class LocalDraft:
                 path = self.folder / name
                 if path.is_symlink() or path.exists():
                     log.warning(
-                        "%s, which a save hook wrote, is replaced by the file of that name this save writes", name
+                        "%s, which a save hook wrote, is replaced by the file of that name this save writes",
+                        name,
                     )
-                    self._disk.remove_tree(path) if path.is_dir() else self._disk.remove_file(path)
+                    self._disk.remove_tree(
+                        path
+                    ) if path.is_dir() else self._disk.remove_file(path)
             return write_files(self.folder, files, self._disk, self._threads)
 
     def hook_files(self, known: Sequence[str]) -> list[FileRecord]:
@@ -97,7 +112,12 @@ class LocalDraft:
         """Write the manifest, sync, and rename the folder to its final name or replace the existing content."""
         raw = encode(manifest)
         with self._explaining_full_disks(len(raw)):
-            write_files(self.folder, {MANIFEST_NAME: Blob([raw], len(raw))}, self._disk, threads=1)
+            write_files(
+                self.folder,
+                {MANIFEST_NAME: Blob([raw], len(raw))},
+                self._disk,
+                threads=1,
+            )
             for folder in (self.folder, *self.folder.parents[:2]):
                 self._disk.sync_folder(folder)
             if names := absent(self.folder, manifest.files):
@@ -108,7 +128,9 @@ class LocalDraft:
             if self.folder.parents[1] == self._target or not self._rename_to_target():
                 with folder_lock(self._target, self._disk):
                     self._release()
-                    replace_content(self._target, self.folder, manifest, self.replaces, self._disk)
+                    replace_content(
+                        self._target, self.folder, manifest, self.replaces, self._disk
+                    )
 
     def _rename_to_target(self) -> bool:
         """Rename the draft to the checkpoint; if a folder of that name has appeared, move the draft into it instead."""
@@ -130,7 +152,8 @@ class LocalDraft:
         self._disk.sync_folder(base)
         try:
             remove_draft(self.folder, self._lock, self._disk)
-        except OSError as error:  # the checkpoint is there; the next save removes the draft
+        # the checkpoint is there; the next save removes the draft
+        except OSError as error:
             log.debug("%s could not be removed now: %s", self.folder.parent, error)
         return True
 
@@ -154,7 +177,9 @@ class LocalDraft:
             if error.errno not in FULL:
                 raise
             what = f"the checkpoint {self.name!r}"
-            raise cannot_write(what, self.folder.parents[1], num_bytes, error) from error
+            raise cannot_write(
+                what, self.folder.parents[1], num_bytes, error
+            ) from error
 
 
 def check_hooked(folder: Path, name: str) -> Path:
@@ -181,14 +206,23 @@ def described(path: Path, name: str, threads: int | None = None) -> FileRecord:
     size = path.stat().st_size
     starts = range(0, size, CHUNK_BYTES)
     with ThreadPoolExecutor(threads or default_threads()) as pool:
-        sums = tuple(pool.map(lambda start: file_checksum(path, start, min(start + CHUNK_BYTES, size)), starts))
+        sums = tuple(
+            pool.map(
+                lambda start: file_checksum(
+                    path, start, min(start + CHUNK_BYTES, size)
+                ),
+                starts,
+            )
+        )
     return FileRecord(name=name, size=size, sums=sums)
 
 
 class LocalStore:
     """Checkpoints as folders of `root`, which all ranks of a machine share."""
 
-    def __init__(self, root: str | Path, disk: Disk | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self, root: str | Path, disk: Disk | None = None, threads: int | None = None
+    ) -> None:
         self._root = Path(root).expanduser().absolute()
         self.address = str(self._root)
         self.remote = False
@@ -210,7 +244,8 @@ class LocalStore:
                 raise NotADirectoryError(f"{target} is a file")
             if not target.is_dir():
                 return self._new_draft(self._root, name)
-            with suppress(OSError):  # the folder may be in one that cannot be written to
+            # the folder may be in one that cannot be written to
+            with suppress(OSError):
                 if any(hidden_entries(self._root)) or (self._root / LOCK_NAME).exists():
                     with folder_lock(self._root, self._disk):
                         remove_leftovers(self._root, self._disk)
@@ -239,7 +274,9 @@ class LocalStore:
             yield
         except OSError as error:
             if error.errno in FULL:
-                raise cannot_write(f"the checkpoint {name!r}", self._root, 0, error) from error
+                raise cannot_write(
+                    f"the checkpoint {name!r}", self._root, 0, error
+                ) from error
             raise CheckpointError(
                 f"cannot start the checkpoint {name!r} in {self._root}: {error}. Nothing was changed. Give a folder "
                 "that can be written to."
@@ -249,7 +286,13 @@ class LocalStore:
         """Return the draft that main started; None when this process does not see it."""
         for base in (self._root, self._root / name):
             if (base / token / name).is_dir():
-                return LocalDraft(self._root / name, base / token / name, None, self._disk, self._threads)
+                return LocalDraft(
+                    self._root / name,
+                    base / token / name,
+                    None,
+                    self._disk,
+                    self._threads,
+                )
         return None
 
     def names(self) -> list[str]:
@@ -266,7 +309,9 @@ class LocalStore:
             ) from error
         for entry in entries:
             hidden = entry.name.startswith(".hasten-")
-            if not hidden and (number_of(entry.name) is not None or (entry / MANIFEST_NAME).is_file()):
+            if not hidden and (
+                number_of(entry.name) is not None or (entry / MANIFEST_NAME).is_file()
+            ):
                 names.append(entry.name)
         return sorted(names)
 
@@ -293,7 +338,9 @@ class LocalStore:
                     f"{folder} is a file, and a checkpoint is a folder. Move or delete the file, or give the path of a checkpoint."
                 ) from error
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error}. Check the folder's permissions.") from error
+                raise CheckpointError(
+                    f"{path} cannot be read: {error}. Check the folder's permissions."
+                ) from error
 
     def check(self, name: str) -> Manifest:
         """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
@@ -308,10 +355,14 @@ class LocalStore:
                     "complete. Load an earlier checkpoint, or delete this one."
                 )
 
-    def is_current(self, name: str, manifest: Manifest, folder: Path | None = None) -> bool:
+    def is_current(
+        self, name: str, manifest: Manifest, folder: Path | None = None
+    ) -> bool:
         """Return True if the checkpoint has not been replaced since its manifest, and its folder if given, were read."""
         try:
-            return folder in (None, self.folder(name)) and self.manifest(name) == manifest
+            return (
+                folder in (None, self.folder(name)) and self.manifest(name) == manifest
+            )
         except CheckpointError:
             return False
 
@@ -333,4 +384,8 @@ class LocalStore:
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-            log.debug("%s is still open somewhere and will be removed by a later save: %s", trash, error)
+            log.debug(
+                "%s is still open somewhere and will be removed by a later save: %s",
+                trash,
+                error,
+            )

@@ -91,14 +91,20 @@ def locate(place: str | Path) -> tuple[CheckpointStore, str]:
     if is_url(text):
         parent, _, name = text.rpartition("/")
         if not name or parent.endswith((":/", ":")):
-            raise ConfigError(f"{place} names no folder in the storage; give a URL such as s3://bucket/run/checkpoint.")
+            raise ConfigError(
+                f"{place} names no folder in the storage; give a URL such as s3://bucket/run/checkpoint."
+            )
         return _open_url(parent), name
     try:
         path = Path(text or "/").expanduser().resolve()
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{place} cannot be followed: {error}. Give the path of a folder.") from error
+        raise CheckpointError(
+            f"{place} cannot be followed: {error}. Give the path of a folder."
+        ) from error
     if not path.name:
-        raise ConfigError(f"{place} is the root of the file system; give a folder for the checkpoint.")
+        raise ConfigError(
+            f"{place} is the root of the file system; give a folder for the checkpoint."
+        )
     return LocalStore(path.parent), path.name
 
 
@@ -112,7 +118,11 @@ def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
         path = store.folder(name)
         if path.is_file():
             inside = (path.parent / MANIFEST_NAME).is_file()
-            hint = f"give the folder it is in, {path.parent}" if inside else "give such a folder"
+            hint = (
+                f"give the folder it is in, {path.parent}"
+                if inside
+                else "give such a folder"
+            )
             raise IncompleteCheckpointError(
                 f"{place} is a file; a checkpoint is a folder with {MANIFEST_NAME} in it, as save_state writes it: {hint}."
             )
@@ -150,7 +160,9 @@ def newest(store: CheckpointStore, level: int = logging.WARNING) -> str | None:
     """
     numbers = {name: number_of(name) for name in store.names()}
     names = sorted(
-        (name for name in numbers if numbers[name] is not None), key=lambda name: numbers[name] or 0, reverse=True
+        (name for name in numbers if numbers[name] is not None),
+        key=lambda name: numbers[name] or 0,
+        reverse=True,
     )
     faults: list[CheckpointError] = []
     for name in names:
@@ -178,7 +190,11 @@ def newest(store: CheckpointStore, level: int = logging.WARNING) -> str | None:
 
 def join_place(place: str, *parts: str) -> str:
     """Return a path or URL with further parts appended."""
-    return "/".join((place.rstrip("/"), *parts)) if is_url(place) else str(Path(place).joinpath(*parts))
+    return (
+        "/".join((place.rstrip("/"), *parts))
+        if is_url(place)
+        else str(Path(place).joinpath(*parts))
+    )
 
 
 def newest_of_all(store: CheckpointStore, together: Agreement) -> str | None:
@@ -190,7 +206,8 @@ def newest_of_all(store: CheckpointStore, together: Agreement) -> str | None:
     names: list[str | None] = together.share(newest(store, level))
     if len(set(names)) == 1:
         return names[0]
-    numbers = [-1 if name is None else number_of(name) or 0 for name in names]  # machines with separate disks
+    # machines with separate disks
+    numbers = [-1 if name is None else number_of(name) or 0 for name in names]
     oldest = names[numbers.index(min(numbers))]
     if oldest is None or not all(together.share(is_complete(store, oldest))):
         raise CheckpointError(
@@ -198,7 +215,11 @@ def newest_of_all(store: CheckpointStore, together: Agreement) -> str | None:
             "one that every machine has."
         )
     if together.comm.rank == 0:
-        log.warning("ranks see different newest checkpoints (%s); %s is loaded, which all have", set(names), oldest)
+        log.warning(
+            "ranks see different newest checkpoints (%s); %s is loaded, which all have",
+            set(names),
+            oldest,
+        )
     return oldest
 
 

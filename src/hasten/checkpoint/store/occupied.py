@@ -21,9 +21,13 @@ from hasten.checkpoint.format.manifest import (
 from hasten.checkpoint.store.disk import file_checksum
 from hasten.errors import CheckpointError, CheckpointVersionError
 
-WEIGHTS: Final = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+WEIGHTS: Final = re.compile(
+    r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+)
 """Weight files in the Hub layout, with the same names in a checkpoint and in an exported model."""
-FOREIGN: Final = re.compile(r"(optimizer|scheduler|custom_checkpoint)(_\d+)?\.(bin|pt|pkl)|scaler\.pt")
+FOREIGN: Final = re.compile(
+    r"(optimizer|scheduler|custom_checkpoint)(_\d+)?\.(bin|pt|pkl)|scaler\.pt"
+)
 """Other files of a checkpoint by Hugging Face Accelerate."""
 TORCH_TABLE: Final = ".metadata"
 
@@ -87,21 +91,33 @@ def unchanged(folder: Path, records: Mapping[str, FileRecord]) -> set[str]:
 
     Raises: CheckpointError when the checkpoint has weights in the Hub layout that differ from `records`.
     """
-    theirs = {name: file for name, file in listed(folder).items() if WEIGHTS.fullmatch(name) or name in records}
-    same = {n for n, f in theirs.items() if n in records and (records[n].size, records[n].sums) == (f.size, f.sums)}
+    theirs = {
+        name: file
+        for name, file in listed(folder).items()
+        if WEIGHTS.fullmatch(name) or name in records
+    }
+    same = {
+        n
+        for n, f in theirs.items()
+        if n in records and (records[n].size, records[n].sums) == (f.size, f.sums)
+    }
     if other := sorted(theirs.keys() - same):
         raise part_of_checkpoint(folder, other)
     return same
 
 
-def check_export(folder: Path, manifest: Manifest, replaced: Collection[str] = ()) -> None:
+def check_export(
+    folder: Path, manifest: Manifest, replaced: Collection[str] = ()
+) -> None:
     """Check that a checkpoint to be saved into the folder leaves a model exported there unchanged and readable.
 
     Raises: CheckpointError when the checkpoint's weights would replace or hide the model's, or be hidden by them.
     """
     if "model" not in {component.kind for component in manifest.components.values()}:
         return
-    weights = {file.name: file for file in manifest.files if WEIGHTS.fullmatch(file.name)}
+    weights = {
+        file.name: file for file in manifest.files if WEIGHTS.fullmatch(file.name)
+    }
     others = []
     for path in sorted(folder.iterdir()):
         if not WEIGHTS.fullmatch(path.name) or path.name in replaced:
@@ -119,8 +135,14 @@ def is_same(path: Path, file: FileRecord) -> bool:
     """Return True if a file has the size and checksums of its record."""
     if size_of(path) != file.size:
         return False
-    spans = ((at, min(at + CHUNK_BYTES, file.size)) for at in range(0, file.size, CHUNK_BYTES))
-    return all(file_checksum(path, *span) == known for span, known in zip(spans, file.sums, strict=True))
+    spans = (
+        (at, min(at + CHUNK_BYTES, file.size))
+        for at in range(0, file.size, CHUNK_BYTES)
+    )
+    return all(
+        file_checksum(path, *span) == known
+        for span, known in zip(spans, file.sums, strict=True)
+    )
 
 
 def holding(folder: Path) -> Holding | None:
@@ -146,4 +168,6 @@ def holding(folder: Path) -> Holding | None:
     found |= {"states of another tool": foreign} if foreign else {}
     if not found:
         return None
-    return Holding(" and ".join(found), tuple(name for parts in found.values() for name in parts))
+    return Holding(
+        " and ".join(found), tuple(name for parts in found.values() for name in parts)
+    )

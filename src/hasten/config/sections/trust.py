@@ -12,7 +12,9 @@ class TrustSettings(Section):
     A word in place of this class sets `stall`, `divergence` and `numbers` alike: `Accelerator(trust="off")` or `trust="report"`.
     """
 
-    section_names = SectionNames(argument="trust", word_fields=("stall", "divergence", "numbers"))
+    section_names = SectionNames(
+        argument="trust", word_fields=("stall", "divergence", "numbers")
+    )
 
     stall: Literal["abort", "report", "off"] = setting(
         "abort",
@@ -27,9 +29,14 @@ class TrustSettings(Section):
         "stop",
         "what to do when ranks that must hold the same weights and state do not: stop all, only report, or no check",
     )
-    divergence_every: int = setting(100, "updates between two comparisons of the ranks' weights and state", minimum=1)
+    divergence_every: int = setting(
+        100,
+        "updates between two comparisons of the ranks' weights and state",
+        minimum=1,
+    )
     divergence_ignore: tuple[str, ...] = setting(
-        (), "patterns of names of parameters and buffers that differ between ranks on purpose"
+        (),
+        "patterns of names of parameters and buffers that differ between ranks on purpose",
     )
     numbers: Literal["report", "stop", "skip", "rollback", "off"] = setting(
         "report",
@@ -39,4 +46,6 @@ class TrustSettings(Section):
     numbers_spike: float | None = setting(
         None, "also act on a loss above this multiple of the recent median", minimum=1
     )
-    numbers_rollbacks: int = setting(5, "rollbacks with numbers=rollback before the run stops", minimum=1)
+    numbers_rollbacks: int = setting(
+        5, "rollbacks with numbers=rollback before the run stops", minimum=1
+    )

@@ -12,26 +12,58 @@ from typing import TYPE_CHECKING, Final
 from hasten.lazy import exports
 
 if TYPE_CHECKING:
-    from hasten.extensions.bigmodel.device_map import check_device_map as check_device_map
-    from hasten.extensions.bigmodel.device_map import compute_module_sizes as compute_module_sizes
-    from hasten.extensions.bigmodel.device_map import find_tied_parameters as find_tied_parameters
-    from hasten.extensions.bigmodel.device_map import get_balanced_memory as get_balanced_memory
+    from hasten.extensions.bigmodel.device_map import (
+        check_device_map as check_device_map,
+    )
+    from hasten.extensions.bigmodel.device_map import (
+        compute_module_sizes as compute_module_sizes,
+    )
+    from hasten.extensions.bigmodel.device_map import (
+        find_tied_parameters as find_tied_parameters,
+    )
+    from hasten.extensions.bigmodel.device_map import (
+        get_balanced_memory as get_balanced_memory,
+    )
     from hasten.extensions.bigmodel.device_map import get_max_memory as get_max_memory
-    from hasten.extensions.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
-    from hasten.extensions.bigmodel.device_map import retie_parameters as retie_parameters
+    from hasten.extensions.bigmodel.device_map import (
+        infer_auto_device_map as infer_auto_device_map,
+    )
+    from hasten.extensions.bigmodel.device_map import (
+        retie_parameters as retie_parameters,
+    )
     from hasten.extensions.bigmodel.dispatch import cpu_offload as cpu_offload
-    from hasten.extensions.bigmodel.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from hasten.extensions.bigmodel.dispatch import (
+        cpu_offload_with_hook as cpu_offload_with_hook,
+    )
     from hasten.extensions.bigmodel.dispatch import disk_offload as disk_offload
     from hasten.extensions.bigmodel.dispatch import dispatch_model as dispatch_model
-    from hasten.extensions.bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-    from hasten.extensions.bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
-    from hasten.extensions.bigmodel.offload_files import OffloadedWeightsLoader as OffloadedWeightsLoader
-    from hasten.extensions.bigmodel.offload_files import offload_state_dict as offload_state_dict
-    from hasten.extensions.bigmodel.tensors import align_module_device as align_module_device
-    from hasten.extensions.bigmodel.tensors import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
-    from hasten.extensions.bigmodel.tensors import has_offloaded_params as has_offloaded_params
-    from hasten.extensions.bigmodel.tensors import remove_hook_from_submodules as remove_hook_from_submodules
-    from hasten.extensions.bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
+    from hasten.extensions.bigmodel.load import (
+        load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    )
+    from hasten.extensions.bigmodel.load import (
+        load_checkpoint_in_model as load_checkpoint_in_model,
+    )
+    from hasten.extensions.bigmodel.offload_files import (
+        OffloadedWeightsLoader as OffloadedWeightsLoader,
+    )
+    from hasten.extensions.bigmodel.offload_files import (
+        offload_state_dict as offload_state_dict,
+    )
+    from hasten.extensions.bigmodel.tensors import (
+        align_module_device as align_module_device,
+    )
+    from hasten.extensions.bigmodel.tensors import (
+        attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
+    )
+    from hasten.extensions.bigmodel.tensors import (
+        has_offloaded_params as has_offloaded_params,
+    )
+    from hasten.extensions.bigmodel.tensors import (
+        remove_hook_from_submodules as remove_hook_from_submodules,
+    )
+    from hasten.extensions.bigmodel.tensors import (
+        set_module_tensor_to_device as set_module_tensor_to_device,
+    )
     from hasten.modules.hooks import LayerwiseCastingHook as LayerwiseCastingHook
     from hasten.modules.meta import init_empty_weights as init_empty_weights
     from hasten.modules.meta import init_on_device as init_on_device
@@ -67,5 +99,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
 
 __all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+# hidden from type checkers, which would otherwise accept any attribute
+if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(__name__, _PUBLIC, extensible=True)

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from hasten.checkpoint.export import parse_size
 from hasten.errors import ConfigError
-from hasten.extensions.bigmodel.placement_plan import Device, Node, atoms, balanced, place
+from hasten.extensions.bigmodel.placement_plan import (
+    Device,
+    Node,
+    atoms,
+    balanced,
+    place,
+)
 from hasten.modules.names import tied_groups
 from hasten.modules.surgery import module_bytes, named_tensors, parent_of, tensor_bytes
 from hasten.runtime.host_pool import free_host_bytes
@@ -19,7 +25,9 @@ DeviceKey = int | str
 _SHARE = 0.9  # of the memory that is free now; the rest is left to other programs
 
 
-def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) -> dict[DeviceKey, int]:
+def get_max_memory(
+    max_memory: Mapping[DeviceKey, float | str] | None = None,
+) -> dict[DeviceKey, int]:
     """Return bytes per device, computing devices first, then "cpu" and "disk".
 
     The default is the memory that is free now on every accelerator and on the host. Sizes may be written "10GB" or "2GiB".
@@ -31,7 +39,10 @@ def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) ->
     known = {*range(_num_devices()), "cpu", "disk", "mps"}
     for key in limits:
         if key not in known:
-            devices = ", ".join(str(index) for index in range(_num_devices())) or "no accelerator"
+            devices = (
+                ", ".join(str(index) for index in range(_num_devices()))
+                or "no accelerator"
+            )
             raise ConfigError(
                 f"max_memory names device {key!r}, which this machine does not have ({devices}, 'cpu', 'disk'). "
                 "Name devices by their index, or remove the entry."
@@ -49,7 +60,9 @@ def _key(key: DeviceKey) -> DeviceKey:
 
 def device_order(key: DeviceKey) -> tuple[int, int]:
     """Return the place of a device in a map: accelerators by number, then "mps", "cpu" and "disk"."""
-    return (0, key) if isinstance(key, int) else (("mps", "cpu", "disk").index(key) + 1, 0)
+    return (
+        (0, key) if isinstance(key, int) else (("mps", "cpu", "disk").index(key) + 1, 0)
+    )
 
 
 def _num_devices() -> int:
@@ -60,7 +73,10 @@ def free_memory(unified: bool = False) -> dict[DeviceKey, int]:
     """Return the bytes that are free now on every accelerator and on the host; `unified` memory is under "mps" alone."""
     if unified:
         return {"mps": free_host_bytes()}
-    return {**{index: _free(index) for index in range(_num_devices())}, "cpu": free_host_bytes()}
+    return {
+        **{index: _free(index) for index in range(_num_devices())},
+        "cpu": free_host_bytes(),
+    }
 
 
 def _free(index: int) -> int:
@@ -84,7 +100,9 @@ def as_dtype(dtype: DType) -> torch.dtype | None:
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
-            raise ConfigError(f"{dtype!r} is not a torch dtype; write for example 'bfloat16'.")
+            raise ConfigError(
+                f"{dtype!r} is not a torch dtype; write for example 'bfloat16'."
+            )
         return found
     return dtype
 
@@ -99,7 +117,11 @@ def compute_module_sizes(
 
     Shared tensors count once in every module that holds them.
     """
-    special = {name: found for name, one in (special_dtypes or {}).items() if (found := as_dtype(one)) is not None}
+    special = {
+        name: found
+        for name, one in (special_dtypes or {}).items()
+        if (found := as_dtype(one)) is not None
+    }
     if not buffers_only:
         return module_bytes(model, as_dtype(dtype), special)
     sizes: dict[str, int] = {"": 0}
@@ -107,7 +129,9 @@ def compute_module_sizes(
         parts = name.split(".")
         for depth in range(len(parts) + 1):
             key = ".".join(parts[:depth])
-            sizes[key] = sizes.get(key, 0) + tensor_bytes(buffer, special.get(name, as_dtype(dtype)))
+            sizes[key] = sizes.get(key, 0) + tensor_bytes(
+                buffer, special.get(name, as_dtype(dtype))
+            )
     return sizes
 
 
@@ -133,10 +157,20 @@ def infer_auto_device_map(
     devices = devices_in_order(limits)
     computing = [device for device in devices if not device.offload]
     if computing and not offload_buffers:
-        devices = _keep_buffers_on(devices, computing[0].key, nodes, model, dtype, special_dtypes)
+        devices = _keep_buffers_on(
+            devices, computing[0].key, nodes, model, dtype, special_dtypes
+        )
     placement = place(atoms(nodes), devices, fallback_allocation)
-    log.log(logging.INFO if verbose else logging.DEBUG, "device map: %s", "; ".join(placement.notes))
-    return clean_device_map(dict(placement.places)) if clean_result else dict(placement.places)
+    log.log(
+        logging.INFO if verbose else logging.DEBUG,
+        "device map: %s",
+        "; ".join(placement.notes),
+    )
+    return (
+        clean_device_map(dict(placement.places))
+        if clean_result
+        else dict(placement.places)
+    )
 
 
 def devices_in_order(limits: Mapping[DeviceKey, int]) -> list[Device]:
@@ -201,15 +235,26 @@ def tree(
     def visit(prefix: str, module: nn.Module) -> Iterator[Node]:
         dot = f"{prefix}." if prefix else ""
         own = [*module._parameters.items(), *module._buffers.items()]
-        yield from (Node(dot + n, frozenset([size(dot + n, t)])) for n, t in own if t is not None)
+        yield from (
+            Node(dot + n, frozenset([size(dot + n, t)]))
+            for n, t in own
+            if t is not None
+        )
         for name, child in module._modules.items():
             if child is None:
                 continue
-            held = frozenset(size(f"{dot}{name}.{n}", t) for n, t in named_tensors(child))
+            held = frozenset(
+                size(f"{dot}{name}.{n}", t) for n, t in named_tensors(child)
+            )
             if not held:
                 continue
-            splits = any(True for _ in child.children()) and type(child).__name__ not in whole
-            yield Node(dot + name, held, tuple(visit(dot + name, child)) if splits else ())
+            splits = (
+                any(True for _ in child.children())
+                and type(child).__name__ not in whole
+            )
+            yield Node(
+                dot + name, held, tuple(visit(dot + name, child)) if splits else ()
+            )
 
     if type(model).__name__ in whole:
         yield Node("", frozenset(size(n, t) for n, t in named_tensors(model)))
@@ -233,7 +278,9 @@ def get_balanced_memory(
     return {**limits, **dict(zip(accelerators, fair, strict=True))}
 
 
-def clean_device_map(device_map: dict[str, DeviceKey], module_name: str = "") -> dict[str, DeviceKey]:
+def clean_device_map(
+    device_map: dict[str, DeviceKey], module_name: str = ""
+) -> dict[str, DeviceKey]:
     """Return the map with a module in place of its submodules wherever these all share a device."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
@@ -247,13 +294,17 @@ def clean_device_map(device_map: dict[str, DeviceKey], module_name: str = "") ->
                 short[name] = place_
         return short
     depth = len(prefix.split(".")) if prefix else 1
-    children = dict.fromkeys(".".join(name.split(".")[:depth]) for name in inside if name != module_name)
+    children = dict.fromkeys(
+        ".".join(name.split(".")[:depth]) for name in inside if name != module_name
+    )
     for child in children:
         device_map = clean_device_map(device_map, child) if child else device_map
     return device_map
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey | torch.device]) -> None:
+def check_device_map(
+    model: nn.Module, device_map: Mapping[str, DeviceKey | torch.device]
+) -> None:
     """Raise unless every tensor of the model has a device, and every name of the map exists in the model."""
     tensors = [name for name, _ in named_tensors(model)]
     unplaced = [name for name in tensors if owner_in(device_map, name) is None]
@@ -262,7 +313,9 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey | torc
             f"the device map has no entry for {_few(unplaced)}, so the model could not run. Add an entry "
             "for each, or for the whole model under the name ''."
         )
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(
+        tensors
+    )
     unknown = [name for name in device_map if name not in known]
     if unknown:
         raise ConfigError(
@@ -279,7 +332,9 @@ def owner_in(device_map: Mapping[str, object], name: str) -> str | None:
 
 
 def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -290,7 +345,14 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Make the names of each group refer to one parameter again, the one that is not on the meta device."""
     for group in tied_params:
-        kept = next((tensor for name in group if not (tensor := tensor_of(model, name)).is_meta), None)
+        kept = next(
+            (
+                tensor
+                for name in group
+                if not (tensor := tensor_of(model, name)).is_meta
+            ),
+            None,
+        )
         if kept is None:
             continue
         for name in group:
@@ -306,5 +368,7 @@ def tensor_of(model: nn.Module, name: str) -> Tensor:
     if found is None:
         found = owner._buffers.get(last)  # type: ignore[assignment]
     if found is None:
-        raise AttributeError(f"{type(owner).__name__} has no parameter or buffer {last!r}")
+        raise AttributeError(
+            f"{type(owner).__name__} has no parameter or buffer {last!r}"
+        )
     return found

@@ -12,15 +12,32 @@ from torch import Tensor, nn
 
 from hasten.checkpoint.export import parse_size
 from hasten.errors import PrepareError
-from hasten.extensions.bigmodel.device_map import OFFLOAD, check_device_map, owner_in, tensor_of
+from hasten.extensions.bigmodel.device_map import (
+    OFFLOAD,
+    check_device_map,
+    owner_in,
+    tensor_of,
+)
 from hasten.extensions.bigmodel.offload_files import DiskWeights
 from hasten.extensions.bigmodel.packs import PackedTensor, Table, mapped_entry
-from hasten.extensions.bigmodel.placed import PlacedForward, StreamedForward, detach, keep_in_place, moved
+from hasten.extensions.bigmodel.placed import (
+    PlacedForward,
+    StreamedForward,
+    detach,
+    keep_in_place,
+    moved,
+)
 from hasten.extensions.bigmodel.placement_plan import readable
 from hasten.extensions.bigmodel.stream import Streamer
 from hasten.extensions.bigmodel.units import FoundBlocks, cut, make_units, tensors_in
 from hasten.modules import forwarding
-from hasten.modules.hooks import Args, Kwargs, ModelHook, add_hook_to_module, remove_hook_from_module
+from hasten.modules.hooks import (
+    Args,
+    Kwargs,
+    ModelHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 from hasten.modules.meta import meta_names
 from hasten.modules.surgery import parent_of
 from hasten.runtime.devices import choose_device, empty_cache
@@ -35,7 +52,9 @@ def device_of(place: Place) -> torch.device:
     if isinstance(place, int):
         kind = torch.accelerator.current_accelerator()
         if kind is None:
-            raise PrepareError(f"device {place} was requested, but this machine has only the CPU; use 'cpu' or 'disk'.")
+            raise PrepareError(
+                f"device {place} was requested, but this machine has only the CPU; use 'cpu' or 'disk'."
+            )
         return torch.device(kind.type, place)
     return torch.device(place)
 
@@ -78,18 +97,32 @@ def dispatch_model(
         _fill(model, state_dict)
     on_disk = _under(model, owners, "disk", offload_buffers)
     disk = DiskWeights.find(model, on_disk, offload_dir, offload_index)
-    if offload_index is not None:  # the index may also list weights that are still to be read into host memory
+    # the index may also list weights that are still to be read into host memory
+    if offload_index is not None:
         others = _under(model, owners, "cpu", offload_buffers)
-        waiting = [name for name in others if name in offload_index and tensor_of(model, name).is_meta]
+        waiting = [
+            name
+            for name in others
+            if name in offload_index and tensor_of(model, name).is_meta
+        ]
         disk.update(DiskWeights.find(model, waiting, None, offload_index))
     _refuse_empty(model, streamed, disk)
     _place(model, device_map, away, main, offload_buffers)
-    places = {device_of(place).type for name, place in device_map.items() if name not in streamed}
+    places = {
+        device_of(place).type
+        for name, place in device_map.items()
+        if name not in streamed
+    }
     if streamed or force_hooks or places != {"cpu"}:
         _hook(model, device_map, streamed, main, skip)
     if streamed:
         _stream(
-            model, owners, streamed, main, disk, _Options(offload_buffers, preload_module_classes or (), skip, resident)
+            model,
+            owners,
+            streamed,
+            main,
+            disk,
+            _Options(offload_buffers, preload_module_classes or (), skip, resident),
         )
     return model
 
@@ -110,7 +143,9 @@ class _Options:
         self.pinned = pinned
 
 
-def _under(model: nn.Module, owners: Mapping[str, str], place: str, buffers: bool) -> list[str]:
+def _under(
+    model: nn.Module, owners: Mapping[str, str], place: str, buffers: bool
+) -> list[str]:
     """Return the names of parameters, and with `buffers` of buffers, that the map assigns to `place`."""
     names = (found.name for found in tensors_in(model, "", buffers))
     return [name for name in names if owners[owner_in(owners, name) or ""] == place]
@@ -124,10 +159,16 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 value = state.get(f"{module_name}.{key}" if module_name else key)
                 if tensor is not None and tensor.is_meta and value is not None:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    table[key] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                    table[key] = (
+                        nn.Parameter(value, tensor.requires_grad)
+                        if is_parameter
+                        else value
+                    )
 
 
-def _refuse_empty(model: nn.Module, streamed: Collection[str], disk: DiskWeights) -> None:
+def _refuse_empty(
+    model: nn.Module, streamed: Collection[str], disk: DiskWeights
+) -> None:
     empty = [name for name in meta_names(model) if disk.piece(name) is None]
     if empty:
         raise PrepareError(
@@ -138,14 +179,20 @@ def _refuse_empty(model: nn.Module, streamed: Collection[str], disk: DiskWeights
 
 
 def _place(
-    model: nn.Module, device_map: Mapping[str, Place], away: Collection[str], main: torch.device, offload_buffers: bool
+    model: nn.Module,
+    device_map: Mapping[str, Place],
+    away: Collection[str],
+    main: torch.device,
+    offload_buffers: bool,
 ) -> None:
     """Move resident tensors to their devices, and the buffers of streamed modules to the main one.
 
     A tensor that is shared by parts on several devices gets a copy on each; streamed parts use the one on the main device.
     """
     found = list(tensors_in(model, "", buffers=True))
-    copies: dict[int, dict[torch.device, Tensor]] = {id(one.tensor): {} for one in found}
+    copies: dict[int, dict[torch.device, Tensor]] = {
+        id(one.tensor): {} for one in found
+    }
     waiting: list[FoundBlocks] = []
     for one in found:
         place = device_map[owner_in(device_map, one.name) or ""]
@@ -153,10 +200,14 @@ def _place(
         if streams and (isinstance(one.tensor, nn.Parameter) or offload_buffers):
             waiting.append(one)
             continue
-        target = main if streams else device_of("cpu" if str(place) == "disk" else place)
+        target = (
+            main if streams else device_of("cpu" if str(place) == "disk" else place)
+        )
         there = copies[id(one.tensor)]
         if target not in there:
-            there[target] = _copy(one.tensor, target) if there else _on(one.tensor, target)
+            there[target] = (
+                _copy(one.tensor, target) if there else _on(one.tensor, target)
+            )
         one.table[one.key] = there[target]
     for one in waiting:
         there = copies[id(one.tensor)]
@@ -171,7 +222,11 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     copied = tensor.detach().to(device, copy=True)
     kind: Any = type(tensor)  # Any: a subclass with another constructor
-    made: Tensor = kind(copied, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    made: Tensor = (
+        kind(copied, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else copied
+    )
     return made
 
 
@@ -230,21 +285,35 @@ def _stream(
     found = list(tensors_in(model, "", buffers=True))
     resident = {id(one.tensor) for one in found if not streams(one.name)}
     cuts = cut(
-        model, lambda name: streams(name) and id(tensor_of(model, name)) not in resident, options.buffers, options.whole
+        model,
+        lambda name: streams(name) and id(tensor_of(model, name)) not in resident,
+        options.buffers,
+        options.whole,
     )
 
     def entry_of(found: FoundBlocks, places: list[tuple[Table, str]]) -> PackedTensor:
         piece = disk.piece(found.name)
-        to_host = owners[owner_in(owners, found.name) or ""] != "disk" and not disk.stays
+        to_host = (
+            owners[owner_in(owners, found.name) or ""] != "disk" and not disk.stays
+        )
         return (
-            PackedTensor(found.tensor, places) if piece is None else mapped_entry(found.tensor, places, piece, to_host)
+            PackedTensor(found.tensor, places)
+            if piece is None
+            else mapped_entry(found.tensor, places, piece, to_host)
         )
 
     units = make_units(cuts, entry_of)
     packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
     pool = HostPool(main.type != "cpu", options.pinned)
-    moving = [entry for pack in packs for entry in pack.entries if entry.piece is None or entry.to_host]
-    resting = sum(aligned(entry.num_bytes) for entry in moving if pool.adopt(entry.rest) is None)
+    moving = [
+        entry
+        for pack in packs
+        for entry in pack.entries
+        if entry.piece is None or entry.to_host
+    ]
+    resting = sum(
+        aligned(entry.num_bytes) for entry in moving if pool.adopt(entry.rest) is None
+    )
     if resting:
         pool.reserve(resting)
     for pack in packs:
@@ -254,7 +323,10 @@ def _stream(
         forwarding.replace(unit.module, StreamedForward(streamer, index, options.skip))
     for one in found:
         part, _ = parent_of(model, one.name)
-        placed = any(forwarding.find(part, tag) for tag in (forwarding.PLACED, forwarding.STREAMED))
+        placed = any(
+            forwarding.find(part, tag)
+            for tag in (forwarding.PLACED, forwarding.STREAMED)
+        )
         if streams(one.name) and id(one.tensor) in resident and not placed:
             forwarding.replace(part, PlacedForward(main, options.skip))
     log.info(
@@ -311,15 +383,31 @@ def disk_offload(
     device = _execution_device(model, execution_device)
     disk = DiskWeights.find(model, names, offload_dir, None)
     disk.stays = True
-    return _offload(model, device, disk, None, preload_module_classes, offload_buffers, resident, None)
+    return _offload(
+        model,
+        device,
+        disk,
+        None,
+        preload_module_classes,
+        offload_buffers,
+        resident,
+        None,
+    )
 
 
 def _execution_device(model: nn.Module, device: Place | None) -> torch.device:
     if device is not None:
         return device_of(device)
-    first = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
+    first = next(
+        (parameter.device for parameter in model.parameters() if not parameter.is_meta),
+        torch.device("cpu"),
+    )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return first if first.type != "cpu" or accelerator is None else torch.device(accelerator.type, 0)
+    return (
+        first
+        if first.type != "cpu" or accelerator is None
+        else torch.device(accelerator.type, 0)
+    )
 
 
 def _offload(
@@ -352,17 +440,25 @@ class CpuOffload(ModelHook):
     """Hook that moves a whole model to a device when it is called, after moving the previous model back to the host."""
 
     def __init__(
-        self, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+        self,
+        execution_device: Place | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
-        self.execution_device = choose_device(0) if execution_device is None else execution_device
+        self.execution_device = (
+            choose_device(0) if execution_device is None else execution_device
+        )
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Args, Kwargs]:
         earlier, device = self.prev_module_hook, device_of(self.execution_device)
-        if earlier is not None and any(parameter.device.type != "cpu" for parameter in earlier.model.parameters()):
+        if earlier is not None and any(
+            parameter.device.type != "cpu" for parameter in earlier.model.parameters()
+        ):
             earlier.offload()
         if any(parameter.device != device for parameter in module.parameters()):
             module.to(device)
@@ -378,7 +474,10 @@ class UserCpuOffloadHook:
 
     def offload(self) -> None:
         """Move the model back to the host."""
-        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        device = next(
+            (parameter.device for parameter in self.model.parameters()),
+            torch.device("cpu"),
+        )
         self.hook.init_hook(self.model)
         empty_cache(device)
 
@@ -388,7 +487,9 @@ class UserCpuOffloadHook:
 
 
 def cpu_offload_with_hook(
-    model: nn.Module, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    model: nn.Module,
+    execution_device: Place | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Return the model, which moves from the host to the device when it is called, and a handle that moves it back.
 

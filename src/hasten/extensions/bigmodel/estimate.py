@@ -24,12 +24,26 @@ from hasten.modules.surgery import repeated_blocks
 from hasten.optional import available, need
 from hasten.trees import tensors
 
-BITS: Final = (("float32", 32), ("float16", 16), ("bfloat16", 16), ("float8", 8), ("int8", 8), ("int4", 4))
-_STATES: Final = (("adam", 2), ("adamw", 2), ("sgd", 0), ("momentum", 1), ("adafactor", 0))
+BITS: Final = (
+    ("float32", 32),
+    ("float16", 16),
+    ("bfloat16", 16),
+    ("float8", 8),
+    ("int8", 8),
+    ("int4", 4),
+)
+_STATES: Final = (
+    ("adam", 2),
+    ("adamw", 2),
+    ("sgd", 0),
+    ("momentum", 1),
+    ("adafactor", 0),
+)
 """Number of fp32 values per parameter in the optimizer's state."""
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "fsdp2")
 """Sharded among processes: nothing, the optimizer's states, gradients as well, weights as well."""
-_GATHERED = 2  # blocks gathered at a time when weights are sharded: the computing one and the next one
+# blocks gathered at a time when weights are sharded: the computing one and the next one
+_GATHERED = 2
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -61,7 +75,9 @@ class Estimate:
     largest_batch: int | None = None
 
 
-def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False) -> ModelShape:
+def shape_of(
+    target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False
+) -> ModelShape:
     """Return the sizes of a folder of weights, of the model built by `module:function`, or of a model on the Hub.
 
     A transformers folder with a config.json is built from the config if `inputs` are given or it has no weights.
@@ -70,7 +86,9 @@ def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_c
     path = Path(target)
     if ":" in target and not path.exists():
         return _of_factory(target, inputs)
-    if path.exists() and not ((path / "config.json").is_file() and (inputs or not _has_weights(path))):
+    if path.exists() and not (
+        (path / "config.json").is_file() and (inputs or not _has_weights(path))
+    ):
         if inputs:
             raise ConfigError(
                 f"{target!r} contains weights but no config.json, so inputs cannot be traced. Remove --input, or give module:function."
@@ -79,9 +97,13 @@ def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_c
     if available("transformers"):
         library = need("transformers", why="models of the Hub")
         try:
-            config = library.AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+            config = library.AutoConfig.from_pretrained(
+                target, trust_remote_code=trust_remote_code
+            )
             with init_empty_weights():
-                model: nn.Module = library.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+                model: nn.Module = library.AutoModel.from_config(
+                    config, trust_remote_code=trust_remote_code
+                )
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{target!r} is neither a folder nor a model on the Hub ({str(error).splitlines()[0]}). "
@@ -96,9 +118,11 @@ def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_c
 def _of_factory(target: str, inputs: Sequence[tuple[int, ...]]) -> ModelShape:
     module_name, _, function = target.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # like `python script.py`, which finds modules in the script's folder
+        # like `python script.py`, which finds modules in the script's folder
+        sys.path.insert(0, here)
     try:
-        make = getattr(import_module(module_name), function)  # the user's module, named on the command line
+        # the user's module, named on the command line
+        make = getattr(import_module(module_name), function)
         with init_empty_weights():
             made = make()
     except (ImportError, AttributeError) as error:
@@ -121,7 +145,12 @@ def _of_files(path: Path) -> ModelShape:
     """Return sizes read from the headers of weight files alone."""
     numbers: dict[str, int] = {}
     for file in weight_files(path):
-        numbers.update({name: piece.data.numel() for name, piece in read_tensors(file).pieces.items()})
+        numbers.update(
+            {
+                name: piece.data.numel()
+                for name, piece in read_tensors(file).pieces.items()
+            }
+        )
     groups: dict[str, int] = {}
     for name, count in numbers.items():
         found = _BLOCK.match(name)
@@ -131,16 +160,23 @@ def _of_files(path: Path) -> ModelShape:
 
 
 def of_model(
-    model: nn.Module, name: str, inputs: Sequence[tuple[int, ...]] = (), example: Sequence[Any] = ()
+    model: nn.Module,
+    name: str,
+    inputs: Sequence[tuple[int, ...]] = (),
+    example: Sequence[Any] = (),
 ) -> ModelShape:  # Any: the model's arguments
     """Return the sizes of a model, with the activations of one sample if its shape or an example is given."""
     blocks = {type(block).__name__ for block in repeated_blocks(model)}
     parts = atoms(tree(model, blocks))
     width = next((parameter.element_size() for parameter in model.parameters()), 4)
     count = sum(parameter.numel() for parameter in model.parameters())
-    samples = list(example) or [torch.zeros(shape, dtype=torch.long) for shape in inputs]
+    samples = list(example) or [
+        torch.zeros(shape, dtype=torch.long) for shape in inputs
+    ]
     kept = _trace(model, samples) if samples else None
-    return ModelShape(name, count, max((part.num_bytes // width for part in parts), default=0), kept)
+    return ModelShape(
+        name, count, max((part.num_bytes // width for part in parts), default=0), kept
+    )
 
 
 def _trace(model: nn.Module, samples: Sequence[Any]) -> int:
@@ -157,7 +193,10 @@ def _trace(model: nn.Module, samples: Sequence[Any]) -> int:
             kept[id(base), tuple(base.shape)] = base.numel()
         return tensor
 
-    moved = [sample.to("meta") if isinstance(sample, Tensor) else sample for sample in samples]
+    moved = [
+        sample.to("meta") if isinstance(sample, Tensor) else sample
+        for sample in samples
+    ]
     with saved_tensors_hooks(note, lambda tensor: tensor), torch.enable_grad():
         output = model(*moved)
     rows = next((sample.shape[0] for sample in tensors(moved) if sample.dim()), 1)
@@ -188,11 +227,16 @@ def estimate(
     level = STRATEGIES.index(strategy)
     whole = shape.num_parameters * 4
     optimizer_bytes, gradients, weights = (
-        (whole // sharded if level >= needed else whole) * times for needed, times in ((1, states), (2, 1), (3, 1))
+        (whole // sharded if level >= needed else whole) * times
+        for needed, times in ((1, states), (2, 1), (3, 1))
     )
     largest = shape.largest * bits // 8
     gathered = _GATHERED * largest if weights < whole else 0
-    sample = None if shape.activation_numbers is None else shape.activation_numbers * max(bits, 16) // 8
+    sample = (
+        None
+        if shape.activation_numbers is None
+        else shape.activation_numbers * max(bits, 16) // 8
+    )
     held = weights + gradients + optimizer_bytes + gathered
     return Estimate(
         dtype=dtype,
@@ -204,5 +248,7 @@ def estimate(
         activations=None if sample is None else sample * batch,
         gathered=gathered,
         total=held + (sample or 0) * batch,
-        largest_batch=max((device_bytes - held) // sample, 0) if device_bytes is not None and sample else None,
+        largest_batch=max((device_bytes - held) // sample, 0)
+        if device_bytes is not None and sample
+        else None,
     )

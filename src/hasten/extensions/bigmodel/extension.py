@@ -10,6 +10,10 @@ extension: Final = Extension(
     name="bigmodel",
     summary="models larger than the device: placement, streaming from host and disk, loading, estimates",
     commands={"estimate-memory": "hasten.extensions.bigmodel.command:main"},
-    command_help={"estimate-memory": "estimate the memory a model needs, before it is loaded"},
-    public_names={"load_checkpoint_and_dispatch": "hasten.extensions.bigmodel.load:load_checkpoint_and_dispatch"},
+    command_help={
+        "estimate-memory": "estimate the memory a model needs, before it is loaded"
+    },
+    public_names={
+        "load_checkpoint_and_dispatch": "hasten.extensions.bigmodel.load:load_checkpoint_and_dispatch"
+    },
 )

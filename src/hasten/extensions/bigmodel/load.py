@@ -26,7 +26,12 @@ from hasten.extensions.bigmodel.device_map import (
     infer_auto_device_map,
     owner_in,
 )
-from hasten.extensions.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
+from hasten.extensions.bigmodel.dispatch import (
+    Place,
+    device_of,
+    dispatch_model,
+    main_device_of,
+)
 from hasten.extensions.bigmodel.offload_files import save_offload_index
 from hasten.extensions.bigmodel.placement_plan import readable
 from hasten.extensions.bigmodel.units import FoundBlocks, tensors_in
@@ -70,7 +75,12 @@ def load_checkpoint_in_model(
     keep_device = device_map is None
     pieces = _stored_pieces(checkpoint, allow_pickle)
     plan = _Plan(
-        as_dtype(dtype), tuple(keep_in_fp32_modules or ()), places, keep_device, offload_buffers, _leave_for_streaming
+        as_dtype(dtype),
+        tuple(keep_in_fp32_modules or ()),
+        places,
+        keep_device,
+        offload_buffers,
+        _leave_for_streaming,
     )
     groups = _groups(model)
     report = _compare(model, groups, pieces, strict, checkpoint)
@@ -83,13 +93,20 @@ def load_checkpoint_in_model(
             continue
         path, stored, piece = pieces[name]
         wanted = plan.dtype_of(group[0])
-        if path.suffix == ".safetensors" and plan.stays_in_file(group[0], piece.data.dtype == wanted):
-            info = {"safetensors_file": str(path.absolute()), "weight_name": stored, "dtype": _short(wanted)}
+        if path.suffix == ".safetensors" and plan.stays_in_file(
+            group[0], piece.data.dtype == wanted
+        ):
+            info = {
+                "safetensors_file": str(path.absolute()),
+                "weight_name": stored,
+                "dtype": _short(wanted),
+            }
             index.update({one.name: dict(info) for one in group})
             _put(group, torch.empty(piece.data.shape, dtype=wanted, device="meta"))
         elif plan.stays_mapped(group[0], piece) and id(piece) not in mapped_pieces:
             _put(group, piece.data)
-            mapped_pieces[id(piece)] = piece  # another weight of these values gets memory of its own
+            # another weight of these values gets memory of its own
+            mapped_pieces[id(piece)] = piece
         else:
             target = _target(plan, group, piece)
             if not target.is_meta:
@@ -103,18 +120,32 @@ def load_checkpoint_in_model(
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
         save_offload_index(index, offload_folder)
     if num_bytes:
-        log.info("loaded %s in %.2f s (%.2f GB/s)", readable(num_bytes), seconds, num_bytes / 1e9 / max(seconds, 1e-9))
+        log.info(
+            "loaded %s in %.2f s (%.2f GB/s)",
+            readable(num_bytes),
+            seconds,
+            num_bytes / 1e9 / max(seconds, 1e-9),
+        )
     return Loaded(report[0], report[1], num_bytes, seconds, index)
 
 
-def _stored_pieces(checkpoint: str | Path, allow_pickle: bool) -> dict[str, tuple[Path, str, Piece]]:
+def _stored_pieces(
+    checkpoint: str | Path, allow_pickle: bool
+) -> dict[str, tuple[Path, str, Piece]]:
     """Return the file, the name in it and the mapped values of every weight of a checkpoint."""
     pieces: dict[str, tuple[Path, str, Piece]] = {}
     for path in weight_files(Path(checkpoint)):
         with torch.inference_mode(False):  # weights may stay views of the file
             content = read_tensors(path, allow_pickle)
-        pieces.update({name: (path, name, piece) for name, piece in content.pieces.items()})
-        pieces.update({alias: (path, name, content.pieces[name]) for alias, name in content.aliases.items()})
+        pieces.update(
+            {name: (path, name, piece) for name, piece in content.pieces.items()}
+        )
+        pieces.update(
+            {
+                alias: (path, name, content.pieces[name])
+                for alias, name in content.aliases.items()
+            }
+        )
     return pieces
 
 
@@ -135,7 +166,9 @@ class _Plan:
         """Return whether a weight stays in its file, permanently or until it is read into page-locked memory."""
         place = str(self.places[owner_in(self.places, found.name) or ""])
         offloads = self.offload_buffers or isinstance(found.tensor, nn.Parameter)
-        return offloads and (place == "disk" or (self.streams and place == "cpu" and as_it_is))
+        return offloads and (
+            place == "disk" or (self.streams and place == "cpu" and as_it_is)
+        )
 
     def stays_mapped(self, found: FoundBlocks, piece: Piece) -> bool:
         """Return whether a weight without memory becomes a view of its file in host memory."""
@@ -153,7 +186,10 @@ class _Plan:
         """Return the target dtype of a weight; only floating point weights are converted."""
         if not found.tensor.is_floating_point():
             return found.tensor.dtype
-        if any(one == found.name or f".{one}." in f".{found.name}" for one in self.keep_in_fp32):
+        if any(
+            one == found.name or f".{one}." in f".{found.name}"
+            for one in self.keep_in_fp32
+        ):
             return torch.float32
         return found.tensor.dtype if self.dtype is None else self.dtype
 
@@ -177,11 +213,17 @@ def _compare(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the missing and the unexpected names, after checking that shapes agree."""
     known = {found.name for group in groups for found in group}
-    missing = tuple(group[0].name for group in groups if not any(found.name in pieces for found in group))
+    missing = tuple(
+        group[0].name
+        for group in groups
+        if not any(found.name in pieces for found in group)
+    )
     unexpected = tuple(name for name in pieces if name not in known)
     for group in groups:
         for found in group:
-            if found.name in pieces and pieces[found.name][2].shape != tuple(found.tensor.shape):
+            if found.name in pieces and pieces[found.name][2].shape != tuple(
+                found.tensor.shape
+            ):
                 raise CheckpointError(
                     f"{checkpoint}: {found.name} is {pieces[found.name][2].shape} in the files and "
                     f"{tuple(found.tensor.shape)} in {type(model).__name__}. Nothing was loaded. Give the files of this model."
@@ -199,7 +241,12 @@ def _compare(
 def _target(plan: _Plan, group: Sequence[FoundBlocks], piece: Piece) -> Tensor:
     """Return memory for a weight: the model's tensor if it fits, else a new tensor that replaces it."""
     device, dtype, now = plan.device(group[0]), plan.dtype_of(group[0]), group[0].tensor
-    if now.device == device and now.dtype == dtype and now.is_contiguous() and not now.is_inference():
+    if (
+        now.device == device
+        and now.dtype == dtype
+        and now.is_contiguous()
+        and not now.is_inference()
+    ):
         return now
     with torch.inference_mode(False):
         fresh = torch.empty(piece.data.shape, dtype=dtype, device=device)
@@ -209,7 +256,9 @@ def _target(plan: _Plan, group: Sequence[FoundBlocks], piece: Piece) -> Tensor:
 def _put(group: Sequence[FoundBlocks], fresh: Tensor) -> Tensor:
     now = group[0].tensor
     if isinstance(now, nn.Parameter):
-        fresh = nn.Parameter(fresh, requires_grad=now.requires_grad and fresh.is_floating_point())
+        fresh = nn.Parameter(
+            fresh, requires_grad=now.requires_grad and fresh.is_floating_point()
+        )
         fresh.__dict__.update(now.__dict__)
     for found in group:
         found.table[found.key] = fresh
@@ -239,7 +288,9 @@ def load_checkpoint_and_dispatch(
     "balanced_low_0" uses the first as little as possible, "sequential" fills one after the other. Modules that do not fit are streamed
     from host memory, then from the checkpoint's files.
     """
-    places = work_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    places = work_out(
+        model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+    )
     loaded = load_checkpoint_in_model(
         model,
         checkpoint,
@@ -249,7 +300,8 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         strict=strict,
         allow_pickle=allow_pickle,
-        _leave_for_streaming=places is not None and main_device_of(places).type != "cpu",
+        _leave_for_streaming=places is not None
+        and main_device_of(places).type != "cpu",
     )
     if places is None:
         return model
@@ -286,8 +338,20 @@ def work_out(
         )
     limits: Mapping[DeviceKey, float | str] | None = max_memory
     if device_map != "sequential":
-        limits = dict(get_balanced_memory(model, max_memory, no_split, dtype, low_zero=device_map == "balanced_low_0"))
-    return dict(infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers))
+        limits = dict(
+            get_balanced_memory(
+                model,
+                max_memory,
+                no_split,
+                dtype,
+                low_zero=device_map == "balanced_low_0",
+            )
+        )
+    return dict(
+        infer_auto_device_map(
+            model, limits, no_split, dtype, offload_buffers=offload_buffers
+        )
+    )
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -297,4 +361,6 @@ def _short(dtype: torch.dtype) -> str:
 def _few(names: Sequence[str]) -> str:
     if not names:
         return "nothing"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )

@@ -14,18 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoint.export import replace_files_only
-from hasten.checkpoint.format.formats import MappedFile, Piece, checked_shape, encode_safetensors, read_safetensors
+from hasten.checkpoint.format.formats import (
+    MappedFile,
+    Piece,
+    checked_shape,
+    encode_safetensors,
+    read_safetensors,
+)
 from hasten.checkpoint.format.manifest import FORGED, inside, read_outside, size_of
 from hasten.checkpoint.store.disk import Disk, as_bytes, byte_view
 from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
 from hasten.extensions.bigmodel.device_map import tensor_of
 
 INDEX_NAME = "index.json"
-WeightInfo = Mapping[str, Any]  # "dtype" and "shape", or "safetensors_file" and "weight_name"
+# "dtype" and "shape", or "safetensors_file" and "weight_name"
+WeightInfo = Mapping[str, Any]
 
 
 def offload_weight(
-    weight: Tensor, weight_name: str, offload_folder: str | Path, index: MutableMapping[str, Any] | None = None
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: str | Path,
+    index: MutableMapping[str, Any] | None = None,
 ) -> MutableMapping[str, Any] | None:
     """Write the bytes of one weight to `offload_folder`; returns the index with its entry, if one was given."""
     folder = Path(offload_folder)
@@ -42,7 +52,10 @@ def offload_weight(
     finally:
         hidden.unlink(missing_ok=True)
     if index is not None:
-        index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+        index[weight_name] = {
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "shape": list(weight.shape),
+        }
     return index
 
 
@@ -103,7 +116,9 @@ def mapped_weight(path: Path, info: WeightInfo) -> Piece:
     if not size:
         return Piece(torch.empty(shape, dtype=dtype), shape, (0,) * len(shape))
     file = MappedFile(path, there)
-    return Piece(file.data[:size].view(dtype).reshape(shape), shape, (0,) * len(shape), file)
+    return Piece(
+        file.data[:size].view(dtype).reshape(shape), shape, (0,) * len(shape), file
+    )
 
 
 def load_offloaded_weight(weight_file: str | Path, weight_info: WeightInfo) -> Tensor:
@@ -122,12 +137,19 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: torch.device | str | int | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
+            raise ValueError(
+                "Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights."
+            )
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
-        self.index = dict(index if index is not None else read_offload_index(save_folder or "."))
+        self.index = dict(
+            index if index is not None else read_offload_index(save_folder or ".")
+        )
         self.device = device
-        self.all_keys = [*self.state_dict, *(key for key in self.index if key not in self.state_dict)]
+        self.all_keys = [
+            *self.state_dict,
+            *(key for key in self.index if key not in self.state_dict),
+        ]
         self._files: dict[str, Mapping[str, Piece]] = {}
 
     def piece(self, key: str) -> Piece:
@@ -179,7 +201,8 @@ class DiskWeights:
         model: nn.Module,
         names: Iterable[str],
         folder: str | Path | None,
-        index: Mapping[str, Mapping[str, Any]] | None,  # Any: entries of an index, of several kinds
+        # Any: entries of an index, of several kinds
+        index: Mapping[str, Mapping[str, Any]] | None,
     ) -> Self:
         """Find the pieces of the named tensors in the index or in the files of `folder`; write those that are missing.
 
@@ -201,14 +224,24 @@ class DiskWeights:
         return cls(pieces)
 
 
-def _known(folder: str | Path | None, index: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Piece]:
+def _known(
+    folder: str | Path | None, index: Mapping[str, Mapping[str, Any]] | None
+) -> dict[str, Piece]:
     found: dict[str, Piece] = {}
     if folder is not None and Path(folder).is_dir():
         for path in sorted(Path(folder).glob("*.safetensors")):
             content = read_safetensors(path)
             found.update(content.pieces)
-            found.update({alias: content.pieces[name] for alias, name in content.aliases.items()})
-    entries = index if index is not None else read_offload_index(folder) if folder is not None else {}
+            found.update(
+                {alias: content.pieces[name] for alias, name in content.aliases.items()}
+            )
+    entries = (
+        index
+        if index is not None
+        else read_offload_index(folder)
+        if folder is not None
+        else {}
+    )
     loader = OffloadedWeightsLoader(save_folder=folder, index=entries)
     found.update({name: loader.piece(name) for name in entries})
     return found
@@ -220,7 +253,9 @@ def _is_it(piece: Piece, tensor: Tensor) -> bool:
     return same and (tensor.is_meta or torch.equal(piece.data, tensor.detach().cpu()))
 
 
-def _write(missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Path | None) -> dict[str, Piece]:
+def _write(
+    missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Path | None
+) -> dict[str, Piece]:
     """Write tensors that no file holds in the needed dtype; returns the written pieces."""
     if folder is None:
         raise PrepareError(
@@ -231,7 +266,11 @@ def _write(missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Pat
     for name, (tensor, piece) in missing.items():
         if tensor.is_meta and (piece is None or piece.data.shape != tensor.shape):
             continue  # tensors without values are reported by the caller
-        tensors[name] = piece.data.to(tensor.dtype) if tensor.is_meta and piece is not None else tensor.detach().cpu()
+        tensors[name] = (
+            piece.data.to(tensor.dtype)
+            if tensor.is_meta and piece is not None
+            else tensor.detach().cpu()
+        )
     if not tensors:
         return {}
     target = Path(folder)
@@ -241,4 +280,7 @@ def _write(missing: Mapping[str, tuple[Tensor, Piece | None]], folder: str | Pat
         file = _FILE.replace(".", f"-{number}.", 1)
     replace_files_only(target, {file: encode_safetensors(tensors)}, Disk())
     content = read_safetensors(target / file)
-    return {**content.pieces, **{alias: content.pieces[name] for alias, name in content.aliases.items()}}
+    return {
+        **content.pieces,
+        **{alias: content.pieces[name] for alias, name in content.aliases.items()},
+    }

@@ -47,7 +47,9 @@ class PackedTensor:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedTensor:
         """Return an entry of the copied model, whose tensor rests in host memory of its own."""
-        return PackedTensor(deepcopy(self.rest, memo), deepcopy(self.places, memo), offset=self.offset)
+        return PackedTensor(
+            deepcopy(self.rest, memo), deepcopy(self.places, memo), offset=self.offset
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +76,12 @@ class Pack:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pack:
         """Return the pack of the copied model, which is still to be settled."""
-        return Pack(self.name, deepcopy(self.entries, memo), deepcopy(self.loose, memo), self.num_bytes)
+        return Pack(
+            self.name,
+            deepcopy(self.entries, memo),
+            deepcopy(self.loose, memo),
+            self.num_bytes,
+        )
 
     def settle(self, pool: HostPool) -> None:
         """Move tensors that rest in host memory into the pool; the model's tensor objects stay the same where possible."""
@@ -117,31 +124,46 @@ class Pack:
 
 def plain(tensor: Tensor) -> bool:
     """Return whether a tensor is plain, dense memory that its bytes fully describe."""
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
+    if (
+        type(tensor) not in (Tensor, nn.Parameter, nn.Buffer)
+        or tensor.layout is not torch.strided
+    ):
         return False
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = 1 + sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.numel() == 0 or span == tensor.numel()
 
 
 def _view(entry: PackedTensor, buffer: Tensor, start: int) -> Tensor:
     rest = entry.rest
-    flat = buffer[start + entry.offset : start + entry.offset + entry.num_bytes].view(rest.dtype)
+    flat = buffer[start + entry.offset : start + entry.offset + entry.num_bytes].view(
+        rest.dtype
+    )
     # .data: separate version counters, since copies of other packs count as writes to the whole buffer
-    shaped = torch.as_strided(flat, rest.shape, rest.stride(), flat.storage_offset()).data
+    shaped = torch.as_strided(
+        flat, rest.shape, rest.stride(), flat.storage_offset()
+    ).data
     if not isinstance(rest, nn.Parameter):
         return shaped
     parameter = _parameter(shaped, rest)
     if parameter.requires_grad:
-        register: Callable[..., object] = parameter.register_post_accumulate_grad_hook  # torch leaves it untyped
+        # torch leaves it untyped
+        register: Callable[..., object] = parameter.register_post_accumulate_grad_hook
         register(_forget_gradient)
     return parameter
 
 
 def _parameter(data: Tensor, like: Tensor) -> nn.Parameter:
     """Return a parameter that requires a gradient if `like` does."""
-    return nn.Parameter(data, requires_grad=like.requires_grad and (data.is_floating_point() or data.is_complex()))
+    return nn.Parameter(
+        data,
+        requires_grad=like.requires_grad
+        and (data.is_floating_point() or data.is_complex()),
+    )
 
 
 def _forget_gradient(parameter: Tensor) -> None:
@@ -158,10 +180,14 @@ def _move(entry: PackedTensor, pool: HostPool) -> None:
     slab, start, flat = pool.cut(entry.num_bytes)
     with torch.inference_mode(False), torch.no_grad():
         typed = flat.view(rest.dtype)
-        shaped = torch.as_strided(typed, rest.shape, rest.stride(), typed.storage_offset())
+        shaped = torch.as_strided(
+            typed, rest.shape, rest.stride(), typed.storage_offset()
+        )
         shaped.copy_(rest)
         if rest.is_inference():
-            rest = entry.rest = _parameter(shaped, rest) if isinstance(rest, nn.Parameter) else shaped
+            rest = entry.rest = (
+                _parameter(shaped, rest) if isinstance(rest, nn.Parameter) else shaped
+            )
             entry.put(rest)
         else:
             rest.data = shaped
@@ -174,7 +200,11 @@ def _load(entry: PackedTensor, pool: HostPool) -> Copy:
     assert piece is not None, "the tensor lies in a file"
     slab, start, flat = pool.cut(entry.num_bytes)
     shaped = flat.view(entry.rest.dtype).view(entry.rest.shape)
-    entry.rest = _parameter(shaped, entry.rest) if isinstance(entry.rest, nn.Parameter) else shaped
+    entry.rest = (
+        _parameter(shaped, entry.rest)
+        if isinstance(entry.rest, nn.Parameter)
+        else shaped
+    )
     entry.put(entry.rest)
     entry.home, entry.piece, entry.to_host = (slab, start), None, False
     return Copy(flat, as_bytes(piece.data), piece.file)
@@ -187,7 +217,8 @@ def _storage_bytes(tensor: Tensor) -> Tensor:
 
 def _segments(entries: Sequence[PackedTensor]) -> list[tuple[int, Tensor]]:
     """Return the ranges of page-locked host memory to copy from, neighbours in a slab joined; empty unless all is page-locked."""
-    found: list[tuple[int, Tensor, int, int]] = []  # offset in the pack, slab, start, stop
+    # offset in the pack, slab, start, stop
+    found: list[tuple[int, Tensor, int, int]] = []
     for entry in entries:
         if entry.home is None or not entry.home[0].is_pinned():
             return []
@@ -202,12 +233,18 @@ def _segments(entries: Sequence[PackedTensor]) -> list[tuple[int, Tensor]]:
     return [(offset, slab[start:stop]) for offset, slab, start, stop in found]
 
 
-def mapped_entry(rest: Tensor, places: list[tuple[Table, str]], piece: Piece, to_host: bool = False) -> PackedTensor:
+def mapped_entry(
+    rest: Tensor, places: list[tuple[Table, str]], piece: Piece, to_host: bool = False
+) -> PackedTensor:
     """Return an entry whose bytes stay in a file or are read to the host; the model refers to the mapped file."""
     data = piece.data.reshape(rest.shape)
     fresh: Tensor = _parameter(data, rest) if isinstance(rest, nn.Parameter) else data
     entry = PackedTensor(
-        fresh, places, Piece(data, piece.shape, piece.offset, piece.file), to_host=to_host, written=fresh._version
+        fresh,
+        places,
+        Piece(data, piece.shape, piece.offset, piece.file),
+        to_host=to_host,
+        written=fresh._version,
     )
     entry.put(fresh)
     return entry

@@ -46,7 +46,9 @@ class SavedWeights:
         found = self._streamer.locate(tensor)
         if found is None:
             return tensor.clone()
-        return _Note(found[0], found[1], tensor.dtype, tuple(tensor.shape), tensor.stride())
+        return _Note(
+            found[0], found[1], tensor.dtype, tuple(tensor.shape), tensor.stride()
+        )
 
     def _unpack(self, saved: Any) -> Tensor:  # Any: the value that autograd saved
         if not isinstance(saved, _Note):
@@ -56,7 +58,9 @@ class SavedWeights:
             width = saved.dtype.itemsize
             rest = memory[saved.offset :]
             typed = rest[: rest.numel() // width * width].view(saved.dtype)
-            return torch.as_strided(typed, saved.shape, saved.stride, typed.storage_offset()).data
+            return torch.as_strided(
+                typed, saved.shape, saved.stride, typed.storage_offset()
+            ).data
 
 
 # Any in this file: a module's arguments and outputs.
@@ -75,8 +79,11 @@ def moved(tree: Any, device: torch.device, skip_keys: Collection[str] = ()) -> A
         for key in fresh.keys() - set(skip_keys):
             fresh[key] = moved(tree[key], device, skip_keys)
         return fresh
-    non_blocking = device.type != "cpu"  # an asynchronous copy to the host could be read before it is complete
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), tree)
+    # an asynchronous copy to the host could be read before it is complete
+    non_blocking = device.type != "cpu"
+    return map_tensors(
+        lambda tensor: tensor.to(device, non_blocking=non_blocking), tree
+    )
 
 
 class PlacedForward(forwarding.Forward):
@@ -84,17 +91,26 @@ class PlacedForward(forwarding.Forward):
 
     tag = forwarding.PLACED
 
-    def __init__(self, device: torch.device, skip_keys: Collection[str] = (), return_to_input: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        skip_keys: Collection[str] = (),
+        return_to_input: bool = False,
+    ) -> None:
         self.device = device
         self.skip_keys = frozenset(skip_keys)
         self.return_to_input = return_to_input
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments on the device."""
         return moved(args, self.device), moved(kwargs, self.device, self.skip_keys)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = next(iter(tensors((args, kwargs))), None) if self.return_to_input else None
+        given = (
+            next(iter(tensors((args, kwargs))), None) if self.return_to_input else None
+        )
         args, kwargs = self.inputs(args, kwargs)
         output = self.inner(*args, **kwargs)
         if given is not None and not given.is_meta:
@@ -107,7 +123,9 @@ class StreamedForward(PlacedForward):
 
     tag = forwarding.STREAMED
 
-    def __init__(self, streamer: Streamer, index: int, skip_keys: Collection[str] = ()) -> None:
+    def __init__(
+        self, streamer: Streamer, index: int, skip_keys: Collection[str] = ()
+    ) -> None:
         super().__init__(streamer.device, skip_keys)
         self.streamer = streamer
         self.index = index
@@ -120,9 +138,17 @@ class StreamedForward(PlacedForward):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
         """Return the forward of a copied module, whose weights another streamer copies to the device."""
-        streamer, unit = deepcopy((self.streamer, self.streamer.units[self.index]), memo)
-        fresh = memo[id(self)] = StreamedForward(streamer, streamer.join(unit), self.skip_keys)
-        own = {name: one for name, one in self.__getstate__().items() if name not in fresh.__dict__}
+        streamer, unit = deepcopy(
+            (self.streamer, self.streamer.units[self.index]), memo
+        )
+        fresh = memo[id(self)] = StreamedForward(
+            streamer, streamer.join(unit), self.skip_keys
+        )
+        own = {
+            name: one
+            for name, one in self.__getstate__().items()
+            if name not in fresh.__dict__
+        }
         fresh.__setstate__(deepcopy(own, memo))
         return fresh
 
@@ -144,7 +170,10 @@ class StreamedForward(PlacedForward):
         """Return the output, with copies of views of weights that are about to be overwritten."""
         if not any(self.streamer.holds(tensor) for tensor in tensors(output)):
             return output
-        return map_tensors(lambda tensor: _copied(tensor) if self.streamer.holds(tensor) else tensor, output)
+        return map_tensors(
+            lambda tensor: _copied(tensor) if self.streamer.holds(tensor) else tensor,
+            output,
+        )
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -185,7 +214,8 @@ class Immovable:
         self.name = self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not forwarding.is_dispatched(self.model):  # a copy of the model, or one that was dispatched again
+        # a copy of the model, or one that was dispatched again
+        if not forwarding.is_dispatched(self.model):
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         raise DeviceError(
             f"You can't move a model that was dispatched by a device map (.{self.name}()); its inputs would still be moved to the devices "

@@ -78,7 +78,9 @@ def _leaves(nodes: Iterable[Node]) -> Iterable[Node]:
             yield node
 
 
-def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = False) -> DevicePlacement:
+def place(
+    parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = False
+) -> DevicePlacement:
     """Fill the devices one after another, in the model's order, so that data crosses each device boundary once.
 
     If modules are left for offload devices, the first computing device reserves memory to stream them. With
@@ -89,7 +91,9 @@ def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = Fal
     reserve = 0
     filled = _fill(parts, devices, reserve, fallback)
     if computing and computing[0].limit is not None:
-        while (wanted := STREAMED_AT_ONCE * _largest_spilled(parts, devices, filled)) > reserve:
+        while (
+            wanted := STREAMED_AT_ONCE * _largest_spilled(parts, devices, filled)
+        ) > reserve:
             reserve = wanted  # the reserve may spill a larger module, so repeat
             filled = _fill(parts, devices, reserve, fallback)
     missing = [parts[index] for index, device in filled.items() if device is None]
@@ -98,17 +102,27 @@ def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = Fal
     return _result(parts, devices, filled, reserve)
 
 
-def _largest_spilled(parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None]) -> int:
+def _largest_spilled(
+    parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None]
+) -> int:
     """Return the bytes of the largest module on an offload device."""
-    sizes = (parts[index].num_bytes for index, at in filled.items() if at is not None and devices[at].offload)
+    sizes = (
+        parts[index].num_bytes
+        for index, at in filled.items()
+        if at is not None and devices[at].offload
+    )
     return max(sizes, default=0)
 
 
-def _fill(parts: Sequence[Atom], devices: Sequence[Device], reserve: int, fallback: bool) -> dict[int, int | None]:
+def _fill(
+    parts: Sequence[Atom], devices: Sequence[Device], reserve: int, fallback: bool
+) -> dict[int, int | None]:
     """Return the device index of every module; None if no device can hold it."""
     placed: dict[int, int | None] = {}
     waiting = list(range(len(parts)))
-    first = next((number for number, device in enumerate(devices) if not device.offload), None)
+    first = next(
+        (number for number, device in enumerate(devices) if not device.offload), None
+    )
     for number, device in enumerate(devices):
         room = device.limit
         if room is not None and number == first:
@@ -129,7 +143,10 @@ def _fill(parts: Sequence[Atom], devices: Sequence[Device], reserve: int, fallba
 
 
 def _result(
-    parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None], reserve: int
+    parts: Sequence[Atom],
+    devices: Sequence[Device],
+    filled: dict[int, int | None],
+    reserve: int,
 ) -> DevicePlacement:
     places: dict[str, int | str] = {}
     used: dict[int | str, int] = {device.key: 0 for device in devices}
@@ -145,16 +162,25 @@ def _result(
         if used[device.key]
     ]
     if reserve:
-        notes.append(f"{readable(reserve)} reserved on the first device for streaming offloaded modules")
-    notes += [f"{', '.join(part.names)} share weights and are placed together" for part in parts if len(part.names) > 1]
+        notes.append(
+            f"{readable(reserve)} reserved on the first device for streaming offloaded modules"
+        )
+    notes += [
+        f"{', '.join(part.names)} share weights and are placed together"
+        for part in parts
+        if len(part.names) > 1
+    ]
     return DevicePlacement(places, used, reserve, tuple(notes))
 
 
-def _impossible(parts: Sequence[Atom], devices: Sequence[Device], missing: Sequence[Atom]) -> str:
+def _impossible(
+    parts: Sequence[Atom], devices: Sequence[Device], missing: Sequence[Atom]
+) -> str:
     total = sum(part.num_bytes for part in parts)
     short = sum(part.num_bytes for part in missing)
     limits = ", ".join(
-        f"{device.key}: {'any' if device.limit is None else readable(device.limit)}" for device in devices
+        f"{device.key}: {'any' if device.limit is None else readable(device.limit)}"
+        for device in devices
     )
     largest = max(missing, key=lambda part: part.num_bytes)
     return (
@@ -165,7 +191,9 @@ def _impossible(parts: Sequence[Atom], devices: Sequence[Device], missing: Seque
     )
 
 
-def balanced(parts: Sequence[Atom], limits: Sequence[int], low_first: bool = False) -> list[int]:
+def balanced(
+    parts: Sequence[Atom], limits: Sequence[int], low_first: bool = False
+) -> list[int]:
     """Return limits that spread the model evenly: the smallest common limit at which everything fits.
 
     With `low_first` the first device gets only the modules that the others cannot hold. The last device keeps its limit. If even
@@ -213,7 +241,10 @@ def _least_first(parts: Sequence[Atom], found: Sequence[int], limit: int) -> int
 
 def _fits(parts: Sequence[Atom], limits: Sequence[int]) -> bool:
     devices = [Device(number, limit) for number, limit in enumerate(limits)]
-    return all(number is not None for number in _fill(parts, devices, 0, fallback=False).values())
+    return all(
+        number is not None
+        for number in _fill(parts, devices, 0, fallback=False).values()
+    )
 
 
 def readable(num_bytes: int) -> str:

@@ -26,12 +26,16 @@ class Ring:
         self.held: dict[Hashable, Span] = {}
         self._next = 0
 
-    def take(self, key: Hashable, size: int, keep: Collection[Hashable]) -> tuple[Span, list[Hashable]] | None:
+    def take(
+        self, key: Hashable, size: int, keep: Collection[Hashable]
+    ) -> tuple[Span, list[Hashable]] | None:
         """Return a range for `key` and the evicted keys; None if the keys in `keep` leave no space."""
         fixed = [span for other, span in self.held.items() if other in keep]
         for start in (self._next, 0, *sorted(span.stop for span in fixed)):
             span = Span(start, start + size)
-            if span.stop <= self.capacity and not any(span.meets(other) for other in fixed):
+            if span.stop <= self.capacity and not any(
+                span.meets(other) for other in fixed
+            ):
                 lost = [other for other, old in self.held.items() if old.meets(span)]
                 self.drop(lost)
                 self.held[key] = span
@@ -51,7 +55,9 @@ class BlockOrder:
     def __init__(self, count: int) -> None:
         """Expect `count` blocks one after another, repeatedly, until other orders are seen."""
         self._count = count
-        self._after: dict[int, int] = {index: (index + 1) % count for index in range(count)}
+        self._after: dict[int, int] = {
+            index: (index + 1) % count for index in range(count)
+        }
         self._after_two: dict[tuple[int, int], int] = {}
         self._before, self._now = -1, count - 1
 
@@ -80,7 +86,10 @@ def spread(sizes: list[int], budget: int) -> list[int]:
     kept, taken, seen = [], 0, 0
     for index, size in enumerate(sizes):
         seen += size
-        if taken + size <= budget and (taken + size) * total <= seen * budget + size * total // 2:
+        if (
+            taken + size <= budget
+            and (taken + size) * total <= seen * budget + size * total // 2
+        ):
             kept.append(index)
             taken += size
     for index, size in enumerate(sizes):  # the budget left over by rounding

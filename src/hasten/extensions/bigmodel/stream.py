@@ -29,7 +29,8 @@ from hasten.runtime.streams import HostLanes, Mark, lanes_for
 
 BLOCKS_AT_ONCE = 3
 """Number of blocks in the buffer: the computing one, the next one, and one more to smooth out uneven times."""
-_LOOK_AHEAD = 8  # number of units considered when fetching ahead; some of them may be resident
+# number of units considered when fetching ahead; some of them may be resident
+_LOOK_AHEAD = 8
 _LAST_UNPACKED = 2  # packs that backward has unpacked last and may be about to use
 
 
@@ -88,13 +89,21 @@ class Streamer:
     @property
     def device_bytes(self) -> int:
         """Device memory held for weights."""
-        homes = (state.home.numel() for state in self._states.values() if state.home is not None)
+        homes = (
+            state.home.numel()
+            for state in self._states.values()
+            if state.home is not None
+        )
         return self._arena.numel() + sum(homes)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the weights that are streamed."""
-        return sum(entry.num_bytes for pack in self._packs for entry in (*pack.entries, *pack.loose))
+        return sum(
+            entry.num_bytes
+            for pack in self._packs
+            for entry in (*pack.entries, *pack.loose)
+        )
 
     def _keep_some(self, budget: int) -> None:
         outer = [pack for unit in self.units if unit.resident for pack in unit.packs]
@@ -184,8 +193,13 @@ class Streamer:
         if self._is_current(pack, state):
             return
         _end_read(state)
-        if state.home is None and state.span is None and not self._take_span(pack, self._fixed(())):
-            home = self._give_home(pack)  # nested units that the buffer cannot hold together
+        if (
+            state.home is None
+            and state.span is None
+            and not self._take_span(pack, self._fixed(()))
+        ):
+            # nested units that the buffer cannot hold together
+            home = self._give_home(pack)
             self._storages.add(home.untyped_storage().data_ptr())
         self._fetch(pack, state)
 
@@ -203,7 +217,11 @@ class Streamer:
                 if state.users:
                     return
                 _end_read(state)
-                if state.home is None and state.span is None and not self._take_span(pack, self._fixed(sooner)):
+                if (
+                    state.home is None
+                    and state.span is None
+                    and not self._take_span(pack, self._fixed(sooner))
+                ):
                     return
                 self._fetch(pack, state)
 
@@ -213,7 +231,11 @@ class Streamer:
 
     def _fixed(self, sooner: Sequence[Pack]) -> set[Pack]:
         """Return the packs that must not be evicted."""
-        held = {pack for pack, state in self._states.items() if state.span is not None and state.users}
+        held = {
+            pack
+            for pack, state in self._states.items()
+            if state.span is not None and state.users
+        }
         return held | set(self._unpacked) | set(sooner)
 
     def _take_span(self, pack: Pack, fixed: set[Pack]) -> bool:
@@ -239,12 +261,17 @@ class Streamer:
             return
         computed = self._lanes.mark()
         if pack.segments:
-            pairs = [(target[at : at + source.numel()], source) for at, source in pack.segments]
+            pairs = [
+                (target[at : at + source.numel()], source)
+                for at, source in pack.segments
+            ]
             state.ready = self._lanes.fetch(pairs, computed)
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-stream")
-        state.coming = self._thread.submit(_read, weakref.ref(self), pack, target[: pack.num_bytes], computed)
+        state.coming = self._thread.submit(
+            _read, weakref.ref(self), pack, target[: pack.num_bytes], computed
+        )
 
     def read(self, pack: Pack, target: Tensor, computed: Mark) -> Mark:
         """Fill a pack's memory on the device from files or pageable memory; runs on the fetching thread."""
@@ -265,7 +292,9 @@ class Streamer:
             num_bytes = max(pack.num_bytes for pack in self._packs if not pack.segments)
             pool = HostPool(pinned=True)
             pool.reserve(2 * num_bytes)
-            self._staging_buffers = [StagingBuffer(pool.cut(num_bytes)[2]) for _ in range(2)]
+            self._staging_buffers = [
+                StagingBuffer(pool.cut(num_bytes)[2]) for _ in range(2)
+            ]
         self._staging_buffers.reverse()
         return self._staging_buffers[0]
 
@@ -291,7 +320,11 @@ class Streamer:
                 base = state.home.data_ptr()
             elif state.span is not None:
                 base = self._arena.data_ptr() + state.span.start
-            if base is not None and state.users and 0 <= address - base < max(pack.num_bytes, 1):
+            if (
+                base is not None
+                and state.users
+                and 0 <= address - base < max(pack.num_bytes, 1)
+            ):
                 return pack, address - base
         return None
 
@@ -301,7 +334,10 @@ class Streamer:
         with self._lock:
             state = self._states[pack]
             self._lanes.follow_current_stream()
-            self._unpacked = [*(other for other in self._unpacked if other is not pack), pack][-_LAST_UNPACKED:]
+            self._unpacked = [
+                *(other for other in self._unpacked if other is not pack),
+                pack,
+            ][-_LAST_UNPACKED:]
             self._demand(pack)
             self._await(pack)
             if state.home is not None:
@@ -312,9 +348,16 @@ class Streamer:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor refers to memory that other weights will overwrite."""
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        if (
+            type(tensor) not in (Tensor, nn.Parameter)
+            or tensor.layout is not torch.strided
+            or tensor.is_meta
+        ):
             return False
-        return tensor.device.type == self.device.type and tensor.untyped_storage().data_ptr() in self._storages
+        return (
+            tensor.device.type == self.device.type
+            and tensor.untyped_storage().data_ptr() in self._storages
+        )
 
     # -------------------------------------------------------------------------------------------------------- end
     def close(self) -> None:
@@ -348,7 +391,9 @@ class Streamer:
         for pack in dict.fromkeys(pack for unit in self.units for pack in unit.packs):
             pack.settle(pool)
         fresh = Streamer(self.device, self.units, *self._options)
-        self.__dict__.update({name: one for name, one in fresh.__dict__.items() if name != "_lock"})
+        self.__dict__.update(
+            {name: one for name, one in fresh.__dict__.items() if name != "_lock"}
+        )
 
     def __reduce__(self) -> NoReturn:
         raise PrepareError(
@@ -373,7 +418,9 @@ def _end_read(state: _State) -> None:
         state.coming = None
 
 
-def _read(streamer: weakref.ref[Streamer], pack: Pack, target: Tensor, computed: Mark) -> Mark:
+def _read(
+    streamer: weakref.ref[Streamer], pack: Pack, target: Tensor, computed: Mark
+) -> Mark:
     """Run a read on the fetching thread, without keeping the streamer alive."""
     owner = streamer()
     return None if owner is None else owner.read(pack, target, computed)

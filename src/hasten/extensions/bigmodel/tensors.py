@@ -17,7 +17,11 @@ from hasten.extensions.bigmodel.device_map import DType, as_dtype
 from hasten.extensions.bigmodel.dispatch import Place, device_of
 from hasten.extensions.bigmodel.placed import StreamedForward, detach, streamers_of
 from hasten.modules import forwarding
-from hasten.modules.hooks import LayerwiseCastingHook, add_hook_to_module, remove_hook_from_module
+from hasten.modules.hooks import (
+    LayerwiseCastingHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 from hasten.modules.surgery import parent_of
 
 TiedMap = MutableMapping[int, dict[torch.device, Tensor]]
@@ -41,9 +45,13 @@ def set_tensor(
     is_buffer = last in owner._buffers
     now = owner._buffers[last] if is_buffer else owner._parameters.get(last)
     if now is None:
-        raise PrepareError(f"{type(owner).__name__} has no parameter or buffer {last!r} to put on {device}.")
+        raise PrepareError(
+            f"{type(owner).__name__} has no parameter or buffer {last!r} to put on {device}."
+        )
     if now.is_meta and device.type != "meta" and value is None:
-        raise PrepareError(f"{name} is on the meta device and has no values; pass `value` to put it on {device}.")
+        raise PrepareError(
+            f"{name} is on the meta device and has no values; pass `value` to put it on {device}."
+        )
     if value is not None and value.shape != now.shape and not (now.numel() == 0):
         raise PrepareError(
             f"{name} has shape {tuple(now.shape)}, but the given value has shape {tuple(value.shape)}; pass a "
@@ -53,12 +61,20 @@ def set_tensor(
     memory = 0 if source.is_meta else source.data_ptr()
     shared = tied.get(memory, {}).get(device) if tied is not None and memory else None
     with torch.no_grad():
-        fresh: Any = source.to(device, dtype, non_blocking=non_blocking) if shared is None else shared
+        fresh: Any = (
+            source.to(device, dtype, non_blocking=non_blocking)
+            if shared is None
+            else shared
+        )
     if is_buffer:
         owner._buffers[last] = fresh
         return
     grads = now.requires_grad and fresh.is_floating_point()
-    if fresh is not now and (shared is None or not isinstance(fresh, nn.Parameter) or fresh.requires_grad != grads):
+    if fresh is not now and (
+        shared is None
+        or not isinstance(fresh, nn.Parameter)
+        or fresh.requires_grad != grads
+    ):
         kind: Any = type(now)  # Any: a subclass with another constructor
         options = {} if kind is nn.Parameter else _options(now)
         fresh = kind(fresh, requires_grad=grads, **options)
@@ -83,7 +99,15 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
 ) -> None:
     """Move the parameter or buffer `tensor_name` of a module to a device, with another value or dtype if given."""
-    set_tensor(module, tensor_name, device_of(device), value, as_dtype(dtype), non_blocking, tied_params_map)
+    set_tensor(
+        module,
+        tensor_name,
+        device_of(device),
+        value,
+        as_dtype(dtype),
+        non_blocking,
+        tied_params_map,
+    )
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -92,7 +116,9 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 
 @contextmanager
-def align_module_device(module: nn.Module, execution_device: Place | None = None) -> Iterator[None]:
+def align_module_device(
+    module: nn.Module, execution_device: Place | None = None
+) -> Iterator[None]:
     """Context manager in which the module's direct parameters are on `execution_device`; changes to them are stored.
 
     Without a device, offloaded parameters move to their compute device, and others stay.
@@ -104,7 +130,9 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
     if target is None:
         yield
         return
-    before = {name: param for name, param in module._parameters.items() if param is not None}
+    before = {
+        name: param for name, param in module._parameters.items() if param is not None
+    }
     try:
         for name, param in before.items():
             if param.device != target:
@@ -118,11 +146,19 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
                     if not now.is_meta:
                         param.copy_(now)
                     module._parameters[name] = param
-        increment_version(list(before.values()))  # changes through .data do not count otherwise
+        # changes through .data do not count otherwise
+        increment_version(list(before.values()))
 
 
 CASTABLE: Final = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+    ),
     nn.Linear,
 )
 """Layers that mainly multiply with their weights; norms need their precision."""
@@ -140,14 +176,24 @@ def attach_layerwise_casting_hooks(
 
     Modules whose name matches a pattern, or that are of one of the classes, keep their dtype, including their submodules.
     """
-    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    patterns = (
+        [skip_modules_pattern]
+        if isinstance(skip_modules_pattern, str)
+        else list(skip_modules_pattern or ())
+    )
 
     def visit(part: nn.Module, name: str) -> None:
-        skipped = isinstance(part, skip_modules_classes or ()) or any(re.search(one, name) for one in patterns)
+        skipped = isinstance(part, skip_modules_classes or ()) or any(
+            re.search(one, name) for one in patterns
+        )
         if skipped:
             return
         if isinstance(part, CASTABLE):
-            add_hook_to_module(part, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+            add_hook_to_module(
+                part,
+                LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking),
+                append=True,
+            )
             return
         for child_name, child in part.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name)

@@ -46,13 +46,17 @@ class StepGraph:
     ) -> None:
         self._models, self._optimizers = models, optimizers
         self._inputs = [tensor.clone() for tensor in trees.tensors(inputs)]
-        self._rates = [_Rate(group) for optimizer in optimizers for group in optimizer.param_groups]
+        self._rates = [
+            _Rate(group) for optimizer in optimizers for group in optimizer.param_groups
+        ]
         self._graph = torch.cuda.CUDAGraph()
         static = trees.replace_tensors(inputs, self._inputs)
         with (
             _capturable(self._rates),
             # thread_local: a loader's threads may call CUDA meanwhile
-            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                self._graph, stream=stream, capture_error_mode="thread_local"
+            ),
         ):
             returned = function(*static)
         self._returned = trees.map_tensors(Tensor.detach, returned)
@@ -63,30 +67,49 @@ class StepGraph:
     @property
     def stale(self) -> bool:
         """True if options or addresses have changed since the capture."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [
+            group for optimizer in self._optimizers for group in optimizer.param_groups
+        ]
         return (
             len(self._rates) != len(groups)
-            or any(rate.group is not group for rate, group in zip(self._rates, groups, strict=True))
+            or any(
+                rate.group is not group
+                for rate, group in zip(self._rates, groups, strict=True)
+            )
             or self._options != [rate.options() for rate in self._rates]
             or self._places != self._addresses()
         )
 
     def replay(self, inputs: Tree) -> Tree:
         """Run the step on other inputs of the same shapes; return its result in new tensors."""
-        for static_input, input_tensor in zip(self._inputs, trees.tensors(inputs), strict=True):
+        for static_input, input_tensor in zip(
+            self._inputs, trees.tensors(inputs), strict=True
+        ):
             static_input.copy_(input_tensor, non_blocking=True)
         for rate in self._rates:
             rate.follow()
         self._graph.replay()
         outputs = [tensor.clone() for tensor in self._outputs]
-        return trees.replace_tensors(self._returned, outputs) if outputs else self._returned
+        return (
+            trees.replace_tensors(self._returned, outputs)
+            if outputs
+            else self._returned
+        )
 
     def _addresses(self) -> list[int]:
         """Return the addresses of all tensors that a step reads and writes besides its inputs."""
-        addresses = [tensor.data_ptr() for model in self._models for tensor in (*model.parameters(), *model.buffers())]
+        addresses = [
+            tensor.data_ptr()
+            for model in self._models
+            for tensor in (*model.parameters(), *model.buffers())
+        ]
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                addresses += [value.data_ptr() for value in state.values() if isinstance(value, Tensor)]
+                addresses += [
+                    value.data_ptr()
+                    for value in state.values()
+                    if isinstance(value, Tensor)
+                ]
         return addresses
 
 
@@ -101,7 +124,11 @@ class _Rate:
 
     def options(self) -> dict[str, Any]:  # Any: torch's options of an optimizer
         """Return the options that are constants in a graph, and the number of parameters."""
-        constants = {name: value for name, value in self.group.items() if name not in ("lr", "params", "initial_lr")}
+        constants = {
+            name: value
+            for name, value in self.group.items()
+            if name not in ("lr", "params", "initial_lr")
+        }
         return {**constants, "params": len(self.group["params"])}
 
     def follow(self) -> None:
@@ -177,7 +204,9 @@ class CapturedStep(Generic[P, R]):
             return self._replay(replayed_step, inputs)
         num_calls = self._seen[key] = self._seen.get(key, 0) + 1
         if len(self._seen) > _MOST_DISTINCT_INPUTS:
-            self._refuse(f"its inputs came in {_MOST_DISTINCT_INPUTS} different shapes or constants")
+            self._refuse(
+                f"its inputs came in {_MOST_DISTINCT_INPUTS} different shapes or constants"
+            )
         if num_calls <= _NUM_WARM_UP_CALLS or len(self._graphs) >= _MOST_GRAPHS:
             return self._warm_up(inputs)
         return self._capture(key, inputs)
@@ -193,10 +222,16 @@ class CapturedStep(Generic[P, R]):
     def _key(self, inputs: tuple[Any, Any]) -> object:
         """Return the lookup key of a graph: shapes and dtypes of tensors, all other inputs, and the models' training modes."""
         descriptions = [
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in trees.leaves(inputs)
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+            for leaf in trees.leaves(inputs)
         ]
         try:
-            hash(key := (*descriptions, *(model.training for model in self._prepared.models)))
+            hash(
+                key := (
+                    *descriptions,
+                    *(model.training for model in self._prepared.models),
+                )
+            )
         except TypeError:
             self._refuse("an argument is neither a tensor nor a constant")
             return None
@@ -208,8 +243,13 @@ class CapturedStep(Generic[P, R]):
             return _detached(self._function(*inputs[0], **inputs[1]))
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         stream.wait_stream(torch.cuda.current_stream())
-        epochs_before = [getattr(prepared, "last_epoch", None) for prepared in self._prepared.schedulers]
-        attempts_before = [prepared.num_attempts for prepared in self._prepared.optimizers]
+        epochs_before = [
+            getattr(prepared, "last_epoch", None)
+            for prepared in self._prepared.schedulers
+        ]
+        attempts_before = [
+            prepared.num_attempts for prepared in self._prepared.optimizers
+        ]
         with torch.cuda.stream(stream):
             result = _detached(self._function(*inputs[0], **inputs[1]))
         torch.cuda.current_stream().wait_stream(stream)
@@ -217,37 +257,59 @@ class CapturedStep(Generic[P, R]):
             tensor.record_stream(torch.cuda.current_stream())
         stepped_optimizers = [
             prepared
-            for prepared, num_before in zip(self._prepared.optimizers, attempts_before, strict=True)
+            for prepared, num_before in zip(
+                self._prepared.optimizers, attempts_before, strict=True
+            )
             if prepared.num_attempts != num_before
         ]
-        if epochs_before != [getattr(prepared, "last_epoch", None) for prepared in self._prepared.schedulers]:
-            self._refuse("it calls scheduler.step(), whose numbers a graph would freeze; call it after the step")
+        if epochs_before != [
+            getattr(prepared, "last_epoch", None)
+            for prepared in self._prepared.schedulers
+        ]:
+            self._refuse(
+                "it calls scheduler.step(), whose numbers a graph would freeze; call it after the step"
+            )
         elif why := self._capture_obstacle(inputs, stepped_optimizers):
             self._refuse(why)
         return result
 
-    def _capture_obstacle(self, inputs: tuple[Any, Any], stepped_optimizers: list[PreparedOptimizer]) -> str:
+    def _capture_obstacle(
+        self, inputs: tuple[Any, Any], stepped_optimizers: list[PreparedOptimizer]
+    ) -> str:
         """Return the reason why the function that has just run cannot be captured; empty if it can."""
         if any(not tensor.is_cuda for tensor in trees.tensors(inputs)):
             return "an input is not on the GPU"
         if not stepped_optimizers:
             return "it calls no optimizer.step(); a whole step is forward, backward() and step()"
         if self._clock.every != 1 or self._clock.micro:
-            return "it is part of an accumulation window; windows are counted on the host"
+            return (
+                "it is part of an accumulation window; windows are counted on the host"
+            )
         if self._clock.pending:
             return "backward(weight=) was used, whose total is agreed on the host"
         if plain_optimizer := next(
-            (optimizer for optimizer in stepped_optimizers if not is_fused(optimizer.optimizer)), None
+            (
+                optimizer
+                for optimizer in stepped_optimizers
+                if not is_fused(optimizer.optimizer)
+            ),
+            None,
         ):
             return f"{type(plain_optimizer.optimizer).__name__} is not fused ({fused_refusal(plain_optimizer.optimizer) or 'fused is off'})"
-        if any(parameter.grad is not None for optimizer in stepped_optimizers for parameter in optimizer.parameters):
+        if any(
+            parameter.grad is not None
+            for optimizer in stepped_optimizers
+            for parameter in optimizer.parameters
+        ):
             return "it leaves gradients behind, to which the next step would add; call optimizer.zero_grad() at its end"
         return ""
 
     def _capture(self, key: object, inputs: tuple[Any, Any]) -> R:
         """Capture the step and replay it once."""
         restore_counters = self._counter_restorer()
-        attempts_before = [optimizer.num_attempts for optimizer in self._prepared.optimizers]
+        attempts_before = [
+            optimizer.num_attempts for optimizer in self._prepared.optimizers
+        ]
         clock, passes_before = self._clock, self._clock.num_passes
         assert self._stream is not None, "steps were run before"
         captured = _CapturedScalars()
@@ -266,14 +328,19 @@ class CapturedStep(Generic[P, R]):
             return self._run_plainly(restore_counters, inputs)
         finally:
             clock.parts = parts
-        attempts_after = [optimizer.num_attempts for optimizer in self._prepared.optimizers]
+        attempts_after = [
+            optimizer.num_attempts for optimizer in self._prepared.optimizers
+        ]
         replayed_step = _Replayed(
             graph,
             num_passes=clock.num_passes - passes_before,
             stepped=[
                 optimizer
                 for optimizer, num_before, num_after in zip(
-                    self._prepared.optimizers, attempts_before, attempts_after, strict=True
+                    self._prepared.optimizers,
+                    attempts_before,
+                    attempts_after,
+                    strict=True,
                 )
                 for _ in range(num_after - num_before)
             ],
@@ -288,7 +355,9 @@ class CapturedStep(Generic[P, R]):
         )
         return self._replay(replayed_step, inputs)
 
-    def _run_plainly(self, restore_counters: Callable[[], None], inputs: tuple[Any, Any]) -> R:
+    def _run_plainly(
+        self, restore_counters: Callable[[], None], inputs: tuple[Any, Any]
+    ) -> R:
         restore_counters()
         for optimizer in self._prepared.optimizers:
             optimizer.optimizer.zero_grad()
@@ -312,7 +381,9 @@ class CapturedStep(Generic[P, R]):
         """Return a function that restores all counters of the host to their current values."""
         clock = self._clock
         clock_counts = clock.num_passes, clock.num_updates
-        optimizer_counts = [(optimizer, optimizer.counts()) for optimizer in self._prepared.optimizers]
+        optimizer_counts = [
+            (optimizer, optimizer.counts()) for optimizer in self._prepared.optimizers
+        ]
 
         def restore_counters() -> None:
             clock.begin_anew()
@@ -366,7 +437,9 @@ def _refusal(run: Components) -> str:
     if not config.performance.step_graph:
         return "performance.step_graph is off"
     if ctx.device.type != "cuda":
-        return f"CUDA graphs need a CUDA device, this process trains on {ctx.device.type}"
+        return (
+            f"CUDA graphs need a CUDA device, this process trains on {ctx.device.type}"
+        )
     if ctx.world.size > 1:
         return f"{ctx.world.size} processes exchange gradients inside the step; only one process is captured"
     if run.precision.scaler is not None:
@@ -376,7 +449,9 @@ def _refusal(run: Components) -> str:
     if config.offload is not None:
         return f"offload={config.offload!r} copies training state between updates, in an order that the host decides"
     if parts.gradients:
-        return f"{parts.names('gradients')} uses gradients on the host before each update"
+        return (
+            f"{parts.names('gradients')} uses gradients on the host before each update"
+        )
     if config.gradient_accumulation.num_steps > 1:
         return "gradients are accumulated over micro-steps, which the host counts"
     if config.dynamo.makes_cuda_graphs:

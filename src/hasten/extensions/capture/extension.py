@@ -9,5 +9,7 @@ from hasten.extension import Extension
 extension: Final = Extension(
     name="capture",
     summary="a training step as one CUDA graph",
-    step_wrappers={"capture_step": "hasten.extensions.capture.captured_step:capture_step"},
+    step_wrappers={
+        "capture_step": "hasten.extensions.capture.captured_step:capture_step"
+    },
 )

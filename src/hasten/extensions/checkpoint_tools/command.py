@@ -11,7 +11,14 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 _ABOUT = """commands:
   list     list the checkpoints of a folder or URL, oldest first
@@ -39,43 +46,99 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], **places: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], **places: str
+    ) -> argparse.ArgumentParser:
         one = commands.add_parser(name)
         for place, text in places.items():
             one.add_argument(place, help=text)
         one.set_defaults(run=run)
         return one
 
-    add("list", _list, folder="a folder or URL of checkpoints").add_argument("--json", action="store_true")
+    add("list", _list, folder="a folder or URL of checkpoints").add_argument(
+        "--json", action="store_true"
+    )
     verify = add("verify", _verify, folder="a checkpoint, or a folder of them")
-    verify.add_argument("--all", action="store_true", help="verify every checkpoint in the folder, not only the newest")
-    show = add("show", _show, folder="a checkpoint, or a folder of them (the newest is shown)")
+    verify.add_argument(
+        "--all",
+        action="store_true",
+        help="verify every checkpoint in the folder, not only the newest",
+    )
+    show = add(
+        "show", _show, folder="a checkpoint, or a folder of them (the newest is shown)"
+    )
     show.add_argument("--json", action="store_true")
-    show.add_argument("--tensors", action="store_true", help="also list every tensor with its type and shape")
-    diff = add("diff", _diff, first="a checkpoint or exported model", second="another one")
-    diff.add_argument("--component", default="model", help="model, optimizer, ... (default: model)")
-    merge = add("merge", _merge, folder="a checkpoint", output="the folder for the model")
-    merge.add_argument("--component", default="model", help="which model (default: model)")
+    show.add_argument(
+        "--tensors",
+        action="store_true",
+        help="also list every tensor with its type and shape",
+    )
+    diff = add(
+        "diff", _diff, first="a checkpoint or exported model", second="another one"
+    )
+    diff.add_argument(
+        "--component", default="model", help="model, optimizer, ... (default: model)"
+    )
+    merge = add(
+        "merge", _merge, folder="a checkpoint", output="the folder for the model"
+    )
+    merge.add_argument(
+        "--component", default="model", help="which model (default: model)"
+    )
     merge.add_argument("--max_shard_size", "--max-shard-size", default="10GB")
-    merge.add_argument("--unsafe_serialization", "--unsafe-serialization", action="store_true", help="write .bin files")
-    convert = add("convert", _convert, source="a folder that another tool saved", output="the new checkpoint")
+    merge.add_argument(
+        "--unsafe_serialization",
+        "--unsafe-serialization",
+        action="store_true",
+        help="write .bin files",
+    )
+    convert = add(
+        "convert",
+        _convert,
+        source="a folder that another tool saved",
+        output="the new checkpoint",
+    )
     convert.add_argument(
-        "--allow_pickle", "--allow-pickle", action="store_true", help="allow pickle; use only for files you trust"
+        "--allow_pickle",
+        "--allow-pickle",
+        action="store_true",
+        help="allow pickle; use only for files you trust",
     )
     for one in (merge, convert):
-        one.add_argument("--overwrite", action="store_true", help="replace the content of the output folder")
+        one.add_argument(
+            "--overwrite",
+            action="store_true",
+            help="replace the content of the output folder",
+        )
     return parser
 
 
 def _tools() -> Any:  # Any: a module
-    return import_module("hasten.extensions.checkpoint_tools.inspect")  # loads torch, which --help does not need
+    # loads torch, which --help does not need
+    return import_module("hasten.extensions.checkpoint_tools.inspect")
 
 
 def _list(given: argparse.Namespace) -> int:
-    rows, leftovers = _tools().list_checkpoints(given.folder), _tools().leftovers(given.folder)
+    rows, leftovers = (
+        _tools().list_checkpoints(given.folder),
+        _tools().leftovers(given.folder),
+    )
     if given.json:
-        keys = ("name", "complete", "step", "world_size", "num_bytes", "created_s", "metrics", "problem")
-        _write(json.dumps([{key: getattr(row, key) for key in keys} for row in rows], indent=2))
+        keys = (
+            "name",
+            "complete",
+            "step",
+            "world_size",
+            "num_bytes",
+            "created_s",
+            "metrics",
+            "problem",
+        )
+        _write(
+            json.dumps(
+                [{key: getattr(row, key) for key in keys} for row in rows], indent=2
+            )
+        )
         return 0
     for path in leftovers:
         _write(
@@ -86,10 +149,20 @@ def _list(given: argparse.Namespace) -> int:
         return 1
     _write(f"{'name':<24} {'step':>9} {'ranks':>5} {'size':>10}  {'saved':<17} state")
     for row in rows:
-        saved = dt.datetime.fromtimestamp(row.created_s).strftime("%Y-%m-%d %H:%M") if row.created_s else "-"
+        saved = (
+            dt.datetime.fromtimestamp(row.created_s).strftime("%Y-%m-%d %H:%M")
+            if row.created_s
+            else "-"
+        )
         state = "complete" if row.complete else f"INCOMPLETE: {row.problem}"
-        metrics = " ".join(f"{key}={value:g}" for key, value in (row.metrics or {}).items() if value is not None)
-        step, ranks = ("-" if value is None else value for value in (row.step, row.world_size))
+        metrics = " ".join(
+            f"{key}={value:g}"
+            for key, value in (row.metrics or {}).items()
+            if value is not None
+        )
+        step, ranks = (
+            "-" if value is None else value for value in (row.step, row.world_size)
+        )
         _write(
             f"{row.name:<24} {step:>9} {ranks:>5} {_size(row.num_bytes):>10}  {saved:<17} {state} {metrics}".rstrip()
         )
@@ -98,7 +171,9 @@ def _list(given: argparse.Namespace) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     inspect = _tools()
-    wanted = (inspect.everything(given.folder) if given.all else []) or [inspect.find(given.folder)]
+    wanted = (inspect.everything(given.folder) if given.all else []) or [
+        inspect.find(given.folder)
+    ]
     bad = 0
     for store, name in wanted:
         with _bar(f"verifying {name}", inspect.row(store, name).num_bytes) as advance:
@@ -122,7 +197,9 @@ def _show(given: argparse.Namespace) -> int:
     _write(
         f"{about['where']}/{about['name']}: step {about['step']}, {_size(about['num_bytes'])} in {about['num_files']} files"
     )
-    processes = "1 process" if about["world_size"] == 1 else f"{about['world_size']} processes"
+    processes = (
+        "1 process" if about["world_size"] == 1 else f"{about['world_size']} processes"
+    )
     _write(f"saved by {processes}, mesh {about['mesh']}, versions {about['versions']}")
     for key in ("metrics", "notes"):
         if about[key]:
@@ -132,7 +209,9 @@ def _show(given: argparse.Namespace) -> int:
         what = component["kind"]
         if what == "loader":
             what = f"prepared loader {name.partition('_')[2] or 0}"
-        _write(f"  {name} ({what}{whose}): {component['num_tensors']} tensors in {len(component['files'])} files")
+        _write(
+            f"  {name} ({what}{whose}): {component['num_tensors']} tensors in {len(component['files'])} files"
+        )
         for key, text in component.get("tensors", {}).items():
             _write(f"    {key}: {text}")
     return 0
@@ -163,7 +242,9 @@ def _merge(given: argparse.Namespace) -> int:
 
 def _convert(given: argparse.Namespace) -> int:
     with _bar(f"converting {given.source}", None):
-        notes = _tools().convert(given.source, given.output, given.allow_pickle, given.overwrite)
+        notes = _tools().convert(
+            given.source, given.output, given.allow_pickle, given.overwrite
+        )
     for note in notes:
         _write(f"note: {note}")
     _write(f"wrote {given.output}")
@@ -180,7 +261,9 @@ def _bar(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(
+        *columns, transient=True, disable=not sys.stderr.isatty()
+    ) as progress:
         task = progress.add_task(text, total=total)
         yield lambda amount: progress.advance(task, amount)
 
@@ -196,5 +279,8 @@ def _size(num_bytes: int) -> str:
 
 def _write(line: str) -> None:
     """Print a line; control characters in names from the checkpoint are escaped."""
-    shown = "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in line)
+    shown = "".join(
+        char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}"
+        for char in line
+    )
     sys.stdout.write(shown + "\n")

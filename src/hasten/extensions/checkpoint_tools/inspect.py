@@ -16,15 +16,35 @@ from hasten.checkpoint.export import is_checkpoint, read_model, save_model
 from hasten.checkpoint.format.formats import load_torch
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hasten.checkpoint.format.packing import pack
-from hasten.checkpoint.reader import Checkpoint, Progress, open_checkpoint, read_one_version, verify_files
+from hasten.checkpoint.reader import (
+    Checkpoint,
+    Progress,
+    open_checkpoint,
+    read_one_version,
+    verify_files,
+)
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.save import save_tree
 from hasten.checkpoint.store.drafts import hidden_entries
-from hasten.checkpoint.store.locate import check_local, is_url, locate, newest, open_store
+from hasten.checkpoint.store.locate import (
+    check_local,
+    is_url,
+    locate,
+    newest,
+    open_store,
+)
 from hasten.checkpoint.store.occupied import FOREIGN, holding, listed
 from hasten.comm.local import LocalComm
-from hasten.errors import CheckpointError, CheckpointReplacedError, ConfigError, IncompleteCheckpointError
-from hasten.extensions.checkpoint_tools.torch_folder import is_torch_folder, whole_tensors
+from hasten.errors import (
+    CheckpointError,
+    CheckpointReplacedError,
+    ConfigError,
+    IncompleteCheckpointError,
+)
+from hasten.extensions.checkpoint_tools.torch_folder import (
+    is_torch_folder,
+    whole_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +116,9 @@ def find(place: str) -> tuple[CheckpointStore, str]:
     )
 
 
-def verify(store: CheckpointStore, name: str, progress: Progress | None = None) -> list[str]:
+def verify(
+    store: CheckpointStore, name: str, progress: Progress | None = None
+) -> list[str]:
     """Return the problems of a checkpoint, one line each; checks the sizes, checksums and structure of every file."""
     return read_one_version(lambda: _verify(store, name, progress))
 
@@ -108,14 +130,18 @@ def _verify(store: CheckpointStore, name: str, progress: Progress | None) -> lis
         return [str(error)]
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
         manifest = checkpoint.manifest
-        problems = verify_files(checkpoint.folder, manifest.files, manifest.chunk_bytes, progress)
+        problems = verify_files(
+            checkpoint.folder, manifest.files, manifest.chunk_bytes, progress
+        )
         if problems:
             checkpoint.check_current()
             return problems
         for component, record in manifest.components.items():
             for rank in manifest.ranks if record.per_rank else (None,):
                 try:
-                    for key, pieces in checkpoint.component(component, rank).pieces.items():
+                    for key, pieces in checkpoint.component(
+                        component, rank
+                    ).pieces.items():
                         whole(pieces, key) if not record.per_rank else None
                 except CheckpointReplacedError:
                     raise
@@ -129,10 +155,13 @@ def describe(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON 
     return read_one_version(lambda: _describe_version(store, name))
 
 
-def _describe_version(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON to print
+# Any: JSON to print
+def _describe_version(store: CheckpointStore, name: str) -> dict[str, Any]:
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
         manifest = checkpoint.manifest
-        components = {key: _describe(checkpoint, manifest, key) for key in manifest.components}
+        components = {
+            key: _describe(checkpoint, manifest, key) for key in manifest.components
+        }
     return {
         "name": name,
         "where": store.address,
@@ -158,7 +187,10 @@ def _describe(checkpoint: Checkpoint, manifest: Manifest, name: str) -> dict[str
         "per_rank": record.per_rank,
         "files": [file.name for file in manifest.files_of(name)],
         "num_tensors": len(tensors),
-        "tensors": {key: f"{str(p.data.dtype).removeprefix('torch.')}{list(p.shape)}" for key, p in tensors.items()},
+        "tensors": {
+            key: f"{str(p.data.dtype).removeprefix('torch.')}{list(p.shape)}"
+            for key, p in tensors.items()
+        },
         "aliases": found.aliases,
     }
 
@@ -175,12 +207,22 @@ class TensorDifference:
 def diff(first: str, second: str, component: str = "model") -> list[TensorDifference]:
     """Return the tensors of a component that differ between two checkpoints or exported models; empty when equal."""
     a, b = tensors_of(first, component), tensors_of(second, component)
-    found = [TensorDifference(name, "only in the first") for name in sorted(a.keys() - b.keys())]
-    found += [TensorDifference(name, "only in the second") for name in sorted(b.keys() - a.keys())]
+    found = [
+        TensorDifference(name, "only in the first")
+        for name in sorted(a.keys() - b.keys())
+    ]
+    found += [
+        TensorDifference(name, "only in the second")
+        for name in sorted(b.keys() - a.keys())
+    ]
     for name in sorted(a.keys() & b.keys()):
         x, y = a[name], b[name]
         if x.shape != y.shape or x.dtype != y.dtype:
-            found.append(TensorDifference(name, f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"))
+            found.append(
+                TensorDifference(
+                    name, f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
+                )
+            )
         elif not torch.equal(x, y):
             found.append(TensorDifference(name, "values differ", _largest(x, y)))
     return found
@@ -206,13 +248,17 @@ def _tensors_of_version(place: str, component: str) -> dict[str, Tensor]:
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
         found = checkpoint.component(component, _first_rank(checkpoint, component))
         keep = is_url(store.address)  # downloaded files are gone after the block
-        tensors = {key: _kept(whole(pieces, key), keep) for key, pieces in found.pieces.items()}
+        tensors = {
+            key: _kept(whole(pieces, key), keep) for key, pieces in found.pieces.items()
+        }
     return tensors | {alias: tensors[key] for alias, key in found.aliases.items()}
 
 
 def _first_rank(checkpoint: Checkpoint, component: str) -> int | None:
     record = checkpoint.manifest.components.get(component)
-    return checkpoint.manifest.ranks[0] if record is not None and record.per_rank else None
+    return (
+        checkpoint.manifest.ranks[0] if record is not None and record.per_rank else None
+    )
 
 
 def _kept(tensor: Tensor, copy: bool) -> Tensor:
@@ -236,9 +282,14 @@ def merge(
     if is_torch_folder(Path(place)):
         replaces = _names_to_replace(target, [Path(place)], overwrite)
         weights = _unprefixed(whole_tensors(Path(place)))
-        return save_model(weights, target, max_shard_size, safe_serialization, replaces=replaces)
+        return save_model(
+            weights, target, max_shard_size, safe_serialization, replaces=replaces
+        )
     store, name = find(place)
-    kinds = {key: record.kind for key, record in _verified_manifest(store, name).components.items()}
+    kinds = {
+        key: record.kind
+        for key, record in _verified_manifest(store, name).components.items()
+    }
     if kinds.get(component) != "model":
         models = sorted(key for key, kind in kinds.items() if kind == "model")
         raise CheckpointError(
@@ -246,10 +297,18 @@ def merge(
         )
     sources = [] if store.remote else [Path(store.address) / name]
     replaces = _names_to_replace(target, sources, overwrite)
-    return save_model(tensors_of(place, component), target, max_shard_size, safe_serialization, replaces=replaces)
+    return save_model(
+        tensors_of(place, component),
+        target,
+        max_shard_size,
+        safe_serialization,
+        replaces=replaces,
+    )
 
 
-def _names_to_replace(target: Path, sources: Sequence[Path], overwrite: bool) -> tuple[str, ...]:
+def _names_to_replace(
+    target: Path, sources: Sequence[Path], overwrite: bool
+) -> tuple[str, ...]:
     """Return the files of a target folder that a command replaces: none if it is empty.
 
     Raises: ConfigError when the target is also a source; CheckpointError when it is not empty and `overwrite` is False.
@@ -285,7 +344,12 @@ def _unprefixed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
-def convert(source: str | Path, target: str | Path, allow_pickle: bool = False, overwrite: bool = False) -> list[str]:
+def convert(
+    source: str | Path,
+    target: str | Path,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+) -> list[str]:
     """Convert a folder of Hugging Face Accelerate (or of plain torch files) to a checkpoint of hasten; return remarks.
 
     Model, optimizers, schedulers, scaler and registered objects are converted; random states are not, since other
@@ -294,7 +358,9 @@ def convert(source: str | Path, target: str | Path, allow_pickle: bool = False, 
     """
     folder = Path(source)
     if not folder.is_dir():
-        raise IncompleteCheckpointError(f"{source} is not a folder. Give the folder that another tool saved.")
+        raise IncompleteCheckpointError(
+            f"{source} is not a folder. Give the folder that another tool saved."
+        )
     if listed(folder):
         raise CheckpointError(
             f"{source} is a checkpoint of hasten already, and converting it would drop its loaders, counters, random states and registered "
@@ -313,7 +379,11 @@ def convert(source: str | Path, target: str | Path, allow_pickle: bool = False, 
 
 
 def _convert(
-    folder: Path, store: CheckpointStore, name: str, replaces: tuple[str, ...], allow_pickle: bool
+    folder: Path,
+    store: CheckpointStore,
+    name: str,
+    replaces: tuple[str, ...],
+    allow_pickle: bool,
 ) -> list[str]:
     components: dict[str, Component] = {}
     for key, state in _models(folder, allow_pickle).items():
@@ -322,13 +392,17 @@ def _convert(
     for path in sorted(folder.iterdir()):
         if FOREIGN.fullmatch(path.name):
             components[path.stem] = _component(path, allow_pickle)
-        elif path.suffix in (".pkl", ".bin", ".pt") and not path.name.startswith(("pytorch_model", "random_states")):
+        elif path.suffix in (".pkl", ".bin", ".pt") and not path.name.startswith(
+            ("pytorch_model", "random_states")
+        ):
             notes.append(f"{path.name} was left out: it is not known what it holds")
     if not components:
         raise IncompleteCheckpointError(
             f"{folder} holds nothing that can be converted: no weights, no optimizer. Give the folder that another tool saved."
         )
-    notes.append("random states and data positions are not converted: the run continues with new random numbers")
+    notes.append(
+        "random states and data positions are not converted: the run continues with new random numbers"
+    )
     header = Manifest(notes={"converted_from": folder.name, "partial": True})
     save_tree(store, name, StateTree(components), header, LocalComm(), replaces)
     return notes
@@ -336,16 +410,28 @@ def _convert(
 
 def _models(folder: Path, allow_pickle: bool) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
-    with suppress(IncompleteCheckpointError):  # the folder may hold only an optimizer, or numbered models
+    # the folder may hold only an optimizer, or numbered models
+    with suppress(IncompleteCheckpointError):
         found["model"] = read_model(folder, allow_pickle)
-    for path in sorted((*folder.glob("model_[0-9]*.safetensors"), *folder.glob("pytorch_model_[0-9]*.bin"))):
+    for path in sorted(
+        (
+            *folder.glob("model_[0-9]*.safetensors"),
+            *folder.glob("pytorch_model_[0-9]*.bin"),
+        )
+    ):
         found[path.stem.removeprefix("pytorch_")] = read_model(path, allow_pickle)
     return found
 
 
 def _component(path: Path, allow_pickle: bool) -> Component:
-    kind = "object" if path.name.startswith("custom") else path.stem.rstrip("_0123456789")
+    kind = (
+        "object" if path.name.startswith("custom") else path.stem.rstrip("_0123456789")
+    )
     value = load_torch(path, allow_pickle)
     data, tensors = pack(value)
-    plain = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    plain = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor)
+    }
     return Component(plain, data, kind, "safetensors" if kind == "object" else "torch")

@@ -23,7 +23,9 @@ from hasten.state.run_state import load_packed, numbered_name
 _SHOWN: Final = 200
 
 
-def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> FoundSample:
+def look(
+    place: str, rank: int, batch: int, epoch: int | None, loader: int
+) -> FoundSample:
     """Return a batch that this rank of the saved run read.
 
     Raises: CheckpointError when there is no such checkpoint; DataError when there is no such loader, rank or batch.
@@ -33,14 +35,20 @@ def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> F
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
         manifest = checkpoint.manifest
         if component not in manifest.components:
-            count = sum(one.partition("_")[0] == "loader" for one in manifest.components)
-            raise DataError(f"{name} has {count} loaders, numbered from 0, and none has number {loader}.")
+            count = sum(
+                one.partition("_")[0] == "loader" for one in manifest.components
+            )
+            raise DataError(
+                f"{name} has {count} loaders, numbered from 0, and none has number {loader}."
+            )
         if rank >= manifest.world_size:
             raise DataError(
                 f"{name} was saved by ranks 0 to {manifest.world_size - 1}, and rank {rank} is not among them."
             )
         state = load_packed(checkpoint, component, rank)
-        mesh = MeshSpec(**{Axis(axis).value: size for axis, size in manifest.mesh.items()})
+        mesh = MeshSpec(
+            **{Axis(axis).value: size for axis, size in manifest.mesh.items()}
+        )
     return lookup.find(state, mesh.index(rank, *BATCH), batch, epoch)
 
 
@@ -49,13 +57,23 @@ def fetch(factory: str, found: FoundSample) -> list[Any]:  # Any: the user's sam
 
     Raises: ConfigError when there is no such function.
     """
-    dataset: Any = find_named(factory, "give --dataset module:function with the module in the current folder")()
+    dataset: Any = find_named(
+        factory, "give --dataset module:function with the module in the current folder"
+    )()
     return [dataset[index] for index in found.samples]
 
 
-def as_json(found: FoundSample, samples: list[Any] | None) -> dict[str, Any]:  # Any: JSON values
+# Any: JSON values
+def as_json(found: FoundSample, samples: list[Any] | None) -> dict[str, Any]:
     """Return the batch as JSON values; samples as text."""
-    return {**asdict(found), **({} if samples is None else {"shown": [list(describe(one)) for one in samples]})}
+    return {
+        **asdict(found),
+        **(
+            {}
+            if samples is None
+            else {"shown": [list(describe(one)) for one in samples]}
+        ),
+    }
 
 
 def in_words(found: FoundSample, rank: int, samples: list[Any] | None) -> Iterator[str]:
@@ -80,7 +98,9 @@ def describe(sample: Any, name: str = "") -> Iterator[str]:
     elif isinstance(sample, Mapping):
         for key, value in sample.items():
             yield from describe(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(sample, list | tuple) and any(isinstance(one, Tensor | Mapping) for one in sample):
+    elif isinstance(sample, list | tuple) and any(
+        isinstance(one, Tensor | Mapping) for one in sample
+    ):
         for number, value in enumerate(sample):
             yield from describe(value, f"{name}[{number}]")
     elif isinstance(sample, np.ndarray) and sample.ndim and sample.dtype.kind in "fiub":
@@ -100,10 +120,17 @@ def _tensor(value: Tensor) -> str:
         return kind
     numbers = value.double()
     fine = numbers[torch.isfinite(numbers)]
-    spread = f"from {fine.min():g} to {fine.max():g}, mean {fine.mean():g}" if fine.numel() else "nothing finite"
+    spread = (
+        f"from {fine.min():g} to {fine.max():g}, mean {fine.mean():g}"
+        if fine.numel()
+        else "nothing finite"
+    )
     bad = [
         f"{count} {word}"
-        for word, count in (("nan", int(numbers.isnan().sum())), ("inf", int(numbers.isinf().sum())))
+        for word, count in (
+            ("nan", int(numbers.isnan().sum())),
+            ("inf", int(numbers.isinf().sum())),
+        )
         if count
     ]
     return ", ".join([f"{kind} {spread}", *bad])

@@ -30,8 +30,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from hasten.checkpoint.format.formats import checked_shape
-from hasten.checkpoint.format.manifest import FORGED, MAX_TABLE_BYTES, inside, open_outside, size_of
-from hasten.errors import CheckpointError, CorruptCheckpointError, HastenError, UnsafeCheckpointError
+from hasten.checkpoint.format.manifest import (
+    FORGED,
+    MAX_TABLE_BYTES,
+    inside,
+    open_outside,
+    size_of,
+)
+from hasten.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    HastenError,
+    UnsafeCheckpointError,
+)
 
 # Any in this file: pickled values, and arguments of torch's methods.
 _RECORDS: Final = (
@@ -58,7 +69,9 @@ class _Table(pickle.Unpickler):
         self._place = place
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_dtype = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype
+        )
         if not is_dtype and (module, name) not in _ALLOWED:
             raise UnsafeCheckpointError(
                 f"{self._place} asks for {module}.{name}, which could run code; it was not read. Only use folders that "
@@ -119,7 +132,9 @@ def check_table(table: Any, folder: Path) -> None:
             raise ValueError(f"{name} is in no file")
 
 
-def _check_tensor(name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> None:
+def _check_tensor(
+    name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
+) -> None:
     _expect(entry.properties, TensorProperties, f"the properties of {name}")
     _expect(entry.properties.dtype, torch.dtype, f"the dtype of {name}")
     _expect(entry.chunks, list, f"the chunks of {name}")
@@ -128,15 +143,25 @@ def _check_tensor(name: str, entry: TensorStorageMetadata, places: Mapping[Metad
         _expect(chunk, ChunkStorageMetadata, f"a chunk of {name}")
         offset, extent = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
         fits = len(offset) == len(extent) == len(shape)
-        if not fits or any(a + n > total for a, n, total in zip(offset, extent, shape, strict=True)):
-            raise ValueError(f"a chunk of {list(extent)} at {list(offset)} does not fit into {name} of {list(shape)}")
+        if not fits or any(
+            a + n > total for a, n, total in zip(offset, extent, shape, strict=True)
+        ):
+            raise ValueError(
+                f"a chunk of {list(extent)} at {list(offset)} does not fit into {name} of {list(shape)}"
+            )
         place = places[MetadataIndex(name, offset)]
         num_bytes = math.prod(extent) * entry.properties.dtype.itemsize
-        if num_bytes > place.length and not getattr(place, "transform_descriptors", None):
-            raise ValueError(f"{name} claims {num_bytes} bytes in {place.length} bytes of {place.relative_path}")
+        if num_bytes > place.length and not getattr(
+            place, "transform_descriptors", None
+        ):
+            raise ValueError(
+                f"{name} claims {num_bytes} bytes in {place.length} bytes of {place.relative_path}"
+            )
         filled += math.prod(extent)
     if filled != math.prod(shape):
-        raise ValueError(f"the chunks of {name} hold {filled} of its {math.prod(shape)} numbers")
+        raise ValueError(
+            f"the chunks of {name} hold {filled} of its {math.prod(shape)} numbers"
+        )
 
 
 def _expect(value: Any, kind: Any, what: str) -> None:
@@ -168,9 +193,16 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     """Return every tensor of a folder by name, unsharded. Ranks: any one process."""
     reader = PlainReader(folder)
     table = reader.read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in table.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = {
+        name: entry
+        for name, entry in table.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     try:
-        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
+        state = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in tensors.items()
+        }
     except (RuntimeError, MemoryError) as error:
         raise CheckpointError(
             f"{folder}: its {len(tensors)} tensors do not fit into the memory of this machine ({error}). Nothing was loaded. Merge it on a "
@@ -188,14 +220,26 @@ def fill(state: Mapping[str, Any], folder: Path) -> None:
 def _load(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
-            dcp.load(dict(state), storage_reader=reader, planner=PlainPlanner(), no_dist=no_dist)
-    except CheckpointException as error:  # torch's error, with the exceptions raised on each rank
+            # a single process is intended
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(
+                dict(state),
+                storage_reader=reader,
+                planner=PlainPlanner(),
+                no_dist=no_dist,
+            )
+    # torch's error, with the exceptions raised on each rank
+    except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        typed = next((cause for cause in causes.values() if isinstance(cause, HastenError)), None)
+        typed = next(
+            (cause for cause in causes.values() if isinstance(cause, HastenError)), None
+        )
         if typed is not None:
             raise typed from error
-        listed = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+        listed = "; ".join(
+            f"rank {rank}: {type(cause).__name__}: {cause}"
+            for rank, cause in causes.items()
+        )
         raise CorruptCheckpointError(
             f"{reader.path}: the files do not hold what their table says ({listed}). The tensors may be filled in part; use another "
             "copy of the folder."

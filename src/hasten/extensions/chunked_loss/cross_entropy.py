@@ -34,7 +34,9 @@ class LogitsChange(NamedTuple):
 
     def scaled(self, factor: float) -> LogitsChange:
         """Return this change followed by a multiplication."""
-        return LogitsChange(before=self.before, capped=self.capped, after=self.after * factor)
+        return LogitsChange(
+            before=self.before, capped=self.capped, after=self.after * factor
+        )
 
     def tanh(self) -> LogitsChange | None:
         """Return this change followed by a hyperbolic tangent; None after an earlier one."""
@@ -112,7 +114,13 @@ def _without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _chunk_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: _LossSettings) -> _Chunk:
+def _chunk_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    how: _LossSettings,
+) -> _Chunk:
     """Compute the losses of a chunk of tokens. Ranks: those that share the vocabulary."""
     logits = F.linear(hidden.to(how.compute), weight, bias)
     logits = how.change.apply_(logits.to(how.sums))
@@ -122,7 +130,9 @@ def _chunk_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=how.group)
     local, is_own = _locate_targets(target, weight.shape[0], how)
     target_logits = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-    target_logits = target_logits if is_own is None else target_logits.masked_fill(~is_own, 0)
+    target_logits = (
+        target_logits if is_own is None else target_logits.masked_fill(~is_own, 0)
+    )
     logit_sums = logits.sum(-1) if how.smoothing else torch.zeros_like(target_logits)
     shares = logits.sub_(largest.unsqueeze(-1)).exp_()
     sums = torch.stack([shares.sum(-1), target_logits, logit_sums])
@@ -134,7 +144,9 @@ def _chunk_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     return _Chunk(losses, shares, sums[0], local, is_own, changed)
 
 
-def _locate_targets(target: Tensor, number: int, how: _LossSettings) -> tuple[Tensor, Tensor | None]:
+def _locate_targets(
+    target: Tensor, number: int, how: _LossSettings
+) -> tuple[Tensor, Tensor | None]:
     """Return the targets as rows of this rank's weight, and which of them it holds; None if it holds all."""
     if how.group is None:
         return target, None
@@ -156,7 +168,9 @@ class _Gradients:
         self._how, self._wanted = settings, needs_gradient
         self.hidden = torch.empty_like(hidden) if needs_gradient[0] else None
         self.weight = (
-            torch.zeros(weight.shape, dtype=settings.sums, device=weight.device) if needs_gradient[1] else None
+            torch.zeros(weight.shape, dtype=settings.sums, device=weight.device)
+            if needs_gradient[1]
+            else None
         )
         self.bias = (
             torch.zeros(bias.shape, dtype=settings.sums, device=bias.device)
@@ -192,15 +206,25 @@ class _WeightedSum(torch.autograd.Function):
         settings: _LossSettings,
         needs_gradient: tuple[bool, ...],
     ) -> Tensor:
-        cast_weight, cast_bias = weight.to(settings.compute), None if bias is None else bias.to(settings.compute)
+        cast_weight, cast_bias = (
+            weight.to(settings.compute),
+            None if bias is None else bias.to(settings.compute),
+        )
         total = torch.zeros((), dtype=settings.sums, device=hidden.device)
         grads = _Gradients(hidden, weight, bias, needs_gradient, settings)
         with _without_autocast(hidden):
             for rows in settings.chunks(hidden.shape[0]):
-                chunk = _chunk_losses(hidden[rows], cast_weight, cast_bias, target[rows], settings)
+                chunk = _chunk_losses(
+                    hidden[rows], cast_weight, cast_bias, target[rows], settings
+                )
                 total += (chunk.losses * factors[rows]).sum()
                 if any(needs_gradient):
-                    grads.add(rows, chunk.gradient_(factors[rows], settings), hidden, cast_weight)
+                    grads.add(
+                        rows,
+                        chunk.gradient_(factors[rows], settings),
+                        hidden,
+                        cast_weight,
+                    )
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return total
@@ -230,26 +254,46 @@ class _TokenLosses(torch.autograd.Function):
         settings: _LossSettings,
         needs_gradient: tuple[bool, ...],
     ) -> Tensor:
-        cast_weight, cast_bias = weight.to(settings.compute), None if bias is None else bias.to(settings.compute)
+        cast_weight, cast_bias = (
+            weight.to(settings.compute),
+            None if bias is None else bias.to(settings.compute),
+        )
         with _without_autocast(hidden):
             ranges = settings.chunks(hidden.shape[0])
             loss_parts = [
-                _chunk_losses(hidden[rows], cast_weight, cast_bias, target[rows], settings).losses for rows in ranges
+                _chunk_losses(
+                    hidden[rows], cast_weight, cast_bias, target[rows], settings
+                ).losses
+                for rows in ranges
             ]
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.how, ctx.wanted = settings, needs_gradient
-        return torch.cat(loss_parts) if loss_parts else torch.zeros(0, dtype=settings.sums, device=hidden.device)
+        return (
+            torch.cat(loss_parts)
+            if loss_parts
+            else torch.zeros(0, dtype=settings.sums, device=hidden.device)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, bias, target = ctx.saved_tensors
         settings: _LossSettings = ctx.how
-        cast_weight, cast_bias = weight.to(settings.compute), None if bias is None else bias.to(settings.compute)
+        cast_weight, cast_bias = (
+            weight.to(settings.compute),
+            None if bias is None else bias.to(settings.compute),
+        )
         grads = _Gradients(hidden, weight, bias, ctx.wanted, settings)
         with _without_autocast(hidden):
             for rows in settings.chunks(hidden.shape[0]):
-                chunk = _chunk_losses(hidden[rows], cast_weight, cast_bias, target[rows], settings)
-                grads.add(rows, chunk.gradient_(grad[rows].to(settings.sums), settings), hidden, cast_weight)
+                chunk = _chunk_losses(
+                    hidden[rows], cast_weight, cast_bias, target[rows], settings
+                )
+                grads.add(
+                    rows,
+                    chunk.gradient_(grad[rows].to(settings.sums), settings),
+                    hidden,
+                    cast_weight,
+                )
         return (
             grads.hidden,
             None if grads.weight is None else grads.weight.to(weight.dtype),
@@ -310,7 +354,11 @@ class Head(NamedTuple):
 
 
 def summed_loss(
-    hidden: Tensor, head: Head, target: Tensor, options: LossOptions, token_weights: Tensor | None = None
+    hidden: Tensor,
+    head: Head,
+    target: Tensor,
+    options: LossOptions,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the cross entropy of hidden states `[tokens, width]`; a split head's gradient of `hidden` is this rank's part.
 
@@ -325,22 +373,39 @@ def summed_loss(
         head.weight.requires_grad,
         head.bias is not None and head.bias.requires_grad,
     )
-    needs_gradient = needs_gradient if torch.is_grad_enabled() else (False, False, False)
-    weighs_with_gradient = token_weights is not None and token_weights.requires_grad and torch.is_grad_enabled()
+    needs_gradient = (
+        needs_gradient if torch.is_grad_enabled() else (False, False, False)
+    )
+    weighs_with_gradient = (
+        token_weights is not None
+        and token_weights.requires_grad
+        and torch.is_grad_enabled()
+    )
     factors = is_counted.to(settings.sums)
-    if settings.group is not None:  # a class that no rank holds; a whole head's own look-up notices it
+    # a class that no rank holds; a whole head's own look-up notices it
+    if settings.group is not None:
         outside = is_counted & ((target < 0) | (target >= head.vocabulary))
         factors = factors.masked_fill(outside, torch.nan)
     if token_weights is not None:
         factors = factors * token_weights.to(settings.sums)
     if options.reduction == "none" or weighs_with_gradient:
-        losses: Tensor = _TokenLosses.apply(hidden, head.weight, head.bias, known_target, settings, needs_gradient)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        losses: Tensor = _TokenLosses.apply(
+            hidden, head.weight, head.bias, known_target, settings, needs_gradient
+        )  # type: ignore[no-untyped-call]  # torch leaves it untyped
         losses = losses.masked_fill(~is_counted, 0) * factors
         if options.reduction == "none":
             return losses
         total = losses.sum()
     else:
-        total = _WeightedSum.apply(hidden, head.weight, head.bias, known_target, factors, settings, needs_gradient)  # type: ignore[no-untyped-call]
+        total = _WeightedSum.apply(
+            hidden,
+            head.weight,
+            head.bias,
+            known_target,
+            factors,
+            settings,
+            needs_gradient,
+        )  # type: ignore[no-untyped-call]
     return total / factors.sum() if options.reduction == "mean" else total
 
 
@@ -351,7 +416,11 @@ def _choose_settings(hidden: Tensor, head: Head, options: LossOptions) -> _LossS
         # as many tokens as make the chunk's logits about as large as half of the weight's gradient, and at least 8 chunks
         rows = min(max(512, width // 2), max(_SMALLEST, -(-tokens // 8)))
     ranks = 1 if head.group is None else head.group.size()
-    first = 0 if head.group is None else min(head.group.rank() * -(-head.vocabulary // ranks), head.vocabulary)
+    first = (
+        0
+        if head.group is None
+        else min(head.group.rank() * -(-head.vocabulary // ranks), head.vocabulary)
+    )
     return _LossSettings(
         compute=head.compute,
         rows=rows,
@@ -377,7 +446,11 @@ def _check_present(head: Head) -> None:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer multiplies `x` here: autocast's, or its own."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
+    return (
+        torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+        else x.dtype
+    )
 
 
 class ChunkedCrossEntropyLoss(nn.Module):
@@ -425,7 +498,9 @@ class ChunkedCrossEntropyLoss(nn.Module):
         head, hidden = self._head(hidden, weight, bias)
         flat = None if token_weights is None else token_weights.flatten()
         try:
-            loss = summed_loss(hidden.flatten(0, -2), head, target.flatten(), self.options, flat)
+            loss = summed_loss(
+                hidden.flatten(0, -2), head, target.flatten(), self.options, flat
+            )
         except (RuntimeError, IndexError) as error:
             if "out of bounds" not in str(error):
                 raise
@@ -435,10 +510,14 @@ class ChunkedCrossEntropyLoss(nn.Module):
             ) from error
         return loss.view(target.shape) if self.options.reduction == "none" else loss
 
-    def _head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Head, Tensor]:
+    def _head(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Head, Tensor]:
         vocabulary = weight.shape[0]
         if isinstance(hidden, DTensor):
-            hidden = hidden.redistribute(placements=[Replicate()] * hidden.device_mesh.ndim).to_local()
+            hidden = hidden.redistribute(
+                placements=[Replicate()] * hidden.device_mesh.ndim
+            ).to_local()
         if not isinstance(weight, DTensor):
             return Head(weight, bias, None, vocabulary, compute_dtype(hidden)), hidden
         mesh = weight.device_mesh
@@ -464,11 +543,17 @@ class ChunkedCrossEntropyLoss(nn.Module):
             )
         if group.size() > 1 and hidden.requires_grad:
             hidden = _SumGradient.apply(hidden, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return Head(weight.to_local(), bias_part, group, vocabulary, compute_dtype(hidden)), hidden
+        return Head(
+            weight.to_local(), bias_part, group, vocabulary, compute_dtype(hidden)
+        ), hidden
 
 
 def _check_shapes(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, token_weights: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    token_weights: Tensor | None,
 ) -> None:
     problem = ""
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
@@ -476,7 +561,9 @@ def _check_shapes(
     elif target.shape != hidden.shape[:-1] or target.is_floating_point():
         problem = f"targets {list(target.shape)} of {target.dtype} are not class indices of hidden states {list(hidden.shape)}"
     elif bias is not None and bias.shape != weight.shape[:1]:
-        problem = f"a bias {list(bias.shape)} does not fit a weight {list(weight.shape)}"
+        problem = (
+            f"a bias {list(bias.shape)} does not fit a weight {list(weight.shape)}"
+        )
     elif token_weights is not None and token_weights.shape != target.shape:
         problem = f"token weights {list(token_weights.shape)} do not have the shape of the targets {list(target.shape)}"
     if problem:

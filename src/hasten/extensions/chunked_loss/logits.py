@@ -16,26 +16,48 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.errors import PrepareError, StepError
-from hasten.extensions.chunked_loss.cross_entropy import Head, LogitsChange, LossOptions, compute_dtype, summed_loss
+from hasten.extensions.chunked_loss.cross_entropy import (
+    Head,
+    LogitsChange,
+    LossOptions,
+    compute_dtype,
+    summed_loss,
+)
 from hasten.modules import forwarding
 from hasten.strategies.tensor.ops import gather
 
 log = logging.getLogger(__name__)
 
 # Any in this file: arguments of torch's functions, and models of other packages.
-_CASTS: Final = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type})
+_CASTS: Final = frozenset(
+    {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type}
+)
 _SAME: Final = frozenset({Tensor.contiguous, Tensor.clone})
-_SHAPES: Final = frozenset({Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten})
+_SHAPES: Final = frozenset(
+    {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
+)
 """Functions that may merge the dimensions before the vocabulary."""
 _PRODUCTS: Final = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
-_QUOTIENTS: Final = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tensor.true_divide})
+_QUOTIENTS: Final = frozenset(
+    {torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tensor.true_divide}
+)
 _SUMS: Final = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
 _TANH: Final = frozenset({torch.tanh, Tensor.tanh})
 _OF_SHAPE: Final = frozenset(
     {
-        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "_base")),
-        *(getattr(Tensor, name) for name in ("size", "numel", "nelement", "dim", "__len__")),
-        *(getattr(where, name) for where in (torch, Tensor) for name in ("is_floating_point", "is_complex")),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "ndim", "dtype", "_base")
+        ),
+        *(
+            getattr(Tensor, name)
+            for name in ("size", "numel", "nelement", "dim", "__len__")
+        ),
+        *(
+            getattr(where, name)
+            for where in (torch, Tensor)
+            for name in ("is_floating_point", "is_complex")
+        ),
     }
 )
 """Attributes and methods that need no values."""
@@ -43,7 +65,14 @@ _OF_HIDDEN: Final = frozenset(
     {
         *(
             getattr(Tensor, name).__get__
-            for name in ("requires_grad", "grad_fn", "is_leaf", "device", "layout", "is_cuda")
+            for name in (
+                "requires_grad",
+                "grad_fn",
+                "is_leaf",
+                "device",
+                "layout",
+                "is_cuda",
+            )
         ),
         *(getattr(Tensor, name) for name in ("register_hook", "get_device")),
     }
@@ -81,13 +110,24 @@ class LazyLogits(Tensor):
     made: Tensor | None
 
     @staticmethod
-    def of(hidden: Tensor, head: Head, source: LogitsSource, dtype: torch.dtype | None = None) -> LazyLogits:
+    def of(
+        hidden: Tensor,
+        head: Head,
+        source: LogitsSource,
+        dtype: torch.dtype | None = None,
+    ) -> LazyLogits:
         """Create the logits of a head."""
         shape = (*hidden.shape[:-1], head.vocabulary)
         with torch._C.DisableTorchFunctionSubclass():
             plain = torch.empty(shape, device="meta", dtype=dtype or head.compute)
             logits = plain.as_subclass(LazyLogits)
-        logits.plain, logits.hidden, logits.head, logits.source, logits.made = plain, hidden, head, source, None
+        logits.plain, logits.hidden, logits.head, logits.source, logits.made = (
+            plain,
+            hidden,
+            head,
+            source,
+            None,
+        )
         logits.version = _version(head.weight)
         return logits
 
@@ -108,12 +148,17 @@ class LazyLogits(Tensor):
         self._check()
         with torch.autocast(hidden.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.to(head.compute)
-            logits = F.linear(hidden.to(head.compute), head.weight.to(head.compute), bias)
+            logits = F.linear(
+                hidden.to(head.compute), head.weight.to(head.compute), bias
+            )
             return head.change.applied(self.source.finish(logits)).to(self.plain.dtype)
 
     def _check(self) -> None:
         """Raise if the weights are others than in the forward pass."""
-        freed = not torch.compiler.is_compiling() and self.head.weight.untyped_storage().size() == 0
+        freed = (
+            not torch.compiler.is_compiling()
+            and self.head.weight.untyped_storage().size() == 0
+        )
         if freed or self._outdated():
             raise StepError(
                 "these logits of a model with a chunked loss are computed when they are used, and the head's weights have been "
@@ -125,7 +170,10 @@ class LazyLogits(Tensor):
         return _version(self.head.weight) != self.version
 
     def _like(
-        self, hidden: Tensor | None = None, head: Head | None = None, dtype: torch.dtype | None = None
+        self,
+        hidden: Tensor | None = None,
+        head: Head | None = None,
+        dtype: torch.dtype | None = None,
     ) -> LazyLogits:
         logits = LazyLogits.of(
             self.hidden if hidden is None else hidden,
@@ -146,7 +194,11 @@ class LazyLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, LazyLogits) and getattr(first, "head", None) is not None and first.made is None:
+        if (
+            isinstance(first, LazyLogits)
+            and getattr(first, "head", None) is not None
+            and first.made is None
+        ):
             answer = first._answered(func, args, kwargs)
             if answer is not NotImplemented:
                 return answer
@@ -155,10 +207,15 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*_whole(args), **_whole(kwargs))
 
-    def _answered(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _answered(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Return the function's result as far as it needs no logits; NotImplemented otherwise."""
         if func is F.cross_entropy:
-            return self._cross_entropy(*args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
+            return self._cross_entropy(
+                *args[1:],
+                **{key: value for key, value in kwargs.items() if key != "input"},
+            )
         if func in _OF_SHAPE:
             return func(self.plain, *args[1:], **kwargs)
         if func in _OF_HIDDEN:
@@ -170,33 +227,56 @@ class LazyLogits(Tensor):
         if func in _SHAPES:
             shape = func(self.plain, *args[1:], **kwargs).shape
             if shape and shape[-1] == self.head.vocabulary:
-                return self._like(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+                return self._like(
+                    self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
+                )
             return NotImplemented
         if func is Tensor.__getitem__ and _leaves_last(args[1], self.plain.ndim):
             return self._like(self.hidden[args[1]])
         return self._changed(func, args, kwargs)
 
-    def _cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        dtypes_by_function = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
+    def _cast(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        dtypes_by_function = {
+            Tensor.float: torch.float32,
+            Tensor.half: torch.float16,
+            Tensor.bfloat16: torch.bfloat16,
+        }
         if func in dtypes_by_function:
             return self._like(dtype=dtypes_by_function[func])
         values = [*args, *kwargs.values()]
-        is_supported = all(isinstance(value, torch.dtype) or value == self.hidden.device for value in values)
-        dtype = next((value for value in values if isinstance(value, torch.dtype)), None)
+        is_supported = all(
+            isinstance(value, torch.dtype) or value == self.hidden.device
+            for value in values
+        )
+        dtype = next(
+            (value for value in values if isinstance(value, torch.dtype)), None
+        )
         if not is_supported or dtype == torch.float64:
             return NotImplemented
         return self._like(dtype=dtype)
 
-    def _changed(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _changed(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Return scaled or soft-capped logits, or logits with a bias added; NotImplemented for another function."""
         change = self.head.change
         if func in _TANH and len(args) == 1:
             capped = change.tanh()
-            return NotImplemented if capped is None else self._like(head=self.head._replace(change=capped))
+            return (
+                NotImplemented
+                if capped is None
+                else self._like(head=self.head._replace(change=capped))
+            )
         if len(args) != 2 or kwargs:
             return NotImplemented
         other = args[1]
-        if isinstance(other, (int, float)) and not isinstance(other, bool) and func in _PRODUCTS | _QUOTIENTS:
+        if (
+            isinstance(other, (int, float))
+            and not isinstance(other, bool)
+            and func in _PRODUCTS | _QUOTIENTS
+        ):
             factor = float(other) if func in _PRODUCTS else 1 / float(other)
             return self._like(head=self.head._replace(change=change.scaled(factor)))
         if func in _SUMS and self._is_bias(other):
@@ -207,7 +287,10 @@ class LazyLogits(Tensor):
         return NotImplemented
 
     def _is_bias(self, other: Any) -> bool:
-        fits = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.head.vocabulary
+        fits = (
+            isinstance(other, Tensor)
+            and other.numel() == other.shape[-1:].numel() == self.head.vocabulary
+        )
         return fits and self.head.group is None and self.head.change == LogitsChange()
 
     def _cross_entropy(
@@ -220,7 +303,12 @@ class LazyLogits(Tensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Any:
-        by_class = weight is not None or size_average is not None or reduce is not None or target.is_floating_point()
+        by_class = (
+            weight is not None
+            or size_average is not None
+            or reduce is not None
+            or target.is_floating_point()
+        )
         if by_class or self.hidden.ndim != 2 or target.ndim != 1:
             return NotImplemented
         if self._outdated():
@@ -231,7 +319,10 @@ class LazyLogits(Tensor):
             reduction=reduction,  # type: ignore[arg-type]  # any text; checked there
             chunk_tokens=self.source.chunk_tokens,
         )
-        if self.source.gather is not None and not self.head.weight.untyped_storage().size():
+        if (
+            self.source.gather is not None
+            and not self.head.weight.untyped_storage().size()
+        ):
             self.source.gather()
         return summed_loss(self.hidden, self.head, target, options)
 
@@ -241,7 +332,10 @@ def _leaves_last(index: Any, ndim: int) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     if any(part is None for part in parts):
         return False
-    used = sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts)
+    used = sum(
+        part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+        for part in parts
+    )
     if any(part is Ellipsis for part in parts):
         last = parts[-1]
         return isinstance(last, slice) and last == slice(None)
@@ -256,8 +350,17 @@ def _version(x: Tensor) -> int:
 def _is_in_place(func: Callable[..., Any]) -> bool:
     """Return whether a function changes its first argument."""
     name = getattr(func, "__name__", "")
-    augmented = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__", "__iter__")
-    return name == "__setitem__" or augmented or (name.endswith("_") and not name.endswith("__"))
+    augmented = name.startswith("__i") and name not in (
+        "__int__",
+        "__index__",
+        "__invert__",
+        "__iter__",
+    )
+    return (
+        name == "__setitem__"
+        or augmented
+        or (name.endswith("_") and not name.endswith("__"))
+    )
 
 
 def _whole(values: Any) -> Any:
@@ -279,18 +382,30 @@ class ChunkedHead(forwarding.LateHead):
 
     def __call__(self, x: Tensor) -> Tensor:
         # a split head's own forward makes its logits; without gradients the ranks of a sharded head need not meet again
-        if forwarding.find(self.module, "tensor") or (self.gathered_by is not None and not torch.is_grad_enabled()):
+        if forwarding.find(self.module, "tensor") or (
+            self.gathered_by is not None and not torch.is_grad_enabled()
+        ):
             made: Tensor = self.inner(x)
             return made
         assert isinstance(self.module, nn.Linear), "use_chunked_loss checked it"
         weight, bias = self.module.weight, self.module.bias
         head = Head(weight, bias, None, weight.shape[0], compute_dtype(x))
-        return LazyLogits.of(x, head, LogitsSource(self.chunk_tokens, gather=self.gather()))
-
-    def split_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-        head = Head(weight, bias, group, weight.shape[0] * group.size(), compute_dtype(x))
         return LazyLogits.of(
-            x, head, LogitsSource(self.chunk_tokens, partial(gather, dim=-1, group=group), self.gather())
+            x, head, LogitsSource(self.chunk_tokens, gather=self.gather())
+        )
+
+    def split_logits(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        head = Head(
+            weight, bias, group, weight.shape[0] * group.size(), compute_dtype(x)
+        )
+        return LazyLogits.of(
+            x,
+            head,
+            LogitsSource(
+                self.chunk_tokens, partial(gather, dim=-1, group=group), self.gather()
+            ),
         )
 
     def gather(self) -> Callable[[], object] | None:
@@ -299,7 +414,11 @@ class ChunkedHead(forwarding.LateHead):
         return None if owner is None else owner.unshard
 
 
-def use_chunked_loss(model: nn.Module, head: nn.Module | str | None = None, chunk_tokens: int | None = None) -> None:
+def use_chunked_loss(
+    model: nn.Module,
+    head: nn.Module | str | None = None,
+    chunk_tokens: int | None = None,
+) -> None:
     """Compute the model's cross entropy in chunks of tokens, so that the logits of a batch never exist at once.
 
     The model and its loss stay as they are: its head returns logits that `torch.nn.functional.cross_entropy` computes for
@@ -317,19 +436,35 @@ def use_chunked_loss(model: nn.Module, head: nn.Module | str | None = None, chun
         )
     forwarding.restore(layer, ChunkedHead.tag)
     forwarding.replace(layer, ChunkedHead(chunk_tokens))
-    log.info("chunked loss: logits of %s (%d classes) are computed for the loss in chunks", name, layer.out_features)
+    log.info(
+        "chunked loss: logits of %s (%d classes) are computed for the loss in chunks",
+        name,
+        layer.out_features,
+    )
 
 
 def _head_of(model: nn.Module, head: nn.Module | str | None) -> tuple[nn.Module, str]:
     if isinstance(head, str):
         return model.get_submodule(head), head
     if head is None:
-        inner: Any = getattr(model, "module", model)  # of a wrapper such as DistributedDataParallel
-        head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+        # of a wrapper such as DistributedDataParallel
+        inner: Any = getattr(model, "module", model)
+        head = (
+            inner.get_output_embeddings()
+            if hasattr(inner, "get_output_embeddings")
+            else None
+        )
     if head is None:
-        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linears = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        ]
         raise PrepareError(
             f"{type(model).__name__} does not say which layer computes its logits (it has no method get_output_embeddings), so nothing can be "
             f"computed in chunks. Name the layer with head=; its last linear layer is {(linears or ['none'])[-1]!r}."
         )
-    return head, next((name for name, module in model.named_modules() if module is head), type(head).__name__)
+    return head, next(
+        (name for name, module in model.named_modules() if module is head),
+        type(head).__name__,
+    )

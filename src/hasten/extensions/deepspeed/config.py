@@ -14,7 +14,9 @@ from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 # Any in this file: DeepSpeed's keys and values.
 
 
-def _check_nvme(config: dict[str, Any], part: str, stage: int, notes: list[str]) -> None:
+def _check_nvme(
+    config: dict[str, Any], part: str, stage: int, notes: list[str]
+) -> None:
     """Check offload to NVMe, and put each parameter into a separate sub-group.
 
     DeepSpeed 0.19 reads gradients into one buffer for all parameters of a sub-group. A read to an address that is not a multiple
@@ -112,7 +114,9 @@ class _Filling:
         options = self.section(section) if section else self.config
         if options.get(key, AUTO_VALUE) == AUTO_VALUE:
             if key in options:
-                self.notes.append(f"{section + '.' if section else ''}{key}: {value!r} ({reason})")
+                self.notes.append(
+                    f"{section + '.' if section else ''}{key}: {value!r} ({reason})"
+                )
             options[key] = value
 
 
@@ -145,7 +149,11 @@ def _copy_unshared(value: Any) -> Any:
     """Return a deep copy in which a mapping shared by two sections becomes two, so that each is filled separately."""
     if isinstance(value, Mapping):
         return {key: _copy_unshared(inner_value) for key, inner_value in value.items()}
-    return [_copy_unshared(inner_value) for inner_value in value] if isinstance(value, list) else value
+    return (
+        [_copy_unshared(inner_value) for inner_value in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
@@ -170,7 +178,8 @@ def stage_of(plugin: DeepSpeedPlugin) -> int:
     return _fill_zero(_Filling(_config_of(plugin)), plugin)
 
 
-def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  # Any: DeepSpeed's keys and values
+# Any: DeepSpeed's keys and values
+def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:
     """Return the sections of the configuration with which ZeRO-3 partitions a model while it is built.
 
     Raises: ConfigError as `translate` does, and for other stages.
@@ -185,9 +194,12 @@ def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  
     _fill_precision(filling, facts)
     _hidden_size(filling, facts)
     section_names = ("zero_optimization", "aio", *_HALF_PRECISIONS)
-    config = {name: filling.config[name] for name in section_names if name in filling.config}
+    config = {
+        name: filling.config[name] for name in section_names if name in filling.config
+    }
     zero = config["zero_optimization"]
-    zero["memory_efficient_linear"] = False  # torch's linear function stays until an engine computes
+    # torch's linear function stays until an engine computes
+    zero["memory_efficient_linear"] = False
     _refuse_autos(config)
     return {**config, "train_micro_batch_size_per_gpu": 1}
 
@@ -211,13 +223,21 @@ def _refuse_autos(config: dict[str, Any]) -> None:
 def _from_options(config: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
     zero: dict[str, Any] = {"stage": plugin.zero_stage}
     for part, device, folder in (
-        ("optimizer", plugin.offload_optimizer_device, plugin.offload_optimizer_nvme_path),
+        (
+            "optimizer",
+            plugin.offload_optimizer_device,
+            plugin.offload_optimizer_nvme_path,
+        ),
         ("param", plugin.offload_param_device, plugin.offload_param_nvme_path),
     ):
         if device != "none":
-            zero[f"offload_{part}"] = {"device": device} | ({} if folder is None else {"nvme_path": folder})
+            zero[f"offload_{part}"] = {"device": device} | (
+                {} if folder is None else {"nvme_path": folder}
+            )
     if plugin.zero_stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = plugin.zero3_save_16bit_model
+        zero["stage3_gather_16bit_weights_on_model_save"] = (
+            plugin.zero3_save_16bit_model
+        )
     config["zero_optimization"] = zero
 
 
@@ -225,10 +245,14 @@ def _fill_zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     zero = filling.section("zero_optimization")
     stage = zero.setdefault("stage", 0)
     if stage == AUTO_VALUE:
-        filling.fill("zero_optimization", "stage", plugin.zero_stage, "deepspeed.zero_stage")
+        filling.fill(
+            "zero_optimization", "stage", plugin.zero_stage, "deepspeed.zero_stage"
+        )
         stage = zero["stage"]
     if stage not in (0, 1, 2, 3):
-        raise ConfigError(f"zero_optimization.stage={stage!r} is not a ZeRO stage. Set 0, 1, 2 or 3.")
+        raise ConfigError(
+            f"zero_optimization.stage={stage!r} is not a ZeRO stage. Set 0, 1, 2 or 3."
+        )
     for kind in ("optimizer", "param"):
         device = _offload_device(zero, kind)
         if device == "nvme":
@@ -245,8 +269,12 @@ def _fill_zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
             "zero_optimization.overlap_comm: False (at stage 1 gradients are reduced when the loop's window ends)"
         )
     # The script chooses its optimizer, and DeepSpeed's CPU optimizers need a compiler at run time.
-    filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used")
-    filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used")
+    filling.fill(
+        "", "zero_allow_untested_optimizer", True, "the script's optimizer is used"
+    )
+    filling.fill(
+        "", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used"
+    )
     return int(stage)
 
 
@@ -271,7 +299,12 @@ def _fill_precision(filling: _Filling, facts: Facts) -> None:
             if name == mixed_precision:
                 filling.config[name] = {"enabled": True}
             continue
-        filling.fill(name, "enabled", name == mixed_precision, f"mixed_precision={mixed_precision!r}")
+        filling.fill(
+            name,
+            "enabled",
+            name == mixed_precision,
+            f"mixed_precision={mixed_precision!r}",
+        )
         enabled = filling.section(name)["enabled"]
         if bool(enabled) != (name == mixed_precision):
             raise ConfigError(
@@ -281,7 +314,11 @@ def _fill_precision(filling: _Filling, facts: Facts) -> None:
             )
     if mixed_precision == "fp16":
         scale = filling.section("fp16")
-        for key, value in (("loss_scale", 0), ("initial_scale_power", 16), ("loss_scale_window", 1000)):
+        for key, value in (
+            ("loss_scale", 0),
+            ("initial_scale_power", 16),
+            ("loss_scale_window", 1000),
+        ):
             if scale.get(key) == AUTO_VALUE:
                 filling.fill("fp16", key, value, "dynamic scale")
     if filling.config.get("torch_autocast", {}).get("enabled"):
@@ -294,7 +331,10 @@ def _fill_precision(filling: _Filling, facts: Facts) -> None:
 def _fill_batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
     """Fill the batch sizes; DeepSpeed's accumulation is off, because the loop's clock accumulates."""
     config, world = filling.config, facts.world_size
-    requested_steps = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO_VALUE)]
+    requested_steps = [
+        plugin.gradient_accumulation_steps,
+        config.get("gradient_accumulation_steps", AUTO_VALUE),
+    ]
     for steps in requested_steps:
         if steps not in (None, AUTO_VALUE, facts.accumulation):
             raise ConfigError(
@@ -313,7 +353,9 @@ def _fill_batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> N
                 f"train_batch_size={whole_batch} is not divisible by {facts.accumulation} accumulated micro-steps on {world} "
                 f"processes, so the micro-batch size is not an integer. Set a multiple of {facts.accumulation * world}."
             )
-        filling.notes.append(f"train_micro_batch_size_per_gpu: {micro_batch} (train_batch_size={whole_batch})")
+        filling.notes.append(
+            f"train_micro_batch_size_per_gpu: {micro_batch} (train_batch_size={whole_batch})"
+        )
     if micro_batch == AUTO_VALUE:
         micro_batch = facts.micro_batch or 1
         reason = (
@@ -321,7 +363,9 @@ def _fill_batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> N
             if facts.micro_batch
             else "no loader was prepared in the same call; no effect on training"
         )
-        filling.notes.append(f"train_micro_batch_size_per_gpu: {micro_batch} ({reason})")
+        filling.notes.append(
+            f"train_micro_batch_size_per_gpu: {micro_batch} ({reason})"
+        )
     if whole_batch not in (AUTO_VALUE, micro_batch * facts.accumulation * world):
         raise ConfigError(
             f"train_batch_size={whole_batch}, but {micro_batch} samples a micro-batch x {facts.accumulation} micro-steps x {world} processes "
@@ -369,9 +413,12 @@ def _optimizer(filling: _Filling, facts: Facts) -> None:
                     f'optimizer.params.{key} is "auto", but DummyOptim was not given {key}. Pass it to DummyOptim, or write the value.'
                 )
             params[key] = facts.optimizer[key]
-            filling.notes.append(f"optimizer.params.{key}: {params[key]!r} (DummyOptim)")
+            filling.notes.append(
+                f"optimizer.params.{key}: {params[key]!r} (DummyOptim)"
+            )
     if facts.on_cpu and section.get("type") in ("Adam", "AdamW"):
-        params.setdefault("torch_adam", True)  # DeepSpeed's fused Adam compiles at its first use
+        # DeepSpeed's fused Adam compiles at its first use
+        params.setdefault("torch_adam", True)
 
 
 def _scheduler(filling: _Filling, facts: Facts) -> None:
@@ -381,7 +428,13 @@ def _scheduler(filling: _Filling, facts: Facts) -> None:
     params = section.setdefault("params", {})
     given = {} if facts.scheduler is None else facts.scheduler
     rate = (filling.config.get("optimizer") or {}).get("params", {}).get("lr")
-    known = {"warmup_min_lr": 0, "warmup_max_lr": rate, "lr": rate, "cycle_max_lr": rate, **given}
+    known = {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": rate,
+        "lr": rate,
+        "cycle_max_lr": rate,
+        **given,
+    }
     for key, value in list(params.items()):
         if value == AUTO_VALUE:
             if known.get(key) is None:
@@ -390,7 +443,9 @@ def _scheduler(filling: _Filling, facts: Facts) -> None:
                     f"{key}=...), or write the value."
                 )
             params[key] = known[key]
-            filling.notes.append(f"scheduler.params.{key}: {params[key]!r} (DummyScheduler, or the optimizer's lr)")
+            filling.notes.append(
+                f"scheduler.params.{key}: {params[key]!r} (DummyScheduler, or the optimizer's lr)"
+            )
 
 
 def _hidden_size(filling: _Filling, facts: Facts) -> None:
@@ -401,13 +456,22 @@ def _hidden_size(filling: _Filling, facts: Facts) -> None:
             continue
         if size is None or key == "allgather_bucket_size":
             del place[key]
-            filling.notes.append(f"{section}.{key}: DeepSpeed's default (the model has no config.hidden_size)")
+            filling.notes.append(
+                f"{section}.{key}: DeepSpeed's default (the model has no config.hidden_size)"
+            )
         else:
-            value = {"reduce_bucket_size": size * size, "stage3_prefetch_bucket_size": int(0.9 * size * size)}
+            value = {
+                "reduce_bucket_size": size * size,
+                "stage3_prefetch_bucket_size": int(0.9 * size * size),
+            }
             filling.fill(section, key, value.get(key, 10 * size), f"hidden_size={size}")
 
 
 def _autos(value: Any, path: Sequence[str] = ()) -> list[str]:  # Any: nested settings
     if isinstance(value, Mapping):
-        return [found for key, item in value.items() for found in _autos(item, (*path, str(key)))]
+        return [
+            found
+            for key, item in value.items()
+            for found in _autos(item, (*path, str(key)))
+        ]
     return [".".join(path)] if value == AUTO_VALUE else []

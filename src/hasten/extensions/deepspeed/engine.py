@@ -35,7 +35,10 @@ VERSIONS: Final = ">=0.19,<0.20"
 """Versions that this adapter supports: gradients and shards have no public interface."""
 
 _SHARED_MEMORY: Final = "deepspeed_shm_comm"
-_ASK_LOCAL_RANK: Final = ("deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters")
+_ASK_LOCAL_RANK: Final = (
+    "deepspeed.runtime.zero.utils",
+    "deepspeed.runtime.zero.partition_parameters",
+)
 
 
 def package() -> Any:  # Any: DeepSpeed is untyped
@@ -43,10 +46,12 @@ def package() -> Any:  # Any: DeepSpeed is untyped
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from DeepSpeed's imports
         found = need("deepspeed", VERSIONS, "strategy='deepspeed'")
-        with env.restored():  # it compiles at import, which takes seconds and is only for the Muon optimizer
+        # it compiles at import, which takes seconds and is only for the Muon optimizer
+        with env.restored():
             env.put_default("TORCHDYNAMO_DISABLE", "1")
             need("deepspeed.runtime.zero.muon.muon_optimizer")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about optimizers that it has not tested
+    # it warns about optimizers that it has not tested
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return found
 
 
@@ -79,7 +84,11 @@ class Linear:
 
 
 def start(
-    model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
+    model: nn.Module,
+    optimizer: Optimizer,
+    made: EngineConfig,
+    plugin: DeepSpeedPlugin,
+    ctx: ProcessContext,
 ) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
     """Return an engine for the model and its optimizer, and the engine's linear function. Ranks: every rank."""
     deepspeed = join(ctx)
@@ -89,7 +98,8 @@ def start(
         groups = [{"params": group["params"]} for group in optimizer.param_groups]
         given = {"model_parameters": groups if len(groups) > 1 else groups[0]["params"]}
     with env.restored(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed still uses
+        # deprecations of torch that DeepSpeed still uses
+        warnings.simplefilter("ignore")
         for name, value in _launcher_variables(ctx).items():
             env.put_default(name, value)
         zero = made.config["zero_optimization"]
@@ -97,22 +107,29 @@ def start(
             deepspeed_nvme.load_library(zero)
             state = deepspeed_nvme.create_engine_folder(zero)
         with torchs_linear() as own, deepspeed_nvme.removed_on_error(state):
-            engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
+            engine, *_ = deepspeed.initialize(
+                model=model, config=made.config, dist_init_required=False, **given
+            )
     if state is not None:
         deepspeed_nvme.remove_with(engine, state)
-    engine._support_torch_style_backward = True  # stage 0 reduces at the window's end, so any backward works
-    return engine, Linear(own) if made.stage == 3 and made.config["zero_optimization"].get(
-        "memory_efficient_linear", True
-    ) else None
+    # stage 0 reduces at the window's end, so any backward works
+    engine._support_torch_style_backward = True
+    return engine, Linear(own) if made.stage == 3 and made.config[
+        "zero_optimization"
+    ].get("memory_efficient_linear", True) else None
 
 
 @contextmanager
 def torchs_linear() -> Iterator[Callable[..., Tensor]]:
     """Context manager that yields DeepSpeed's linear function and restores torch's at its end."""
-    deepspeed_linear: Callable[..., Tensor] = need("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    deepspeed_linear: Callable[..., Tensor] = need(
+        "deepspeed.runtime.zero.linear"
+    ).zero3_linear_wrap
     torch_linear = functional.linear
     if torch_linear is deepspeed_linear:  # a library has built a partitioned model
-        torch_linear = need("deepspeed.runtime.zero.partition_parameters").Init.linear_bk
+        torch_linear = need(
+            "deepspeed.runtime.zero.partition_parameters"
+        ).Init.linear_bk
     try:
         yield deepspeed_linear
     finally:
@@ -125,7 +142,8 @@ def _launcher_variables(ctx: ProcessContext) -> dict[str, str]:
         "LOCAL_RANK": str(topology.local_rank),
         "RANK": str(topology.rank),
         "WORLD_SIZE": str(topology.world_size),
-        "MASTER_ADDR": "127.0.0.1",  # the group exists already; DeepSpeed only checks that these are set
+        # the group exists already; DeepSpeed only checks that these are set
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
 
@@ -143,7 +161,9 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
         deepspeed.accelerator.set_accelerator(cpu_accelerator.CPU_Accelerator())
     # ZeRO-3 reads its local rank from the environment while it runs, where a process without a launcher has none.
     for name in _ASK_LOCAL_RANK:
-        need(name).os = SimpleNamespace(environ={"LOCAL_RANK": str(ctx.topology.local_rank)})
+        need(name).os = SimpleNamespace(
+            environ={"LOCAL_RANK": str(ctx.topology.local_rank)}
+        )
     comm_module = deepspeed.comm.comm
     if getattr(comm_module.cdb, "hasten_world", None) is not dist.group.WORLD:
         comm_module.cdb = None
@@ -152,13 +172,16 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
         with env.restored():
             for name, value in _launcher_variables(ctx).items():
                 env.put_default(name, value)
-            deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
+            deepspeed.init_distributed(
+                deepspeed.get_accelerator().communication_backend_name(), verbose=False
+            )
         comm_module.cdb.hasten_world = dist.group.WORLD
         for engine_name, name in (
             ("all_gather_function", "all_gather_single"),
             ("reduce_scatter_function", "reduce_scatter_single"),
         ):
-            if (torch_function := getattr(dist, name, None)) is not None:  # torch<2.13 has the old names only
+            # torch<2.13 has the old names only
+            if (torch_function := getattr(dist, name, None)) is not None:
                 setattr(comm_module.cdb, engine_name, torch_function)
     return deepspeed
 
@@ -171,7 +194,9 @@ def _reset_counters() -> None:
     counter[0] = 0
 
 
-def _mark_leaf_modules(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:
+def _mark_leaf_modules(
+    deepspeed: Any, model: nn.Module, names: tuple[str, ...]
+) -> None:
     """Mark the classes whose parameters ZeRO-3 gathers together."""
     if not names:
         return
@@ -203,7 +228,8 @@ def building(config: dict[str, Any], ctx: ProcessContext) -> Iterator[None]:
     """Context manager in which constructors and transformers build partitioned models. Ranks: every rank."""
     deepspeed = join(ctx)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed still uses
+        # deprecations of torch that DeepSpeed still uses
+        warnings.simplefilter("ignore")
         init = deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=set())
     partition_parameter: Callable[[Any], None] = init._zero_init_param
     built_parameters: list[Any] = []
@@ -247,7 +273,8 @@ class RegisteredConfig:
         self._previous_config = getattr(self._module, _CONFIG)
         if config is None:
             self._module.unset_hf_deepspeed_config()
-        elif not self._module.is_deepspeed_zero3_enabled():  # else the arguments of a Trainer have registered one
+        # else the arguments of a Trainer have registered one
+        elif not self._module.is_deepspeed_zero3_enabled():
             self._module.set_hf_deepspeed_config(self)
 
     def is_zero3(self) -> bool:
@@ -271,11 +298,16 @@ class _GatherAround(TorchFunctionMode):
         super().__init__()
         self._gather = gather
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         keywords = kwargs or {}
         partitioned: list[Tensor] = []
         trees.map_tensors(
-            lambda tensor: partitioned.append(tensor) if _is_partitioned_away(tensor) else tensor, (args, keywords)
+            lambda tensor: (
+                partitioned.append(tensor) if _is_partitioned_away(tensor) else tensor
+            ),
+            (args, keywords),
         )
         function_name = getattr(func, "__name__", "")
         if partitioned and func == Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -304,5 +336,7 @@ def make_whole(model: nn.Module, gather: Callable[..., Any]) -> None:
             if id(parameter) not in whole_parameters:
                 with gather([parameter]):
                     values = parameter.detach().clone()
-                whole_parameters[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                whole_parameters[id(parameter)] = nn.Parameter(
+                    values, requires_grad=parameter.requires_grad
+                )
             setattr(module, name, whole_parameters[id(parameter)])

@@ -6,7 +6,14 @@ from typing import Final
 
 from hasten.errors import ConfigError
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
-from hasten.launch.base import Host, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc
+from hasten.launch.base import (
+    Host,
+    LaunchPlan,
+    LaunchRequest,
+    LaunchTarget,
+    PlannedFile,
+    Proc,
+)
 from hasten.launch.shape import elsewhere
 from hasten.launch.torchrun import supervision
 from hasten.runtime.topology import DEFAULT_PORT
@@ -17,9 +24,12 @@ _ENV_FILE = ".hasten_deepspeed_env"
 def _is_chosen(request: LaunchRequest) -> bool:
     launch, config = request.config.launch, request.config
     names_deepspeed = (
-        config.strategy == "deepspeed" and config.section(DeepSpeedPlugin).multinode_launcher != "standard"
+        config.strategy == "deepspeed"
+        and config.section(DeepSpeedPlugin).multinode_launcher != "standard"
     )
-    return launch.launcher == "deepspeed" or (launch.launcher == "auto" and names_deepspeed)
+    return launch.launcher == "deepspeed" or (
+        launch.launcher == "auto" and names_deepspeed
+    )
 
 
 def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -34,9 +44,13 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
             "standard launcher (the same hasten command on each machine)."
         )
     if launch.max_restarts:
-        raise ConfigError("DeepSpeed's launcher cannot restart processes. Use the standard launcher with max_restarts.")
+        raise ConfigError(
+            "DeepSpeed's launcher cannot restart processes. Use the standard launcher with max_restarts."
+        )
     if request.target.no_python and request.target.module:
-        raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
+        raise ConfigError(
+            "--module and --no_python contradict each other: a module needs Python. Give one of them."
+        )
     per_machine = launch.processes_per_machine
     if per_machine is None and launch.num_processes is not None:
         per_machine = launch.num_processes // launch.num_machines
@@ -46,17 +60,30 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     options += ["--exclude", plugin.exclusion_filter] if plugin.exclusion_filter else []
     if launch.num_machines > 1:
         options += ["--num_nodes", str(launch.num_machines)]
-    if per_machine is not None and not plugin.inclusion_filter and not plugin.exclusion_filter:
+    if (
+        per_machine is not None
+        and not plugin.inclusion_filter
+        and not plugin.exclusion_filter
+    ):
         options += ["--num_gpus", str(per_machine)]
     if launch.main_process_ip:
         options += ["--master_addr", launch.main_process_ip]
-    options += ["--master_port", str(launch.main_process_port or DEFAULT_PORT), "--no_local_rank"]
+    options += [
+        "--master_port",
+        str(launch.main_process_port or DEFAULT_PORT),
+        "--no_local_rank",
+    ]
     options += ["--module"] if request.target.module else []
     options += ["--no_python"] if request.target.no_python else []
     remote_variables = "".join(f"{name}={value}\n" for name, value in shape.env)
     return LaunchPlan(
         launcher="deepspeed",
-        procs=(Proc(("deepspeed", *options, request.target.name, *request.target.args), {"DS_ENV_FILE": _ENV_FILE}),),
+        procs=(
+            Proc(
+                ("deepspeed", *options, request.target.name, *request.target.args),
+                {"DS_ENV_FILE": _ENV_FILE},
+            ),
+        ),
         notes=(
             f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} passes the settings to them",
             *shape.notes,

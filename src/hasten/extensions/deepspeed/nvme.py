@@ -30,7 +30,8 @@ def build_library() -> None:
     """
     try:
         need("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
-    except Exception as error:  # compilers, their drivers and DeepSpeed's GPU detection fail in many ways
+    # compilers, their drivers and DeepSpeed's GPU detection fail in many ways
+    except Exception as error:
         raise PrepareError(
             "offload to NVMe needs DeepSpeed's library for asynchronous reads and writes, which could not be built "
             f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). Install its build dependencies "
@@ -62,7 +63,9 @@ def create_engine_folder(zero: dict[str, Any]) -> Path | None:
 def load_library(zero: dict[str, Any]) -> None:
     """Load DeepSpeed's I/O library if the optimizer's state is on NVMe."""
     if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
-        log.info("loading DeepSpeed's library for NVMe; the first time it is compiled, which takes minutes")
+        log.info(
+            "loading DeepSpeed's library for NVMe; the first time it is compiled, which takes minutes"
+        )
         build_library()
 
 
@@ -105,22 +108,28 @@ class SwappedState:
         self._zero.optimizer_swapper.flush_gradients()
 
     @contextmanager
-    def here(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
+    def here(
+        self, flat: Tensor, *, written: bool = False, replaced: bool = False
+    ) -> Iterator[bool]:
         """Context manager in which a tensor of the optimizer and its state are in memory; yields whether they were on NVMe.
 
         `written` writes them back at the end; so does `replaced`, with the new state that the block sets for the optimizer.
         """
         zero = self._zero
         tensor_index = next(
-            index for index, group_tensor in enumerate(zero.fp32_partitioned_groups_flat) if group_tensor is flat
+            index
+            for index, group_tensor in enumerate(zero.fp32_partitioned_groups_flat)
+            if group_tensor is flat
         )
-        if not zero._swappable_optimizer_subgroup(tensor_index):  # DeepSpeed keeps tensors below 1 MiB in memory
+        # DeepSpeed keeps tensors below 1 MiB in memory
+        if not zero._swappable_optimizer_subgroup(tensor_index):
             if replaced:
                 zero.optimizer.state.pop(flat, None)
             yield False
             return
         swap_info = zero.optimizer_swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
-        swap_info.swapped_gradients.clear()  # of the last step; they would occupy a buffer
+        # of the last step; they would occupy a buffer
+        swap_info.swapped_gradients.clear()
         if replaced:
             zero.optimizer.state.pop(flat, None)
             del swap_info.tensors[1:]

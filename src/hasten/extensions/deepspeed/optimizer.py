@@ -62,18 +62,27 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self._gradients_are_final = False
         engine.set_gradient_accumulation_boundary(False)
         if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
-            engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros, which would distort bias corrections
+            # DeepSpeed has stepped once with zeros, which would distort bias corrections
+            engine.basic_optimizer.state.clear()
         self._order = (
-            GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
+            GradientOrder(dict(engine.module.named_parameters()), comm)
+            if self.stage == 2 and comm.size > 1
+            else None
         )
         self._norm = EngineNorm.of(engine, self.stage)
         """DeepSpeed's own norm; None if its step does not compute one that the loop can use."""
-        self._swapped_state = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
+        self._swapped_state = (
+            SwappedState(engine)
+            if getattr(engine.optimizer, "swap_optimizer", False)
+            else None
+        )
         """Access to master weights and moments on NVMe; None if they are in memory."""
         self._count_passes()
 
     def __repr__(self) -> str:
-        return f"DeepSpeedOptimizer(stage={self.stage}, {self.engine.basic_optimizer!r})"
+        return (
+            f"DeepSpeedOptimizer(stage={self.stage}, {self.engine.basic_optimizer!r})"
+        )
 
     def _count_passes(self) -> None:
         before: Callable[[], None] = self.engine._backward_prologue
@@ -111,7 +120,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
                     self._order.check()
                 engine._backward_epilogue()
         except BaseException:
-            if self.entered and callable(leave := getattr(optimizer, "exit_backward", None)):
+            if self.entered and callable(
+                leave := getattr(optimizer, "exit_backward", None)
+            ):
                 leave()
             raise
         finally:
@@ -150,24 +161,36 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 self.loss_scale,
             )
         self._reset()
-        return StepResult(applied=applied, scale=previous_scale if previous_scale != 1.0 else None)
+        return StepResult(
+            applied=applied, scale=previous_scale if previous_scale != 1.0 else None
+        )
 
     def give_options(self) -> None:
         """Copy the options that schedulers and the script have set to the engine's groups. Local."""
         for loop_group, engine_group in self._paired_groups():
             engine_group.update(
-                {option: option_value for option, option_value in loop_group.items() if option != "params"}
+                {
+                    option: option_value
+                    for option, option_value in loop_group.items()
+                    if option != "params"
+                }
             )
 
     def take_options(self) -> None:
         """Copy the options of the engine's groups, which the engine has created or loaded, to the loop's. Local."""
         for loop_group, engine_group in self._paired_groups():
             loop_group.update(
-                {option: option_value for option, option_value in engine_group.items() if option != "params"}
+                {
+                    option: option_value
+                    for option, option_value in engine_group.items()
+                    if option != "params"
+                }
             )
 
     def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        return zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True)
+        return zip(
+            self.param_groups, self.engine.basic_optimizer.param_groups, strict=True
+        )
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the window's gradients to a norm and return the norm before clipping. Ranks: every rank."""
@@ -179,19 +202,32 @@ class DeepSpeedOptimizer(EngineOptimizer):
             and not self._has_logged_clipping
         ):
             self._has_logged_clipping = True
-            log.info("the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used", max_norm, self._clipping)
+            log.info(
+                "the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used",
+                max_norm,
+                self._clipping,
+            )
         self._gradients_are_clipped = True
         wrapper = self.engine.optimizer
-        if self._norm is not None and self.num_passes and norm_type == 2.0 and max_norm != 0:
+        if (
+            self._norm is not None
+            and self.num_passes
+            and norm_type == 2.0
+            and max_norm != 0
+        ):
             wrapper.clip_grad = float(max_norm)
-            return self._norm.scaled().to(self.engine.device, torch.float32) / self.loss_scale
+            return (
+                self._norm.scaled().to(self.engine.device, torch.float32)
+                / self.loss_scale
+            )
         norm = self.norm(norm_type)
         if max_norm == 0:
             self.multiply_gradients(0.0)
         elif norm_type != 2.0:  # DeepSpeed's clipping supports the 2-norm only
             self.multiply_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         elif hasattr(wrapper, "clip_grad"):
-            wrapper.clip_grad = float(max_norm)  # applied in float32, together with the unscaling
+            # applied in float32, together with the unscaling
+            wrapper.clip_grad = float(max_norm)
         else:
             clip.scale_down(gradients_of(self.engine, self.stage), max_norm, norm, None)
         return norm
@@ -208,7 +244,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self.engine.optimizer, "norm_for_param_grads", {}
         )  # offload computes norms while it copies
         for index, parameter_id in enumerate(stored_norms):
-            stored_norms[parameter_id] = _local_norm(grads, 2.0) if index == 0 else torch.zeros(())
+            stored_norms[parameter_id] = (
+                _local_norm(grads, 2.0) if index == 0 else torch.zeros(())
+            )
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the unscaled gradients over all ranks. Ranks: every rank."""
@@ -219,15 +257,23 @@ class DeepSpeedOptimizer(EngineOptimizer):
         total_power = local_norm if is_max_norm else local_norm**norm_type
         if self.stage:
             total_power = total_power.to(self.engine.device)
-            dist.all_reduce(total_power, dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM)
-        return (total_power if is_max_norm else total_power ** (1 / norm_type)) / self.loss_scale
+            dist.all_reduce(
+                total_power, dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM
+            )
+        return (
+            total_power if is_max_norm else total_power ** (1 / norm_type)
+        ) / self.loss_scale
 
     def multiply_gradients(self, factor: float | Tensor) -> None:
         self.finalize()
         self._forget_norm()
         with torch.no_grad():
-            for grad in gradients_of(self.engine, self.stage) if self.num_passes else ():
-                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+            for grad in (
+                gradients_of(self.engine, self.stage) if self.num_passes else ()
+            ):
+                grad.mul_(
+                    factor.to(grad.device) if isinstance(factor, Tensor) else factor
+                )
         stored_norms = getattr(
             self.engine.optimizer, "norm_for_param_grads", {}
         )  # offload computes norms while it copies
@@ -270,8 +316,17 @@ class DeepSpeedOptimizer(EngineOptimizer):
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "clip_grad"):
             optimizer.clip_grad = 0.0
-        if self.stage == 3 and (gradient_buffer := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
-            gradient_buffer.zero_()  # otherwise a parameter unused in the next window would be updated by this window's gradient
+        if (
+            self.stage == 3
+            and (
+                gradient_buffer := getattr(
+                    optimizer, "grad_partitions_flat_buffer", None
+                )
+            )
+            is not None
+        ):
+            # otherwise a parameter unused in the next window would be updated by this window's gradient
+            gradient_buffer.zero_()
         self.engine.set_gradient_accumulation_boundary(False)
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -281,12 +336,16 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return self._swapped_state is not None
 
     def _shard_of_parameter(self) -> dict[int, ZeroShard]:
-        return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
+        return {
+            id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)
+        }
 
     def _shards_by_index(self) -> dict[int, ZeroShard]:
         """Return the shards by the index of their parameter in the groups."""
         shard_of_parameter = self._shard_of_parameter()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in self.param_groups for parameter in group["params"]
+        ]
         return {
             index: shard_of_parameter[id(parameter)]
             for index, parameter in enumerate(parameters)
@@ -294,10 +353,14 @@ class DeepSpeedOptimizer(EngineOptimizer):
         }
 
     @contextmanager
-    def _in_memory(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
+    def _in_memory(
+        self, flat: Tensor, *, written: bool = False, replaced: bool = False
+    ) -> Iterator[bool]:
         """Context manager in which a tensor of the inner optimizer is in memory; yields whether it leaves memory afterwards."""
         if self._swapped_state is not None:
-            with self._swapped_state.here(flat, written=written, replaced=replaced) as is_moved:
+            with self._swapped_state.here(
+                flat, written=written, replaced=replaced
+            ) as is_moved:
                 yield is_moved
             return
         if replaced:
@@ -310,16 +373,22 @@ class DeepSpeedOptimizer(EngineOptimizer):
         state: dict[int, dict[str, Any]] = {}
         for parameter_index, shard in self._shards_by_index().items():
             with self._in_memory(shard.flat) as leaves:
-                parameter_state = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+                parameter_state = (
+                    {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+                )
                 for state_key, state_value in inner_state.get(shard.flat, {}).items():
                     laid_out = (
                         isinstance(state_value, Tensor)
                         and state_value.shape == shard.flat.shape
                         and state_value.ndim > 0
                     )
-                    parameter_state[state_key] = shard.stored(state_value) if laid_out else state_value
+                    parameter_state[state_key] = (
+                        shard.stored(state_value) if laid_out else state_value
+                    )
                 if parameter_state:
-                    state[parameter_index] = _copy_state(parameter_state) if leaves else parameter_state
+                    state[parameter_index] = (
+                        _copy_state(parameter_state) if leaves else parameter_state
+                    )
         scale = self._loss_scaler()
         return {
             "state": state,
@@ -333,10 +402,16 @@ class DeepSpeedOptimizer(EngineOptimizer):
             },
         }
 
-    def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
+    def state_room(
+        self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor | Slice:
         """Allocate memory for a stored tensor of a parameter: this rank's slice, or the whole tensor if it is not sharded."""
         shard = self._shard_of_parameter().get(id(parameter))
-        if shard is None or shape not in ((shard.total,), tuple(shard.flat.shape)) or shape == ():
+        if (
+            shard is None
+            or shape not in ((shard.total,), tuple(shard.flat.shape))
+            or shape == ()
+        ):
             return torch.empty(shape, dtype=dtype)
         return shard.room(dtype)
 
@@ -344,7 +419,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict made of slices in this rank's layout. Local."""
         inner_state = self.engine.basic_optimizer.state
-        group_of_parameter = [group for group in self.param_groups for _ in group["params"]]
+        group_of_parameter = [
+            group for group in self.param_groups for _ in group["params"]
+        ]
         shards_by_tensor: dict[Tensor, list[tuple[int, ZeroShard]]] = defaultdict(list)
         for parameter_index, shard in self._shards_by_index().items():
             shards_by_tensor[shard.flat].append((parameter_index, shard))
@@ -360,19 +437,31 @@ class DeepSpeedOptimizer(EngineOptimizer):
                         shard.part(flat).copy_(self._model_weights_of(shard))
                     for state_key, state_value in saved_state.items():
                         _store_loaded_value(
-                            loaded_state, state_key, state_value, shard, group_of_parameter[parameter_index]
+                            loaded_state,
+                            state_key,
+                            state_value,
+                            shard,
+                            group_of_parameter[parameter_index],
                         )
                 if loaded_state:
                     inner_state[flat] = loaded_state
-        for param_group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        for param_group, saved_group in zip(
+            self.param_groups, state_dict["param_groups"], strict=True
+        ):
             param_group.update(
-                {state_key: state_value for state_key, state_value in saved_group.items() if state_key != "params"}
+                {
+                    state_key: state_value
+                    for state_key, state_value in saved_group.items()
+                    if state_key != "params"
+                }
             )
         scale = self._loss_scaler()
         for state_key, state_value in state_dict.get(_SCALE_KEY, {}).items():
             if scale is not None:
                 setattr(scale, state_key, state_value)
-        if inner_state and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+        if inner_state and hasattr(
+            self.engine.optimizer, "_hp_optimizer_states_linked"
+        ):
             # refresh the state that deepspeed.utils returns
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -383,7 +472,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         state = {}
         for parameter_index, shard in self._shards_by_index().items():
             state[parameter_index] = {
-                state_key: shard.cut(state_value) for state_key, state_value in carried.get(parameter_index, {}).items()
+                state_key: shard.cut(state_value)
+                for state_key, state_value in carried.get(parameter_index, {}).items()
             }
         self.load_state_dict({"state": state, "param_groups": self.param_groups})
 
@@ -393,7 +483,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
             return
         self.stale = False
         for parameter in self.engine.module.parameters():
-            if parameter.ds_status.name == "AVAILABLE":  # gathered with the old weights for a step that did not happen
+            # gathered with the old weights for a step that did not happen
+            if parameter.ds_status.name == "AVAILABLE":
                 parameter.partition(has_been_updated=False)
         if resident_parameters := list(self.engine.optimizer.persistent_parameters):
             resident_parameters[0].all_gather(resident_parameters)
@@ -412,26 +503,44 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
     def _loss_scaler(self) -> Any:
         optimizer = self.engine.optimizer
-        return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+        return getattr(optimizer, "loss_scaler", None) or getattr(
+            optimizer, "loss_scale_config", None
+        )
 
 
 def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    norms = [torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32) for grad in grads if grad.numel()]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    norms = [
+        torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32)
+        for grad in grads
+        if grad.numel()
+    ]
+    return (
+        torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if norms
+        else torch.zeros(())
+    )
 
 
 def _store_loaded_value(
-    tensor_state: dict[str, Any], state_key: str, loaded_value: Any, shard: ZeroShard, group: Mapping[str, Any]
+    tensor_state: dict[str, Any],
+    state_key: str,
+    loaded_value: Any,
+    shard: ZeroShard,
+    group: Mapping[str, Any],
 ) -> None:  # Any: arbitrarily nested state
     """Store one loaded value of a parameter in the state of the tensor that contains its shard."""
-    if isinstance(loaded_value, Slice) or (shard.whole and isinstance(loaded_value, Tensor) and loaded_value.ndim):
+    if isinstance(loaded_value, Slice) or (
+        shard.whole and isinstance(loaded_value, Tensor) and loaded_value.ndim
+    ):
         if state_key not in tensor_state:
             tensor_state[state_key] = torch.zeros_like(
                 shard.flat, dtype=local_data(loaded_value).dtype, requires_grad=False
             )
         shard.part(tensor_state[state_key]).copy_(local_data(loaded_value))
     else:
-        tensor_state[state_key] = put_where_used(state_key, loaded_value, group, shard.flat.device)
+        tensor_state[state_key] = put_where_used(
+            state_key, loaded_value, group, shard.flat.device
+        )
 
 
 def _copy_state(state: Any) -> Any:  # Any: a nested state
@@ -440,7 +549,10 @@ def _copy_state(state: Any) -> Any:  # Any: a nested state
     if isinstance(state, Tensor):
         return state.detach().clone()
     return (
-        {state_key: _copy_state(inner_state) for state_key, inner_state in state.items()}
+        {
+            state_key: _copy_state(inner_state)
+            for state_key, inner_state in state.items()
+        }
         if isinstance(state, dict)
         else state
     )

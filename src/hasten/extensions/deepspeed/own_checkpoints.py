@@ -42,11 +42,16 @@ def add_schedule_to_checkpoints(optimizer: DeepSpeedOptimizer) -> None:
         with _loop_schedule(optimizer):
             load_path = load(*args, **kwargs)
         optimizer.take_options()
-        if optimizer.schedule is not None and not isinstance(optimizer.schedule, LRScheduler):
+        if optimizer.schedule is not None and not isinstance(
+            optimizer.schedule, LRScheduler
+        ):
             show_rates(optimizer.schedule, optimizer)
         return load_path
 
-    engine.save_checkpoint, engine.load_checkpoint = save_with_schedule, load_with_schedule
+    engine.save_checkpoint, engine.load_checkpoint = (
+        save_with_schedule,
+        load_with_schedule,
+    )
 
 
 def show_rates(scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:

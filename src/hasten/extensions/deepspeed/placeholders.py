@@ -20,7 +20,12 @@ class DummyOptim(Placeholder):
         **kwargs: Any,  # Any: further options, such as betas and eps
     ) -> None:
         super().__init__(params, lr=lr, weight_decay=weight_decay, **kwargs)
-        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+        self.params, self.lr, self.weight_decay, self.kwargs = (
+            params,
+            lr,
+            weight_decay,
+            kwargs,
+        )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's signature
         """Raise StepError: the placeholder updates nothing."""
@@ -42,10 +47,18 @@ class DummyScheduler:
         **kwargs: Any,  # Any: further options of the scheduler
     ) -> None:
         self.optimizer = optimizer
-        self.total_num_steps, self.warmup_num_steps, self.kwargs = total_num_steps, warmup_num_steps, kwargs
+        self.total_num_steps, self.warmup_num_steps, self.kwargs = (
+            total_num_steps,
+            warmup_num_steps,
+            kwargs,
+        )
         self.lr_scheduler_callable = lr_scheduler_callable
         """Builds the scheduler from the engine's optimizer, in place of DeepSpeed's configuration."""
-        known = {"total_num_steps": total_num_steps, "warmup_num_steps": warmup_num_steps, **kwargs}
+        known = {
+            "total_num_steps": total_num_steps,
+            "warmup_num_steps": warmup_num_steps,
+            **kwargs,
+        }
         self.options = {key: value for key, value in known.items() if value is not None}
 
     def step(self) -> None:

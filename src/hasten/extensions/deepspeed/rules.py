@@ -17,7 +17,12 @@ def check_offload(config: Config, entries: Entries) -> Iterator[ConfigError]:
     stage = at(config, entries, "deepspeed.zero_stage")
     if plugin.hf_ds_config is not None:
         config_entry = at(config, entries, "deepspeed.hf_ds_config")
-        for name in ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping"):
+        for name in (
+            "zero_stage",
+            "offload_optimizer_device",
+            "offload_param_device",
+            "gradient_clipping",
+        ):
             option_entry = entries.get(("deepspeed", name))
             if (
                 option_entry
@@ -25,22 +30,41 @@ def check_offload(config: Config, entries: Entries) -> Iterator[ConfigError]:
                 and option_entry.source.kind != "environment"
             ):
                 yield contradiction(
-                    config_entry, option_entry, "DeepSpeed's own configuration says it too", "say it in one place"
+                    config_entry,
+                    option_entry,
+                    "DeepSpeed's own configuration says it too",
+                    "say it in one place",
                 )
         return
     for kind, lowest_stage in (("param", 3), ("optimizer", 1)):
-        device, folder = getattr(plugin, f"offload_{kind}_device"), getattr(plugin, f"offload_{kind}_nvme_path")
+        device, folder = (
+            getattr(plugin, f"offload_{kind}_device"),
+            getattr(plugin, f"offload_{kind}_nvme_path"),
+        )
         entry = at(config, entries, f"deepspeed.offload_{kind}_device")
         if device != "none" and plugin.zero_stage < lowest_stage:
             yield contradiction(
-                entry, stage, f"this offload needs ZeRO stage {lowest_stage}", f"set zero_stage: {lowest_stage}"
+                entry,
+                stage,
+                f"this offload needs ZeRO stage {lowest_stage}",
+                f"set zero_stage: {lowest_stage}",
             )
         if (device == "nvme") != (folder is not None):
             folder_entry = at(config, entries, f"deepspeed.offload_{kind}_nvme_path")
-            yield contradiction(entry, folder_entry, "NVMe offload needs both device and folder", "set both or neither")
+            yield contradiction(
+                entry,
+                folder_entry,
+                "NVMe offload needs both device and folder",
+                "set both or neither",
+            )
     if plugin.zero3_init_flag and plugin.zero_stage != 3:
         flag_entry = at(config, entries, "deepspeed.zero3_init_flag")
-        yield contradiction(flag_entry, stage, "parameters are sharded by stage 3 only", "set zero_stage: 3")
+        yield contradiction(
+            flag_entry,
+            stage,
+            "parameters are sharded by stage 3 only",
+            "set zero_stage: 3",
+        )
 
 
 RULES: Final[tuple[Rule, ...]] = (check_offload,)

@@ -46,11 +46,20 @@ class ZeroShard:
     def stored(self, tensor: Tensor) -> Tensor | Slice:
         """Return the slice in the form that checkpoints store."""
         data = self.part(tensor.detach())
-        return data if self.whole else Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
+        return (
+            data
+            if self.whole
+            else Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
+        )
 
     def cut(self, value: Any) -> Any:  # Any: arbitrarily nested state
         """Return this rank's slice of a whole tensor of the parameter; other values are returned unchanged."""
-        if self.whole or not isinstance(value, Tensor) or value.ndim == 0 or value.numel() != self.total:
+        if (
+            self.whole
+            or not isinstance(value, Tensor)
+            or value.ndim == 0
+            or value.numel() != self.total
+        ):
             return value
         data = value.detach().reshape(-1).narrow(0, self.offset, self.size)
         return Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
@@ -70,14 +79,20 @@ def shards_of(engine: Any, stage: int) -> Iterator[ZeroShard]:
     elif stage:
         yield from _shards_of_flat_groups(optimizer)
     elif hasattr(optimizer, "fp16_groups"):
-        for models, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for models, masters in zip(
+            optimizer.fp16_groups, optimizer.fp32_groups, strict=True
+        ):
             for parameter, master in zip(models, masters, strict=True):
-                yield ZeroShard(parameter, master, 0, 0, master.numel(), master.numel(), whole=True)
+                yield ZeroShard(
+                    parameter, master, 0, 0, master.numel(), master.numel(), whole=True
+                )
     else:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 size = parameter.numel()
-                yield ZeroShard(parameter, parameter, 0, 0, size, size, whole=True, has_master=False)
+                yield ZeroShard(
+                    parameter, parameter, 0, 0, size, size, whole=True, has_master=False
+                )
 
 
 def _shards_of_flat_groups(optimizer: Any) -> Iterator[ZeroShard]:
@@ -88,9 +103,14 @@ def _shards_of_flat_groups(optimizer: Any) -> Iterator[ZeroShard]:
             mapping, num_elements = parameter._hp_mapping, parameter.numel()
             is_half = parameter.dtype != flat.dtype
             if mapping is None:
-                yield ZeroShard(parameter, flat, 0, 0, 0, num_elements, has_master=is_half)
+                yield ZeroShard(
+                    parameter, flat, 0, 0, 0, num_elements, has_master=is_half
+                )
                 continue
-            flat_range, parameter_range = mapping.hp_fragment_address, mapping.lp_fragment_address
+            flat_range, parameter_range = (
+                mapping.hp_fragment_address,
+                mapping.lp_fragment_address,
+            )
             yield ZeroShard(
                 parameter,
                 flat,
@@ -106,17 +126,30 @@ def _shards_of_partitioned_groups(optimizer: Any) -> Iterator[ZeroShard]:
     """Yield the shards of stage 3, where each rank updates an equal, padded slice of every parameter."""
     for group in optimizer.fp16_groups:
         for parameter in group:
-            group_index, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            group_index, start, _ = optimizer.grad_position[
+                optimizer.get_param_id(parameter)
+            ]
             flat = optimizer.fp32_partitioned_groups_flat[group_index]
             offset, size = rank_range(parameter)
             is_half = parameter.ds_tensor.dtype != flat.dtype
-            yield ZeroShard(parameter, flat, start, offset, size, parameter.ds_numel, has_master=is_half)
+            yield ZeroShard(
+                parameter,
+                flat,
+                start,
+                offset,
+                size,
+                parameter.ds_numel,
+                has_master=is_half,
+            )
 
 
 def rank_range(parameter: Any) -> tuple[int, int]:
     """Return the offset of this rank's slice of a ZeRO-3 parameter, and its size without padding."""
     rank_elements = parameter.partition_numel()
-    offset = min(rank_elements * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    offset = min(
+        rank_elements * torch.distributed.get_rank(parameter.ds_process_group),
+        parameter.ds_numel,
+    )
     return offset, min(rank_elements, parameter.ds_numel - offset)
 
 
@@ -124,7 +157,12 @@ def weight_slice(parameter: Any) -> Slice:
     """Return this rank's slice of a ZeRO-3 parameter's weights, which checkpoints read and write."""
     offset, size = rank_range(parameter)
     rank_weights: Tensor = parameter.ds_tensor
-    return Slice(rank_weights.detach().narrow(0, 0, size), (parameter.ds_numel,), (offset,), owned=size > 0)
+    return Slice(
+        rank_weights.detach().narrow(0, 0, size),
+        (parameter.ds_numel,),
+        (offset,),
+        owned=size > 0,
+    )
 
 
 def rank_weights_of(parameter: Any) -> Tensor:
@@ -137,7 +175,11 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
     """Return the gradients that this rank uses in the next step; at stage 0 they are the same on every rank."""
     optimizer = engine.optimizer
     if stage == 0:
-        return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        return [
+            parameter.grad
+            for parameter in engine.module.parameters()
+            if parameter.grad is not None
+        ]
     if stage == 3:
         if optimizer.swap_optimizer:  # they are moved to the drive at the step
             return [optimizer.grad_partitions_flat_buffer]
@@ -146,7 +188,10 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
     elif optimizer.cpu_offload:
         return [flat.grad for flat in optimizer.single_partition_of_fp32_groups]
     return [
-        gradient for group in optimizer.averaged_gradients.values() for gradient in group or () if gradient is not None
+        gradient
+        for group in optimizer.averaged_gradients.values()
+        for gradient in group or ()
+        if gradient is not None
     ]
 
 
@@ -158,7 +203,9 @@ class EngineNorm:
 
     def __init__(self, optimizer: Any, name: str) -> None:  # Any: DeepSpeed is untyped
         self._compute: Callable[[], Any] = getattr(optimizer, name)
-        self._combine: Callable[[Any], Tensor] = need("deepspeed.runtime.utils").combine_grad_norm_groups
+        self._combine: Callable[[Any], Tensor] = need(
+            "deepspeed.runtime.utils"
+        ).combine_grad_norm_groups
         self._value: Any = None
         setattr(optimizer, name, self._take_value)
 
@@ -167,9 +214,13 @@ class EngineNorm:
         """Return the norm of an engine whose step computes it by a method; None for others, and where it is not that of the gradients."""
         optimizer = engine.optimizer
         norm_method = "_get_norm_groups" if stage == 3 else "scaled_global_norm"
-        uses_other_norm = getattr(optimizer, "use_muon", False) or getattr(optimizer, "swap_optimizer", False)
+        uses_other_norm = getattr(optimizer, "use_muon", False) or getattr(
+            optimizer, "swap_optimizer", False
+        )
         return (
-            None if uses_other_norm or not stage or not hasattr(optimizer, norm_method) else cls(optimizer, norm_method)
+            None
+            if uses_other_norm or not stage or not hasattr(optimizer, norm_method)
+            else cls(optimizer, norm_method)
         )
 
     def _take_value(self) -> Any:
@@ -180,7 +231,9 @@ class EngineNorm:
         """Return the norm of the scaled gradients over all ranks; inf if one is not finite. Ranks: every rank."""
         if self._value is None:
             self._value = self._compute()
-        return self._combine(self._value) if isinstance(self._value, list) else self._value
+        return (
+            self._combine(self._value) if isinstance(self._value, list) else self._value
+        )
 
     def forget(self) -> None:
         """Discard the value, because the gradients change."""
@@ -204,7 +257,9 @@ class GradientOrder:
         self._ready_order: list[int] = []
         for index, parameter in enumerate(parameters.values()):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._add_ready, index))  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._add_ready, index)
+                )  # type: ignore[no-untyped-call]
 
     def _add_ready(self, number: int, _: Tensor) -> None:
         self._ready_order.append(number)
@@ -221,14 +276,20 @@ class GradientOrder:
         ready_order, digest = self._ready_order, 0
         for index in ready_order:
             digest = (digest * _FACTOR + index + 1) % _MODULUS
-        digest_bounds = self._comm.all_reduce(torch.tensor([digest, -digest]), "max").tolist()
+        digest_bounds = self._comm.all_reduce(
+            torch.tensor([digest, -digest]), "max"
+        ).tolist()
         if digest_bounds[0] == -digest_bounds[1]:
             return
         orders: list[list[int]] = self._comm.all_gather_object(ready_order)
-        other_rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
+        other_rank = next(
+            rank for rank, order in enumerate(orders) if order != orders[0]
+        )
         position, first_index, other_index = next(
             (position, *indices)
-            for position, indices in enumerate(zip_longest(orders[0], orders[other_rank], fillvalue=-1))
+            for position, indices in enumerate(
+                zip_longest(orders[0], orders[other_rank], fillvalue=-1)
+            )
             if indices[0] != indices[1]
         )
         raise StepError(

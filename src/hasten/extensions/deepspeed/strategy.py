@@ -19,9 +19,17 @@ from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.extensions.deepspeed import engine as deepspeed_engine
 from hasten.extensions.deepspeed.config import EngineConfig, Facts, stage_of, translate
 from hasten.extensions.deepspeed.config import building as partitioning
-from hasten.extensions.deepspeed.engine import RegisteredConfig, building, is_partitioned, make_whole
+from hasten.extensions.deepspeed.engine import (
+    RegisteredConfig,
+    building,
+    is_partitioned,
+    make_whole,
+)
 from hasten.extensions.deepspeed.optimizer import DeepSpeedOptimizer
-from hasten.extensions.deepspeed.own_checkpoints import add_schedule_to_checkpoints, show_rates
+from hasten.extensions.deepspeed.own_checkpoints import (
+    add_schedule_to_checkpoints,
+    show_rates,
+)
 from hasten.extensions.deepspeed.placeholders import DummyScheduler
 from hasten.extensions.deepspeed.settings import DeepSpeedPlugin
 from hasten.extensions.deepspeed.shards import weight_slice
@@ -89,7 +97,12 @@ class DeepSpeedStrategy:
             )
         self._config, self._plugin = config, plugin
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
-        self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
+        self.caps = Caps(
+            owns_precision=True,
+            sharded_state=True,
+            synchronises=False,
+            hides_gradients=True,
+        )
         self.engines: list[Engine] = []
         """Engines in the order in which they were prepared."""
         self._replaced_optimizers: dict[
@@ -97,8 +110,11 @@ class DeepSpeedStrategy:
         ] = {}  # by id of the script's optimizer
         self._registered_config: RegisteredConfig | None = None
         if plugin.zero3_init_flag:
-            self._registered_config = RegisteredConfig(partitioning(plugin, config.mixed_precision))
-            deepspeed_engine.join(ctx)  # transformers starts to partition models right away
+            self._registered_config = RegisteredConfig(
+                partitioning(plugin, config.mixed_precision)
+            )
+            # transformers starts to partition models right away
+            deepspeed_engine.join(ctx)
 
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         if stage_of(self._plugin) != 3:
@@ -106,15 +122,25 @@ class DeepSpeedStrategy:
         return building(partitioning(self._plugin, self._config.mixed_precision), ctx)
 
     # -- preparing ------------------------------------------------------------------------------------------------
-    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+    def prepare(
+        self,
+        bundle: PrepareArguments,
+        ctx: ProcessContext,
+        precision: Precision,
+        train: bool = True,
+    ) -> None:
         models = bundle.of("model")
-        make_optimizers(bundle.of("optimizer"), [item.value for item in models], placeholders=True)
+        make_optimizers(
+            bundle.of("optimizer"), [item.value for item in models], placeholders=True
+        )
         optimizer_of_model = _owners(models, bundle.of("optimizer"))
         for item in models:
             optimizer = optimizer_of_model.get(id(item))
             if optimizer is None or not train:
                 if is_partitioned(item.value):
-                    make_whole(item.value, deepspeed_engine.package().zero.GatheredParameters)
+                    make_whole(
+                        item.value, deepspeed_engine.package().zero.GatheredParameters
+                    )
                 request = PrepareRequest(place=item.place, train=False)
                 placed_model = self._place.apply(item.value, request, ctx, precision)
                 item.value = self._convert.apply(placed_model, request, ctx, precision)
@@ -123,18 +149,27 @@ class DeepSpeedStrategy:
         for item in bundle.of("scheduler"):
             item.value = self._rebind_scheduler(item.value)
 
-    def _start_engine(self, item: Item, optimizer: Item, bundle: PrepareArguments, ctx: ProcessContext) -> None:
+    def _start_engine(
+        self, item: Item, optimizer: Item, bundle: PrepareArguments, ctx: ProcessContext
+    ) -> None:
         model: nn.Module = item.value
         user_optimizer: Optimizer = optimizer.value
         earlier_state = _carried(user_optimizer)
-        engine_config = translate(self._plugin, self._facts_of_run(model, user_optimizer, bundle, ctx))
+        engine_config = translate(
+            self._plugin, self._facts_of_run(model, user_optimizer, bundle, ctx)
+        )
         if ctx.is_main:
             for note in engine_config.notes:
                 log.info("deepspeed: %s", note)
-        groups = [dict(group) for group in user_optimizer.param_groups if group["params"]]
-        engine, linear = deepspeed_engine.start(model, user_optimizer, engine_config, self._plugin, ctx)
+        groups = [
+            dict(group) for group in user_optimizer.param_groups if group["params"]
+        ]
+        engine, linear = deepspeed_engine.start(
+            model, user_optimizer, engine_config, self._plugin, ctx
+        )
         if ctx.device.type != "cpu":
-            for buffer in model.buffers():  # DeepSpeed does not move the buffers of a model that was built partitioned
+            # DeepSpeed does not move the buffers of a model that was built partitioned
+            for buffer in model.buffers():
                 buffer.data = buffer.to(ctx.device)
         engine_optimizer = DeepSpeedOptimizer(engine, groups, engine_config, ctx.world)
         add_schedule_to_checkpoints(engine_optimizer)
@@ -151,11 +186,23 @@ class DeepSpeedStrategy:
         item.value, optimizer.value = engine, engine_optimizer
 
     def _facts_of_run(
-        self, model: nn.Module, optimizer: Optimizer, bundle: PrepareArguments, ctx: ProcessContext
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        bundle: PrepareArguments,
+        ctx: ProcessContext,
     ) -> Facts:
-        batch_sizes = [size for item in bundle.of("loader") if (size := getattr(item.value, "batch_size", None))]
+        batch_sizes = [
+            size
+            for item in bundle.of("loader")
+            if (size := getattr(item.value, "batch_size", None))
+        ]
         choose_size = min if self._plugin.is_train_batch_min else max
-        dummy_schedulers = [item.value for item in bundle.of("scheduler") if isinstance(item.value, DummyScheduler)]
+        dummy_schedulers = [
+            item.value
+            for item in bundle.of("scheduler")
+            if isinstance(item.value, DummyScheduler)
+        ]
         return Facts(
             mixed_precision=self._config.mixed_precision,
             accumulation=self._config.gradient_accumulation.num_steps,
@@ -172,7 +219,8 @@ class DeepSpeedStrategy:
         dtype = _HALF_DTYPES.get(self._config.mixed_precision)
         keeps_outputs = self._config.autocast.output_dtype == "keep"
 
-        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:  # Any: the model's arguments
+        # Any: the model's arguments
+        def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
             watched.ran = watched.ran or torch.is_grad_enabled()
             watched.optimizer.refresh()
             return None if dtype is None else _cast((args, kwargs), dtype)
@@ -189,9 +237,12 @@ class DeepSpeedStrategy:
             watched.model.register_forward_pre_hook(watched.linear.enter, prepend=True)
             watched.model.register_forward_hook(watched.linear.leave, always_call=True)
 
-    def _rebind_scheduler(self, scheduler: Any) -> Any:  # Any: schedulers share no base class
+    # Any: schedulers share no base class
+    def _rebind_scheduler(self, scheduler: Any) -> Any:
         """Return the scheduler, changed to update the groups of the engine's optimizer."""
-        replacement = self._replaced_optimizers.get(id(getattr(scheduler, "optimizer", None)))
+        replacement = self._replaced_optimizers.get(
+            id(getattr(scheduler, "optimizer", None))
+        )
         if replacement is None:
             return scheduler
         prepared = replacement[1]
@@ -204,9 +255,11 @@ class DeepSpeedStrategy:
         prepared.schedule = prepared.schedule or scheduler
         return scheduler
 
-    def _take_engine_scheduler(self, prepared: DeepSpeedOptimizer) -> Any:  # Any: DeepSpeed is untyped
+    # Any: DeepSpeed is untyped
+    def _take_engine_scheduler(self, prepared: DeepSpeedOptimizer) -> Any:
         engine = prepared.engine
-        engine_scheduler, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like any scheduler
+        # the loop steps it, like any scheduler
+        engine_scheduler, engine.lr_scheduler = engine.lr_scheduler, None
         if engine_scheduler is None:
             raise PrepareError(
                 "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so no scheduler can be created. "
@@ -221,14 +274,16 @@ class DeepSpeedStrategy:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # the end of a window reaches the engine with its step
 
-    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
+    # Any: torch's keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
         passes_before = [engine.optimizer.num_passes for engine in self.engines]
         loss, scale = divided(loss, parts), self._scale()
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.optimizer.in_backward())
                 if engine.linear is not None:
-                    stack.enter_context(engine.linear.in_place())  # for recomputed blocks
+                    # for recomputed blocks
+                    stack.enter_context(engine.linear.in_place())
             (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         for engine, passes in zip(self.engines, passes_before, strict=True):
             if engine.optimizer.num_passes != passes:
@@ -248,9 +303,9 @@ class DeepSpeedStrategy:
 
     def _scale(self) -> float:
         """Return the loss scale of the engines that this loss may come from."""
-        scales = {engine.optimizer.loss_scale for engine in self.engines if engine.ran} or {
-            engine.optimizer.loss_scale for engine in self.engines
-        }
+        scales = {
+            engine.optimizer.loss_scale for engine in self.engines if engine.ran
+        } or {engine.optimizer.loss_scale for engine in self.engines}
         if len(scales) > 1:
             raise StepError(
                 f"backward() was called after the forward of several engines whose loss scales differ ({sorted(scales)}), so some "
@@ -259,24 +314,37 @@ class DeepSpeedStrategy:
             )
         return scales.pop() if scales else 1.0
 
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        return self._optimizer_of(parameters, "clip_grad_norm_").clip(max_norm, norm_type)
+    def clip_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
+    ) -> Tensor:
+        return self._optimizer_of(parameters, "clip_grad_norm_").clip(
+            max_norm, norm_type
+        )
 
     def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
         self._optimizer_of(parameters, "clip_grad_value_").clamp(limit)
 
-    def _optimizer_of(self, parameters: Sequence[Tensor], call: str) -> DeepSpeedOptimizer:
+    def _optimizer_of(
+        self, parameters: Sequence[Tensor], call: str
+    ) -> DeepSpeedOptimizer:
         """Return the optimizer of the engine that trains exactly these parameters. Raises: StepError if there is none."""
         clipped_ids = {id(parameter) for parameter in parameters}
-        clipped_engines = [engine for engine in self.engines if clipped_ids & _held(engine)]
-        trained_ids = {parameter_id for engine in clipped_engines for parameter_id in _held(engine)}
+        clipped_engines = [
+            engine for engine in self.engines if clipped_ids & _held(engine)
+        ]
+        trained_ids = {
+            parameter_id for engine in clipped_engines for parameter_id in _held(engine)
+        }
         if len(clipped_engines) != 1 or not trained_ids <= clipped_ids:
             raise StepError(
                 f"{call}() got {len(clipped_ids)} parameters, of {len(clipped_engines)} engines with {len(trained_ids)} parameters in all; an engine stores "
                 "the gradients of all its parameters together, so they can only be clipped together. Call it once per model, with "
                 "model.parameters()."
             )
-        if num_unowned := sum(parameter.requires_grad and id(parameter) not in trained_ids for parameter in parameters):
+        if num_unowned := sum(
+            parameter.requires_grad and id(parameter) not in trained_ids
+            for parameter in parameters
+        ):
             raise StepError(
                 f"{call}() got {num_unowned} trainable parameters that are in no optimizer. An engine has no gradients for them, whereas "
                 "plain torch includes them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
@@ -287,13 +355,16 @@ class DeepSpeedStrategy:
     def _engine_of(self, model: nn.Module) -> Engine | None:
         return next((engine for engine in self.engines if engine.model is model), None)
 
-    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
+    def unwrap(
+        self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True
+    ) -> nn.Module:
         if (one := self._engine_of(model)) is not None:
             module: nn.Module = one.model.module
             return module
         return model if keep_precision else self._convert.undo(model)
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+    # Any: tensors and extra state
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         one = self._engine_of(model)
         if one is None or one.made.stage < 3:
             return dict(self.unwrap(model).state_dict())
@@ -306,7 +377,9 @@ class DeepSpeedStrategy:
                     copies[id(value)] = value.detach().to("cpu", copy=True)
         state = one.model.module.state_dict(keep_vars=True)
         return {
-            key: copies.get(id(value), value.detach() if isinstance(value, Tensor) else value)
+            key: copies.get(
+                id(value), value.detach() if isinstance(value, Tensor) else value
+            )
             for key, value in state.items()
         }
 
@@ -364,10 +437,15 @@ def _show_slices(parameters: Iterable[Any], shown: bool) -> None:
         parameter.stored_slice = weight_slice if shown else None
 
 
-def _carried(optimizer: Optimizer) -> dict[int, dict[str, Any]]:  # Any: arbitrarily nested state
+# Any: arbitrarily nested state
+def _carried(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """Remove the state from the script's optimizer and return it, by the index of the parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {number: dict(optimizer.state[p]) for number, p in enumerate(parameters) if p in optimizer.state}
+    found = {
+        number: dict(optimizer.state[p])
+        for number, p in enumerate(parameters)
+        if p in optimizer.state
+    }
     optimizer.state.clear()
     return found
 
@@ -383,9 +461,13 @@ def _owners(models: list[Item], optimizers: list[Item]) -> dict[int, Item]:
     """
     found: dict[int, Item] = {}
     for optimizer in optimizers:
-        params = {id(p) for group in optimizer.value.param_groups for p in group["params"]}
+        params = {
+            id(p) for group in optimizer.value.param_groups for p in group["params"]
+        }
         name = type(optimizer.value).__name__
-        owners = [item for item in models if params & {id(p) for p in item.value.parameters()}]
+        owners = [
+            item for item in models if params & {id(p) for p in item.value.parameters()}
+        ]
         known = {id(p) for item in owners for p in item.value.parameters()}
         if len(owners) != 1 or not params <= known or id(owners[0]) in found:
             shared = bool(owners) and id(owners[0]) in found
@@ -409,7 +491,9 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:  # Any: the model's arguments
-    return trees.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    return trees.map_tensors(
+        lambda x: x.to(dtype) if x.is_floating_point() else x, tree
+    )
 
 
 STRATEGY: Final = OfferedStrategy(create=DeepSpeedStrategy)

@@ -14,7 +14,16 @@ from hasten.runtime.mesh_plan import Axis, MeshSpec
 from hasten.runtime.nodelist import ranks_in_words
 
 Cause = Literal[
-    "updates", "settings", "data", "random", "gradients", "state", "initialisation", "outside", "buffers", "statistics"
+    "updates",
+    "settings",
+    "data",
+    "random",
+    "gradients",
+    "state",
+    "initialisation",
+    "outside",
+    "buffers",
+    "statistics",
 ]
 EVIDENCE: Final = frozenset({"updates", "gradient", "random"})
 """Kinds that may differ without harm, but help to find the cause of other differences."""
@@ -127,10 +136,15 @@ class Divergence:
     def message(self, then: str) -> str:
         """Return the report as text; `then` describes the consequence."""
         first_difference, other_differences = self.differences[0], self.differences[1:]
-        other_ranks = sorted({rank for group in first_difference.groups for rank in group} - set(first_difference.odd))
+        other_ranks = sorted(
+            {rank for group in first_difference.groups for rank in group}
+            - set(first_difference.odd)
+        )
         reason, cure = _CAUSES[self.cause]
         last_agreement = (
-            f"all agreed at update {self.agreed_at}" if self.agreed_at is not None else "never compared before"
+            f"all agreed at update {self.agreed_at}"
+            if self.agreed_at is not None
+            else "never compared before"
         )
         lines = [
             f"ranks hold different values: {first_difference.kind} {first_difference.name!r}, seen at update {self.step} ({last_agreement})",
@@ -138,16 +152,23 @@ class Divergence:
         ]
         if any(first_difference.said.values()):
             lines.append(
-                "  " + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(first_difference.said.items())[:8])
+                "  "
+                + "; ".join(
+                    f"rank {rank}: {text}"
+                    for rank, text in sorted(first_difference.said.items())[:8]
+                )
             )
         if other_differences:
             shown_differences = ", ".join(
-                f"{difference.kind} {difference.name!r}" for difference in other_differences[:_MOST_SHOWN]
+                f"{difference.kind} {difference.name!r}"
+                for difference in other_differences[:_MOST_SHOWN]
             )
             lines.append(
                 f"  also: {shown_differences}{f' and {len(other_differences) - _MOST_SHOWN} more' if len(other_differences) > _MOST_SHOWN else ''}"
             )
-        return "\n".join([*lines, f"  cause: {reason}", f"  cure:  {cure}", f"  now:   {then}"])
+        return "\n".join(
+            [*lines, f"  cause: {reason}", f"  cure:  {cure}", f"  now:   {then}"]
+        )
 
 
 def _name_parties(odd_ranks: Sequence[int], other_ranks: Sequence[int]) -> str:
@@ -159,26 +180,45 @@ def _name_parties(odd_ranks: Sequence[int], other_ranks: Sequence[int]) -> str:
 
 
 def find(
-    records: Mapping[int, Sequence[Record]], mesh: MeshSpec, step: int, agreed_at: int | None
+    records: Mapping[int, Sequence[Record]],
+    mesh: MeshSpec,
+    step: int,
+    agreed_at: int | None,
 ) -> Divergence | None:
     """Return the divergence in the ranks' records; None if all values that must be equal are equal."""
     differences = list(_find_differences(records, mesh))
-    harmful_differences = [difference for difference in differences if difference.kind not in EVIDENCE]
+    harmful_differences = [
+        difference for difference in differences if difference.kind not in EVIDENCE
+    ]
     if not harmful_differences:
         return None
     cause, telling_kind = _find_cause(differences, mesh, agreed_at)
     first_difference = next(
-        (difference for difference in harmful_differences if difference.kind == telling_kind), harmful_differences[0]
+        (
+            difference
+            for difference in harmful_differences
+            if difference.kind == telling_kind
+        ),
+        harmful_differences[0],
     )
     return Divergence(
         cause,
         step,
         agreed_at,
-        (first_difference, *(difference for difference in harmful_differences if difference is not first_difference)),
+        (
+            first_difference,
+            *(
+                difference
+                for difference in harmful_differences
+                if difference is not first_difference
+            ),
+        ),
     )
 
 
-def _find_differences(records: Mapping[int, Sequence[Record]], mesh: MeshSpec) -> Iterable[RankDifference]:
+def _find_differences(
+    records: Mapping[int, Sequence[Record]], mesh: MeshSpec
+) -> Iterable[RankDifference]:
     records_by_name: dict[tuple[str, str], dict[int, Record]] = defaultdict(dict)
     for rank in sorted(records):
         for record in records[rank]:
@@ -200,24 +240,44 @@ def _find_differences(records: Mapping[int, Sequence[Record]], mesh: MeshSpec) -
                 for rank in group
             }
             yield RankDifference(
-                kind, name, tuple(sorted(odd_ranks)), tuple(differing_groups), texts_by_rank, any_record.statistics
+                kind,
+                name,
+                tuple(sorted(odd_ranks)),
+                tuple(differing_groups),
+                texts_by_rank,
+                any_record.statistics,
             )
 
 
-def _minority_ranks(group: tuple[int, ...], records_by_rank: Mapping[int, Record]) -> list[int]:
+def _minority_ranks(
+    group: tuple[int, ...], records_by_rank: Mapping[int, Record]
+) -> list[int]:
     """Return the ranks outside the majority; of groups of equal size, the one with the lowest rank is the majority."""
     ranks_by_value: dict[int | None, list[int]] = defaultdict(list)
     for rank in group:
-        ranks_by_value[records_by_rank[rank].value if rank in records_by_rank else None].append(rank)
-    majority_ranks = max(ranks_by_value.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-    return [rank for ranks in ranks_by_value.values() if ranks is not majority_ranks for rank in ranks]
+        ranks_by_value[
+            records_by_rank[rank].value if rank in records_by_rank else None
+        ].append(rank)
+    majority_ranks = max(
+        ranks_by_value.values(), key=lambda ranks: (len(ranks), -ranks[0])
+    )
+    return [
+        rank
+        for ranks in ranks_by_value.values()
+        if ranks is not majority_ranks
+        for rank in ranks
+    ]
 
 
-def _find_cause(differences: Sequence[RankDifference], mesh: MeshSpec, agreed_at: int | None) -> tuple[Cause, str]:
+def _find_cause(
+    differences: Sequence[RankDifference], mesh: MeshSpec, agreed_at: int | None
+) -> tuple[Cause, str]:
     """Return the likeliest cause, and the kind of value that shows it."""
     kinds = {difference.kind for difference in differences}
     tensor_parallel_kinds = {
-        difference.kind for difference in differences if _differs_in_tensor_group(difference, mesh)
+        difference.kind
+        for difference in differences
+        if _differs_in_tensor_group(difference, mesh)
     }
     if "updates" in kinds and kinds & {"parameter", "state"}:
         return "updates", "parameter"
@@ -225,7 +285,10 @@ def _find_cause(differences: Sequence[RankDifference], mesh: MeshSpec, agreed_at
         return "settings", "setting"
     if "data" in tensor_parallel_kinds:
         return "data", "data"
-    if "random" in tensor_parallel_kinds and tensor_parallel_kinds & {"gradient", "parameter"}:
+    if "random" in tensor_parallel_kinds and tensor_parallel_kinds & {
+        "gradient",
+        "parameter",
+    }:
         return "random", "parameter"
     if "gradient" in kinds and kinds & {"parameter", "state"}:
         return "gradients", "parameter"
@@ -235,11 +298,20 @@ def _find_cause(differences: Sequence[RankDifference], mesh: MeshSpec, agreed_at
         return ("initialisation" if agreed_at is None else "outside"), "parameter"
     if "data" in kinds:
         return "data", "data"
-    buffer_differences = [difference for difference in differences if difference.kind == "buffer"]
-    return ("statistics" if all(difference.statistics for difference in buffer_differences) else "buffers"), "buffer"
+    buffer_differences = [
+        difference for difference in differences if difference.kind == "buffer"
+    ]
+    return (
+        "statistics"
+        if all(difference.statistics for difference in buffer_differences)
+        else "buffers"
+    ), "buffer"
 
 
 def _differs_in_tensor_group(difference: RankDifference, mesh: MeshSpec) -> bool:
     """Return whether ranks of one tensor-parallel group differ."""
     odd_ranks = set(difference.odd)
-    return any(0 < len(odd_ranks.intersection(group)) < len(group) for group in mesh.groups(Axis.TP))
+    return any(
+        0 < len(odd_ranks.intersection(group)) < len(group)
+        for group in mesh.groups(Axis.TP)
+    )

@@ -81,7 +81,11 @@ class DivergenceCheck(RunPart):
     """One rank's side of the checks. Called by the training thread after each update."""
 
     def __init__(
-        self, replicas: Replicas, ctx: ProcessContext, store: Store, settings: DivergenceCheckSettings
+        self,
+        replicas: Replicas,
+        ctx: ProcessContext,
+        store: Store,
+        settings: DivergenceCheckSettings,
     ) -> None:
         self._replicas = replicas
         self._ctx = ctx
@@ -116,7 +120,9 @@ class DivergenceCheck(RunPart):
             self._advance(None)
             time.sleep(_POLL_INTERVAL_S)
         if self._pending_checks:
-            log.warning("the last divergence check was skipped: not every rank reached it")
+            log.warning(
+                "the last divergence check was skipped: not every rank reached it"
+            )
 
     def _advance(self, step: int | None) -> None:
         """Advance every check as far as possible without waiting; `step` is None at the end of training."""
@@ -124,8 +130,11 @@ class DivergenceCheck(RunPart):
             for check in list(self._pending_checks):
                 if step is None or step > check.step:
                     self._advance_check(check, step)
-        except LOST:  # the process that serves the store has exited, which is reported there
-            log.warning("divergence checks stop here: the connection to the job's store is lost")
+        # the process that serves the store has exited, which is reported there
+        except LOST:
+            log.warning(
+                "divergence checks stop here: the connection to the job's store is lost"
+            )
             self._pending_checks.clear()
 
     def _advance_check(self, check: _Check, step: int | None) -> None:
@@ -133,17 +142,27 @@ class DivergenceCheck(RunPart):
         if check.stage == "taken":
             self._post(check)
             check.stage = "posted"
-        if check.stage == "posted" and (has_agreed := self._store.verdict(number)) is not None:
+        if (
+            check.stage == "posted"
+            and (has_agreed := self._store.verdict(number)) is not None
+        ):
             if has_agreed:
                 self._agreed_at = check.step
                 self._pending_checks.remove(check)
                 return
             self._store.show(number, _make_records(check))
             check.stage = "shown"
-        if check.stage == "shown" and self._ctx.is_main and (records_by_rank := self._store.shown(number)) is not None:
+        if (
+            check.stage == "shown"
+            and self._ctx.is_main
+            and (records_by_rank := self._store.shown(number)) is not None
+        ):
             self._post_answer(check, records_by_rank)
             check.stage = "answered"
-        if check.stage in ("shown", "answered") and (encoded_answer := self._store.answer(number)) is not None:
+        if (
+            check.stage in ("shown", "answered")
+            and (encoded_answer := self._store.answer(number)) is not None
+        ):
             check.answer = msgspec.json.decode(encoded_answer, type=_Answer)
             check.stage = "known"
         if check.stage == "known" and check.answer is not None:
@@ -152,13 +171,22 @@ class DivergenceCheck(RunPart):
         elif step is not None and step - check.step > _STALE_UPDATES:
             self._pending_checks.remove(check)
 
-    def _post_answer(self, check: _Check, records_by_rank: dict[int, list[Record]]) -> None:
+    def _post_answer(
+        self, check: _Check, records_by_rank: dict[int, list[Record]]
+    ) -> None:
         """Find the cause, and set the moment at which all ranks act: when every rank has read it."""
         divergence = find(records_by_rank, self._ctx.mesh, check.step, self._agreed_at)
-        assert divergence is not None, "fingerprints that differ belong to records that differ"
+        assert divergence is not None, (
+            "fingerprints that differ belong to records that differ"
+        )
         current_moment = self._moment
-        passes_per_update = -(-current_moment // max(1, self._replicas.clock.num_updates))
-        answer = _Answer(divergence, current_moment + _UPDATES_UNTIL_HEARD * max(1, passes_per_update))
+        passes_per_update = -(
+            -current_moment // max(1, self._replicas.clock.num_updates)
+        )
+        answer = _Answer(
+            divergence,
+            current_moment + _UPDATES_UNTIL_HEARD * max(1, passes_per_update),
+        )
         self._store.set_answer(check.number, msgspec.json.encode(answer).decode())
 
     @property
@@ -175,7 +203,8 @@ class DivergenceCheck(RunPart):
             self._warn_of_unmatched()
         tensors = [tensor for _, tensor in entries if tensor is not None]
         device = self._ctx.device
-        if kind_of(device).lazy:  # viewing bits as integers would compile a separate program there
+        # viewing bits as integers would compile a separate program there
+        if kind_of(device).lazy:
             tensors, device = [tensor.cpu() for tensor in tensors], torch.device("cpu")
         fingerprints = self._fingerprints.of(tensors, device)
         copied_event = None
@@ -184,7 +213,13 @@ class DivergenceCheck(RunPart):
             copied_event = torch.Event(device)
             copied_event.record()
         self._pending_checks.append(
-            _Check(self._num_checks, step, [entry for entry, _ in entries], fingerprints, copied_event)
+            _Check(
+                self._num_checks,
+                step,
+                [entry for entry, _ in entries],
+                fingerprints,
+                copied_event,
+            )
         )
         self._num_checks += 1
 
@@ -192,22 +227,40 @@ class DivergenceCheck(RunPart):
         """Post one number per set of axes to rank 0."""
         if check.ready is not None:
             check.ready.synchronize()
-        self._store.post(check.number, [record for record in _make_records(check) if record.kind not in EVIDENCE])
+        self._store.post(
+            check.number,
+            [record for record in _make_records(check) if record.kind not in EVIDENCE],
+        )
 
     def _act_on(self, divergence: Divergence) -> None:
-        self._pending_checks.clear()  # checks taken in the meantime would report the same again
+        # checks taken in the meantime would report the same again
+        self._pending_checks.clear()
         if self._settings.then == "stop" and not divergence.mild:
-            message = divergence.message("every rank stops here; trust.divergence=report would continue")
-            raise DivergenceError(
-                message, divergence.cause, divergence.step, divergence.differences[0].name, divergence.odd
+            message = divergence.message(
+                "every rank stops here; trust.divergence=report would continue"
             )
-        self._replicas.forgiven.update((difference.kind, difference.name) for difference in divergence.differences)
+            raise DivergenceError(
+                message,
+                divergence.cause,
+                divergence.step,
+                divergence.differences[0].name,
+                divergence.odd,
+            )
+        self._replicas.forgiven.update(
+            (difference.kind, difference.name) for difference in divergence.differences
+        )
         if self._ctx.is_main:
-            text = divergence.message("training continues, and these values are no longer compared")
+            text = divergence.message(
+                "training continues, and these values are no longer compared"
+            )
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     def _warn_of_unmatched(self) -> None:
-        unmatched_patterns = [pattern for pattern in self._settings.ignored if pattern not in self._replicas.matched]
+        unmatched_patterns = [
+            pattern
+            for pattern in self._settings.ignored
+            if pattern not in self._replicas.matched
+        ]
         if unmatched_patterns:
             text = (
                 f"trust.divergence_ignore={unmatched_patterns[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it has no "
@@ -216,7 +269,8 @@ class DivergenceCheck(RunPart):
             warnings.warn(text, HastenWarning, stacklevel=2)
 
 
-@lru_cache(maxsize=64)  # called for every tensor in every check, with few different sets of axes
+# called for every tensor in every check, with few different sets of axes
+@lru_cache(maxsize=64)
 def _sorted_axes(axes: frozenset[Axis]) -> tuple[Axis, ...]:
     return tuple(sorted(axes))
 
@@ -230,7 +284,12 @@ def _make_records(check: _Check) -> list[Record]:
             entry.name,
             _sorted_axes(entry.axes),
             # multiplied by a number derived from the name, so that swapped values change the sum
-            ((next(fingerprint_values) if entry.has_tensor else 0) * (entry.digest | 1) + entry.digest) & _MASK,
+            (
+                (next(fingerprint_values) if entry.has_tensor else 0)
+                * (entry.digest | 1)
+                + entry.digest
+            )
+            & _MASK,
             entry.said,
             entry.statistics,
         )
@@ -239,10 +298,17 @@ def _make_records(check: _Check) -> list[Record]:
 
 
 def check_of(
-    prepared: PreparedObjects, clock: StepClock, ctx: ProcessContext, store: Store, settings: DivergenceCheckSettings
+    prepared: PreparedObjects,
+    clock: StepClock,
+    ctx: ProcessContext,
+    store: Store,
+    settings: DivergenceCheckSettings,
 ) -> DivergenceCheck:
     """Return the divergence check of this rank over the prepared objects; ranks that split layers draw equal numbers."""
     shares_random_numbers = ctx.mesh.size(Axis.TP) > 1
     return DivergenceCheck(
-        Replicas(prepared, clock, settings.ignored, random=shares_random_numbers), ctx, store, settings
+        Replicas(prepared, clock, settings.ignored, random=shares_random_numbers),
+        ctx,
+        store,
+        settings,
     )

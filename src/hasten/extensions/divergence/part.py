@@ -17,7 +17,12 @@ class DivergencePart(RunPart):
             return
         if not run.is_checked("trust.divergence"):
             return
-        from hasten.extensions.divergence import divergence_check as checks  # a single process needs none of it
+        # a single process needs none of it
+        from hasten.extensions.divergence import divergence_check as checks
 
-        settings = checks.DivergenceCheckSettings(trust.divergence_every, trust.divergence, trust.divergence_ignore)
-        run.clock.parts.add(checks.check_of(run.prepared, run.clock, ctx, ctx.world.store, settings))
+        settings = checks.DivergenceCheckSettings(
+            trust.divergence_every, trust.divergence, trust.divergence_ignore
+        )
+        run.clock.parts.add(
+            checks.check_of(run.prepared, run.clock, ctx, ctx.world.store, settings)
+        )

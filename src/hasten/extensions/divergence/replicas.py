@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.modules.names import canonical_name, is_dtensor, named_parameters, placements
+from hasten.modules.names import (
+    canonical_name,
+    is_dtensor,
+    named_parameters,
+    placements,
+)
 from hasten.modules.surgery import may_draw, own_buffers
 from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
@@ -21,7 +26,9 @@ from hasten.optim.optimizer import PreparedOptimizer
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.mesh_plan import BATCH, SHARD, Axis
 
-Kind = Literal["updates", "data", "setting", "random", "gradient", "state", "parameter", "buffer"]
+Kind = Literal[
+    "updates", "data", "setting", "random", "gradient", "state", "parameter", "buffer"
+]
 COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP})
 """Axes along which values can be equal; pipeline stages hold different layers."""
 _AXES: Final = frozenset(str(axis) for axis in Axis)
@@ -78,19 +85,49 @@ class Replicas:
         """Return all values that must be equal, in an order that is the same on all ranks."""
         if not self.forgiven:
             return list(self._all())
-        return [entry for entry in self._all() if (entry[0].kind, entry[0].name) not in self.forgiven]
+        return [
+            entry
+            for entry in self._all()
+            if (entry[0].kind, entry[0].name) not in self.forgiven
+        ]
 
     def _all(self) -> Iterator[EntryWithTensor]:
-        progress_words = f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
-        yield ComparedTensor("updates", "updates for each backward pass", COMPARED, said=progress_words), None
+        progress_words = (
+            f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
+        )
+        yield (
+            ComparedTensor(
+                "updates",
+                "updates for each backward pass",
+                COMPARED,
+                said=progress_words,
+            ),
+            None,
+        )
         for number, cursor in enumerate(self.clock.loaders.active()):
             position_words = f"epoch {cursor.epoch}, batch {cursor.batch}"
-            yield ComparedTensor("data", f"position of loader {number}", COMPARED, said=position_words), None
+            yield (
+                ComparedTensor(
+                    "data",
+                    f"position of loader {number}",
+                    COMPARED,
+                    said=position_words,
+                ),
+                None,
+            )
         if self.random and any(may_draw(model) for model in self.prepared.models):
-            yield from _tensor_entries("random", "generator of the CPU", frozenset({Axis.TP}), torch.get_rng_state())
+            yield from _tensor_entries(
+                "random",
+                "generator of the CPU",
+                frozenset({Axis.TP}),
+                torch.get_rng_state(),
+            )
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 yield from _tensor_entries(
-                    "random", "generator of the GPU", frozenset({Axis.TP}), torch.cuda.get_rng_state()
+                    "random",
+                    "generator of the GPU",
+                    frozenset({Axis.TP}),
+                    torch.cuda.get_rng_state(),
                 )
         names_and_axes: dict[int, tuple[str, frozenset[Axis]]] = {}
         for position, model in enumerate(self.prepared.models):
@@ -101,43 +138,71 @@ class Replicas:
             yield from self._optimizer(optimizer, prefix, names_and_axes)
 
     def _model(
-        self, model: nn.Module, prefix: str, names_and_axes: dict[int, tuple[str, frozenset[Axis]]]
+        self,
+        model: nn.Module,
+        prefix: str,
+        names_and_axes: dict[int, tuple[str, frozenset[Axis]]],
     ) -> Iterator[EntryWithTensor]:
         ignored_names, synchronised_modules = _unsynchronised_by_ddp(model)
         for plain_name, parameter in named_parameters(model):
             name = prefix + plain_name
-            if id(parameter) in names_and_axes or plain_name in ignored_names or self._ignores(name, plain_name):
+            if (
+                id(parameter) in names_and_axes
+                or plain_name in ignored_names
+                or self._ignores(name, plain_name)
+            ):
                 continue
             axes = axes_of(parameter)
             names_and_axes[id(parameter)] = name, axes
             yield from _tensor_entries("parameter", name, axes, parameter)
             if parameter.grad is not None:
                 yield from _tensor_entries("gradient", name, axes, parameter.grad)
-        for plain_name, buffer, statistics in _unsynchronised_buffers(model, synchronised_modules):
+        for plain_name, buffer, statistics in _unsynchronised_buffers(
+            model, synchronised_modules
+        ):
             name = prefix + plain_name
             if plain_name not in ignored_names and not self._ignores(name, plain_name):
-                yield from _tensor_entries("buffer", name, axes_of(buffer), buffer, statistics)
+                yield from _tensor_entries(
+                    "buffer", name, axes_of(buffer), buffer, statistics
+                )
 
     def _optimizer(
-        self, optimizer: PreparedOptimizer, prefix: str, names_and_axes: Mapping[int, tuple[str, frozenset[Axis]]]
+        self,
+        optimizer: PreparedOptimizer,
+        prefix: str,
+        names_and_axes: Mapping[int, tuple[str, frozenset[Axis]]],
     ) -> Iterator[EntryWithTensor]:
         plain_optimizer = optimizer.optimizer
-        if isinstance(plain_optimizer, EngineOptimizer) or _divides_state(plain_optimizer):
+        if isinstance(plain_optimizer, EngineOptimizer) or _divides_state(
+            plain_optimizer
+        ):
             return  # each rank holds a different shard of the state
         for number, group in enumerate(plain_optimizer.param_groups):
             group_name = f"{prefix}param_groups[{number}]"
             for option, value in group.items():
                 if isinstance(value, Tensor):
-                    yield from _tensor_entries("setting", f"{group_name}[{option!r}]", COMPARED, value)
+                    yield from _tensor_entries(
+                        "setting", f"{group_name}[{option!r}]", COMPARED, value
+                    )
                 elif option != "params" and _is_plain_value(value):
-                    yield ComparedTensor("setting", f"{group_name}[{option!r}]", COMPARED, said=repr(value)), None
+                    yield (
+                        ComparedTensor(
+                            "setting",
+                            f"{group_name}[{option!r}]",
+                            COMPARED,
+                            said=repr(value),
+                        ),
+                        None,
+                    )
             for parameter in group["params"]:
                 if id(parameter) not in names_and_axes:
                     continue  # excluded, or not a parameter of a prepared model
                 name, axes = names_and_axes[id(parameter)]
                 for key, value in plain_optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
-                        yield from _tensor_entries("state", f"{prefix}{name} ({key})", axes, value)
+                        yield from _tensor_entries(
+                            "state", f"{prefix}{name} ({key})", axes, value
+                        )
 
     def _ignores(self, *names: str) -> bool:
         for pattern in self.ignored:
@@ -149,7 +214,9 @@ class Replicas:
 
 @lru_cache(maxsize=1 << 14)  # a pure function of names, which recur in every check
 def _digest_text(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"
+    )
 
 
 @lru_cache(maxsize=1 << 10)  # a pure function of shapes, which recur in every check
@@ -163,14 +230,19 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
         return COMPARED
     axes = set(COMPARED)
     if is_dtensor(tensor):
-        mesh_axes = tensor.device_mesh.mesh_dim_names or [""] * len(tensor.placements)  # a mesh of the user's
+        # a mesh of the user's
+        mesh_axes = tensor.device_mesh.mesh_dim_names or [""] * len(tensor.placements)
         for axis_name, placement in zip(mesh_axes, tensor.placements, strict=True):
             if not isinstance(placement, placements().Replicate):
                 # An axis of a separate mesh divides experts among data-parallel ranks.
-                axes.difference_update({Axis(axis_name)} if axis_name in _AXES else BATCH)
-                if axis_name == Axis.DP_SHARD:  # ranks of one sequence hold different shards
+                axes.difference_update(
+                    {Axis(axis_name)} if axis_name in _AXES else BATCH
+                )
+                # ranks of one sequence hold different shards
+                if axis_name == Axis.DP_SHARD:
                     axes.difference_update(SHARD)
-    elif getattr(tensor, "tensor_model_parallel", False):  # megatron-core's mark of a tensor-parallel shard
+    # megatron-core's mark of a tensor-parallel shard
+    elif getattr(tensor, "tensor_model_parallel", False):
         axes.discard(Axis.TP)
     if not getattr(tensor, "allreduce", True):
         # megatron-core's mark of an expert, which only some data-parallel ranks hold
@@ -179,7 +251,11 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
 
 
 def _tensor_entries(
-    kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False
+    kind: Kind,
+    name: str,
+    axes: frozenset[Axis],
+    tensor: Tensor,
+    statistics: bool = False,
 ) -> Iterator[EntryWithTensor]:
     """Yield the entries of a tensor, or of its inner tensors; nothing for a tensor without memory."""
     local: Any = tensor  # Any: subclasses of several packages
@@ -191,10 +267,22 @@ def _tensor_entries(
         return
     if type(local) not in _PLAIN and hasattr(local, "__tensor_flatten__"):
         for inner_name in local.__tensor_flatten__()[0]:
-            yield from _tensor_entries(kind, f"{name}.{inner_name}", axes, getattr(local, inner_name), statistics)
+            yield from _tensor_entries(
+                kind,
+                f"{name}.{inner_name}",
+                axes,
+                getattr(local, inner_name),
+                statistics,
+            )
         return
     yield (
-        ComparedTensor(kind, name, axes, statistics=statistics, layout=_layout_text(tuple(local.shape), local.dtype)),
+        ComparedTensor(
+            kind,
+            name,
+            axes,
+            statistics=statistics,
+            layout=_layout_text(tuple(local.shape), local.dtype),
+        ),
         local,
     )
 
@@ -205,8 +293,13 @@ def _unsynchronised_by_ddp(model: nn.Module) -> tuple[frozenset[str], frozenset[
     synchronised_modules: set[int] = set()
     for outer_name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
-            first_name = canonical_name(f"{outer_name}.module" if outer_name else "module", model)
-            ignored_names.update(f"{first_name}.{name}" if first_name else name for name in module.parameters_to_ignore)
+            first_name = canonical_name(
+                f"{outer_name}.module" if outer_name else "module", model
+            )
+            ignored_names.update(
+                f"{first_name}.{name}" if first_name else name
+                for name in module.parameters_to_ignore
+            )
             if module.broadcast_buffers:
                 synchronised_modules.update(id(inner) for inner in module.modules())
     return frozenset(ignored_names), frozenset(synchronised_modules)
@@ -220,13 +313,22 @@ def _unsynchronised_buffers(
         if id(module) in synchronised_modules:
             continue
         for leaf_name, buffer in own_buffers(module, persistent_only=True):
-            name = canonical_name(f"{outer_name}.{leaf_name}" if outer_name else leaf_name, model)
-            yield name, buffer, leaf_name in _STATISTICS and hasattr(module, "track_running_stats")
+            name = canonical_name(
+                f"{outer_name}.{leaf_name}" if outer_name else leaf_name, model
+            )
+            yield (
+                name,
+                buffer,
+                leaf_name in _STATISTICS and hasattr(module, "track_running_stats"),
+            )
 
 
 def _divides_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer shards its state over ranks: torch's ZeroRedundancyOptimizer."""
-    return any(base_class.__name__ == "ZeroRedundancyOptimizer" for base_class in type(optimizer).__mro__)
+    return any(
+        base_class.__name__ == "ZeroRedundancyOptimizer"
+        for base_class in type(optimizer).__mro__
+    )
 
 
 def _is_plain_value(value: object) -> bool:

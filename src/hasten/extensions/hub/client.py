@@ -44,7 +44,11 @@ def parse_address(address: str) -> HubRepository:
     Raises: ArgumentError for an address of another form.
     """
     name, _, revision = address.removeprefix(SCHEME).partition("@")
-    if not address.startswith(SCHEME) or name.count("/") != 1 or not all(name.split("/")):
+    if (
+        not address.startswith(SCHEME)
+        or name.count("/") != 1
+        or not all(name.split("/"))
+    ):
         raise ArgumentError(
             f"{address!r} is not the address of a model on the Hub, so nothing was loaded; write {SCHEME}owner/name or "
             f"{SCHEME}owner/name@revision."
@@ -53,7 +57,11 @@ def parse_address(address: str) -> HubRepository:
 
 
 def upload(
-    folder: str | Path, target: HubRepository, message: str, ignore: Sequence[str] = (), **options: Any
+    folder: str | Path,
+    target: HubRepository,
+    message: str,
+    ignore: Sequence[str] = (),
+    **options: Any,
 ) -> str:  # Any: options of the client's upload_folder
     """Upload a folder as one commit, creating the repository if it is new; return the commit's URL.
 
@@ -63,21 +71,43 @@ def upload(
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ConfigError(f"{folder} is not a folder, so there is nothing to upload; save the model there first.")
+        raise ConfigError(
+            f"{folder} is not a folder, so there is nothing to upload; save the model there first."
+        )
     client = _client(target)
 
     def send() -> str:
         repository = _create_repository(client, target)
         if target.revision is not None:
             client.create_branch(repository, branch=target.revision, exist_ok=True)
-        unwanted = [".hasten-*", *ignore, *_cards_to_skip(client, root, repository, target.revision)]
-        sent = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
-        sent = {path for path in sent if not any(fnmatch.fnmatch(path, pattern) for pattern in unwanted)}
+        unwanted = [
+            ".hasten-*",
+            *ignore,
+            *_cards_to_skip(client, root, repository, target.revision),
+        ]
+        sent = {
+            path.relative_to(root).as_posix()
+            for path in root.rglob("*")
+            if path.is_file()
+        }
+        sent = {
+            path
+            for path in sent
+            if not any(fnmatch.fnmatch(path, pattern) for pattern in unwanted)
+        }
         there = client.list_repo_files(repository, revision=target.revision)
-        given = {"revision": target.revision, "delete_patterns": _stale_weights(there, sent), **options}
+        given = {
+            "revision": target.revision,
+            "delete_patterns": _stale_weights(there, sent),
+            **options,
+        }
         return str(
             client.upload_folder(
-                repo_id=repository, folder_path=str(root), commit_message=message, ignore_patterns=unwanted, **given
+                repo_id=repository,
+                folder_path=str(root),
+                commit_message=message,
+                ignore_patterns=unwanted,
+                **given,
             )
         )
 
@@ -88,20 +118,23 @@ def check_access(target: HubRepository) -> None:
     """Create the repository if it is new, which shows whether the token may write to it. Raises: HubError."""
     client = _client(target)
     what = f"the upload to {target.repo_id} would fail: creating the repository"
-    _guarded(lambda: _create_repository(client, target), target, what, "Nothing was trained.")
+    _guarded(
+        lambda: _create_repository(client, target), target, what, "Nothing was trained."
+    )
 
 
-def _create_repository(client: Any, target: HubRepository) -> str:  # Any: the client is a foreign class
+# Any: the client is a foreign class
+def _create_repository(client: Any, target: HubRepository) -> str:
     """Create the repository if it is new and return its whole name."""
-    return str(client.create_repo(target.repo_id, private=target.private, exist_ok=True).repo_id)
+    return str(
+        client.create_repo(
+            target.repo_id, private=target.private, exist_ok=True
+        ).repo_id
+    )
 
 
-_UPLOAD_FAILED: Final = (
-    "The repository still shows its previous commit; push again: large files that have arrived are not sent again."
-)
-_DOWNLOAD_FAILED: Final = (
-    "Nothing was loaded; check the name, the revision and the connection. Files that have arrived are reused."
-)
+_UPLOAD_FAILED: Final = "The repository still shows its previous commit; push again: large files that have arrived are not sent again."
+_DOWNLOAD_FAILED: Final = "Nothing was loaded; check the name, the revision and the connection. Files that have arrived are reused."
 
 
 def download(target: HubRepository) -> Path:
@@ -120,16 +153,24 @@ def download(target: HubRepository) -> Path:
                 f"{target.repo_id} holds {', '.join(found[:5]) or 'no files'} and no weights, so nothing was loaded; give the name "
                 "of a repository with model.safetensors or pytorch_model.bin, or an index of shards."
             )
-        return Path(client.snapshot_download(target.repo_id, revision=target.revision, allow_patterns=safe or weights))
+        return Path(
+            client.snapshot_download(
+                target.repo_id, revision=target.revision, allow_patterns=safe or weights
+            )
+        )
 
-    return _guarded(fetch, target, f"the download of {target.repo_id}", _DOWNLOAD_FAILED)
+    return _guarded(
+        fetch, target, f"the download of {target.repo_id}", _DOWNLOAD_FAILED
+    )
 
 
 def _client(target: HubRepository) -> Any:  # Any: the client is a foreign class
     return need("huggingface_hub", ">=0.30", why="the Hub").HfApi(token=target.token)
 
 
-def _cards_to_skip(client: Any, root: Path, repository: str, revision: str | None) -> list[str]:
+def _cards_to_skip(
+    client: Any, root: Path, repository: str, revision: str | None
+) -> list[str]:
     """Return the card's name if the folder's card is generated and the repository's was edited by hand."""
     here = root / CARD_NAME
     if not here.is_file() or not is_generated(here.read_text("utf-8")):
@@ -147,7 +188,9 @@ def _stale_weights(there: Sequence[str], sent: set[str]) -> list[str] | None:
     """Return the repository's weight files that a commit with other weight files makes obsolete."""
     if not any(WEIGHTS.fullmatch(name) for name in sent):
         return None
-    return [name for name in there if WEIGHTS.fullmatch(name) and name not in sent] or None
+    return [
+        name for name in there if WEIGHTS.fullmatch(name) and name not in sent
+    ] or None
 
 
 def _guarded(call: Callable[[], T], target: HubRepository, what: str, remedy: str) -> T:
@@ -156,20 +199,29 @@ def _guarded(call: Callable[[], T], target: HubRepository, what: str, remedy: st
         return call()
     except HastenError:
         raise
-    except Exception as error:  # errors of several packages; raised again without the token
+    # errors of several packages; raised again without the token
+    except Exception as error:
         problem = HubError(_message(error, target, what, remedy))
     raise problem  # outside of the handler, so that the error has no context either
 
 
 def _message(error: Exception, target: HubRepository, what: str, remedy: str) -> str:
     chain = _chain(error)
-    if any(getattr(getattr(link, "response", None), "status_code", None) in _REFUSED for link in chain):
+    if any(
+        getattr(getattr(link, "response", None), "status_code", None) in _REFUSED
+        for link in chain
+    ):
         remedy += (
             " If the token was refused, give one with access to the repository (hub_token of TrainingArguments, token of "
             "push_to_hub), or log in with `hf auth login`."
         )
-    texts = (f"{type(link).__name__}: {' '.join(str(link).split())}".rstrip(".: ") for link in chain)
-    return f"{what} failed: {clean(', because of '.join(texts), target.secrets)}. {remedy}"
+    texts = (
+        f"{type(link).__name__}: {' '.join(str(link).split())}".rstrip(".: ")
+        for link in chain
+    )
+    return (
+        f"{what} failed: {clean(', because of '.join(texts), target.secrets)}. {remedy}"
+    )
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -179,7 +231,9 @@ def _chain(error: BaseException) -> list[BaseException]:
     while link is not None and len(found) < _MOST_CAUSES:
         if not any(str(link) in str(earlier) for earlier in found):
             found.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        link = link.__cause__ or (
+            None if link.__suppress_context__ else link.__context__
+        )
     return found
 
 

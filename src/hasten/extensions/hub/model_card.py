@@ -40,7 +40,11 @@ def model_card(content: CardContent) -> str:
     header: dict[str, Any] = {"tags": ["hasten"]}
     if content.library is not None:
         header["library_name"] = content.library
-    parts = [f"---\n{yaml.safe_dump(header, sort_keys=True)}---", MARK, f"# {content.name}"]
+    parts = [
+        f"---\n{yaml.safe_dump(header, sort_keys=True)}---",
+        MARK,
+        f"# {content.name}",
+    ]
     sections = (
         ("Results", _two_columns("metric", content.metrics)),
         ("Training", _history(content.history)),
@@ -54,7 +58,14 @@ def model_card(content: CardContent) -> str:
 
 
 def _two_columns(title: str, values: Mapping[str, Any]) -> str:
-    return _table([title, "value"], ([name, value] for name, value in masked_tree(values).items())) if values else ""
+    return (
+        _table(
+            [title, "value"],
+            ([name, value] for name, value in masked_tree(values).items()),
+        )
+        if values
+        else ""
+    )
 
 
 def _history(history: Sequence[Mapping[str, Any]]) -> str:
@@ -65,10 +76,26 @@ def _history(history: Sequence[Mapping[str, Any]]) -> str:
             rows.setdefault(logged["step"], {}).update(logged)
     found = list(rows.values())
     if len(found) > MOST_ROWS:
-        found = [found[round(at * (len(found) - 1) / (MOST_ROWS - 1))] for at in range(MOST_ROWS)]
-    named = {name for row in found for name, value in row.items() if isinstance(value, int | float)}
-    columns = ["step", *(["epoch"] if "epoch" in named else []), *sorted(named - {"step", "epoch"})]
-    return _table(columns, ([row.get(name, "") for name in columns] for row in found)) if found else ""
+        found = [
+            found[round(at * (len(found) - 1) / (MOST_ROWS - 1))]
+            for at in range(MOST_ROWS)
+        ]
+    named = {
+        name
+        for row in found
+        for name, value in row.items()
+        if isinstance(value, int | float)
+    }
+    columns = [
+        "step",
+        *(["epoch"] if "epoch" in named else []),
+        *sorted(named - {"step", "epoch"}),
+    ]
+    return (
+        _table(columns, ([row.get(name, "") for name in columns] for row in found))
+        if found
+        else ""
+    )
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

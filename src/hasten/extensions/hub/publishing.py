@@ -23,7 +23,12 @@ from hasten.comm.base import Comm
 from hasten.errors import ArgumentError, HubError
 from hasten.extensions.hub import client as hub
 from hasten.extensions.hub.client import SCHEME, HubRepository
-from hasten.extensions.hub.model_card import CARD_NAME, CardContent, is_generated, model_card
+from hasten.extensions.hub.model_card import (
+    CARD_NAME,
+    CardContent,
+    is_generated,
+    model_card,
+)
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 1.0
@@ -46,7 +51,9 @@ class FolderPush:
     def send(self) -> str:
         """Upload the folder and return the commit's URL."""
         try:
-            return hub.upload(self.folder, self.target, self.message, self.ignore, **self.options)
+            return hub.upload(
+                self.folder, self.target, self.message, self.ignore, **self.options
+            )
         finally:
             if self.temporary:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -55,7 +62,8 @@ class FolderPush:
 class BackgroundCall:
     """Function that runs in a thread, with its result or error."""
 
-    def __init__(self, call: Callable[[], Any], name: str) -> None:  # Any: the result of the call
+    # Any: the result of the call
+    def __init__(self, call: Callable[[], Any], name: str) -> None:
         self.result: Any = None
         self.error: Exception | None = None
         self._call = call
@@ -65,7 +73,8 @@ class BackgroundCall:
     def _run(self) -> None:
         try:
             self.result = self._call()
-        except Exception as error:  # raised in the main thread at the next push, or at the end
+        # raised in the main thread at the next push, or at the end
+        except Exception as error:
             self.error = error
 
     def done(self, timeout_s: float) -> bool:
@@ -74,7 +83,8 @@ class BackgroundCall:
         return not self._thread.is_alive()
 
 
-def finish_together(comm: Comm, call: BackgroundCall | None, label: str) -> Any:  # Any: the result of the call
+# Any: the result of the call
+def finish_together(comm: Comm, call: BackgroundCall | None, label: str) -> Any:
     """Wait until every rank's call has ended; return this rank's result, or None without a call.
 
     Ranks exchange one number at least every second, so that no collective waits as long as an upload does.
@@ -84,7 +94,9 @@ def finish_together(comm: Comm, call: BackgroundCall | None, label: str) -> Any:
     while True:
         ended = call is None or call.done(pause_s)
         if comm.size > 1:
-            ended = bool(comm.all_reduce(torch.tensor([ended], dtype=torch.int32), "min").item())
+            ended = bool(
+                comm.all_reduce(torch.tensor([ended], dtype=torch.int32), "min").item()
+            )
         if ended:
             break
         pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
@@ -112,13 +124,19 @@ class Publishing:
     check_access = staticmethod(hub.check_access)
 
     def __init__(
-        self, comm: Comm, is_main: bool, facts: Callable[[], Mapping[str, Any]], project_dir: str | None
+        self,
+        comm: Comm,
+        is_main: bool,
+        facts: Callable[[], Mapping[str, Any]],
+        project_dir: str | None,
     ) -> None:  # Any: numbers and strings
         """Set up without a running upload; `facts` describes the run for model cards."""
         self._comm = comm
         self._is_main = is_main
         self.facts = facts
-        self._scratch = None if project_dir is None or is_url(project_dir) else project_dir
+        self._scratch = (
+            None if project_dir is None or is_url(project_dir) else project_dir
+        )
         self._running: BackgroundCall | None = None
         self._started = False
 
@@ -129,9 +147,14 @@ class Publishing:
         Raises: ArgumentError for an invalid address; HubError if the download fails.
         """
         target = hub.parse_address(address)
-        call = BackgroundCall(lambda: hub.download(target), "hasten-download") if downloads else None
+        call = (
+            BackgroundCall(lambda: hub.download(target), "hasten-download")
+            if downloads
+            else None
+        )
         found: Path | None = finish_together(comm, call, "load_model")
-        return hub.download(target) if found is None else found  # reads the cache that the machine's first rank filled
+        # reads the cache that the machine's first rank filled
+        return hub.download(target) if found is None else found
 
     def wait(self) -> str | None:
         """Wait for the running upload, if any; return the commit's URL on the main process.
@@ -185,22 +208,41 @@ class Publishing:
                 folder = self.staging_folder()
                 try:
                     self._write(folder, model, weights, options)
-                    library = "transformers" if hasattr(model, "save_pretrained") else None
+                    library = (
+                        "transformers" if hasattr(model, "save_pretrained") else None
+                    )
                     self.write_card(
-                        folder, CardContent(name=repo_id, library=library, metrics=metrics or {}, run=self.facts())
+                        folder,
+                        CardContent(
+                            name=repo_id,
+                            library=library,
+                            metrics=metrics or {},
+                            run=self.facts(),
+                        ),
                     )
                 except BaseException:
                     shutil.rmtree(folder, ignore_errors=True)
                     raise
-                target = HubRepository(repo_id, options.get("token"), options.get("private"), options.get("revision"))
+                target = HubRepository(
+                    repo_id,
+                    options.get("token"),
+                    options.get("private"),
+                    options.get("revision"),
+                )
                 message = options.get("commit_message", "Upload model")
-                made = FolderPush(folder=folder, target=target, message=message, temporary=True)
+                made = FolderPush(
+                    folder=folder, target=target, message=message, temporary=True
+                )
         return self.push(made, blocking)
 
-    def _write(self, folder: Path, model: Any, weights: Mapping[str, Any], options: PushOptions) -> None:
+    def _write(
+        self, folder: Path, model: Any, weights: Mapping[str, Any], options: PushOptions
+    ) -> None:
         size = options.get("max_shard_size", "10GB")
         if hasattr(model, "save_pretrained"):
-            model.save_pretrained(str(folder), state_dict=dict(weights), max_shard_size=size)
+            model.save_pretrained(
+                str(folder), state_dict=dict(weights), max_shard_size=size
+            )
         else:
             save_model(weights, folder, size)
         if (tokenizer := options.get("tokenizer")) is not None:

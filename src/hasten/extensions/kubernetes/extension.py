@@ -10,7 +10,9 @@ extension: Final = Extension(
     name="kubernetes",
     summary="Kubernetes: manifests of JobSet, TrainJob and PyTorchJob; progress of a TrainJob",
     launch_targets={"kubernetes": "hasten.extensions.kubernetes.manifests:TARGET"},
-    settings={"launch.kubernetes": "hasten.extensions.kubernetes.settings:KubernetesSettings"},
+    settings={
+        "launch.kubernetes": "hasten.extensions.kubernetes.settings:KubernetesSettings"
+    },
     run_parts={"trainjob": "hasten.extensions.kubernetes.trainjob:TrainJobPart"},
     run_part_settings={"trainjob": "$KUBEFLOW_TRAINER_SERVER_URL"},
 )

@@ -11,7 +11,16 @@ import yaml
 from hasten.errors import ConfigError
 from hasten.extensions.kubernetes.pods import PodPlan, plan_pods, tag_text
 from hasten.extensions.kubernetes.settings import KubernetesSettings
-from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
+from hasten.launch.base import (
+    Host,
+    JobShape,
+    LaunchPlan,
+    LaunchRequest,
+    LaunchTarget,
+    PlannedFile,
+    Proc,
+    Submitter,
+)
 from hasten.launch.failure import PREEMPTED, STALLED
 from hasten.launch.torchrun import supervision
 
@@ -84,22 +93,29 @@ def manifests(pods: PodPlan) -> list[JsonObject]:
 
 
 def _yaml(document: JsonObject) -> str:
-    unshared = json.loads(json.dumps(document))  # or PyYAML would write parts that occur twice as aliases
+    # or PyYAML would write parts that occur twice as aliases
+    unshared = json.loads(json.dumps(document))
     return yaml.safe_dump(unshared, sort_keys=False, width=120)
 
 
 def _notes(pods: PodPlan, path: str) -> tuple[str, ...]:
     low, high = pods.min_pods, pods.max_pods
     count = f"{high} pod(s)" if low == high else f"{low} to {high} pods"
-    notes = [f"{count} with {pods.processes} process(es) and {pods.gpus} GPU(s) each, as a {pods.settings.kind}"]
+    notes = [
+        f"{count} with {pods.processes} process(es) and {pods.gpus} GPU(s) each, as a {pods.settings.kind}"
+    ]
     if pods.settings.volume is None:
-        notes.append("no volume: checkpoints must be saved outside the pods (an object store), or they end with them")
+        notes.append(
+            "no volume: checkpoints must be saved outside the pods (an object store), or they end with them"
+        )
     if pods.scrape_port is None and pods.serves_metrics:
         notes.append(
             "metrics are served inside the pod only (metrics_host and a fixed metrics_port decide), so no annotation asks to scrape it"
         )
     if pods.elastic and not pods.pod_restarts:
-        notes.append("max_restarts=0: losing a pod ends the job; set --max_restarts to continue with the others")
+        notes.append(
+            "max_restarts=0: losing a pod ends the job; set --max_restarts to continue with the others"
+        )
     if not pods.settings.apply:
         notes.append(f"submit it with `kubectl apply -f {path}`, or add --apply")
     return tuple(notes)
@@ -135,7 +151,11 @@ def _jobset(pods: PodPlan) -> JsonObject:
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": _failure_policy(pods),
             "replicatedJobs": [
-                {"name": _JOB, "replicas": 1, "template": {"spec": _with_stall_rule(pods, job)}},
+                {
+                    "name": _JOB,
+                    "replicas": 1,
+                    "template": {"spec": _with_stall_rule(pods, job)},
+                },
             ],
         },
     }
@@ -144,12 +164,19 @@ def _jobset(pods: PodPlan) -> JsonObject:
 def _training_runtime(pods: PodPlan) -> JsonObject:
     """Return the runtime of a TrainJob, which holds what a TrainJob itself cannot express: policies, volumes, the grace period."""
     settings: KubernetesSettings = pods.settings
-    container: JsonObject = {"name": _JOB, "image": settings.image, **_env_from(pods), "volumeMounts": _mounts(pods)}
+    container: JsonObject = {
+        "name": _JOB,
+        "image": settings.image,
+        **_env_from(pods),
+        "volumeMounts": _mounts(pods),
+    }
     if settings.working_dir is not None:
         container["workingDir"] = settings.working_dir
     template: JsonObject = {
         "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
-        "spec": _with_stall_rule(pods, {**_job_policy(), "template": _pod_template(pods, container)}),
+        "spec": _with_stall_rule(
+            pods, {**_job_policy(), "template": _pod_template(pods, container)}
+        ),
     }
     return {
         "apiVersion": f"{_TRAINER}/v1alpha1",
@@ -159,7 +186,10 @@ def _training_runtime(pods: PodPlan) -> JsonObject:
             "mlPolicy": {"numNodes": pods.max_pods, "torch": {}},
             "template": {
                 "spec": {
-                    "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                    "network": {
+                        "enableDNSHostnames": True,
+                        "publishNotReadyAddresses": True,
+                    },
                     "failurePolicy": _failure_policy(pods),
                     "replicatedJobs": [{"name": _JOB, "template": template}],
                 }
@@ -184,7 +214,11 @@ def _trainjob(pods: PodPlan) -> JsonObject:
         "kind": "TrainJob",
         "metadata": _metadata(pods),
         "spec": {
-            "runtimeRef": {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": pods.name},
+            "runtimeRef": {
+                "apiGroup": _TRAINER,
+                "kind": "TrainingRuntime",
+                "name": pods.name,
+            },
             "trainer": trainer,
         },
     }
@@ -196,7 +230,10 @@ def _pytorchjob(pods: PodPlan) -> JsonObject:
     container = {**_container(pods, _PYTORCH, []), "ports": [port]}
     # ExitCode restarts a pod whose exit code is above 127; the launcher maps its codes accordingly.
     replica = {"restartPolicy": "ExitCode", "template": _pod_template(pods, container)}
-    spec: JsonObject = {"runPolicy": {"cleanPodPolicy": "None"}, "nprocPerNode": str(pods.processes)}
+    spec: JsonObject = {
+        "runPolicy": {"cleanPodPolicy": "None"},
+        "nprocPerNode": str(pods.processes),
+    }
     if pods.elastic:
         spec["elasticPolicy"] = {
             "minReplicas": pods.min_pods,
@@ -234,7 +271,10 @@ def _metadata(pods: PodPlan, more_labels: JsonObject | None = None) -> JsonObjec
 
 
 def _labels(pods: PodPlan) -> dict[str, str]:
-    labels = {"app.kubernetes.io/name": pods.name, "app.kubernetes.io/managed-by": "hasten"}
+    labels = {
+        "app.kubernetes.io/name": pods.name,
+        "app.kubernetes.io/managed-by": "hasten",
+    }
     return labels | _tags(pods.settings.labels)
 
 
@@ -258,8 +298,14 @@ def _pod_metadata(pods: PodPlan) -> JsonObject:
 
 def _job_policy() -> JsonObject:
     """Return the policy of a Job: a pod that has saved (85) or was evicted is replaced, any other end fails the Job."""
-    saved = {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [PREEMPTED]}}
-    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    saved = {
+        "action": "Ignore",
+        "onExitCodes": {"operator": "In", "values": [PREEMPTED]},
+    }
+    evicted = {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     return {"backoffLimit": 0, "podFailurePolicy": {"rules": [saved, evicted]}}
 
 
@@ -267,7 +313,10 @@ def _with_stall_rule(pods: PodPlan, job: JsonObject) -> JsonObject:
     """Return the Job with a rule for a stalled run (86), if it must not be restarted."""
     if pods.settings.on_stall == "restart":  # like any other failure
         return job
-    stalled = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [STALLED]}}
+    stalled = {
+        "action": "FailJob",
+        "onExitCodes": {"operator": "In", "values": [STALLED]},
+    }
     first_rule, *later_rules = job["podFailurePolicy"]["rules"]
     return {**job, "podFailurePolicy": {"rules": [first_rule, stalled, *later_rules]}}
 
@@ -276,14 +325,21 @@ def _failure_policy(pods: PodPlan) -> JsonObject:
     """Return the policy of the JobSet: all pods are restarted, unless a rule of a Job has ended it."""
     policy: JsonObject = {"maxRestarts": pods.max_restarts}
     if pods.settings.on_stall == "fail":
-        policy["rules"] = [{"name": "stalled", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+        policy["rules"] = [
+            {
+                "name": "stalled",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            }
+        ]
     return policy
 
 
 def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
     settings: KubernetesSettings = pods.settings
     spec: JsonObject = {"terminationGracePeriodSeconds": pods.grace_s}
-    if settings.kind != "pytorchjob":  # there the operator sets it from the replica's policy
+    # there the operator sets it from the replica's policy
+    if settings.kind != "pytorchjob":
         spec["restartPolicy"] = "Never"
     if settings.service_account is not None:
         spec["serviceAccountName"] = settings.service_account
@@ -292,16 +348,31 @@ def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
     if settings.node_selector:
         spec["nodeSelector"] = _tags(settings.node_selector)
     spec |= settings.pod_spec
-    memory = {"medium": "Memory", **({"sizeLimit": settings.shared_memory} if settings.shared_memory else {})}
+    memory = {
+        "medium": "Memory",
+        **({"sizeLimit": settings.shared_memory} if settings.shared_memory else {}),
+    }
     volumes: list[JsonObject] = [{"name": "shared-memory", "emptyDir": memory}]
     if settings.volume is not None:
-        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": settings.volume}})
-    return {"metadata": _pod_metadata(pods), "spec": {**spec, "containers": [container], "volumes": volumes}}
+        volumes.append(
+            {
+                "name": "checkpoints",
+                "persistentVolumeClaim": {"claimName": settings.volume},
+            }
+        )
+    return {
+        "metadata": _pod_metadata(pods),
+        "spec": {**spec, "containers": [container], "volumes": volumes},
+    }
 
 
 def _container(pods: PodPlan, name: str, env: list[JsonObject]) -> JsonObject:
     settings: KubernetesSettings = pods.settings
-    container: JsonObject = {"name": name, "image": settings.image, "command": _command(pods)}
+    container: JsonObject = {
+        "name": name,
+        "image": settings.image,
+        "command": _command(pods),
+    }
     if settings.working_dir is not None:
         container["workingDir"] = settings.working_dir
     if variables := [*env, *_env(pods)]:
@@ -322,12 +393,17 @@ def _literal(text: str) -> str:
 
 
 def _env(pods: PodPlan) -> list[JsonObject]:
-    return [{"name": name, "value": _literal(tag_text(value))} for name, value in pods.settings.env.items()]
+    return [
+        {"name": name, "value": _literal(tag_text(value))}
+        for name, value in pods.settings.env.items()
+    ]
 
 
 def _env_from(pods: PodPlan) -> JsonObject:
     names = pods.settings.env_from
-    return {"envFrom": [{"secretRef": {"name": name}} for name in names]} if names else {}
+    return (
+        {"envFrom": [{"secretRef": {"name": name}} for name in names]} if names else {}
+    )
 
 
 def _from_field(name: str, path: str) -> JsonObject:
@@ -337,7 +413,11 @@ def _from_field(name: str, path: str) -> JsonObject:
 def _resources(pods: PodPlan) -> JsonObject:
     """Return requests equal to limits, so that a pod is the last to be evicted."""
     settings: KubernetesSettings = pods.settings
-    amounts: JsonObject = {name: value for name, value in (("cpu", settings.cpu), ("memory", settings.memory)) if value}
+    amounts: JsonObject = {
+        name: value
+        for name, value in (("cpu", settings.cpu), ("memory", settings.memory))
+        if value
+    }
     if pods.gpus:
         amounts[settings.gpu_resource] = str(pods.gpus)
     amounts |= _tags(settings.resources)

@@ -30,11 +30,15 @@ RETRIED: Final = MappingProxyType({PREEMPTED: 143, STALLED: 134})
 _GRACE_AFTER_STOP_S: Final = 30
 _RESTARTS: Final = 3
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_SUBDOMAIN: Final = re.compile(
+    r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+)
 _TAG: Final = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
 _CPU: Final = re.compile(r"[0-9]+(\.[0-9]{1,3})?|[0-9]+m")
 _BYTES: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGTP]i|[kMGTP])?")
-_IMAGE: Final = re.compile(r"[A-Za-z0-9][\w.-]*(:[0-9]+(?=/))?(/[\w.-]+)*(:[\w.-]+)?(@\w+:[0-9a-fA-F]{32,})?")
+_IMAGE: Final = re.compile(
+    r"[A-Za-z0-9][\w.-]*(:[0-9]+(?=/))?(/[\w.-]+)*(:[\w.-]+)?(@\w+:[0-9a-fA-F]{32,})?"
+)
 """A name with optional registry, tag and digest; a user and a password have no place in it."""
 _QUANTITY: Final = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i|[mkMGTP])?")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -44,13 +48,28 @@ _UNITS: Final = MappingProxyType(
     | {letter: 1000**power for power, letter in enumerate("kMGTP", 1)}
 )
 _OWNED: Final = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HASTEN_CONFIG"}
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "HASTEN_CONFIG",
+    }
 )
 """Variables that the manifest, the operator or the launcher sets."""
 _DECIDED: Final = frozenset(
     ("launch", name)
     for name in (
-        *("submit", "num_machines", "nnodes", "num_processes", "processes_per_machine", "main_process_port"),
+        *(
+            "submit",
+            "num_machines",
+            "nnodes",
+            "num_processes",
+            "processes_per_machine",
+            "main_process_port",
+        ),
         *("module", "no_python"),
     )
 )
@@ -105,9 +124,17 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
 
     Raises: ConfigError for settings that Kubernetes would refuse, or that cannot be honoured there.
     """
-    config, launch, settings = request.config, request.config.launch, request.config.section(KubernetesSettings)
+    config, launch, settings = (
+        request.config,
+        request.config.launch,
+        request.config.section(KubernetesSettings),
+    )
     _refuse_foreign(launch)
-    low, high = split_range(launch.nnodes) if launch.nnodes else (launch.num_machines, launch.num_machines)
+    low, high = (
+        split_range(launch.nnodes)
+        if launch.nnodes
+        else (launch.num_machines, launch.num_machines)
+    )
     if low != high and settings.kind != "pytorchjob":
         raise ConfigError(
             f"nnodes={launch.nnodes!r} asks for an elastic number of pods, but a {settings.kind} has a fixed one, so it would wait for all "
@@ -117,7 +144,8 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
     name = settings.name or _default_name(request.target.name)
     _check_name(name, settings, high)
     _check_settings(settings)
-    metrics: Any = getattr(config, "metrics", None)  # Any: settings of another extension
+    # Any: settings of another extension
+    metrics: Any = getattr(config, "metrics", None)
     serves_metrics = metrics is not None and metrics.port is not None
     if serves_metrics:
         _check_metrics(metrics)
@@ -134,7 +162,9 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
         max_restarts=_max_restarts(settings),
         pod_restarts=launch.max_restarts,
         serves_metrics=serves_metrics,
-        scrape_port=metrics.port or None if serves_metrics and not network.is_loopback(metrics.host) else None,
+        scrape_port=metrics.port or None
+        if serves_metrics and not network.is_loopback(metrics.host)
+        else None,
         scrape_scheme="https" if serves_metrics and metrics.tls_cert_file else "http",
     )
 
@@ -172,7 +202,9 @@ def _refuse_foreign(launch: LaunchConfig) -> None:
         )
 
 
-def _processes(launch: LaunchConfig, settings: KubernetesSettings, pods: int, *, on_cpu: bool) -> tuple[int, int]:
+def _processes(
+    launch: LaunchConfig, settings: KubernetesSettings, pods: int, *, on_cpu: bool
+) -> tuple[int, int]:
     """Return the processes and the GPUs of each pod."""
     processes = launch.processes_per_machine
     if processes is None and launch.num_processes is not None:
@@ -216,7 +248,11 @@ def _check_name(name: str, settings: KubernetesSettings, pods: int) -> None:
             f"kubernetes.name={name!r} is not a DNS label, which names the job's Service and its pods: lower-case letters, digits and "
             f"'-', starting with a letter and not ending with '-'. Correct --kubernetes_name."
         )
-    last = f"-worker-{pods - 1}" if settings.kind == "pytorchjob" else f"-node-0-{pods - 1}-12345"
+    last = (
+        f"-worker-{pods - 1}"
+        if settings.kind == "pytorchjob"
+        else f"-node-0-{pods - 1}-12345"
+    )
     if len(name) + len(last) > _LONGEST:
         raise ConfigError(
             f"kubernetes.name={name!r} is too long: its pods would be called {name}{last}, and Kubernetes accepts {_LONGEST} characters. "
@@ -227,7 +263,9 @@ def _check_name(name: str, settings: KubernetesSettings, pods: int) -> None:
 def _check_settings(settings: KubernetesSettings) -> None:
     if settings.image is None or not _IMAGE.fullmatch(settings.image):
         image_text = (
-            " was not given" if settings.image is None else f"={masked(settings.image)!r} is not the name of an image"
+            " was not given"
+            if settings.image is None
+            else f"={masked(settings.image)!r} is not the name of an image"
         )
         raise ConfigError(
             f"kubernetes.image{image_text}, so there is nothing that a pod could run. Give --kubernetes_image with the image that holds the "
@@ -248,7 +286,9 @@ def _check_settings(settings: KubernetesSettings) -> None:
                 f"kubernetes.{name}={path!r} is not an absolute path without ':', so it names no folder of a pod. Write it from '/', "
                 f"such as /checkpoints."
             )
-    if settings.volume is not None and PurePosixPath(settings.volume_path) in map(PurePosixPath, ("/", "/dev/shm")):
+    if settings.volume is not None and PurePosixPath(settings.volume_path) in map(
+        PurePosixPath, ("/", "/dev/shm")
+    ):
         raise ConfigError(
             f"kubernetes.volume_path={settings.volume_path!r} would hide files that every pod needs. Choose a folder such as /checkpoints."
         )
@@ -262,7 +302,10 @@ def _check_pod_spec(settings: KubernetesSettings) -> None:
                 f"kubernetes.pod_spec: {name} is written by the manifest, and two values would contradict each other. Remove it; "
                 f"{_WRITTEN[name]} decides it."
             )
-    fields = {"pod_spec": _without_label_keys(settings.pod_spec), "annotations": dict(settings.annotations)}
+    fields = {
+        "pod_spec": _without_label_keys(settings.pod_spec),
+        "annotations": dict(settings.annotations),
+    }
     for setting, value in fields.items():
         if masked_tree(value) != value:
             raise ConfigError(
@@ -273,7 +316,11 @@ def _check_pod_spec(settings: KubernetesSettings) -> None:
 def _without_label_keys(value: Any) -> Any:  # Any: JSON values
     """Return the value without fields called `key`, which name a label or a taint in tolerations and affinities."""
     if isinstance(value, Mapping):
-        return {name: _without_label_keys(item) for name, item in value.items() if name != "key"}
+        return {
+            name: _without_label_keys(item)
+            for name, item in value.items()
+            if name != "key"
+        }
     if isinstance(value, list | tuple):
         return [_without_label_keys(item) for item in value]
     return value
@@ -293,7 +340,9 @@ def _check_objects(settings: KubernetesSettings) -> None:
                 f"and '.', starting and ending with a letter or digit. Correct it."
             )
     space = settings.namespace
-    if space is not None and (len(space) > _LONGEST or "." in space or not _SUBDOMAIN.fullmatch(space)):
+    if space is not None and (
+        len(space) > _LONGEST or "." in space or not _SUBDOMAIN.fullmatch(space)
+    ):
         raise ConfigError(
             f"kubernetes.namespace={space!r} is not a DNS-1123 label, so no namespace can be called that: at most {_LONGEST} lower-case "
             f"letters, digits and '-'. Correct --kubernetes_namespace."
@@ -304,7 +353,11 @@ def _check_tags(setting: str, tags: Mapping[str, Any]) -> None:
     """Raise unless these are valid labels of Kubernetes."""
     for key, value in tags.items():
         prefix, slash, name = key.rpartition("/")
-        fits = bool(name) and bool(_TAG.fullmatch(name)) and bool(_TAG.fullmatch(tag_text(value)))
+        fits = (
+            bool(name)
+            and bool(_TAG.fullmatch(name))
+            and bool(_TAG.fullmatch(tag_text(value)))
+        )
         if not fits or (slash and not _SUBDOMAIN.fullmatch(prefix)):
             raise ConfigError(
                 f"kubernetes.{setting}: {key}={value} is not a label of Kubernetes, which would refuse the job: at most {_LONGEST} "
@@ -327,7 +380,9 @@ def _check_amounts(settings: KubernetesSettings) -> None:
         text = getattr(settings, name)
         if text is None:
             continue
-        if (amount_match := _BYTES.fullmatch(text)) is None or not float(amount_match[1]):
+        if (amount_match := _BYTES.fullmatch(text)) is None or not float(
+            amount_match[1]
+        ):
             raise ConfigError(
                 f"kubernetes.{name}={text!r} is not a quantity of memory, so nothing could be reserved. Write 64Gi, 512Mi or 100G."
             )
@@ -340,7 +395,9 @@ def _check_amounts(settings: KubernetesSettings) -> None:
     _check_tags("gpu_resource", {settings.gpu_resource: ""})
     _check_tags("resources", dict.fromkeys(settings.resources, ""))
     for name, amount in settings.resources.items():
-        if name in ("cpu", "memory", settings.gpu_resource) or not _QUANTITY.fullmatch(str(amount)):
+        if name in ("cpu", "memory", settings.gpu_resource) or not _QUANTITY.fullmatch(
+            str(amount)
+        ):
             raise ConfigError(
                 f"kubernetes.resources: {name}={amount} is not a quantity of a further resource. Write rdma/hca=1; CPUs, memory and GPUs "
                 f"have --kubernetes_cpu, --kubernetes_memory and --kubernetes_gpus."
@@ -372,7 +429,9 @@ def _command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
     flags = [f"--processes_per_machine={processes}", *_flags(request.handoff)]
     if settings.kind == "pytorchjob":
         codes = [PREEMPTED, *([STALLED] if settings.on_stall == "restart" else [])]
-        flags.append("--exit_codes=" + ",".join(f"{code}={RETRIED[code]}" for code in codes))
+        flags.append(
+            "--exit_codes=" + ",".join(f"{code}={RETRIED[code]}" for code in codes)
+        )
     flags += ["--module"] * target.module + ["--no_python"] * target.no_python
     words = shlex.join(target.args)
     if masked(words) != words:
@@ -380,7 +439,15 @@ def _command(request: LaunchRequest, processes: int) -> tuple[str, ...]:
             f"the script's arguments hold a credential ({masked(words)}), and a manifest is readable by others. Put it into a Secret, name "
             f"that in --kubernetes_env_from, and read the variable in the script."
         )
-    return (settings.python, "-m", "hasten", "launch", *flags, target.name, *target.args)
+    return (
+        settings.python,
+        "-m",
+        "hasten",
+        "launch",
+        *flags,
+        target.name,
+        *target.args,
+    )
 
 
 def _flags(handoff: str) -> Iterator[str]:
@@ -408,7 +475,9 @@ def _flag_text(entry: SettingEntry) -> str:
 
 
 def _port(launch: LaunchConfig) -> int:
-    port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
+    port = (
+        DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
+    )
     if port < 1024:
         raise ConfigError(
             f"main_process_port={port} cannot be the rendezvous of pods, which must know it beforehand and may not open ports below 1024. "

@@ -19,33 +19,62 @@ class KubernetesSettings(Section):
         "the object to create: a JobSet, Kubeflow's TrainJob, or a PyTorchJob of the training operator",
         flags=("kind",),
     )
-    apply: bool = setting(False, "submit the manifest with kubectl; else it is only written", flags=("apply",))
-    image: str | None = setting(None, "container image, with hasten and the script in it")
+    apply: bool = setting(
+        False,
+        "submit the manifest with kubectl; else it is only written",
+        flags=("apply",),
+    )
+    image: str | None = setting(
+        None, "container image, with hasten and the script in it"
+    )
     name: str | None = setting(None, "name of the job (default: the script's name)")
-    namespace: str | None = setting(None, "namespace of the job (default: that of kubectl's context)")
-    labels: Mapping[str, Any] = setting(factory=dict, help="labels of the job and its pods, such as a queue's name")
-    node_selector: Mapping[str, Any] = setting(factory=dict, help="labels of the nodes on which pods may run")
-    annotations: Mapping[str, Any] = setting(factory=dict, help="annotations of the job and its pods")
+    namespace: str | None = setting(
+        None, "namespace of the job (default: that of kubectl's context)"
+    )
+    labels: Mapping[str, Any] = setting(
+        factory=dict, help="labels of the job and its pods, such as a queue's name"
+    )
+    node_selector: Mapping[str, Any] = setting(
+        factory=dict, help="labels of the nodes on which pods may run"
+    )
+    annotations: Mapping[str, Any] = setting(
+        factory=dict, help="annotations of the job and its pods"
+    )
     pod_spec: Mapping[str, Any] = setting(
         factory=dict,
         help="further fields of the pods' spec as JSON, such as tolerations, affinity and priorityClassName",
     )
     service_account: str | None = setting(None, "service account of the pods")
-    pull_from: tuple[str, ...] = setting((), "names of Secrets with the credentials of the image's registry")
+    pull_from: tuple[str, ...] = setting(
+        (), "names of Secrets with the credentials of the image's registry"
+    )
     cpu: str | None = setting(None, "CPUs of a pod, such as 8 or 500m")
     memory: str | None = setting(None, "memory of a pod, such as 64Gi")
-    gpus: int | None = setting(None, "GPUs of a pod (default: one for each of its processes)", minimum=0)
-    gpu_resource: str = setting("nvidia.com/gpu", "resource name of a GPU")
-    resources: Mapping[str, Any] = setting(factory=dict, help="further resources of a pod, such as rdma/hca=1")
-    shared_memory: str | None = setting(
-        None, "size limit of /dev/shm, such as 16Gi (default: the memory of the pod is the limit)"
+    gpus: int | None = setting(
+        None, "GPUs of a pod (default: one for each of its processes)", minimum=0
     )
-    volume: str | None = setting(None, "claim of the volume for checkpoints, which all pods mount")
+    gpu_resource: str = setting("nvidia.com/gpu", "resource name of a GPU")
+    resources: Mapping[str, Any] = setting(
+        factory=dict, help="further resources of a pod, such as rdma/hca=1"
+    )
+    shared_memory: str | None = setting(
+        None,
+        "size limit of /dev/shm, such as 16Gi (default: the memory of the pod is the limit)",
+    )
+    volume: str | None = setting(
+        None, "claim of the volume for checkpoints, which all pods mount"
+    )
     volume_path: str = setting("/checkpoints", "path at which pods mount the volume")
-    working_dir: str | None = setting(None, "folder in which the command starts (default: the image's)")
+    working_dir: str | None = setting(
+        None, "folder in which the command starts (default: the image's)"
+    )
     python: str = setting("python", "the image's Python")
-    env: Mapping[str, Any] = setting(factory=dict, help="environment variables of the pods; not for credentials")
-    env_from: tuple[str, ...] = setting((), "names of Secrets whose keys become environment variables of the pods")
+    env: Mapping[str, Any] = setting(
+        factory=dict, help="environment variables of the pods; not for credentials"
+    )
+    env_from: tuple[str, ...] = setting(
+        (), "names of Secrets whose keys become environment variables of the pods"
+    )
     grace_s: int | None = setting(
         None,
         "seconds that a pod may take to save and exit after SIGTERM (default: stop_grace_s + 30)",
@@ -55,5 +84,7 @@ class KubernetesSettings(Section):
         "restart", "what follows when a stalled run was ended (exit code 86)"
     )
     max_restarts: int | None = setting(
-        None, "restarts of all pods after a failure, not counting preemptions (default: 3)", minimum=0
+        None,
+        "restarts of all pods after a failure, not counting preemptions (default: 3)",
+        minimum=0,
     )

@@ -20,7 +20,14 @@ from types import MappingProxyType
 from typing import Any, Final
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import (
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+    build_opener,
+)
 
 from torch import Tensor
 
@@ -64,12 +71,19 @@ class StatusEndpoint:
         if not url:
             return None
         url_parts = urlsplit(url)
-        if url_parts.scheme != "https" and not (url_parts.scheme == "http" and url_parts.hostname in _LOOPBACK):
-            log.warning("%s=%s is not an https address, so the pod's token is not sent there", URL, url)
+        if url_parts.scheme != "https" and not (
+            url_parts.scheme == "http" and url_parts.hostname in _LOOPBACK
+        ):
+            log.warning(
+                "%s=%s is not an https address, so the pod's token is not sent there",
+                URL,
+                url,
+            )
             return None
         return cls(url, variables.get(CA_CERT) or None, variables.get(TOKEN) or None)
 
-    def post(self, status: Mapping[str, Any], timeout_s: float) -> None:  # Any: JSON values
+    # Any: JSON values
+    def post(self, status: Mapping[str, Any], timeout_s: float) -> None:
         """Post a status; certificate and token are read again each time, because both are rotated.
 
         Raises: OSError, ValueError or HTTPException for any failure.
@@ -78,12 +92,16 @@ class StatusEndpoint:
         if self.token is not None:
             headers["Authorization"] = f"Bearer {Path(self.token).read_text().strip()}"
         body = json.dumps({"trainerStatus": status}).encode()
-        with self._opener().open(Request(self.url, body, headers, method="POST"), timeout=timeout_s) as answer:
+        with self._opener().open(
+            Request(self.url, body, headers, method="POST"), timeout=timeout_s
+        ) as answer:
             answer.read()
 
     def _opener(self) -> OpenerDirector:
         secure = ssl.create_default_context(cafile=self.ca_cert)
-        return build_opener(HTTPSHandler(context=secure), ProxyHandler({}), _NoRedirect())
+        return build_opener(
+            HTTPSHandler(context=secure), ProxyHandler({}), _NoRedirect()
+        )
 
 
 class TrainJobStatus:
@@ -100,9 +118,15 @@ class TrainJobStatus:
         every_s: float = _EVERY_S,
     ) -> None:
         """Start the thread; `share` returns the completed share of the run, `step` its updates, or None after its end."""
-        self._endpoint, self._share, self._step, self._every_s = endpoint, share, step, every_s
+        self._endpoint, self._share, self._step, self._every_s = (
+            endpoint,
+            share,
+            step,
+            every_s,
+        )
         self._late = LateScalars()
-        self._metrics: Mapping[str, float] = MappingProxyType({})  # replaced as a whole, read by the thread
+        # replaced as a whole, read by the thread
+        self._metrics: Mapping[str, float] = MappingProxyType({})
         self._read_at = 0.0
         self._leader: object = None
         self._bar_share: float | None = None
@@ -111,14 +135,19 @@ class TrainJobStatus:
         self._reachable = True
         self._ended = threading.Event()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._work, name="hasten-trainjob", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name="hasten-trainjob", daemon=True
+        )
         self._thread.start()
         atexit.register(self.close)
 
     # -- called by the training thread -----------------------------------------------------------------------------
-    def take(self, values: Mapping[str, Any]) -> None:  # Any: of any type; other than numbers are left out
+    # Any: of any type; other than numbers are left out
+    def take(self, values: Mapping[str, Any]) -> None:
         """Take the newest metrics; tensors are read later, without waiting for their device."""
-        self._late.give({str(name): value for name, value in values.items() if _is_number(value)})
+        self._late.give(
+            {str(name): value for name, value in values.items() if _is_number(value)}
+        )
         self._read()
 
     def bar(self, key: object, reading: MeterReading, *, closed: bool = False) -> None:
@@ -135,13 +164,18 @@ class TrainJobStatus:
         now_s = time.monotonic()
         if now_s - self._read_at >= self._every_s / 2:
             self._read_at = now_s
-            numbers = {name: value for name, value in self._late.read().items() if isinstance(value, float | int)}
+            numbers = {
+                name: value
+                for name, value in self._late.read().items()
+                if isinstance(value, float | int)
+            }
             self._metrics = MappingProxyType(numbers)
 
     def close(self) -> None:
         """Post the last state and end the thread; a second call does nothing."""
         atexit.unregister(self.close)
-        if self._ended.is_set() or os.getpid() != self._pid:  # a forked child has no such thread
+        # a forked child has no such thread
+        if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._read_at = -math.inf
         self._read()
@@ -162,11 +196,16 @@ class TrainJobStatus:
             return
         try:
             self._endpoint.post({**status, "lastUpdatedTime": _now()}, timeout_s)
-        except (OSError, ValueError, HTTPException) as error:  # the training does not depend on its display
+        # the training does not depend on its display
+        except (OSError, ValueError, HTTPException) as error:
             if isinstance(error, HTTPError):
                 error.close()  # it is also the answer, with its connection
             if self._reachable:
-                log.warning("the status of this TrainJob cannot be posted to %s: %s", self._endpoint.url, error)
+                log.warning(
+                    "the status of this TrainJob cannot be posted to %s: %s",
+                    self._endpoint.url,
+                    error,
+                )
             self._reachable = False
             return
         self._reachable, self._sent = True, status
@@ -181,7 +220,8 @@ class TrainJobStatus:
                 status["estimatedRemainingSeconds"] = left_s
         metrics = {**({} if step is None else {"step": step}), **self._metrics}
         status["metrics"] = [
-            {"name": name, "value": f"{value:.8g}"} for name, value in [*metrics.items()][:_MOST_METRICS]
+            {"name": name, "value": f"{value:.8g}"}
+            for name, value in [*metrics.items()][:_MOST_METRICS]
         ]
         return status
 
@@ -197,7 +237,11 @@ class TrainJobStatus:
         first_time_s, first_share = self._began
         if share >= 1.0:
             return 0
-        return round((now_s - first_time_s) * (1.0 - share) / (share - first_share)) if share > first_share else None
+        return (
+            round((now_s - first_time_s) * (1.0 - share) / (share - first_share))
+            if share > first_share
+            else None
+        )
 
 
 class TrainJobPart(RunPart):
@@ -206,9 +250,14 @@ class TrainJobPart(RunPart):
     def __init__(self) -> None:
         self.status_reporter: TrainJobStatus | None = None
 
-    def built(self, run: Any) -> None:  # Any: the components of the Accelerator, in an upper layer
+    # Any: the components of the Accelerator, in an upper layer
+    def built(self, run: Any) -> None:
         """Start the thread, which holds the Accelerator weakly."""
-        endpoint = StatusEndpoint.from_env(env.snapshot()) if run.accelerator.ctx.rank == 0 else None
+        endpoint = (
+            StatusEndpoint.from_env(env.snapshot())
+            if run.accelerator.ctx.rank == 0
+            else None
+        )
         if endpoint is None:
             return
         clock, epochs = weakref.ref(run.clock), weakref.ref(run.epochs)
@@ -238,7 +287,11 @@ class TrainJobPart(RunPart):
 def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, float | int)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
 
 
 def _now() -> str:

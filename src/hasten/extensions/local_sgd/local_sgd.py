@@ -40,7 +40,13 @@ class LocalSGD:
     Parameters are averaged once more when the block ends without an error, so every rank ends with the same model.
     """
 
-    def __init__(self, accelerator: Trains, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        accelerator: Trains,
+        model: nn.Module,
+        local_sgd_steps: int,
+        enabled: bool = True,
+    ) -> None:
         if not hasattr(accelerator, "_clock"):
             raise ArgumentError(
                 f"LocalSGD(accelerator={accelerator!r}) got a {type(accelerator).__name__}, which runs no training. Give the Accelerator."
@@ -62,12 +68,16 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._accelerator._clock.apart = True  # permanently: the optimizer's state is never averaged
+            # permanently: the optimizer's state is never averaged
+            self._accelerator._clock.apart = True
             self._stack.enter_context(self._accelerator.no_sync(self._model))
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()
         if self.enabled and error is None and self._averaged_at != self.num_steps:
@@ -89,9 +99,16 @@ class LocalSGD:
         by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                by_place.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-        for same in by_place.values():  # one collective per dtype, not one per parameter
-            flat = self._accelerator.reduce(torch.cat([p.reshape(-1) for p in same]), reduction="mean")
-            for old, mean in zip(same, flat.split([p.numel() for p in same]), strict=True):
+                by_place.setdefault((parameter.device, parameter.dtype), []).append(
+                    parameter
+                )
+        # one collective per dtype, not one per parameter
+        for same in by_place.values():
+            flat = self._accelerator.reduce(
+                torch.cat([p.reshape(-1) for p in same]), reduction="mean"
+            )
+            for old, mean in zip(
+                same, flat.split([p.numel() for p in same]), strict=True
+            ):
                 old.copy_(mean.view_as(old))
         self._averaged_at = self.num_steps

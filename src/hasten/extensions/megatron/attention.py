@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hasten.extensions.megatron.package import package
-from hasten.strategies.context.attention import SequenceGroup, causal_attention, in_order
+from hasten.strategies.context.attention import (
+    SequenceGroup,
+    causal_attention,
+    in_order,
+)
 from hasten.strategies.context.ops import all_parts
 from hasten.strategies.context.sequence_plan import SequenceLayout
 
@@ -34,8 +38,12 @@ class CoreAttention(nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self._scale = (
+            config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        )
+        self._dropout = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
         # Tensor-parallel ranks hold different heads and use different random numbers.
         self._uses_forked_random = not config.sequence_parallel
         group = pg_collection.cp
@@ -59,11 +67,18 @@ class CoreAttention(nn.Module):
         is_divided = self._sequence_group.group.size() > 1
         if is_divided and attention_mask is None and not dropout:
             attended = causal_attention(
-                _heads_first(query), _heads_first(key), _heads_first(value), self._sequence_group, self._scale
+                _heads_first(query),
+                _heads_first(key),
+                _heads_first(value),
+                self._sequence_group,
+                self._scale,
             )
             return attended.permute(2, 0, 1, 3).flatten(2)
         if is_divided:
-            key, value = self._sequence_group.whole(key, 0), self._sequence_group.whole(value, 0)
+            key, value = (
+                self._sequence_group.whole(key, 0),
+                self._sequence_group.whole(value, 0),
+            )
         added_mask = _score_mask(query, attention_mask, attention_bias)
         if not dropout or not self._uses_forked_random:
             attended = self._attend(query, key, value, added_mask, dropout)
@@ -72,10 +87,20 @@ class CoreAttention(nn.Module):
                 attended = self._attend(query, key, value, added_mask, dropout)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
+            key, value = (
+                key.repeat_interleave(repeats, 2),
+                value.repeat_interleave(repeats, 2),
+            )
         return functional.scaled_dot_product_attention(
             _heads_first(query),
             _heads_first(key),
@@ -91,12 +116,16 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-def _score_mask(query: Tensor, hidden_keys: Tensor | None, bias: Tensor | None) -> Tensor | None:
+def _score_mask(
+    query: Tensor, hidden_keys: Tensor | None, bias: Tensor | None
+) -> Tensor | None:
     """Return the tensor to add to the scores; finite, so that a token whose keys are all hidden does not become NaN."""
     score_bias = None if bias is None else bias.to(query.dtype)
     if hidden_keys is None:
         return score_bias
-    lowest_scores = torch.zeros(hidden_keys.shape, dtype=query.dtype, device=query.device)
+    lowest_scores = torch.zeros(
+        hidden_keys.shape, dtype=query.dtype, device=query.device
+    )
     lowest_scores = lowest_scores.masked_fill(hidden_keys, torch.finfo(query.dtype).min)
     return lowest_scores if score_bias is None else score_bias + lowest_scores
 

@@ -28,24 +28,33 @@ class CallTensors(dict[str, Tensor]):
     """Tensors of a model call, by name."""
 
 
-def tensors_of_call(facts: ModelFacts, values: dict[str, Any]) -> CallTensors:  # Any: the user's arguments
+# Any: the user's arguments
+def tensors_of_call(facts: ModelFacts, values: dict[str, Any]) -> CallTensors:
     """Return the tensors of a call by name.
 
     Raises: StepError for arguments that the engine would ignore, or without tokens.
     """
     passed_values = {name: value for name, value in values.items() if value is not None}
     supported_names = _SUPPORTED_ARGUMENTS[facts.family]
-    unsupported_names = sorted(passed_values.keys() - {*supported_names, "return_dict", "use_cache"})
+    unsupported_names = sorted(
+        passed_values.keys() - {*supported_names, "return_dict", "use_cache"}
+    )
     if unsupported_names:
         raise StepError(
             f"the model was called with {unsupported_names}, which the engine's layers do not support; pass only {', '.join(supported_names)}."
         )
     if "input_ids" not in passed_values:
-        raise StepError(f"the model was called without input_ids, which a {facts.family} model needs; pass input_ids.")
-    return CallTensors((name, passed_values[name]) for name in supported_names if name in passed_values)
+        raise StepError(
+            f"the model was called without input_ids, which a {facts.family} model needs; pass input_ids."
+        )
+    return CallTensors(
+        (name, passed_values[name]) for name in supported_names if name in passed_values
+    )
 
 
-def check_lengths(tensors: CallTensors, facts: ModelFacts, plugin: MegatronLMPlugin) -> None:
+def check_lengths(
+    tensors: CallTensors, facts: ModelFacts, plugin: MegatronLMPlugin
+) -> None:
     """Raise StepError unless the lengths of the sequences fit the model and the settings."""
     length = tensors["input_ids"].shape[1]
     if plugin.seq_length not in (None, length):
@@ -65,23 +74,31 @@ def check_lengths(tensors: CallTensors, facts: ModelFacts, plugin: MegatronLMPlu
         )
 
 
-def engine_arguments(tensors: CallTensors, layout: SequenceLayout, rank: int) -> tuple[Tensor | None, ...]:
+def engine_arguments(
+    tensors: CallTensors, layout: SequenceLayout, rank: int
+) -> tuple[Tensor | None, ...]:
     """Return the arguments of megatron-core's model, for the shard of context-parallel rank `rank`."""
     tokens, mask = tensors["input_ids"], tensors.get("attention_mask")
     rows, length = tokens.shape
-    positions = tensors.get("position_ids", torch.arange(length, device=tokens.device).expand(rows, length))
+    positions = tensors.get(
+        "position_ids", torch.arange(length, device=tokens.device).expand(rows, length)
+    )
     if layout.ranks == 1:
         return tokens, positions, _hidden_key_mask(tokens, mask)
     layout.check(length, "a batch")
     local_positions = torch.tensor(layout.positions(rank, length), device=tokens.device)
-    hidden_keys = None if mask is None else _hidden_key_mask(tokens, mask)[:, :, local_positions]
+    hidden_keys = (
+        None if mask is None else _hidden_key_mask(tokens, mask)[:, :, local_positions]
+    )
     return tokens[:, local_positions], positions[:, local_positions], hidden_keys
 
 
 def _hidden_key_mask(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Return a mask of keys hidden from each token: those of later tokens and of padding."""
     length = tokens.shape[1]
-    is_later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    is_later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(
+        1
+    )[None, None]
     return is_later if mask is None else is_later | (mask == 0)[:, None, None, :]
 
 

@@ -19,7 +19,9 @@ class EngineArguments:
     model: Mapping[str, Any]
 
 
-def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str) -> EngineArguments:
+def translate(
+    plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str
+) -> EngineArguments:
     """Return the keywords of the engine's classes.
 
     Raises: ConfigError for settings that contradict the model or each other.
@@ -34,7 +36,9 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
             "would change the results; use 'bf16' or 'no'."
         )
     lean = facts.family != "gpt2"  # no biases, and RMSNorm
-    granularity = plugin.recompute_granularity or ("selective" if plugin.recompute_activations else None)
+    granularity = plugin.recompute_granularity or (
+        "selective" if plugin.recompute_activations else None
+    )
     full = granularity == "full"
     transformer = {
         "num_layers": facts.layers,
@@ -50,7 +54,9 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
         "activation_func": facts.activation,
         "init_method_std": facts.init_std,
         "hidden_dropout": _setting_or(plugin.hidden_dropout, facts.hidden_dropout),
-        "attention_dropout": _setting_or(plugin.attention_dropout, facts.attention_dropout),
+        "attention_dropout": _setting_or(
+            plugin.attention_dropout, facts.attention_dropout
+        ),
         "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
         "attention_backend": plugin.attention_backend or "auto",
         "tensor_model_parallel_size": plugin.tp_degree,
@@ -69,14 +75,16 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
     return EngineArguments(transformer | _experts(plugin, facts), _model(plugin, facts))
 
 
-def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, strings and flags
+# Any: numbers, strings and flags
+def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:
     if facts.experts is None:
         return {}
     return {
         "num_moe_experts": facts.experts.number,
         "moe_router_topk": facts.experts.each,
         "moe_ffn_hidden_size": facts.ffn,
-        "moe_router_pre_softmax": False,  # softmax over the chosen experts, which equals normalising their probabilities
+        # softmax over the chosen experts, which equals normalising their probabilities
+        "moe_router_pre_softmax": False,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
@@ -85,7 +93,8 @@ def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # 
     }
 
 
-def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, strings and flags
+# Any: numbers, strings and flags
+def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:
     ranks = plugin.tp_degree
     keywords: dict[str, Any] = {
         "vocab_size": -(-facts.vocab // ranks) * ranks,
@@ -96,7 +105,10 @@ def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # An
         case "gpt2":
             return keywords | {"position_embedding_type": "learned_absolute"}
         case "llama" | "mixtral":
-            return keywords | {"position_embedding_type": "rope", "rotary_base": facts.rope_base}
+            return keywords | {
+                "position_embedding_type": "rope",
+                "rotary_base": facts.rope_base,
+            }
         case other:
             assert_never(other)
 
@@ -106,7 +118,11 @@ def _setting_or(setting: float | None, default: float) -> float:
 
 
 def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
-    for name, count in (("heads", facts.heads), ("key-value heads", facts.groups), ("inner size", facts.ffn)):
+    for name, count in (
+        ("heads", facts.heads),
+        ("key-value heads", facts.groups),
+        ("inner size", facts.ffn),
+    ):
         if count % plugin.tp_degree:
             raise ConfigError(
                 f"megatron.tp_degree={plugin.tp_degree} does not divide the model's {count} {name}, so ranks would hold parts of "
@@ -117,7 +133,11 @@ def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
         raise ConfigError(
             f"megatron.decoder_last_pipeline_num_layers={last} has no effect with pp_degree=1; leave it out, or raise pp_degree."
         )
-    stages, layers = (plugin.pp_degree, facts.layers) if last is None else (plugin.pp_degree - 1, facts.layers - last)
+    stages, layers = (
+        (plugin.pp_degree, facts.layers)
+        if last is None
+        else (plugin.pp_degree - 1, facts.layers - last)
+    )
     if layers % stages or layers < stages:
         raise ConfigError(
             f"megatron.pp_degree={plugin.pp_degree} divides the model's {facts.layers} layers into stages of different size; set "
@@ -154,9 +174,15 @@ def _check_kind(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
 
 
 def _check_experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
-    ranks, inside = plugin.expert_model_parallel_size, plugin.expert_tensor_parallel_size
+    ranks, inside = (
+        plugin.expert_model_parallel_size,
+        plugin.expert_tensor_parallel_size,
+    )
     if facts.experts is None:
-        for field, value in (("expert_model_parallel_size", ranks), ("expert_tensor_parallel_size", inside or 1)):
+        for field, value in (
+            ("expert_model_parallel_size", ranks),
+            ("expert_tensor_parallel_size", inside or 1),
+        ):
             if value > 1:
                 raise ConfigError(
                     f"megatron.{field}={value} is not supported for {facts.family} models, which have no experts; remove it."

@@ -59,7 +59,9 @@ class Norm(nn.Module):
 def decoder_layers(config: Any, number: int) -> Any:
     """Return the spec of a rank's layers of a decoder-only model, with experts if the configuration has them."""
     specs = package("models.gpt.gpt_layer_specs")
-    layer = specs.get_gpt_layer_local_spec(normalization=config.normalization, num_experts=config.num_moe_experts)
+    layer = specs.get_gpt_layer_local_spec(
+        normalization=config.normalization, num_experts=config.num_moe_experts
+    )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if config.num_moe_experts is not None:
         layer.submodules.mlp.submodules.router = _router()
@@ -113,9 +115,13 @@ class _Fixed:
 
     def __call__(self, words: Any, inputs: tuple[Tensor, ...], found: Tensor) -> Tensor:
         fixed = inputs[0] == self._token
-        if words.reduce_scatter_embeddings:  # this tensor-parallel rank's shard of (tokens, batch, width)
+        # this tensor-parallel rank's shard of (tokens, batch, width)
+        if words.reduce_scatter_embeddings:
             parts = package("parallel_state")
-            ranks, own = parts.get_tensor_model_parallel_world_size(), parts.get_tensor_model_parallel_rank()
+            ranks, own = (
+                parts.get_tensor_model_parallel_world_size(),
+                parts.get_tensor_model_parallel_rank(),
+            )
             fixed = fixed.t().chunk(ranks)[own]
         return torch.where(fixed[..., None], found.detach(), found)
 
@@ -146,7 +152,11 @@ _SIZES: Final = MappingProxyType(
 
 def _shown(sizes: Mapping[str, int | None]) -> str:
     """Return the parallel sizes that are not 1, by the names of the plugin's fields."""
-    shown = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
+    shown = [
+        f"{field}={sizes[keyword]}"
+        for field, keyword in _SIZES.items()
+        if sizes[keyword] not in (None, 1)
+    ]
     return ", ".join(shown) or "data parallel ranks only"
 
 
@@ -199,7 +209,9 @@ class Built:
     """Index of this rank's first layer in the whole model."""
 
 
-def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int, shared: bool) -> Built:
+def build(
+    made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int, shared: bool
+) -> Built:
     """Build this rank's layers, initialised by megatron-core if `initialise` is set. Ranks: every rank."""
     state, random = package("parallel_state"), package("tensor_parallel.random")
     with quiet():
@@ -207,19 +219,32 @@ def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int,
         config = _transformer_config(made, initialise)
         inner = chunk_of(made, facts, config)
         inner.cuda(torch.cuda.current_device())
-        chunk = package("transformer.module").Float16Module(config, inner) if config.bf16 else inner
+        chunk = (
+            package("transformer.module").Float16Module(config, inner)
+            if config.bf16
+            else inner
+        )
         parallel = package("distributed")
-        options = parallel.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shared)
+        options = parallel.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=shared
+        )
         wrapper = parallel.DistributedDataParallel(config, options, chunk)
-        offset = package("transformer.transformer_layer").get_transformer_layer_offset(config)
+        offset = package("transformer.transformer_layer").get_transformer_layer_offset(
+            config
+        )
     first, last = state.is_pipeline_first_stage(), state.is_pipeline_last_stage()
     return Built(wrapper, inner, config, first, last, offset)
 
 
-def _transformer_config(made: EngineArguments, initialise: bool) -> Any:  # Any: megatron-core is untyped
+# Any: megatron-core is untyped
+def _transformer_config(made: EngineArguments, initialise: bool) -> Any:
     settings = dict(made.transformer)
     settings["activation_func"] = ACTIVATION[settings["activation_func"]]
-    settings["attention_backend"] = package("transformer.enums").AttnBackend[settings["attention_backend"]]
+    settings["attention_backend"] = package("transformer.enums").AttnBackend[
+        settings["attention_backend"]
+    ]
     for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
         settings[name] = getattr(torch, settings[name])
-    return package("transformer").TransformerConfig(**settings, **_PLAIN, perform_initialization=initialise)
+    return package("transformer").TransformerConfig(
+        **settings, **_PLAIN, perform_initialization=initialise
+    )

@@ -65,7 +65,8 @@ class ModelFacts:
         return self.family in ("llama", "mixtral")
 
 
-def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:  # Any: a configuration of transformers
+# Any: a configuration of transformers
+def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:
     """Return the sizes and options of a model from its Hub configuration; `tied` overrides the configuration's value.
 
     Raises: PrepareError for an architecture, or a variant of one, that the engine would compute differently.
@@ -78,7 +79,9 @@ def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:  # Any: a 
         )
     facts = _READERS[kind](config)
     if facts.activation not in ACTIVATIONS:
-        raise _variant(kind, "activation", facts.activation, f"one of {', '.join(ACTIVATIONS)}")
+        raise _variant(
+            kind, "activation", facts.activation, f"one of {', '.join(ACTIVATIONS)}"
+        )
     if tied is not None:
         facts = replace(facts, tied=tied)
     return facts
@@ -106,7 +109,12 @@ def _same(family: str, config: Any, **wanted: object) -> None:
 
 def _gpt2(config: Any) -> ModelFacts:
     if config.embd_pdrop != config.resid_pdrop:
-        raise _variant("gpt2", "embd_pdrop", config.embd_pdrop, f"resid_pdrop ({config.resid_pdrop})")
+        raise _variant(
+            "gpt2",
+            "embd_pdrop",
+            config.embd_pdrop,
+            f"resid_pdrop ({config.resid_pdrop})",
+        )
     _same(
         "gpt2",
         config,
@@ -135,9 +143,15 @@ def _gpt2(config: Any) -> ModelFacts:
 
 
 def _llama(
-    config: Any, family: Literal["llama", "mixtral"] = "llama", experts: ExpertFacts | None = None
+    config: Any,
+    family: Literal["llama", "mixtral"] = "llama",
+    experts: ExpertFacts | None = None,
 ) -> ModelFacts:
-    rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope: Any = (
+        getattr(config, "rope_parameters", None)
+        or getattr(config, "rope_scaling", None)
+        or {}
+    )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise _variant(family, "rope_type", kind, "'default'")
@@ -148,7 +162,8 @@ def _llama(
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
         ffn=config.intermediate_size,
         vocab=config.vocab_size,
         positions=config.max_position_embeddings,
@@ -168,10 +183,19 @@ def _llama(
 def _mixtral(config: Any) -> ModelFacts:
     _same("mixtral", config, router_jitter_noise=0.0, sliding_window=None)
     if getattr(config, "output_router_logits", False):
-        raise _variant("mixtral", "output_router_logits", True, "False, which disables the load-balancing loss")
+        raise _variant(
+            "mixtral",
+            "output_router_logits",
+            True,
+            "False, which disables the load-balancing loss",
+        )
     if config.num_experts_per_tok == 1:
         raise _variant("mixtral", "num_experts_per_tok", 1, "at least 2")
-    return _llama(config, "mixtral", ExpertFacts(config.num_local_experts, config.num_experts_per_tok))
+    return _llama(
+        config,
+        "mixtral",
+        ExpertFacts(config.num_local_experts, config.num_experts_per_tok),
+    )
 
 
 _READERS: Final = MappingProxyType[str, Callable[[Any], ModelFacts]](

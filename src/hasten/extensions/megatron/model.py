@@ -31,12 +31,18 @@ from hasten.extensions.megatron.shard_plan import (
     renumber_expert,
     tensor_entries,
 )
-from hasten.extensions.megatron.weights import fuse, shard_of_whole, slice_of, unpadded_shard
+from hasten.extensions.megatron.weights import (
+    fuse,
+    shard_of_whole,
+    slice_of,
+    unpadded_shard,
+)
 from hasten.modules.names import StagePart
 from hasten.optional import need
 
 
-class StageOutput(Exception):  # not an error: ends the loss function on a stage without logits
+# not an error: ends the loss function on a stage without logits
+class StageOutput(Exception):
     """Exception that carries the hidden states of a stage other than the last out of the user's loss function."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -84,7 +90,8 @@ class MegatronModel(nn.Module):
         """This rank's parameters by their names in the whole model."""
         self._names = {id(parameter): name for name, parameter in self.held.items()}
         for parameter in self.held.values():
-            marked_parameter: Any = parameter  # Any: attributes of megatron-core and of hasten
+            # Any: attributes of megatron-core and of hasten
+            marked_parameter: Any = parameter
             marked_parameter.stored_slice = self.stored  # read by checkpoints
             marked_parameter.tensor_model_parallel = self.split(
                 parameter
@@ -96,14 +103,20 @@ class MegatronModel(nn.Module):
                 stack, layers, layer_index, tensor_name = name.split(".", 3)
                 name = f"{stack}.{layers}.{int(layer_index) + self.built.layer_offset}.{tensor_name}"
                 if (expert_index := expert_of(name)) is not None:
-                    name = renumber_expert(name, expert_index + self.first_expert(self.ranks.ep[0]))
+                    name = renumber_expert(
+                        name, expert_index + self.first_expert(self.ranks.ep[0])
+                    )
             elif name == "output_layer.weight" and self.facts.tied:
                 name = WORD_EMBEDDINGS  # the copy on the last stage
             yield name, parameter
 
     def first_expert(self, rank: int) -> int:
         """Return the index of the first expert on expert-parallel rank `rank`."""
-        return 0 if self.facts.experts is None else self.facts.experts.number // self.ranks.ep[1] * rank
+        return (
+            0
+            if self.facts.experts is None
+            else self.facts.experts.number // self.ranks.ep[1] * rank
+        )
 
     # -- for checkpoints and optimizers ---------------------------------------------------------------------------
     def named_parameters(
@@ -111,12 +124,19 @@ class MegatronModel(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters by their names in the whole model; arguments other than `prefix` are ignored."""
         name_prefix = f"{prefix}." if prefix else ""
-        yield from ((name_prefix + name, parameter) for name, parameter in self.held.items())
+        yield from (
+            (name_prefix + name, parameter) for name, parameter in self.held.items()
+        )
 
-    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Return the parameters, or whole weights in the Hub layout while those may be written. Any: torch's signature."""
         state = dict(self.held) if self.hub is None else self.hub
-        return {prefix + name: value if keep_vars else value.detach() for name, value in state.items()}
+        return {
+            prefix + name: value if keep_vars else value.detach()
+            for name, value in state.items()
+        }
 
     def is_expert(self, parameter: Tensor) -> bool:
         """Return whether a parameter belongs to an expert."""
@@ -131,12 +151,19 @@ class MegatronModel(nn.Module):
         own_index, ranks = self.tp_of(parameter)
         split_kind = self.entries[self._names[id(parameter)]].split
         return locate_shard(
-            split_kind, tuple(parameter.shape), own_index if rank is None else rank, ranks, self.facts.vocab
+            split_kind,
+            tuple(parameter.shape),
+            own_index if rank is None else rank,
+            ranks,
+            self.facts.vocab,
         )
 
     def split(self, parameter: Tensor) -> bool:
         """Return whether a parameter is sharded over tensor-parallel ranks."""
-        return self.tp_of(parameter)[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
+        return (
+            self.tp_of(parameter)[1] > 1
+            and self.entries[self._names[id(parameter)]].split != "whole"
+        )
 
     def counts(self, parameter: Tensor) -> bool:
         """Return whether this rank counts for a parameter: it holds a shard, or it is the first rank with a full copy."""
@@ -144,7 +171,11 @@ class MegatronModel(nn.Module):
 
     def owns(self, parameter: Tensor) -> bool:
         """Return whether this rank writes its shard of a parameter into checkpoints."""
-        is_first_rank = self.ranks.first_of_experts if self.is_expert(parameter) else self.ranks.first
+        is_first_rank = (
+            self.ranks.first_of_experts
+            if self.is_expert(parameter)
+            else self.ranks.first
+        )
         return is_first_rank and self.counts(parameter)
 
     def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints store it
@@ -164,7 +195,10 @@ class MegatronModel(nn.Module):
 
     # -- calls ----------------------------------------------------------------------------------------------------
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **other_arguments: Any
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **other_arguments: Any,
     ) -> Any:
         """Return loss and logits like the transformers model; with gradients and labels, the loss only.
 
@@ -172,7 +206,12 @@ class MegatronModel(nn.Module):
         Raises: StepError for arguments that the engine would ignore, and for sequences of a wrong length.
         """
         tensors = tensors_of_call(
-            self.facts, {"input_ids": input_ids, "attention_mask": attention_mask, **other_arguments}
+            self.facts,
+            {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                **other_arguments,
+            },
         )
         check_lengths(tensors, self.facts, self._plugin)
         if not self.in_schedule and self.built.config.pipeline_model_parallel_size > 1:
@@ -185,16 +224,28 @@ class MegatronModel(nn.Module):
         """Run this rank's layers. Raises: StageOutput on a stage other than the last."""
         labels = tensors.get("labels")
         with hushed():
-            stage_output = self.engine(*engine_arguments(tensors, self._layout, self.ranks.cp[0]))
+            stage_output = self.engine(
+                *engine_arguments(tensors, self._layout, self.ranks.cp[0])
+            )
             if not self.built.last:
                 raise StageOutput(stage_output)
-            stage_output = stage_output[0] if isinstance(stage_output, tuple) else stage_output
+            stage_output = (
+                stage_output[0] if isinstance(stage_output, tuple) else stage_output
+            )
             logits = self._without_padding(stage_output.float())
             loss = None if labels is None else self._cross_entropy(logits, labels)
             returned_logits = None
-            if loss is None or not torch.is_grad_enabled() or self._plugin.return_logits:
-                gather = package("tensor_parallel").gather_from_tensor_model_parallel_region
-                returned_logits = gather_sequence(gather(logits)[..., : self.facts.vocab], self._layout)
+            if (
+                loss is None
+                or not torch.is_grad_enabled()
+                or self._plugin.return_logits
+            ):
+                gather = package(
+                    "tensor_parallel"
+                ).gather_from_tensor_model_parallel_region
+                returned_logits = gather_sequence(
+                    gather(logits)[..., : self.facts.vocab], self._layout
+                )
         return self._output(loss=loss, logits=returned_logits)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
@@ -204,7 +255,9 @@ class MegatronModel(nn.Module):
         if num_real_columns == width:
             return logits
         return functional.pad(
-            logits[..., :num_real_columns], (0, width - num_real_columns), value=torch.finfo(logits.dtype).min
+            logits[..., :num_real_columns],
+            (0, width - num_real_columns),
+            value=torch.finfo(logits.dtype).min,
         )
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -213,6 +266,12 @@ class MegatronModel(nn.Module):
         is_counted = next_tokens != IGNORED
         local_tokens = next_tokens.clamp(min=0)
         if self._layout.ranks > 1:
-            local_tokens = local_tokens[:, self._layout.positions(self.ranks.cp[0], local_tokens.shape[1])]
-        token_losses: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(logits, local_tokens)
-        return (gather_sequence(token_losses, self._layout) * is_counted).sum() / is_counted.sum()
+            local_tokens = local_tokens[
+                :, self._layout.positions(self.ranks.cp[0], local_tokens.shape[1])
+            ]
+        token_losses: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(
+            logits, local_tokens
+        )
+        return (
+            gather_sequence(token_losses, self._layout) * is_counted
+        ).sum() / is_counted.sum()

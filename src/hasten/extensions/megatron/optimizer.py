@@ -56,11 +56,20 @@ class ShardPart:
     def stored(self, value: Tensor) -> Slice:
         """Return a tensor with the layout of the updated one, as checkpoints store it."""
         if self.span is None:
-            return slice_of(value, self.model.place_of(self.parameter), self.model.owns(self.parameter))
+            return slice_of(
+                value,
+                self.model.place_of(self.parameter),
+                self.model.owns(self.parameter),
+            )
         index, shards = self._tensor_shard()
         start, size = self.span
         is_owned = size > 0 and (shards > 1 or self.model.ranks.tp[0] == 0)
-        return Slice(value.detach().view(1, -1), (shards, self.parameter.numel()), (index, start), owned=is_owned)
+        return Slice(
+            value.detach().view(1, -1),
+            (shards, self.parameter.numel()),
+            (index, start),
+            owned=is_owned,
+        )
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
         """Allocate memory for a stored tensor of the parameter: this rank's slice, or the whole of one with another layout."""
@@ -68,12 +77,20 @@ class ShardPart:
             location = self.model.place_of(self.parameter)
             if shape == () or shape != location.shape:
                 return torch.empty(shape, dtype=dtype)
-            return slice_of(torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False), location, True)
+            return slice_of(
+                torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False),
+                location,
+                True,
+            )
         index, shards = self._tensor_shard()
         if shape != (shards, self.parameter.numel()):
             return torch.empty(shape, dtype=dtype)
         start, size = self.span
-        return Slice(torch.zeros(1, size, dtype=dtype, device=self.parameter.device), shape, (index, start))
+        return Slice(
+            torch.zeros(1, size, dtype=dtype, device=self.parameter.device),
+            shape,
+            (index, start),
+        )
 
     def inside(self, tensor: Tensor) -> Tensor:
         """Return the elements that checkpoints store, of a tensor with the layout of the updated one."""
@@ -90,7 +107,11 @@ def clip_with_experts(parts: Sequence[ShardPart], max_norm: float) -> Tensor:
     Experts are on other ranks than the other parameters, so each kind is summed over its ranks.
     """
     parallel_state = package("parallel_state")
-    parts_with_gradients = [(part, part.main) for part in parts if part.main is not None and part.main.grad is not None]
+    parts_with_gradients = [
+        (part, part.main)
+        for part in parts
+        if part.main is not None and part.main.grad is not None
+    ]
     total_square = torch.zeros((), device=parts_with_gradients[0][1].device)
     for is_expert_group, group in (
         (False, parallel_state.get_model_parallel_group()),
@@ -98,7 +119,8 @@ def clip_with_experts(parts: Sequence[ShardPart], max_norm: float) -> Tensor:
     ):
         local_square = torch.zeros_like(total_square)
         for part, main_tensor in parts_with_gradients:
-            is_copied = getattr(part.parameter, "shared", False)  # the last stage's copy of tied embeddings
+            # the last stage's copy of tied embeddings
+            is_copied = getattr(part.parameter, "shared", False)
             if (
                 part.model.is_expert(part.parameter) is is_expert_group
                 and part.model.counts(part.parameter)
@@ -118,7 +140,10 @@ def clip_with_experts(parts: Sequence[ShardPart], max_norm: float) -> Tensor:
 
 
 def parts_of(
-    model: MegatronModel, parameters: Sequence[Tensor], inner_optimizer: Any, shares_state: bool
+    model: MegatronModel,
+    parameters: Sequence[Tensor],
+    inner_optimizer: Any,
+    shares_state: bool,
 ) -> Iterator[ShardPart]:
     """Yield the tensor that `inner`, megatron-core's optimizer, updates for each parameter.
 
@@ -126,16 +151,26 @@ def parts_of(
     """
     if not shares_state:
         for parameter in parameters:
-            main_tensor = parameter if parameter.dtype == torch.float32 else getattr(parameter, "main_param")  # noqa: B009
+            main_tensor = (
+                parameter
+                if parameter.dtype == torch.float32
+                else getattr(parameter, "main_param")  # noqa: B009
+            )
             yield ShardPart(model, parameter, main_tensor)
         return
     main_tensors: dict[int, Tensor] = {}
     for models, shards in (
-        (inner_optimizer.model_float16_groups, inner_optimizer.shard_fp32_from_float16_groups),
+        (
+            inner_optimizer.model_float16_groups,
+            inner_optimizer.shard_fp32_from_float16_groups,
+        ),
         (inner_optimizer.model_fp32_groups, inner_optimizer.shard_fp32_groups),
     ):
         for group, group_shards in zip(models, shards, strict=True):
-            main_tensors |= {id(parameter): shard for parameter, shard in zip(group, group_shards, strict=True)}
+            main_tensors |= {
+                id(parameter): shard
+                for parameter, shard in zip(group, group_shards, strict=True)
+            }
     for parameter in parameters:
         main_tensor = main_tensors.get(id(parameter))
         span = (0, 0)
@@ -166,13 +201,18 @@ class MegatronOptimizer(EngineOptimizer):
     ) -> None:
         # Optimizer.__init__ is not called: the groups are the user's, and their options were checked before.
         self.model = model
-        self.param_groups = [{**group, "params": list(group["params"])} for group in user_optimizer.param_groups]
+        self.param_groups = [
+            {**group, "params": list(group["params"])}
+            for group in user_optimizer.param_groups
+        ]
         self.state = defaultdict(dict)
         self.defaults = dict(user_optimizer.defaults)
         self.draws = [seed, 0]
         """Source of dropout's random numbers: the run's seed and the number of batches so far."""
         self._clipping = clipping
-        self._has_logged_clipping = self._gradients_are_final = self._gradients_are_clipped = self._has_overflow = False
+        self._has_logged_clipping = self._gradients_are_final = (
+            self._gradients_are_clipped
+        ) = self._has_overflow = False
         self._shares_state = shares_state
         """Data-parallel ranks each hold and update a shard of master weights and moments."""
         self.inner = _wrap_optimizer(user_optimizer, model, shares_state)
@@ -210,16 +250,28 @@ class MegatronOptimizer(EngineOptimizer):
         device = next(iter(self.model.held.values())).device
         if not self.num_passes:
             return torch.zeros((), device=device)
-        if self._clipping and max_norm != self._clipping and not self._has_logged_clipping:
+        if (
+            self._clipping
+            and max_norm != self._clipping
+            and not self._has_logged_clipping
+        ):
             self._has_logged_clipping = True
-            log.info("the loop clips to %g; gradient_clipping=%g of Megatron is not used", max_norm, self._clipping)
+            log.info(
+                "the loop clips to %g; gradient_clipping=%g of Megatron is not used",
+                max_norm,
+                self._clipping,
+            )
         self._prepare_gradients()
         self._gradients_are_clipped = True
         with hushed():
             if self.model.facts.experts is not None:
                 norm = clip_with_experts(self._shard_parts(), max_norm)
             else:
-                norm = self.inner.get_grad_norm() if max_norm == 0 else self.inner.clip_grad_norm(max_norm)
+                norm = (
+                    self.inner.get_grad_norm()
+                    if max_norm == 0
+                    else self.inner.clip_grad_norm(max_norm)
+                )
         if max_norm == 0:
             self.model.engine.scale_gradients(0.0)
         return torch.as_tensor(norm, device=device)
@@ -235,12 +287,20 @@ class MegatronOptimizer(EngineOptimizer):
         if self._clipping and not self._gradients_are_clipped:
             self.clip(self._clipping)
         self._prepare_gradients()
-        for param_group, inner_group in zip(self.param_groups, self.inner.optimizer.param_groups, strict=True):
+        for param_group, inner_group in zip(
+            self.param_groups, self.inner.optimizer.param_groups, strict=True
+        ):
             inner_group.update(
-                {option: option_value for option, option_value in param_group.items() if option != "params"}
+                {
+                    option: option_value
+                    for option, option_value in param_group.items()
+                    if option != "params"
+                }
             )
         with hushed():
-            applied = not self._has_overflow and bool(self.inner.step_with_ready_grads())
+            applied = not self._has_overflow and bool(
+                self.inner.step_with_ready_grads()
+            )
         self._opt_called = True  # set for torch's schedulers
         self._clear_gradients()
         return StepResult(applied=applied)
@@ -252,29 +312,44 @@ class MegatronOptimizer(EngineOptimizer):
 
     def _clear_gradients(self) -> None:
         self.num_passes = 0
-        self._gradients_are_final = self._gradients_are_clipped = self._has_overflow = False
+        self._gradients_are_final = self._gradients_are_clipped = self._has_overflow = (
+            False
+        )
         self.inner.zero_grad(True)
         self.model.engine.zero_grad_buffer()
 
     # -- state ----------------------------------------------------------------------------------------------------
     def _shard_parts(self) -> list[ShardPart]:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in self.param_groups for parameter in group["params"]
+        ]
         return list(parts_of(self.model, parameters, self.inner, self._shares_state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the index of the parameter: this rank's slices, whole tensors and scalars. Local."""
         parts, inner_state = self._shard_parts(), self.inner.optimizer.state
         sample_state: dict[str, Any] = next(
-            (inner_state[part.main] for part in parts if part.main is not None and inner_state.get(part.main)), {}
+            (
+                inner_state[part.main]
+                for part in parts
+                if part.main is not None and inner_state.get(part.main)
+            ),
+            {},
         )
         state: dict[int, dict[str, Any]] = {}
         for parameter_index, part in enumerate(parts):
             if part.main is None:
                 parameter_state = _state_on_other_ranks(part, sample_state)
             else:
-                parameter_state = {MASTER: part.stored(part.main)} if part.has_master else {}
+                parameter_state = (
+                    {MASTER: part.stored(part.main)} if part.has_master else {}
+                )
                 for state_key, state_value in inner_state.get(part.main, {}).items():
-                    parameter_state[state_key] = part.stored(state_value) if part.laid_out(state_value) else state_value
+                    parameter_state[state_key] = (
+                        part.stored(state_value)
+                        if part.laid_out(state_value)
+                        else state_value
+                    )
             if parameter_state:
                 state[parameter_index] = parameter_state
         return {
@@ -284,7 +359,9 @@ class MegatronOptimizer(EngineOptimizer):
             _SHARED_KEY: self._shares_state,
         }
 
-    def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
+    def state_room(
+        self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor | Slice:
         """Allocate memory for a stored tensor of a parameter: this rank's slice of it."""
         (part,) = parts_of(self.model, [parameter], self.inner, self._shares_state)
         allocated = part.room(shape, dtype)
@@ -305,11 +382,19 @@ class MegatronOptimizer(EngineOptimizer):
                 f"the optimizer state was saved with megatron.use_distributed_optimizer={not self._shares_state}, and this run has "
                 f"{self._shares_state}; the layouts of the state differ. Load with the setting of the saved run."
             )
-        for param_group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        for param_group, saved_group in zip(
+            self.param_groups, state_dict["param_groups"], strict=True
+        ):
             param_group.update(
-                {option: option_value for option, option_value in saved_group.items() if option != "params"}
+                {
+                    option: option_value
+                    for option, option_value in saved_group.items()
+                    if option != "params"
+                }
             )
-        group_of_parameter = [group for group in self.param_groups for _ in group["params"]]
+        group_of_parameter = [
+            group for group in self.param_groups for _ in group["params"]
+        ]
         for parameter_index, part in enumerate(self._shard_parts()):
             if part.main is None:
                 continue
@@ -322,10 +407,15 @@ class MegatronOptimizer(EngineOptimizer):
             inner_state.pop(part.main, None)
             if saved_state:
                 inner_state[part.main] = {
-                    option: _to_inner_state(part, option, option_value, group_of_parameter[parameter_index])
+                    option: _to_inner_state(
+                        part, option, option_value, group_of_parameter[parameter_index]
+                    )
                     for option, option_value in saved_state.items()
                 }
-        self.draws = [int(parameter_index) for parameter_index in state_dict.get(_DROPOUT_KEY, self.draws)]
+        self.draws = [
+            int(parameter_index)
+            for parameter_index in state_dict.get(_DROPOUT_KEY, self.draws)
+        ]
 
     def reload(self) -> None:
         """Copy the model's weights to the master weights. Local."""
@@ -348,7 +438,9 @@ def _wrap_optimizer(
         if shares_state:
             return _wrap_in_distributed_optimizer(user_optimizer, config, model)
         if is_bf16:
-            return optimizer_classes.Float16OptimizerWithFloat16Params(user_optimizer, config, None, None)
+            return optimizer_classes.Float16OptimizerWithFloat16Params(
+                user_optimizer, config, None, None
+            )
         return optimizer_classes.FP32Optimizer(user_optimizer, config, None)
 
 
@@ -370,12 +462,16 @@ def _wrap_in_distributed_optimizer(
         None,
         model_chunks=[model.engine],
         per_model_buffers={0: model.engine.buffers},
-        data_parallel_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        data_parallel_group=parallel_state.get_data_parallel_group(
+            with_context_parallel=True
+        ),
         data_parallel_group_gloo=None,
         data_parallel_group_idx=0,
         distributed_optimizer_instance_id=0,
     )
-    distributed_optimizer.grad_stats_parallel_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    distributed_optimizer.grad_stats_parallel_group = (
+        parallel_state.get_intra_distributed_optimizer_instance_group()
+    )
     return distributed_optimizer
 
 
@@ -405,7 +501,9 @@ def _to_inner_state(
     """Return a stored value in the form of the inner optimizer's state."""
     if not isinstance(stored_value, Slice) or part.main is None:
         return put_where_used(state_key, stored_value, group, part.parameter.device)
-    state_tensor = torch.zeros_like(part.main, dtype=stored_value.data.dtype, requires_grad=False)
+    state_tensor = torch.zeros_like(
+        part.main, dtype=stored_value.data.dtype, requires_grad=False
+    )
     part.inside(state_tensor).copy_(stored_value.data)
     return state_tensor
 

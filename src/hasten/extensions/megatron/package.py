@@ -34,7 +34,8 @@ def hushed() -> Iterator[None]:
         yield
 
 
-@cache  # steps call this too, and reading the installed versions takes longer than a step
+# steps call this too, and reading the installed versions takes longer than a step
+@cache
 def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
     """Return megatron.core or one of its modules. Raises: MissingPackageError if it is absent or of another version."""
     with quiet():
@@ -61,10 +62,19 @@ def own_ranks() -> Ranks:
     """Return the ranks of this process; megatron-core's groups must exist."""
     state = package("parallel_state")
     return Ranks(
-        tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        tp=(
+            state.get_tensor_model_parallel_rank(),
+            state.get_tensor_model_parallel_world_size(),
+        ),
         cp=(state.get_context_parallel_rank(), state.get_context_parallel_world_size()),
-        ep=(state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
-        expert_tp=(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()),
+        ep=(
+            state.get_expert_model_parallel_rank(),
+            state.get_expert_model_parallel_world_size(),
+        ),
+        expert_tp=(
+            state.get_expert_tensor_parallel_rank(),
+            state.get_expert_tensor_parallel_world_size(),
+        ),
         first=state.get_data_parallel_rank(with_context_parallel=True) == 0,
         first_of_experts=state.get_expert_data_parallel_rank() == 0,
     )

@@ -37,7 +37,10 @@ def check_sizes(config: Config, entries: Entries) -> Iterator[ConfigError]:
             count = at(config, entries, "launch.num_processes")
             shown = " × ".join(f"{name} {size}" for name, size in parts.items())
             yield contradiction(
-                blamed, count, f"{shown} = {product} does not fit", f"use a multiple of {product} processes"
+                blamed,
+                count,
+                f"{shown} = {product} does not fit",
+                f"use a multiple of {product} processes",
             )
             return
 

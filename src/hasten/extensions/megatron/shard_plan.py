@@ -9,7 +9,9 @@ from typing import Final, Literal
 
 from hasten.extensions.megatron.families import ModelFacts
 
-Fusion = Literal["same", "transposed", "qkv", "joint_qkv", "gated", "expert", "gated_expert"]
+Fusion = Literal[
+    "same", "transposed", "qkv", "joint_qkv", "gated", "expert", "gated_expert"
+]
 Split = Literal["whole", "rows", "columns", "gated", "vocab"]
 
 WORD_EMBEDDINGS: Final = "embedding.word_embeddings.weight"
@@ -57,21 +59,33 @@ def renumber_expert(name: str, expert: int) -> str:
 
 def tensor_entries(facts: ModelFacts) -> tuple[TensorEntry, ...]:
     """Return each tensor of the whole model once."""
-    return tuple(_gpt2_entries(facts) if facts.family == "gpt2" else _llama_entries(facts))
+    return tuple(
+        _gpt2_entries(facts) if facts.family == "gpt2" else _llama_entries(facts)
+    )
 
 
 def _gpt2_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
     yield TensorEntry(
-        WORD_EMBEDDINGS, ("transformer.wte.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab"
+        WORD_EMBEDDINGS,
+        ("transformer.wte.weight", *(("lm_head.weight",) if facts.tied else ())),
+        split="vocab",
     )
-    yield TensorEntry("embedding.position_embeddings.weight", ("transformer.wpe.weight",))
+    yield TensorEntry(
+        "embedding.position_embeddings.weight", ("transformer.wpe.weight",)
+    )
     for layer_index in range(facts.layers):
-        engine_prefix, hub_prefix = f"decoder.layers.{layer_index}.", f"transformer.h.{layer_index}."
+        engine_prefix, hub_prefix = (
+            f"decoder.layers.{layer_index}.",
+            f"transformer.h.{layer_index}.",
+        )
         for tensor_kind in ("weight", "bias"):
             is_matrix = tensor_kind == "weight"
             matrix_fusion: Fusion = "transposed" if is_matrix else "same"
             matrix_split: Split = "columns" if is_matrix else "whole"
-            yield TensorEntry(f"{engine_prefix}input_layernorm.{tensor_kind}", (f"{hub_prefix}ln_1.{tensor_kind}",))
+            yield TensorEntry(
+                f"{engine_prefix}input_layernorm.{tensor_kind}",
+                (f"{hub_prefix}ln_1.{tensor_kind}",),
+            )
             yield TensorEntry(
                 f"{engine_prefix}self_attention.linear_qkv.{tensor_kind}",
                 (f"{hub_prefix}attn.c_attn.{tensor_kind}",),
@@ -84,7 +98,10 @@ def _gpt2_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
                 matrix_fusion,
                 matrix_split,
             )
-            yield TensorEntry(f"{engine_prefix}pre_mlp_layernorm.{tensor_kind}", (f"{hub_prefix}ln_2.{tensor_kind}",))
+            yield TensorEntry(
+                f"{engine_prefix}pre_mlp_layernorm.{tensor_kind}",
+                (f"{hub_prefix}ln_2.{tensor_kind}",),
+            )
             yield TensorEntry(
                 f"{engine_prefix}mlp.linear_fc1.{tensor_kind}",
                 (f"{hub_prefix}mlp.c_fc.{tensor_kind}",),
@@ -98,26 +115,47 @@ def _gpt2_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
                 matrix_split,
             )
     for tensor_kind in ("weight", "bias"):
-        yield TensorEntry(f"decoder.final_layernorm.{tensor_kind}", (f"transformer.ln_f.{tensor_kind}",))
+        yield TensorEntry(
+            f"decoder.final_layernorm.{tensor_kind}",
+            (f"transformer.ln_f.{tensor_kind}",),
+        )
     if not facts.tied:
         yield TensorEntry("output_layer.weight", ("lm_head.weight",), split="vocab")
 
 
 def _llama_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
     yield TensorEntry(
-        WORD_EMBEDDINGS, ("model.embed_tokens.weight", *(("lm_head.weight",) if facts.tied else ())), split="vocab"
+        WORD_EMBEDDINGS,
+        ("model.embed_tokens.weight", *(("lm_head.weight",) if facts.tied else ())),
+        split="vocab",
     )
     for layer_index in range(facts.layers):
-        engine_prefix, hub_prefix = f"decoder.layers.{layer_index}.", f"model.layers.{layer_index}."
-        yield TensorEntry(f"{engine_prefix}input_layernorm.weight", (f"{hub_prefix}input_layernorm.weight",))
-        head_names = tuple(f"{hub_prefix}self_attn.{projection}_proj.weight" for projection in "qkv")
-        yield TensorEntry(f"{engine_prefix}self_attention.linear_qkv.weight", head_names, "qkv", "rows")
+        engine_prefix, hub_prefix = (
+            f"decoder.layers.{layer_index}.",
+            f"model.layers.{layer_index}.",
+        )
+        yield TensorEntry(
+            f"{engine_prefix}input_layernorm.weight",
+            (f"{hub_prefix}input_layernorm.weight",),
+        )
+        head_names = tuple(
+            f"{hub_prefix}self_attn.{projection}_proj.weight" for projection in "qkv"
+        )
+        yield TensorEntry(
+            f"{engine_prefix}self_attention.linear_qkv.weight",
+            head_names,
+            "qkv",
+            "rows",
+        )
         yield TensorEntry(
             f"{engine_prefix}self_attention.linear_proj.weight",
             (f"{hub_prefix}self_attn.o_proj.weight",),
             split="columns",
         )
-        yield TensorEntry(f"{engine_prefix}pre_mlp_layernorm.weight", (f"{hub_prefix}post_attention_layernorm.weight",))
+        yield TensorEntry(
+            f"{engine_prefix}pre_mlp_layernorm.weight",
+            (f"{hub_prefix}post_attention_layernorm.weight",),
+        )
         yield from (
             _gated_mlp_entries(engine_prefix, hub_prefix)
             if facts.experts is None
@@ -129,21 +167,42 @@ def _llama_entries(facts: ModelFacts) -> Iterator[TensorEntry]:
 
 
 def _gated_mlp_entries(engine_prefix: str, hub_prefix: str) -> Iterator[TensorEntry]:
-    gate_names = tuple(f"{hub_prefix}mlp.{projection}_proj.weight" for projection in ("gate", "up"))
-    yield TensorEntry(f"{engine_prefix}mlp.linear_fc1.weight", gate_names, "gated", "gated")
-    yield TensorEntry(f"{engine_prefix}mlp.linear_fc2.weight", (f"{hub_prefix}mlp.down_proj.weight",), split="columns")
+    gate_names = tuple(
+        f"{hub_prefix}mlp.{projection}_proj.weight" for projection in ("gate", "up")
+    )
+    yield TensorEntry(
+        f"{engine_prefix}mlp.linear_fc1.weight", gate_names, "gated", "gated"
+    )
+    yield TensorEntry(
+        f"{engine_prefix}mlp.linear_fc2.weight",
+        (f"{hub_prefix}mlp.down_proj.weight",),
+        split="columns",
+    )
 
 
-def _expert_mlp_entries(engine_prefix: str, hub_prefix: str, num_experts: int) -> Iterator[TensorEntry]:
-    yield TensorEntry(f"{engine_prefix}mlp.router.weight", (f"{hub_prefix}mlp.gate.weight",))
+def _expert_mlp_entries(
+    engine_prefix: str, hub_prefix: str, num_experts: int
+) -> Iterator[TensorEntry]:
+    yield TensorEntry(
+        f"{engine_prefix}mlp.router.weight", (f"{hub_prefix}mlp.gate.weight",)
+    )
     for expert in range(num_experts):
         expert_prefix = f"{engine_prefix}mlp.experts.local_experts.{expert}."
-        fc1, fc2 = f"{hub_prefix}mlp.experts.gate_up_proj", f"{hub_prefix}mlp.experts.down_proj"
-        yield TensorEntry(f"{expert_prefix}linear_fc1.weight", (fc1,), "gated_expert", "gated", expert)
-        yield TensorEntry(f"{expert_prefix}linear_fc2.weight", (fc2,), "expert", "columns", expert)
+        fc1, fc2 = (
+            f"{hub_prefix}mlp.experts.gate_up_proj",
+            f"{hub_prefix}mlp.experts.down_proj",
+        )
+        yield TensorEntry(
+            f"{expert_prefix}linear_fc1.weight", (fc1,), "gated_expert", "gated", expert
+        )
+        yield TensorEntry(
+            f"{expert_prefix}linear_fc2.weight", (fc2,), "expert", "columns", expert
+        )
 
 
-def locate_shard(split: Split, local_shape: tuple[int, ...], rank: int, ranks: int, vocab: int) -> ShardLocation:
+def locate_shard(
+    split: Split, local_shape: tuple[int, ...], rank: int, ranks: int, vocab: int
+) -> ShardLocation:
     """Return the position in the whole tensor of tensor-parallel rank `rank`'s shard, which has shape `local`."""
     zeros = (0,) * len(local_shape)
     if split == "whole":
@@ -151,12 +210,24 @@ def locate_shard(split: Split, local_shape: tuple[int, ...], rank: int, ranks: i
     if split == "gated":
         rows = local_shape[0] // 2
         view = (2, rows, *local_shape[1:])
-        return ShardLocation(view, (2, rows * ranks, *local_shape[1:]), (0, rows * rank, *zeros[1:]), view)
+        return ShardLocation(
+            view,
+            (2, rows * ranks, *local_shape[1:]),
+            (0, rows * rank, *zeros[1:]),
+            view,
+        )
     if split == "columns":
         return ShardLocation(
-            local_shape, (local_shape[0], local_shape[1] * ranks), (0, local_shape[1] * rank), local_shape
+            local_shape,
+            (local_shape[0], local_shape[1] * ranks),
+            (0, local_shape[1] * rank),
+            local_shape,
         )
-    start_row = min(local_shape[0] * rank, vocab) if split == "vocab" else local_shape[0] * rank
+    start_row = (
+        min(local_shape[0] * rank, vocab) if split == "vocab" else local_shape[0] * rank
+    )
     whole_rows = vocab if split == "vocab" else local_shape[0] * ranks
     size = (min(local_shape[0], whole_rows - start_row), *local_shape[1:])
-    return ShardLocation(local_shape, (whole_rows, *local_shape[1:]), (start_row, *zeros[1:]), size)
+    return ShardLocation(
+        local_shape, (whole_rows, *local_shape[1:]), (start_row, *zeros[1:]), size
+    )

@@ -42,7 +42,9 @@ from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, sou
 from hasten.trees import Tree
 
 
-def whole_weights(model: MegatronModel, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(
+    model: MegatronModel, name: str, parameter: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """Yield a parameter as a whole tensor, and the same tensor of the experts on other ranks. Ranks: every rank of a stage."""
     parallel_state = package("parallel_state")
     whole_tensor = _gather_tensor(model, parameter)
@@ -52,8 +54,13 @@ def whole_weights(model: MegatronModel, name: str, parameter: Tensor) -> Iterato
     expert_index = expert_of(name)
     assert expert_index is not None, f"{name} belongs to an expert"
     local_index = expert_index - model.first_expert(model.ranks.ep[0])
-    for rank, expert_tensor in enumerate(all_parts(whole_tensor, parallel_state.get_expert_model_parallel_group())):
-        yield renumber_expert(name, model.first_expert(rank) + local_index), expert_tensor
+    for rank, expert_tensor in enumerate(
+        all_parts(whole_tensor, parallel_state.get_expert_model_parallel_group())
+    ):
+        yield (
+            renumber_expert(name, model.first_expert(rank) + local_index),
+            expert_tensor,
+        )
 
 
 def _gather_tensor(model: MegatronModel, parameter: Tensor) -> Tensor:
@@ -66,22 +73,33 @@ def _gather_tensor(model: MegatronModel, parameter: Tensor) -> Tensor:
         if model.is_expert(parameter)
         else parallel_state.get_tensor_model_parallel_group()
     )
-    whole_tensor = torch.empty(location.shape, dtype=parameter.dtype, device=parameter.device)
+    whole_tensor = torch.empty(
+        location.shape, dtype=parameter.dtype, device=parameter.device
+    )
     for rank, rank_shard in enumerate(all_parts(parameter.detach(), group)):
         rank_location = model.place_of(parameter, rank)
-        shard_of_whole(whole_tensor, rank_location).copy_(unpadded_shard(rank_shard, rank_location))
+        shard_of_whole(whole_tensor, rank_location).copy_(
+            unpadded_shard(rank_shard, rank_location)
+        )
     return whole_tensor
 
 
-def find_trained_model(models: list[Item], optimizers: list[Item], is_trained_already: bool) -> Item | None:
+def find_trained_model(
+    models: list[Item], optimizers: list[Item], is_trained_already: bool
+) -> Item | None:
     """Return the model to train. Raises: PrepareError unless there is one optimizer for one model."""
     if not optimizers:
         return None
     optimized_ids = {
-        id(parameter) for item in optimizers for group in item.value.param_groups for parameter in group["params"]
+        id(parameter)
+        for item in optimizers
+        for group in item.value.param_groups
+        for parameter in group["params"]
     }
     trained_models = [
-        item for item in models if optimized_ids & {id(parameter) for parameter in item.value.parameters()}
+        item
+        for item in models
+        if optimized_ids & {id(parameter) for parameter in item.value.parameters()}
     ]
     if len(trained_models) != 1 or len(optimizers) != 1 or is_trained_already:
         raise PrepareError(
@@ -98,7 +116,9 @@ def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | N
     Raises: PrepareError for a trainable parameter that is in no group.
     """
     group_of_parameter = {
-        id(p): group_index for group_index, group in enumerate(optimizer.param_groups) for p in group["params"]
+        id(p): group_index
+        for group_index, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
     }
     group_of_name: dict[str, int | None] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -107,15 +127,23 @@ def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | N
                 f"{name} requires gradients, but is not in the optimizer; the engine clips and updates all trainable parameters. Add it to "
                 "the optimizer, or call requires_grad_(False) on it."
             )
-        group_of_name[name] = group_of_parameter.get(id(parameter)) if parameter.requires_grad else None
+        group_of_name[name] = (
+            group_of_parameter.get(id(parameter)) if parameter.requires_grad else None
+        )
     return group_of_name
 
 
-def bind_optimizer(optimizer: Optimizer, model: MegatronModel, groups: Mapping[str, int | None]) -> None:
+def bind_optimizer(
+    optimizer: Optimizer, model: MegatronModel, groups: Mapping[str, int | None]
+) -> None:
     """Put this rank's parameters into the optimizer's groups of the tensors they were made from."""
     parameters_by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for name, parameter in model.held.items():
-        hub_groups = {groups[hub_name] for hub_name in model.entries[name].hub if hub_name in groups}
+        hub_groups = {
+            groups[hub_name]
+            for hub_name in model.entries[name].hub
+            if hub_name in groups
+        }
         if len(hub_groups) != 1:
             raise PrepareError(
                 f"{', '.join(model.entries[name].hub)} are one tensor in the engine, but are in different parameter groups (or only "
@@ -127,7 +155,9 @@ def bind_optimizer(optimizer: Optimizer, model: MegatronModel, groups: Mapping[s
                 "parameters, or use strategy='fsdp'."
             )
         parameters_by_group[group_index].append(parameter)
-    for param_group, group_parameters in zip(optimizer.param_groups, parameters_by_group, strict=True):
+    for param_group, group_parameters in zip(
+        optimizer.param_groups, parameters_by_group, strict=True
+    ):
         param_group["params"] = group_parameters
 
 
@@ -143,7 +173,10 @@ class MegatronStrategy:
         package()
         megatron_engine.refuse_other_devices(ctx)
         for name, is_set in (
-            ("gradient_accumulation.sync_each_batch", config.gradient_accumulation.sync_each_batch),
+            (
+                "gradient_accumulation.sync_each_batch",
+                config.gradient_accumulation.sync_each_batch,
+            ),
             ("dynamo.backend", config.dynamo.backend != "no"),
             ("recompute", bool(config.recompute)),
         ):
@@ -162,7 +195,11 @@ class MegatronStrategy:
         self._config, self._plugin, self._ctx = config, plugin, ctx
         self._place, self._convert = PlaceOnDevice(), Convert(config.master_weights)
         self.caps = Caps(
-            owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True, splits_sequences=True
+            owns_precision=True,
+            sharded_state=True,
+            synchronises=False,
+            hides_gradients=True,
+            splits_sequences=True,
         )
         self.model: MegatronModel | None = None
         self.optimizer: MegatronOptimizer | None = None
@@ -173,10 +210,20 @@ class MegatronStrategy:
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
         return nullcontext()  # prepare() shards models
 
-    def prepare(self, bundle: PrepareArguments, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+    def prepare(
+        self,
+        bundle: PrepareArguments,
+        ctx: ProcessContext,
+        precision: Precision,
+        train: bool = True,
+    ) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])
-        trained_model = find_trained_model(models, optimizers, self.model is not None) if train else None
+        trained_model = (
+            find_trained_model(models, optimizers, self.model is not None)
+            if train
+            else None
+        )
         for item in models:
             if item is trained_model:
                 self._start_engine(item, optimizers[0])
@@ -185,7 +232,10 @@ class MegatronStrategy:
             placed_model = self._place.apply(item.value, request, ctx, precision)
             item.value = self._convert.apply(placed_model, request, ctx, precision)
         for item in bundle.of("scheduler"):
-            if self._user_optimizer is not None and getattr(item.value, "optimizer", None) is self._user_optimizer:
+            if (
+                self._user_optimizer is not None
+                and getattr(item.value, "optimizer", None) is self._user_optimizer
+            ):
                 item.value.optimizer = self.optimizer
 
     def _start_engine(self, item: Item, optimizer: Item) -> None:
@@ -211,14 +261,18 @@ class MegatronStrategy:
             engine_arguments, facts, source is WeightSource.NO_RANK, seed, shares_state
         )
         calls = Calls(self._evaluate, self._seed_batch)
-        model = MegatronModel(built_engine, facts, module.config, own_ranks(), self._plugin, calls)
+        model = MegatronModel(
+            built_engine, facts, module.config, own_ranks(), self._plugin, calls
+        )
         if source is not WeightSource.NO_RANK:
             model.fill(dict(module.state_dict()))
         bind_optimizer(user_optimizer, model, group_of_name)
         self._declare_other_ranks_state(model)
         model.train(module.training)
         self.model, self._user_optimizer = model, user_optimizer
-        self.optimizer = MegatronOptimizer(model, user_optimizer, self._plugin.gradient_clipping, seed, shares_state)
+        self.optimizer = MegatronOptimizer(
+            model, user_optimizer, self._plugin.gradient_clipping, seed, shares_state
+        )
         item.value, optimizer.value = model, self.optimizer
 
     def _declare_other_ranks_state(self, model: MegatronModel) -> None:
@@ -227,9 +281,15 @@ class MegatronStrategy:
         if self._pp.size == 1 and not divides_experts:
             return
         names_by_stage: list[list[str]] = self._pp.all_gather_object(list(model.held))
-        copied_names = {name for names in names_by_stage[: self._pp.rank] for name in names}
+        copied_names = {
+            name for names in names_by_stage[: self._pp.rank] for name in names
+        }
         if model.ranks.ep[0] > 0:
-            copied_names |= {name for name, parameter in model.held.items() if not model.is_expert(parameter)}
+            copied_names |= {
+                name
+                for name, parameter in model.held.items()
+                if not model.is_expert(parameter)
+            }
         model.stage_part = StagePart(
             state_keys=tuple(model.entries),
             parameters=frozenset(model.entries),
@@ -244,14 +304,21 @@ class MegatronStrategy:
         """Seed the random numbers of a batch from the run's seed and the number of batches, so no other state is saved."""
         model, optimizer = self._trained_pair()
         config = model.built.config
-        if not (config.hidden_dropout or config.attention_dropout) or not model.training:
+        if (
+            not (config.hidden_dropout or config.attention_dropout)
+            or not model.training
+        ):
             return
         seed, batch_number = optimizer.draws
         optimizer.draws[1] += 1
         rank_coordinates = self._ctx.mesh.index(self._ctx.rank, *LOSS), self._pp.rank
-        digest = hashlib.sha256(f"{seed}/{batch_number}/{rank_coordinates}".encode()).digest()
+        digest = hashlib.sha256(
+            f"{seed}/{batch_number}/{rank_coordinates}".encode()
+        ).digest()
         random_module = package("tensor_parallel.random")
-        random_module.model_parallel_cuda_manual_seed(int.from_bytes(digest[:5], "little"), force_reset_rng=True)
+        random_module.model_parallel_cuda_manual_seed(
+            int.from_bytes(digest[:5], "little"), force_reset_rng=True
+        )
 
     def _trained_pair(self) -> tuple[MegatronModel, MegatronOptimizer]:
         if self.model is None or self.optimizer is None:
@@ -264,7 +331,8 @@ class MegatronStrategy:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # gradients are reduced at the window's end
 
-    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's keywords
+    # Any: torch's keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
         if self._pp.size > 1:
             raise StepError(
                 "accelerator.backward() cannot reach the layers that are on other pipeline ranks (megatron.pp_degree > 1). Replace the "
@@ -312,9 +380,14 @@ class MegatronStrategy:
 
         def forward_step(micro_batch: Tree) -> tuple[Tensor, Callable[..., Any]]:
             loss = loss_of(trained_model, micro_batch)
-            return loss, lambda loss_output: (loss_output * loss_factor, {"loss": loss_output.detach()})
+            return loss, lambda loss_output: (
+                loss_output * loss_factor,
+                {"loss": loss_output.detach()},
+            )
 
-        losses = self._schedule(trained_model, micro_batches, forward_step, forward_only=False)
+        losses = self._schedule(
+            trained_model, micro_batches, forward_step, forward_only=False
+        )
         stage_loss = (
             torch.stack([loss_values["loss"].float() for loss_values in losses]).mean()
             if trained_model.built.last
@@ -322,7 +395,8 @@ class MegatronStrategy:
         )
         return _broadcast_from_last_stage(stage_loss, self._pp, self._ctx.device)
 
-    def _evaluate(self, model: MegatronModel, tensors: CallTensors) -> Any:  # Any: an output of transformers
+    # Any: an output of transformers
+    def _evaluate(self, model: MegatronModel, tensors: CallTensors) -> Any:
         """Return the output of the whole model on every stage. Ranks: every rank of the pipeline."""
         if torch.is_grad_enabled():
             raise StepError(
@@ -349,7 +423,9 @@ class MegatronStrategy:
     ) -> list[Any]:  # Any: values that the engine collects on the last stage
         """Run micro-batches through megatron-core's schedule. Ranks: every rank."""
 
-        def forward_step(iterator: Iterator[Any], _: nn.Module) -> tuple[Tensor, Callable[..., Any] | None]:
+        def forward_step(
+            iterator: Iterator[Any], _: nn.Module
+        ) -> tuple[Tensor, Callable[..., Any] | None]:
             try:
                 return run_micro_batch(next(iterator))  # type: ignore[no-any-return]
             except StageOutput as stage_output:
@@ -374,7 +450,9 @@ class MegatronStrategy:
             model.in_schedule = False
         return list(last_stage_values)
 
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def clip_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
+    ) -> Tensor:
         model, optimizer = self._trained_pair()
         if norm_type != 2.0:
             raise StepError(
@@ -398,21 +476,36 @@ class MegatronStrategy:
         )
 
     # -- the user's module ----------------------------------------------------------------------------------------
-    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
-        return model if keep_precision or model is self.model else self._convert.undo(model)
+    def unwrap(
+        self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True
+    ) -> nn.Module:
+        return (
+            model
+            if keep_precision or model is self.model
+            else self._convert.undo(model)
+        )
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+    # Any: tensors and extra state
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         if not isinstance(model, MegatronModel):
             return dict(self.unwrap(model).state_dict())
         whole_tensors: dict[str, Tensor] = {}
         for name, parameter in model.held.items():
             whole_tensors |= dict(whole_weights(model, name, parameter))
         if self._pp.size > 1:
-            assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
+            assert isinstance(self._pp, ProcessGroupComm), (
+                "a pipeline has several ranks"
+            )
             for stage in range(self._pp.size):
-                whole_tensors |= share(dict(whole_tensors) if stage == self._pp.rank else None, self._pp, stage)
+                whole_tensors |= share(
+                    dict(whole_tensors) if stage == self._pp.rank else None,
+                    self._pp,
+                    stage,
+                )
         return to_hub(
-            model.entries.values(), {name: tensor.cpu() for name, tensor in whole_tensors.items()}, model.facts
+            model.entries.values(),
+            {name: tensor.cpu() for name, tensor in whole_tensors.items()},
+            model.facts,
         )
 
     @contextmanager
@@ -420,7 +513,9 @@ class MegatronStrategy:
         if not isinstance(model, MegatronModel) or self.optimizer is None:
             yield
             return
-        hub_weights = {name: tensor.clone() for name, tensor in self.full_state_dict(model).items()}
+        hub_weights = {
+            name: tensor.clone() for name, tensor in self.full_state_dict(model).items()
+        }
         model.hub = hub_weights
         try:
             yield
@@ -449,21 +544,34 @@ class MegatronStrategy:
 def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
     """Return the sizes and options of the model. Raises: PrepareError for a model that the engine does not support."""
     config = getattr(module, "config", None)
-    model_facts(config)  # raises for unknown architectures, before the modules are inspected
-    word_embeddings, output_head = module.get_input_embeddings(), module.get_output_embeddings()
-    facts = model_facts(config, None if output_head is None else output_head.weight is word_embeddings.weight)
+    # raises for unknown architectures, before the modules are inspected
+    model_facts(config)
+    word_embeddings, output_head = (
+        module.get_input_embeddings(),
+        module.get_output_embeddings(),
+    )
+    facts = model_facts(
+        config,
+        None if output_head is None else output_head.weight is word_embeddings.weight,
+    )
     check_class([base_class.__name__ for base_class in type(module).__mro__], facts)
     return facts
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
     """Allocate meta tensors on the ranks that hold no values; the values come from rank 0 afterwards."""
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+    module._apply(
+        lambda tensor: (
+            torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
+    )  # type: ignore[no-untyped-call]
 
 
 def _token_ids_of(micro_batch: Any) -> Tensor:  # Any: a micro-batch of the user
     """Return the token ids of a micro-batch: `input_ids`, or its first 2-D tensor."""
-    input_ids = micro_batch.get("input_ids") if isinstance(micro_batch, Mapping) else None
+    input_ids = (
+        micro_batch.get("input_ids") if isinstance(micro_batch, Mapping) else None
+    )
     for tensor in (input_ids, *trees.tensors(micro_batch)):
         if isinstance(tensor, Tensor) and tensor.ndim == 2:
             return tensor
@@ -472,9 +580,15 @@ def _token_ids_of(micro_batch: Any) -> Tensor:  # Any: a micro-batch of the user
     )
 
 
-def _broadcast_from_last_stage(value: Tensor | None, pipeline: Comm, device: torch.device) -> Tensor:
+def _broadcast_from_last_stage(
+    value: Tensor | None, pipeline: Comm, device: torch.device
+) -> Tensor:
     local_value = torch.zeros((), device=device) if value is None else value
-    return pipeline.broadcast(local_value, pipeline.size - 1) if pipeline.size > 1 else local_value
+    return (
+        pipeline.broadcast(local_value, pipeline.size - 1)
+        if pipeline.size > 1
+        else local_value
+    )
 
 
 STRATEGY: Final = OfferedStrategy(create=MegatronStrategy)

@@ -25,7 +25,14 @@ def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Te
             return torch.stack(hub_tensors)
         case "joint_qkv":
             return _interleave_groups(
-                list((hub_tensors[0].t() if hub_tensors[0].ndim == 2 else hub_tensors[0]).chunk(3)), facts
+                list(
+                    (
+                        hub_tensors[0].t()
+                        if hub_tensors[0].ndim == 2
+                        else hub_tensors[0]
+                    ).chunk(3)
+                ),
+                facts,
             )
         case "qkv":
             return _interleave_groups(hub_tensors, facts)
@@ -38,7 +45,9 @@ def fuse(entry: TensorEntry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Te
             assert_never(other)
 
 
-def to_hub(entries: Iterable[TensorEntry], tensors: Mapping[str, Tensor], facts: ModelFacts) -> dict[str, Tensor]:
+def to_hub(
+    entries: Iterable[TensorEntry], tensors: Mapping[str, Tensor], facts: ModelFacts
+) -> dict[str, Tensor]:
     """Return all tensors of the Hub layout, made from the whole tensors of the engine's model."""
     hub: dict[str, Tensor] = {}
     expert_tensors: dict[str, list[Tensor]] = {}
@@ -49,7 +58,10 @@ def to_hub(entries: Iterable[TensorEntry], tensors: Mapping[str, Tensor], facts:
         else:  # experts are listed in order
             for name, tensor in hub_tensors.items():
                 expert_tensors.setdefault(name, []).append(tensor)
-    return hub | {name: torch.stack(stacked_experts) for name, stacked_experts in expert_tensors.items()}
+    return hub | {
+        name: torch.stack(stacked_experts)
+        for name, stacked_experts in expert_tensors.items()
+    }
 
 
 def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
@@ -63,7 +75,9 @@ def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, T
             hub_tensors = [part.contiguous() for part in tensor.unbind(0)]
         case "joint_qkv":
             joint_qkv = torch.cat(_separate_groups(tensor, facts, 3))
-            hub_tensors = [joint_qkv.t().contiguous() if joint_qkv.ndim == 2 else joint_qkv]
+            hub_tensors = [
+                joint_qkv.t().contiguous() if joint_qkv.ndim == 2 else joint_qkv
+            ]
         case "qkv":
             hub_tensors = _separate_groups(tensor, facts, len(entry.hub))
         case "expert":
@@ -77,7 +91,11 @@ def unfuse(entry: TensorEntry, tensor: Tensor, facts: ModelFacts) -> dict[str, T
 
 def _rows_of_group(facts: ModelFacts, num_kinds: int) -> tuple[int, ...]:
     """Return the rows of queries, keys and values, or of keys and values alone, in one group of heads."""
-    return (facts.heads // facts.groups * facts.head_dim, facts.head_dim, facts.head_dim)[3 - num_kinds :]
+    return (
+        facts.heads // facts.groups * facts.head_dim,
+        facts.head_dim,
+        facts.head_dim,
+    )[3 - num_kinds :]
 
 
 def _interleave_groups(projections: list[Tensor], facts: ModelFacts) -> Tensor:
@@ -85,7 +103,9 @@ def _interleave_groups(projections: list[Tensor], facts: ModelFacts) -> Tensor:
     inner_shape = projections[0].shape[1:]
     grouped_projections = [
         projection.reshape(facts.groups, rows, *inner_shape)
-        for projection, rows in zip(projections, _rows_of_group(facts, len(projections)), strict=True)
+        for projection, rows in zip(
+            projections, _rows_of_group(facts, len(projections)), strict=True
+        )
     ]
     return torch.cat(grouped_projections, 1).flatten(0, 1)
 
@@ -107,7 +127,9 @@ def unpadded_shard(tensor: Tensor, location: ShardLocation) -> Tensor:
 
 def shard_of_whole(whole_tensor: Tensor, location: ShardLocation) -> Tensor:
     """Return this rank's shard of a whole tensor."""
-    for dim, (start, size) in enumerate(zip(location.offset, location.size, strict=True)):
+    for dim, (start, size) in enumerate(
+        zip(location.offset, location.size, strict=True)
+    ):
         whole_tensor = whole_tensor.narrow(dim, start, size)
     return whole_tensor
 
@@ -115,4 +137,6 @@ def shard_of_whole(whole_tensor: Tensor, location: ShardLocation) -> Tensor:
 def slice_of(tensor: Tensor, location: ShardLocation, is_owned: bool) -> Slice:
     """Return this rank's slice in the form that checkpoints store."""
     data = unpadded_shard(tensor.detach(), location)
-    return Slice(data, location.shape, location.offset, owned=is_owned and data.numel() > 0)
+    return Slice(
+        data, location.shape, location.offset, owned=is_owned and data.numel() > 0
+    )

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from hasten.checkpoint.base import number_of, numbered
-from hasten.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, decode, inside
+from hasten.checkpoint.format.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    decode,
+    inside,
+)
 from hasten.checkpoint.reader import verify_files
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.errors import CheckpointError, ConfigError
@@ -52,7 +58,9 @@ def neighbour(machine: int, count: int) -> int:
     return (machine + 1) % count
 
 
-def newest_common(held: Sequence[Collection[MemoryCopy]], machines: Machines) -> Choice | None:
+def newest_common(
+    held: Sequence[Collection[MemoryCopy]], machines: Machines
+) -> Choice | None:
     """Return the step to resume from, given the copies that each machine holds; None when some state is lost."""
     world_size = sum(map(len, machines))
     for step in sorted({copy.step for copies in held for copy in copies}, reverse=True):
@@ -60,9 +68,13 @@ def newest_common(held: Sequence[Collection[MemoryCopy]], machines: Machines) ->
         for machine, ranks in enumerate(machines):
             wanted = MemoryCopy(ranks, world_size, step)
             own_first = sorted(range(len(held)), key=lambda other: other != machine)
-            sources.append(next((other for other in own_first if wanted in held[other]), None))
+            sources.append(
+                next((other for other in own_first if wanted in held[other]), None)
+            )
         if None not in sources:
-            return Choice(step, tuple(source for source in sources if source is not None))
+            return Choice(
+                step, tuple(source for source in sources if source is not None)
+            )
     return None
 
 
@@ -72,7 +84,11 @@ def why_none(held: Sequence[Collection[MemoryCopy]], machines: Machines) -> str:
     if not everything:
         return "no machine holds a copy of it"
     world_size = sum(map(len, machines))
-    fitting = {copy for copy in everything if copy.world_size == world_size and copy.ranks in machines}
+    fitting = {
+        copy
+        for copy in everything
+        if copy.world_size == world_size and copy.ranks in machines
+    }
     if not fitting:
         sizes = sorted({copy.world_size for copy in everything})
         return (
@@ -80,7 +96,11 @@ def why_none(held: Sequence[Collection[MemoryCopy]], machines: Machines) -> str:
             f"on {len(machines)} machines"
         )
     newest = max(copy.step for copy in fitting)
-    lost = [i for i, ranks in enumerate(machines) if not any(c.ranks == ranks and c.step == newest for c in fitting)]
+    lost = [
+        i
+        for i, ranks in enumerate(machines)
+        if not any(c.ranks == ranks and c.step == newest for c in fitting)
+    ]
     return f"no machine holds the state that machine {', '.join(map(str, lost))} had after update {newest}"
 
 
@@ -129,8 +149,11 @@ class MemoryFolder:
             for name in store.names():
                 try:
                     manifest, folder = store.manifest(name), store.folder(name)
-                    sound = not verify_files(folder, manifest.files, manifest.chunk_bytes)
-                except (CheckpointError, OSError):  # interrupted by the kill that preceded this restart
+                    sound = not verify_files(
+                        folder, manifest.files, manifest.chunk_bytes
+                    )
+                # interrupted by the kill that preceded this restart
+                except (CheckpointError, OSError):
                     continue
                 step = number_of(name)
                 if sound and step is not None:
@@ -146,7 +169,8 @@ class MemoryFolder:
         for place in self.root.glob("ranks_*"):
             for folder in [entry for entry in place.iterdir() if entry.is_dir()]:
                 if (step := number_of(folder.name)) is not None and step not in steps:
-                    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # incomplete from now on
+                    # incomplete from now on
+                    (folder / MANIFEST_NAME).unlink(missing_ok=True)
                     shutil.rmtree(folder, ignore_errors=True)
 
     def free_bytes(self) -> int:
@@ -159,7 +183,9 @@ class MemoryFolder:
         return self._of(copy.ranks) / _ARRIVING / numbered(copy.step)
 
     @contextmanager
-    def receive(self, copy: MemoryCopy, raw: bytes, alike: Sequence[FileRecord], like: Path) -> Iterator[Manifest]:
+    def receive(
+        self, copy: MemoryCopy, raw: bytes, alike: Sequence[FileRecord], like: Path
+    ) -> Iterator[Manifest]:
         """Context manager for receiving a state: files arrive in the block, except `alike`, linked from `like`.
 
         It becomes visible at the end, if every file matches the manifest. Ranks: the first of the machine.

@@ -67,7 +67,9 @@ class CopyTransfer:
 
     def files_to_send(self) -> list[FileRecord]:
         """Return the files to send."""
-        return [file for file in self.manifest.files if file.size and file not in self.alike]
+        return [
+            file for file in self.manifest.files if file.size and file not in self.alike
+        ]
 
 
 class MemoryCopies(RunPart):
@@ -105,10 +107,14 @@ class MemoryCopies(RunPart):
     def copy(self) -> None:
         """Copy the current state, on this machine and to its neighbour. Ranks: every rank."""
         world, step = self._ctx.world, self._saving.step
-        with agreeing(world, "checkpoint_in_memory", self._saving.project.checkpoint_arrival_s) as together:
+        with agreeing(
+            world, "checkpoint_in_memory", self._saving.project.checkpoint_arrival_s
+        ) as together:
             machine = self._machine_group(together)
             if self._first(machine):
-                self._folder.keep_only({self._newest} if self._newest is not None else ())
+                self._folder.keep_only(
+                    {self._newest} if self._newest is not None else ()
+                )
             self._saving.write_machine(
                 self._folder.store(machine.ranks),
                 numbered(step),
@@ -121,13 +127,20 @@ class MemoryCopies(RunPart):
                 together.label = "sending the state to the neighbour"
                 self._send_all(machine, step, together)
         if self._newest is None:
-            log.info("the state is kept in memory every %d updates%s", self._every, _reach(machine))
+            log.info(
+                "the state is kept in memory every %d updates%s",
+                self._every,
+                _reach(machine),
+            )
         self._newest = step
 
     def _machine_group(self, together: Agreement) -> CopyHolder:
         if self._machine is None:
             machines = tuple(group_by_folder(together.share(str(self._folder.root))))
-            self._machine = CopyHolder(next(i for i, ranks in enumerate(machines) if self._ctx.rank in ranks), machines)
+            self._machine = CopyHolder(
+                next(i for i, ranks in enumerate(machines) if self._ctx.rank in ranks),
+                machines,
+            )
         return self._machine
 
     def _first(self, machine: CopyHolder) -> bool:
@@ -140,7 +153,10 @@ class MemoryCopies(RunPart):
         machine = self._machine_group(together)
         sizes: list[int] = together.share(size)
         totals = [sum(sizes[rank] for rank in ranks) for ranks in machine.all]
-        own, other = totals[machine.index], 0 if machine.alone else totals[machine.index - 1]
+        own, other = (
+            totals[machine.index],
+            0 if machine.alone else totals[machine.index - 1],
+        )
         needed, free = 2 * (own + other), self._folder.free_bytes()
         if needed > free:
             raise ConfigError(
@@ -148,35 +164,63 @@ class MemoryCopies(RunPart):
                 f"{own / 1e6:,.1f} MB for this machine and {other / 1e6:,.1f} MB for its neighbour), where {free / 1e6:,.1f} MB are free. Give the "
                 "machine a larger /dev/shm (in a container, by its shm size), or leave checkpoint_in_memory out."
             )
-        log.info("checkpoint_in_memory uses up to %.1f MB of memory on this machine", needed / 1e6)
+        log.info(
+            "checkpoint_in_memory uses up to %.1f MB of memory on this machine",
+            needed / 1e6,
+        )
         self._space_checked = True
 
     def _send_all(self, machine: CopyHolder, step: int, together: Agreement) -> None:
         own = MemoryCopy(machine.ranks, self._ctx.world.size, step)
-        shared: list[bytes | None] = together.share(self._folder.manifest(own) if self._first(machine) else None)
+        shared: list[bytes | None] = together.share(
+            self._folder.manifest(own) if self._first(machine) else None
+        )
         raws = [raw for ranks in machine.all if (raw := shared[ranks[0]]) is not None]
         manifests = [decode(raw, "the neighbour's manifest") for raw in raws]
         transfers = []
         for source, ranks in enumerate(machine.all):
             target = neighbour(source, len(machine.all))
-            there = {(file.name, file.size, file.sums) for file in manifests[target].files}
-            alike = tuple(f for f in manifests[source].files if f.size and (f.name, f.size, f.sums) in there)
+            there = {
+                (file.name, file.size, file.sums) for file in manifests[target].files
+            }
+            alike = tuple(
+                f
+                for f in manifests[source].files
+                if f.size and (f.name, f.size, f.sums) in there
+            )
             copy = MemoryCopy(ranks, self._ctx.world.size, step)
-            transfers.append(CopyTransfer(source, target, copy, raws[source], manifests[source], alike))
+            transfers.append(
+                CopyTransfer(
+                    source, target, copy, raws[source], manifests[source], alike
+                )
+            )
         self._exchange(transfers, machine, together, like=self._folder.folder(own))
 
     # -- moving -----------------------------------------------------------------------------------------------------
     def _exchange(
-        self, transfers: Sequence[CopyTransfer], machine: CopyHolder, together: Agreement, like: Path
+        self,
+        transfers: Sequence[CopyTransfer],
+        machine: CopyHolder,
+        together: Agreement,
+        like: Path,
     ) -> None:
         """Transfer states between machines. Ranks: every rank."""
-        mine = [transfer for transfer in transfers if transfer.target == machine.index] if self._first(machine) else []
+        mine = (
+            [transfer for transfer in transfers if transfer.target == machine.index]
+            if self._first(machine)
+            else []
+        )
         with ExitStack() as arriving:
             for transfer in mine:
-                arriving.enter_context(self._folder.receive(transfer.copy, transfer.raw, transfer.alike, like))
+                arriving.enter_context(
+                    self._folder.receive(
+                        transfer.copy, transfer.raw, transfer.alike, like
+                    )
+                )
             together.share()  # the folders exist
             sends, receives = self._tensors_to_exchange(transfers, machine)
-            together.share()  # failed ranks have reported: no rank waits for a file that never arrives
+            # failed ranks have reported: no rank waits for a file that never arrives
+            together.share()
             self._ctx.world.exchange(sends, receives)
             del sends, receives  # unmap the files
             together.share()
@@ -189,14 +233,36 @@ class MemoryCopies(RunPart):
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for transfer in transfers:
-            senders, receivers = machine.all[transfer.source], machine.all[transfer.target]
+            senders, receivers = (
+                machine.all[transfer.source],
+                machine.all[transfer.target],
+            )
             for index, file in enumerate(transfer.files_to_send()):
-                sender, receiver = senders[index % len(senders)], receivers[index % len(receivers)]
+                sender, receiver = (
+                    senders[index % len(senders)],
+                    receivers[index % len(receivers)],
+                )
                 if sender == self._ctx.rank:
-                    sends.append((receiver, _mapped(self._folder.folder(transfer.copy) / file.name, file.size, False)))
+                    sends.append(
+                        (
+                            receiver,
+                            _mapped(
+                                self._folder.folder(transfer.copy) / file.name,
+                                file.size,
+                                False,
+                            ),
+                        )
+                    )
                 if receiver == self._ctx.rank:
                     receives.append(
-                        (sender, _mapped(self._folder.arriving(transfer.copy) / file.name, file.size, True))
+                        (
+                            sender,
+                            _mapped(
+                                self._folder.arriving(transfer.copy) / file.name,
+                                file.size,
+                                True,
+                            ),
+                        )
                     )
         return sends, receives
 
@@ -204,7 +270,9 @@ class MemoryCopies(RunPart):
     def newest(self, together: Agreement) -> Choice | None:
         """Return the newest step that all machines can resume from; None, with a logged reason. Ranks: every rank."""
         machine = self._machine_group(together)
-        found: list[list[MemoryCopy]] = together.share(self._folder.held() if self._first(machine) else [])
+        found: list[list[MemoryCopy]] = together.share(
+            self._folder.held() if self._first(machine) else []
+        )
         held = [found[ranks[0]] for ranks in machine.all]
         choice = newest_common(held, machine.all)
         if choice is None and (any(held) or self._ctx.topology.restart_count):
@@ -218,11 +286,17 @@ class MemoryCopies(RunPart):
         """Return store and name of the state here, after transfers to machines without it. Ranks: every rank."""
         machine, size = self._machine_group(together), self._ctx.world.size
         together.label = f"fetching the state of update {choice.step} from the memory of other machines"
-        moves = [(source, target) for target, source in enumerate(choice.sources) if source != target]
+        moves = [
+            (source, target)
+            for target, source in enumerate(choice.sources)
+            if source != target
+        ]
         if moves:
             mine: Mapping[int, bytes] = (
                 {
-                    t: self._folder.manifest(MemoryCopy(machine.all[t], size, choice.step))
+                    t: self._folder.manifest(
+                        MemoryCopy(machine.all[t], size, choice.step)
+                    )
                     for s, t in moves
                     if s == machine.index
                 }
@@ -234,9 +308,20 @@ class MemoryCopies(RunPart):
             for source, target in moves:
                 raw = shared[machine.all[source][0]][target]
                 copy = MemoryCopy(machine.all[target], size, choice.step)
-                transfers.append(CopyTransfer(source, target, copy, raw, decode(raw, "the neighbour's manifest")))
+                transfers.append(
+                    CopyTransfer(
+                        source,
+                        target,
+                        copy,
+                        raw,
+                        decode(raw, "the neighbour's manifest"),
+                    )
+                )
             self._exchange(transfers, machine, together, like=Path())
-            log.info("machine %s got its state from a neighbour", ", ".join(str(target) for _, target in moves))
+            log.info(
+                "machine %s got its state from a neighbour",
+                ", ".join(str(target) for _, target in moves),
+            )
         return self._folder.store(machine.ranks), numbered(choice.step)
 
     def loaded(self, step: int | None) -> None:

@@ -52,12 +52,32 @@ class RankReading:
 _METRICS: Final[Sequence[tuple[str, str, str]]] = (
     ("hasten_world_size", "world_size", "Number of ranks of the job."),
     ("hasten_step", "step", "Updates of the run, including those before a resume."),
-    ("hasten_updates_total", "updates", "Updates of this process, applied and skipped."),
-    ("hasten_samples_total", "samples", "Samples of all batches of training, over all ranks."),
+    (
+        "hasten_updates_total",
+        "updates",
+        "Updates of this process, applied and skipped.",
+    ),
+    (
+        "hasten_samples_total",
+        "samples",
+        "Samples of all batches of training, over all ranks.",
+    ),
     ("hasten_loss", "loss", "Last known loss given to backward() on this rank."),
-    ("hasten_grad_norm", "grad_norm", "Last known norm that clip_grad_norm_() returned."),
-    ("hasten_tokens_per_second", "tokens_per_second", "Tokens a second over all ranks, after track_throughput()."),
-    ("hasten_mfu_ratio", "mfu", "Share of the devices' peak, after track_throughput()."),
+    (
+        "hasten_grad_norm",
+        "grad_norm",
+        "Last known norm that clip_grad_norm_() returned.",
+    ),
+    (
+        "hasten_tokens_per_second",
+        "tokens_per_second",
+        "Tokens a second over all ranks, after track_throughput().",
+    ),
+    (
+        "hasten_mfu_ratio",
+        "mfu",
+        "Share of the devices' peak, after track_throughput().",
+    ),
     ("hasten_data_wait_ratio", "data_wait", "Share of data wait in the last minute."),
     ("hasten_uptime_seconds", "uptime_s", "Seconds since the start of the process."),
     (
@@ -80,11 +100,31 @@ _METRICS: Final[Sequence[tuple[str, str, str]]] = (
         "Seconds of the last complete save, with its writing in the background.",
     ),
     ("hasten_goodput_ratio", "goodput", "Time in useful steps over wall time."),
-    ("hasten_replicas", "replicas_present", "Replicas of the latest update, of a run that may lose some."),
-    ("hasten_replicas_lost_total", "replicas_lost", "Replicas that were lost, as seen by this one."),
-    ("hasten_replicas_joined_total", "replicas_joined", "Replicas that have joined, as seen by this one."),
-    ("hasten_samples_returned_total", "samples_returned", "Samples of lost replicas that were given out again."),
-    ("hasten_replicas_waiting_seconds", "replicas_waiting_s", "Seconds of the current wait for replicas."),
+    (
+        "hasten_replicas",
+        "replicas_present",
+        "Replicas of the latest update, of a run that may lose some.",
+    ),
+    (
+        "hasten_replicas_lost_total",
+        "replicas_lost",
+        "Replicas that were lost, as seen by this one.",
+    ),
+    (
+        "hasten_replicas_joined_total",
+        "replicas_joined",
+        "Replicas that have joined, as seen by this one.",
+    ),
+    (
+        "hasten_samples_returned_total",
+        "samples_returned",
+        "Samples of lost replicas that were given out again.",
+    ),
+    (
+        "hasten_replicas_waiting_seconds",
+        "replicas_waiting_s",
+        "Seconds of the current wait for replicas.",
+    ),
 )
 """Names of metrics, fields of the reading, and help texts; counters end in `_total`."""
 
@@ -99,12 +139,20 @@ class RankCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; numbers that are not known are left out."""
         reading = self._reading
-        info = GaugeMetricFamily("hasten_info", "Facts about the rank.", labels=[*self._labels, *reading.facts])
+        info = GaugeMetricFamily(
+            "hasten_info",
+            "Facts about the rank.",
+            labels=[*self._labels, *reading.facts],
+        )
         info.add_metric([*self._labels.values(), *reading.facts.values()], 1.0)
         yield info
         for name, attribute, text in _METRICS:
             if (value := getattr(reading, attribute)) is not None:
-                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                kind = (
+                    CounterMetricFamily
+                    if name.endswith("_total")
+                    else GaugeMetricFamily
+                )
                 family = kind(name, text, labels=list(self._labels))
                 family.add_metric(list(self._labels.values()), value)
                 yield family
@@ -113,7 +161,9 @@ class RankCollector(Collector):
         text = "Wall time of the run by cause, including earlier starts in the same project_dir."
         yield self._by_label("hasten_time_seconds", text, "cause", reading.seconds)
 
-    def _by_label(self, name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    def _by_label(
+        self, name: str, text: str, label: str, values: Mapping[str, float]
+    ) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=[*self._labels, label])
         for key, value in values.items():
             family.add_metric([*self._labels.values(), key], value)

@@ -73,7 +73,9 @@ class SampledScalars:
         elif isinstance(value, int | float):
             self._late.give({name: float(value)})
         found = self._late.read()
-        self.known = {one: number for one, number in found.items() if isinstance(number, float)}
+        self.known = {
+            one: number for one, number in found.items() if isinstance(number, float)
+        }
 
 
 class Metrics(RunPart):
@@ -85,7 +87,10 @@ class Metrics(RunPart):
     def built(self, run: Components) -> None:
         """Start the thread that serves them. Ranks: every rank."""
         accelerator = run.accelerator
-        check_installed("prometheus_client", why=f"metrics.port={accelerator.config.section(MetricsSettings).port}")
+        check_installed(
+            "prometheus_client",
+            why=f"metrics.port={accelerator.config.section(MetricsSettings).port}",
+        )
         run_log = run.run_log
         if run_log is None:  # counts times, and writes nothing
             run_log = RunLog(None, accelerator.ctx.rank, dict, lambda: None)
@@ -119,14 +124,17 @@ class RankMetrics:
     def __init__(self, accelerator: Accelerator, run_log: RunLog) -> None:
         config, ctx = accelerator.config, accelerator.ctx
         self.sampled = SampledScalars(ctx.device)
-        self._owner = weakref.ref(accelerator)  # the threads must not keep the Accelerator alive
+        # the threads must not keep the Accelerator alive
+        self._owner = weakref.ref(accelerator)
         self._labels = labels_of(config, ctx)
         self._facts = {
             "version": __version__,
             "strategy": accelerator.strategy,
             "script": Path(sys.argv[0]).name,
         }
-        self._world_size = ctx.world.size * max(1, getattr(_replicas(config), "replicas", 1))
+        self._world_size = ctx.world.size * max(
+            1, getattr(_replicas(config), "replicas", 1)
+        )
         self._restarts = ctx.topology.restart_count
         self._gauges = {"host": MemoryGauge(torch.device("cpu"))}
         if ctx.device.type != "cpu":
@@ -142,7 +150,9 @@ class RankMetrics:
         metrics = config.section(MetricsSettings)
         assert metrics.port is not None, "metrics are served"
         with agree(ctx.world, "starting the metrics"):
-            number = number_of(config, ctx.topology.local_rank, ctx.topology.local_world_size)
+            number = number_of(
+                config, ctx.topology.local_rank, ctx.topology.local_world_size
+            )
             port = metrics.port + (number if metrics.port else 0)
             self.server = MetricsServer(port, access_of(metrics), self.text)
         self.server.start()
@@ -168,7 +178,8 @@ class RankMetrics:
         goodput, save, now = self._goodput.read(log), log.last_save, time.time()
         sizes = {kind: gauge.used_bytes() for kind, gauge in self._gauges.items()}
         known = self.sampled.known
-        self.sampled.request()  # a run whose optimizer is not prepared makes no updates that would
+        # a run whose optimizer is not prepared makes no updates that would
+        self.sampled.request()
         return RankReading(
             facts=self._facts,
             world_size=self._world_size,
@@ -181,7 +192,9 @@ class RankMetrics:
             grad_norm=known.get("grad_norm"),
             tokens_per_second=status.get("tokens_per_second"),
             mfu=status.get("mfu"),
-            memory_bytes={kind: size for kind, size in sizes.items() if size is not None},
+            memory_bytes={
+                kind: size for kind, size in sizes.items() if size is not None
+            },
             data_wait=_data_wait(log),
             stalls=log.num_stalls,
             restarts=self._restarts,
@@ -204,7 +217,9 @@ def _data_wait(log: RunLog) -> float | None:
     readings = list(log.readings)
     total, waited = sum(log.spent.values()), log.spent["data"]
     passed = total - readings[0][0]
-    return None if passed <= 0 else min(max((waited - readings[0][1]) / passed, 0.0), 1.0)
+    return (
+        None if passed <= 0 else min(max((waited - readings[0][1]) / passed, 0.0), 1.0)
+    )
 
 
 def labels_of(config: Config, ctx: ProcessContext) -> dict[str, str]:
@@ -227,7 +242,9 @@ def _replicas(config: Config) -> Any:  # Any: settings of another extension
 def number_of(config: Config, rank: int, num_ranks: int) -> int:
     """Return the number of this rank among those of all replicas, of `num_ranks` each; `rank` for other runs and for replicas with names."""
     name = getattr(_replicas(config), "replica", None)
-    return int(name) * num_ranks + rank if name is not None and name.isdecimal() else rank
+    return (
+        int(name) * num_ranks + rank if name is not None and name.isdecimal() else rank
+    )
 
 
 def _close(ref: weakref.ref[RankMetrics]) -> None:

@@ -54,9 +54,17 @@ def access_of(settings: MetricsSettings) -> MetricsAccess:
 
     Raises: ConfigError for an address beyond this machine without a token or client certificates, and for unreadable files.
     """
-    token = None if settings.token_file is None else read_token(settings.token_file, "metrics.token_file")
+    token = (
+        None
+        if settings.token_file is None
+        else read_token(settings.token_file, "metrics.token_file")
+    )
     tls = _tls(settings)
-    if not is_loopback(settings.host) and token is None and settings.tls_client_ca is None:
+    if (
+        not is_loopback(settings.host)
+        and token is None
+        and settings.tls_client_ca is None
+    ):
         raise ConfigError(
             f"metrics.host={settings.host!r} serves metrics beyond this machine without authentication; everyone in the network could read "
             "the job's name, loss and progress. Set metrics.token_file (bearer token) or metrics.tls_client_ca (client certificates), or "
@@ -82,7 +90,11 @@ def read_token(path: str, setting: str) -> str:
 
 
 def _tls(settings: MetricsSettings) -> ssl.SSLContext | None:
-    cert, key, ca = settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca
+    cert, key, ca = (
+        settings.tls_cert_file,
+        settings.tls_key_file,
+        settings.tls_client_ca,
+    )
     if cert is None and key is None and ca is None:
         return None
     if cert is None or key is None:
@@ -110,13 +122,16 @@ class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, address: tuple[str, int], access: MetricsAccess, text: Callable[[], str]) -> None:
+    def __init__(
+        self, address: tuple[str, int], access: MetricsAccess, text: Callable[[], str]
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.access, self.text = access, text
         self._slots = threading.BoundedSemaphore(_MOST)
         super().__init__(address, _MetricsRequest)
 
-    def process_request(self, request: Any, client_address: Any) -> None:  # Any: as in socketserver
+    # Any: as in socketserver
+    def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -155,7 +170,11 @@ class _MetricsRequest(BaseHTTPRequestHandler):
         if token is not None:
             given = self.headers.get("Authorization", "").encode(errors="replace")
             if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-                self._reply(HTTPStatus.UNAUTHORIZED, "a bearer token is needed\n", {"WWW-Authenticate": "Bearer"})
+                self._reply(
+                    HTTPStatus.UNAUTHORIZED,
+                    "a bearer token is needed\n",
+                    {"WWW-Authenticate": "Bearer"},
+                )
                 return
         if self.path.partition("?")[0] not in ("/metrics", "/"):
             self._reply(HTTPStatus.NOT_FOUND, "metrics are at /metrics\n")
@@ -163,16 +182,26 @@ class _MetricsRequest(BaseHTTPRequestHandler):
         try:
             text = self.server.text()
         except Exception as error:  # of any kind: a scrape must not affect the training
-            log.warning("the metrics could not be read: %s: %s", type(error).__name__, error)
-            self._reply(HTTPStatus.INTERNAL_SERVER_ERROR, "the metrics could not be read\n")
+            log.warning(
+                "the metrics could not be read: %s: %s", type(error).__name__, error
+            )
+            self._reply(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "the metrics could not be read\n"
+            )
             return
         self._reply(HTTPStatus.OK, text)
 
-    def _reply(self, status: HTTPStatus, text: str, headers: dict[str, str] | None = None) -> None:
+    def _reply(
+        self, status: HTTPStatus, text: str, headers: dict[str, str] | None = None
+    ) -> None:
         body = text.encode()
         self.send_response(status)
         kind = CONTENT_TYPE if status == HTTPStatus.OK else "text/plain; charset=utf-8"
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})}.items():
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            **(headers or {}),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -188,7 +217,9 @@ class MetricsServer:
     A port that is taken is tried again every few seconds: after a restart, the previous process may still hold it.
     """
 
-    def __init__(self, port: int, access: MetricsAccess, text: Callable[[], str]) -> None:
+    def __init__(
+        self, port: int, access: MetricsAccess, text: Callable[[], str]
+    ) -> None:
         self._port = port
         self._access = access
         self._text = text
@@ -196,7 +227,9 @@ class MetricsServer:
         self._server: _HTTPServer | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="hasten-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="hasten-metrics", daemon=True
+        )
 
     @property
     def port(self) -> int | None:
@@ -212,7 +245,9 @@ class MetricsServer:
 
     def _opened(self, first: bool) -> _HTTPServer | None:
         try:
-            made = _HTTPServer((self._access.host, self._port), self._access, self._text)
+            made = _HTTPServer(
+                (self._access.host, self._port), self._access, self._text
+            )
         except (OSError, OverflowError) as error:
             if first:
                 log.warning(
@@ -224,7 +259,9 @@ class MetricsServer:
                     _AGAIN_S,
                 )
             return None
-        log.info("metrics are served at %s:%d", self._access.host, made.server_address[1])
+        log.info(
+            "metrics are served at %s:%d", self._access.host, made.server_address[1]
+        )
         return made
 
     def _run(self) -> None:
@@ -242,7 +279,10 @@ class MetricsServer:
         if os.getpid() == self._pid and not self._over.is_set():
             self._over.set()
             self._wake_sender.send(b"!")
-            if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            if (
+                self._thread.is_alive()
+                and threading.current_thread() is not self._thread
+            ):
                 self._thread.join(2 * _PATIENCE_S)
         for one in (self._wake_receiver, self._wake_sender):
             one.close()

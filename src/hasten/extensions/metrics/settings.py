@@ -7,7 +7,9 @@ from hasten.config.base import Section, SectionNames, setting, settings
 class MetricsSettings(Section):
     """Metrics for operations: a port for Prometheus. Off unless it is set."""
 
-    section_names = SectionNames(argument="metrics", flag_group="metrics for operations")
+    section_names = SectionNames(
+        argument="metrics", flag_group="metrics for operations"
+    )
 
     port: int | None = setting(
         None,
@@ -16,12 +18,22 @@ class MetricsSettings(Section):
         maximum=65535,
     )
     host: str = setting(
-        "127.0.0.1", "address that serves metrics; one beyond this machine needs token_file or tls_client_ca"
+        "127.0.0.1",
+        "address that serves metrics; one beyond this machine needs token_file or tls_client_ca",
     )
-    job: str | None = setting(None, "value of the label job (default: name of project_dir, else of the script)")
-    token_file: str | None = setting(None, "file with the bearer token that requests must carry", path=True)
-    tls_cert_file: str | None = setting(None, "certificate of the metrics server (PEM)", path=True)
+    job: str | None = setting(
+        None,
+        "value of the label job (default: name of project_dir, else of the script)",
+    )
+    token_file: str | None = setting(
+        None, "file with the bearer token that requests must carry", path=True
+    )
+    tls_cert_file: str | None = setting(
+        None, "certificate of the metrics server (PEM)", path=True
+    )
     tls_key_file: str | None = setting(None, "key of tls_cert_file (PEM)", path=True)
     tls_client_ca: str | None = setting(
-        None, "certificates (PEM) that must have signed those of clients: mutual TLS", path=True
+        None,
+        "certificates (PEM) that must have signed those of clients: mutual TLS",
+        path=True,
     )

@@ -18,7 +18,9 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
         "pipeline_parallel_rank": "use accelerator.ctx.mesh.coordinate(accelerator.process_index)",
         "context_parallel_rank": "use accelerator.ctx.mesh.coordinate(accelerator.process_index)",
         "device_placement": _SECTION.format("device_placement"),
-        "step_scheduler_with_optimizer": _SECTION.format("step_scheduler_with_optimizer"),
+        "step_scheduler_with_optimizer": _SECTION.format(
+            "step_scheduler_with_optimizer"
+        ),
         "log_with": _SECTION.format("tracking.log_with"),
         "logging_dir": _SECTION.format("project.logging_dir"),
         "project_dir": _SECTION.format("project.project_dir"),
@@ -84,12 +86,25 @@ _ENABLED: Final = "compare the size with 1"
 _HANDLER: Final = "the settings are its fields"
 OF_OTHER_OBJECTS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        **dict.fromkeys(("total_size", "data_parallel_size", "non_data_parallel_size"), _SIZES),
-        **dict.fromkeys(("build_device_mesh", "get_device_mesh", "active_mesh_dims"), _MESH),
-        **dict.fromkeys(("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names"), _MESH),
+        **dict.fromkeys(
+            ("total_size", "data_parallel_size", "non_data_parallel_size"), _SIZES
+        ),
+        **dict.fromkeys(
+            ("build_device_mesh", "get_device_mesh", "active_mesh_dims"), _MESH
+        ),
+        **dict.fromkeys(
+            ("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names"), _MESH
+        ),
         **dict.fromkeys(("dp_cp_dim_names", "fsdp_dim_names"), _MESH),
         **dict.fromkeys(
-            ("dp_replicate_enabled", "dp_shard_enabled", "tp_enabled", "cp_enabled", "sp_enabled"), _ENABLED
+            (
+                "dp_replicate_enabled",
+                "dp_shard_enabled",
+                "tp_enabled",
+                "cp_enabled",
+                "sp_enabled",
+            ),
+            _ENABLED,
         ),
         "to_kwargs": _HANDLER,
         "deepspeed_config": "hf_ds_config is what was given; hasten fills it when the engine is created",

@@ -17,9 +17,13 @@ def main(argv: Sequence[str]) -> int:
     given = make_parser().parse_args(argv)
     noted = 0
     sources = {path: _text(path) for path in scripts(given.places)}
-    with_accelerate = {path: source for path, source in sources.items() if "accelerate" in source}
+    with_accelerate = {
+        path: source for path, source in sources.items() if "accelerate" in source
+    }
     if not with_accelerate:
-        sys.stderr.write("no script here uses accelerate, so there is nothing to migrate\n")
+        sys.stderr.write(
+            "no script here uses accelerate, so there is nothing to migrate\n"
+        )
     for path, source in with_accelerate.items():
         try:
             done = migrate(source)
@@ -28,8 +32,13 @@ def main(argv: Sequence[str]) -> int:
                 f"{path}, line {error.lineno}, is not valid Python ({error.msg}), so it cannot be analysed; nothing was "
                 "changed in it. Fix the file, or exclude it."
             ) from error
-        before, after = source.splitlines(keepends=True), done.text.splitlines(keepends=True)
-        sys.stdout.writelines(difflib.unified_diff(before, after, fromfile=str(path), tofile=str(path)))
+        before, after = (
+            source.splitlines(keepends=True),
+            done.text.splitlines(keepends=True),
+        )
+        sys.stdout.writelines(
+            difflib.unified_diff(before, after, fromfile=str(path), tofile=str(path))
+        )
         for finding in done.findings:
             sys.stderr.write(f"{path}:{finding.line}: {finding.text}\n")
         noted += len(done.findings)
@@ -45,7 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="Print the diff that converts scripts from `accelerate` to `hasten`, and list the lines that behave "
         "differently. Only names are changed. The exit code is 1 if a line needs a review.",
     )
-    parser.add_argument("places", nargs="+", type=Path, metavar="SCRIPT_OR_FOLDER", help="scripts, or folders of them")
+    parser.add_argument(
+        "places",
+        nargs="+",
+        type=Path,
+        metavar="SCRIPT_OR_FOLDER",
+        help="scripts, or folders of them",
+    )
     parser.add_argument("--write", action="store_true", help="change the files")
     return parser
 
@@ -55,7 +70,9 @@ def scripts(places: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for place in places:
         if not place.exists():
-            raise ConfigError(f"{place} does not exist, so there is nothing to migrate; give a script or a folder.")
+            raise ConfigError(
+                f"{place} does not exist, so there is nothing to migrate; give a script or a folder."
+            )
         if place.suffix == ".ipynb":
             raise ConfigError(
                 f"{place} is a notebook, whose cells hasten migrate does not rewrite; convert it to a script first (jupyter nbconvert)."
@@ -66,7 +83,8 @@ def scripts(places: Sequence[Path]) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        with path.open(newline="", encoding="utf-8") as file:  # line endings are preserved
+        # line endings are preserved
+        with path.open(newline="", encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(

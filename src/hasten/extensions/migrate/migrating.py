@@ -27,7 +27,8 @@ _MAIN: Final = "Accelerator"
 def _homes() -> dict[str, ModuleType]:
     modules_of_names: list[ModuleType] = [data, modules, extending]
     with suppress(ModuleNotFoundError):  # the extension may have been deleted
-        modules_of_names.append(import_module(f"{NEW}.bigmodel"))  # the users' module of another extension
+        # the users' module of another extension
+        modules_of_names.append(import_module(f"{NEW}.bigmodel"))
     homes = {name: module for module in modules_of_names for name in module.__all__}
     return homes | dict.fromkeys((*hasten.__all__, *offers("public_names")), hasten)
 
@@ -47,11 +48,16 @@ NOTES: Final = MappingProxyType(
 )
 """Methods whose behaviour differs from Accelerate's, with the difference."""
 _LOGGER: Final = "get_logger works without an Accelerator, and names the rank in lines of every process only"
-_ALONE: Final = (
-    "prepare raises an error for an optimizer or scheduler without its model and optimizer; pass them together"
-)
+_ALONE: Final = "prepare raises an error for an optimizer or scheduler without its model and optimizer; pass them together"
 _METHODS: Final = (
-    *("broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "prepare_data_loader"),
+    *(
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "pad_across_processes",
+        "prepare_data_loader",
+    ),
     *("reduce", "save", "wait_for_everyone"),
 )
 _TREES: Final = "prepared loaders move batches to the device; other tensors are moved by .to(accelerator.device)"
@@ -72,14 +78,30 @@ FUNCTIONS: Final = MappingProxyType(
 """Names of Accelerate's modules that hasten has under another name, with the replacement."""
 _PARTS: Final = frozenset(
     {
-        *("big_modeling", "checkpointing", "data_loader", "hooks", "inference", "launchers", "local_sgd", "logging"),
-        *("memory_utils", "optimizer", "parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils"),
+        *(
+            "big_modeling",
+            "checkpointing",
+            "data_loader",
+            "hooks",
+            "inference",
+            "launchers",
+            "local_sgd",
+            "logging",
+        ),
+        *(
+            "memory_utils",
+            "optimizer",
+            "parallelism_config",
+            "scheduler",
+            "state",
+            "test_utils",
+            "tracking",
+            "utils",
+        ),
     }
 )
 """Modules of Accelerate."""
-_SHUFFLE: Final = (
-    "shuffles by seed and epoch, in a different order than Accelerate: single losses differ, loss curves do not"
-)
+_SHUFFLE: Final = "shuffles by seed and epoch, in a different order than Accelerate: single losses differ, loss curves do not"
 _SCHEDULER: Final = (
     "steps a prepared scheduler once per update, Accelerate once per process and update: give its lengths (total_steps, "
     "num_training_steps, milestones) in updates"
@@ -134,7 +156,8 @@ class _Script:
         for line in lines:
             self._starts.append(self._starts[-1] + len(line))
         self._bytes = source.encode()
-        self._known: dict[str, str] = {}  # names in the script that now refer to hasten -> hasten's names
+        # names in the script that now refer to hasten -> hasten's names
+        self._known: dict[str, str] = {}
         self._num_made = 0
         self._modules: set[str] = set()  # names in the script for the package itself
 
@@ -143,13 +166,19 @@ class _Script:
 
     def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         begin = self._starts[node.lineno - 1] + node.col_offset
-        return begin, self._starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or node.col_offset)
+        return begin, self._starts[(node.end_lineno or node.lineno) - 1] + (
+            node.end_col_offset or node.col_offset
+        )
 
     # -- imports --------------------------------------------------------------------------------------------------
     def imports(self) -> None:
         """Edit the import statements."""
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.ImportFrom) and node.level == 0 and _is_old(node.module):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.level == 0
+                and _is_old(node.module)
+            ):
                 self._import_from(node)
             elif isinstance(node, ast.Import):
                 self._import(node)
@@ -167,15 +196,21 @@ class _Script:
         begin, end = self._span(node)
         if (
             len(taken) == 1 and not left
-        ):  # only the module's name, to preserve parentheses and comments between the names
+            # only the module's name, to preserve parentheses and comments between the names
+        ):
             at = self._bytes.index(node.module.encode(), begin)
             self.edits.append(_Edit(at, at + len(node.module), next(iter(taken))))
         elif taken:
             indent = " " * node.col_offset
-            comments = [f"{text}\n{indent}" for text in _comments(self._bytes[begin:end].decode())]
+            comments = [
+                f"{text}\n{indent}"
+                for text in _comments(self._bytes[begin:end].decode())
+            ]
             homes = [*sorted(taken.items()), *([(node.module, left)] if left else [])]
             parts = [f"from {home} import {_names(names)}" for home, names in homes]
-            self.edits.append(_Edit(begin, end, "".join(comments) + f"\n{indent}".join(parts)))
+            self.edits.append(
+                _Edit(begin, end, "".join(comments) + f"\n{indent}".join(parts))
+            )
 
     def _import(self, node: ast.Import) -> None:
         for one in node.names:
@@ -185,7 +220,9 @@ class _Script:
                 at = self._bytes.index(OLD.encode(), begin, end)
                 self.edits.append(_Edit(at, at + len(OLD), NEW))
             elif _is_old(one.name):
-                self._note(node, f"`import {one.name}` stays; import names from hasten instead")
+                self._note(
+                    node, f"`import {one.name}` stays; import names from hasten instead"
+                )
 
     # -- uses -----------------------------------------------------------------------------------------------------
     def uses(self) -> None:
@@ -224,8 +261,14 @@ class _Script:
 
     def _attribute(self, node: ast.Attribute, objects: set[str]) -> None:
         uses_accelerate = self._known or self._modules
-        if uses_accelerate and node.attr in OF_OTHER_OBJECTS and not self._is_accelerator(node.value, objects):
-            self._note(node, f"{node.attr} is not in hasten; {OF_OTHER_OBJECTS[node.attr]}")
+        if (
+            uses_accelerate
+            and node.attr in OF_OTHER_OBJECTS
+            and not self._is_accelerator(node.value, objects)
+        ):
+            self._note(
+                node, f"{node.attr} is not in hasten; {OF_OTHER_OBJECTS[node.attr]}"
+            )
         if self._is_accelerator(node.value, objects):
             if (
                 not hasattr(hasten.Accelerator, node.attr)
@@ -239,7 +282,11 @@ class _Script:
             or _root(node) not in self._modules
             or isinstance(node.value, ast.Attribute)
         ):
-            if isinstance(node.value, ast.Attribute) and _root(node) in self._modules and node.attr in HOMES:
+            if (
+                isinstance(node.value, ast.Attribute)
+                and _root(node) in self._modules
+                and node.attr in HOMES
+            ):
                 self._replace_dotted(node)
             return
         if node.attr in HOMES:
@@ -252,27 +299,42 @@ class _Script:
         begin, end = self._span(node)
         root = _root(node)
         inner = HOMES[node.attr].__name__.removeprefix(NEW)
-        self.edits.append(_Edit(begin, end, f"{NEW if root == OLD else root}{inner}.{node.attr}"))
+        self.edits.append(
+            _Edit(begin, end, f"{NEW if root == OLD else root}{inner}.{node.attr}")
+        )
 
     def _call(self, node: ast.Call, objects: set[str]) -> None:
         name = self._name(node.func)
-        if any(one.arg == "shuffle" and getattr(one.value, "value", True) for one in node.keywords):
+        if any(
+            one.arg == "shuffle" and getattr(one.value, "value", True)
+            for one in node.keywords
+        ):
             self._note(node, f"hasten {_SHUFFLE}")
         if name == _MAIN:
             self._num_made += 1
             if self._num_made > 1:
-                self._note(node, "each hasten Accelerator has separate settings; Accelerate shares those of the first")
+                self._note(
+                    node,
+                    "each hasten Accelerator has separate settings; Accelerate shares those of the first",
+                )
         if name is not None:
             self._keywords(node, name, getattr(HOMES[name], name))
         if name == "get_logger":
             self._note(node, _LOGGER)
-        if not isinstance(node.func, ast.Attribute) or not self._is_accelerator(node.func.value, objects):
+        if not isinstance(node.func, ast.Attribute) or not self._is_accelerator(
+            node.func.value, objects
+        ):
             return
         method = node.func.attr
-        if method in NOTES and not (method == "save_state" and (node.args or node.keywords)):
+        if method in NOTES and not (
+            method == "save_state" and (node.args or node.keywords)
+        ):
             self._note(node, f"{method} {NOTES[method]}")
         if method == "reduce" and any(one.arg == "scale" for one in node.keywords):
-            self._note(node, "reduce always applies `scale`; Accelerate applies it on TPUs only")
+            self._note(
+                node,
+                "reduce always applies `scale`; Accelerate applies it on TPUs only",
+            )
         if method == "prepare":
             self._prepared(node)
         if (found := getattr(hasten.Accelerator, method, None)) is not None:
@@ -291,18 +353,29 @@ class _Script:
         if any("sched" in one for one in arguments):
             self._note(node, f"prepare {_SCHEDULER}")
 
-    def _keywords(self, node: ast.Call, name: str, target: Any) -> None:  # Any: a class or function of hasten
+    # Any: a class or function of hasten
+    def _keywords(self, node: ast.Call, name: str, target: Any) -> None:
         try:
             known = inspect.signature(target).parameters
-        except (TypeError, ValueError):  # a property, or a callable without a signature: nothing to compare
+        # a property, or a callable without a signature: nothing to compare
+        except (TypeError, ValueError):
             return
-        names = {name for name, one in known.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
-        if name != _MAIN and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        names = {
+            name
+            for name, one in known.items()
+            if one.kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        if name != _MAIN and any(
+            one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()
+        ):
             return
         for keyword in node.keywords:
             if keyword.arg is not None and keyword.arg not in names:
                 near = nearest(keyword.arg, names)
-                self._note(node, f"hasten.{name} has no argument {keyword.arg}{near and f'; did you mean {near}?'}")
+                self._note(
+                    node,
+                    f"hasten.{name} has no argument {keyword.arg}{near and f'; did you mean {near}?'}",
+                )
 
 
 def _stays(name: str, last: str) -> str:
@@ -325,8 +398,15 @@ def _root(node: ast.expr) -> str | None:
 
 
 def _names(names: Iterable[ast.alias]) -> str:
-    return ", ".join(one.name if one.asname is None else f"{one.name} as {one.asname}" for one in names)
+    return ", ".join(
+        one.name if one.asname is None else f"{one.name} as {one.asname}"
+        for one in names
+    )
 
 
 def _comments(text: str) -> list[str]:
-    return [one.string for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type == tokenize.COMMENT]
+    return [
+        one.string
+        for one in tokenize.generate_tokens(io.StringIO(text).readline)
+        if one.type == tokenize.COMMENT
+    ]

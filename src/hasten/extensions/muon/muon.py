@@ -36,7 +36,8 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],  # Any: parameters, named parameters or groups, as every torch optimizer takes them
+        # Any: parameters, named parameters or groups, as every torch optimizer takes them
+        params: Iterable[Any],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -48,7 +49,13 @@ class Muon(Optimizer):
         adjust_lr_fn: AdjustLr | None = None,
         iteration_dtype: torch.dtype | None = None,
     ) -> None:
-        _check(lr=lr, weight_decay=weight_decay, momentum=momentum, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
+        _check(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -71,7 +78,8 @@ class Muon(Optimizer):
                     )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: the closure's loss
+    # Any: the closure's loss
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Ranks: every rank that holds a shard."""
         loss = None
         if closure is not None:
@@ -82,14 +90,18 @@ class Muon(Optimizer):
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:  # Any: a group's options
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        parameters = [
+            parameter for parameter in group["params"] if parameter.grad is not None
+        ]
         alike: dict[object, list[Tensor]] = {}
         for parameter in parameters:
             alike.setdefault(_layout(parameter), []).append(parameter)
         for members in alike.values():
             directions = [self._direction(parameter, group) for parameter in members]
             first = members[0]
-            orthogonal = _orthogonalised(first, directions, _Iteration.of(group, self._dtype, first))
+            orthogonal = _orthogonalised(
+                first, directions, _Iteration.of(group, self._dtype, first)
+            )
             rate = group["lr"] * _rate_factor(group["adjust_lr_fn"], first.shape)
             weights = [local_tensor(parameter) for parameter in members]
             if group["weight_decay"]:
@@ -97,28 +109,45 @@ class Muon(Optimizer):
             for weight, update in zip(weights, orthogonal, strict=True):
                 weight.add_(update.to(weight.device, weight.dtype), alpha=-rate)
 
-    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:  # Any: a group's options
+    # Any: a group's options
+    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum of a parameter and return the local shard of the matrix to orthogonalise."""
         gradient = parameter.grad
         assert gradient is not None
-        if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
+        if (
+            is_dtensor(parameter)
+            and is_dtensor(gradient)
+            and gradient.placements != parameter.placements
+        ):
             gradient = gradient.redistribute(placements=parameter.placements)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, memory_format=torch.preserve_format
+            )
         momentum, slope = local_tensor(state["momentum_buffer"]), local_tensor(gradient)
         momentum.lerp_(slope.to(momentum.dtype), 1.0 - group["momentum"])
-        return slope.to(momentum.dtype).lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return (
+            slope.to(momentum.dtype).lerp(momentum, group["momentum"])
+            if group["nesterov"]
+            else momentum
+        )
 
 
 def _check(**options: Any) -> None:  # Any: options of every type
     for name in ("lr", "weight_decay"):
         if not options[name] >= 0.0:
-            raise ConfigError(f"Muon({name}={options[name]}) is negative; set {name} to 0 or more.")
+            raise ConfigError(
+                f"Muon({name}={options[name]}) is negative; set {name} to 0 or more."
+            )
     if not 0.0 <= options["momentum"] < 1.0:
-        raise ConfigError(f"Muon(momentum={options['momentum']}) is outside [0, 1); 0.95 is usual.")
+        raise ConfigError(
+            f"Muon(momentum={options['momentum']}) is outside [0, 1); 0.95 is usual."
+        )
     if not 1 <= options["ns_steps"] < 100:
-        raise ConfigError(f"Muon(ns_steps={options['ns_steps']}) is outside 1..99; 5 is usual.")
+        raise ConfigError(
+            f"Muon(ns_steps={options['ns_steps']}) is outside 1..99; 5 is usual."
+        )
     if options["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         raise ConfigError(
             f"Muon(adjust_lr_fn={options['adjust_lr_fn']!r}) is unknown; use 'original' or 'match_rms_adamw'."
@@ -146,15 +175,24 @@ class _Iteration:
     """Whether steps of long matrices are taken in pairs: on accelerators. On the CPU the update is that of torch, bit for bit."""
 
     @classmethod
-    def of(cls, group: dict[str, Any], dtype: torch.dtype | None, parameter: Tensor) -> _Iteration:  # Any: options
+    # Any: options
+    def of(
+        cls, group: dict[str, Any], dtype: torch.dtype | None, parameter: Tensor
+    ) -> _Iteration:
         local = local_tensor(parameter)
         device = local.device
-        if is_dtensor(parameter) and parameter.device_mesh.device_type != device.type:  # offloaded to the host
+        # offloaded to the host
+        if is_dtensor(parameter) and parameter.device_mesh.device_type != device.type:
             kind = parameter.device_mesh.device_type
             device = torch.device(kind, torch.get_device_module(kind).current_device())
         chosen = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         return cls(
-            tuple(group["ns_coefficients"]), group["eps"], group["ns_steps"], chosen, device, device.type != "cpu"
+            tuple(group["ns_coefficients"]),
+            group["eps"],
+            group["ns_steps"],
+            chosen,
+            device,
+            device.type != "cpu",
         )
 
     def run(self, matrices: Tensor) -> Tensor:
@@ -163,16 +201,22 @@ class _Iteration:
         x = matrices.to(self.device, self.dtype)
         x = x.mT if tall else x
         x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)
-        pairs = self.steps // 2 if self.paired and x.shape[-1] > PAIRED * x.shape[-2] else 0
+        pairs = (
+            self.steps // 2 if self.paired and x.shape[-1] > PAIRED * x.shape[-2] else 0
+        )
         for _ in range(pairs):
             x = self._two_steps(x)
         for _ in range(self.steps - 2 * pairs):
-            x = torch.baddbmm(x, self._polynomial(x @ x.mT), x, beta=self.coefficients[0])
+            x = torch.baddbmm(
+                x, self._polynomial(x @ x.mT), x, beta=self.coefficients[0]
+            )
         return x.mT if tall else x
 
     def _polynomial(self, gram: Tensor) -> Tensor:
         """Return b G + c G² for the coefficients b and c."""
-        return torch.baddbmm(gram, gram, gram, beta=self.coefficients[1], alpha=self.coefficients[2])
+        return torch.baddbmm(
+            gram, gram, gram, beta=self.coefficients[1], alpha=self.coefficients[2]
+        )
 
     def _two_steps(self, x: Tensor) -> Tensor:
         """Return two steps of the iteration, with two products of the width of `x` instead of four.
@@ -190,28 +234,42 @@ class _Iteration:
 
 def _layout(parameter: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for parameters whose shards can be exchanged together."""
-    mesh = (id(parameter.device_mesh), parameter.placements) if is_dtensor(parameter) else ()
+    mesh = (
+        (id(parameter.device_mesh), parameter.placements)
+        if is_dtensor(parameter)
+        else ()
+    )
     return (tuple(parameter.shape), parameter.dtype, parameter.device, mesh)
 
 
-def _orthogonalised(like: Tensor, directions: Sequence[Tensor], iteration: _Iteration) -> list[Tensor]:
+def _orthogonalised(
+    like: Tensor, directions: Sequence[Tensor], iteration: _Iteration
+) -> list[Tensor]:
     """Return the local shards of the orthogonalised matrices, whose local shards are `directions`."""
     axes = _sharded_axes(like) if is_dtensor(like) else []
     if not axes or not is_dtensor(like):
         return list(_whole(torch.stack(list(directions)), iteration))
     plain = placements().Shard
-    kinds: list[Any] = [like.placements[axis] for axis in axes]  # Any: shards have a dimension, other placements none
-    if like.ndim == 3 and all(type(kind) is plain and kind.dim == 0 for kind in kinds):  # whole matrices on each rank
+    # Any: shards have a dimension, other placements none
+    kinds: list[Any] = [like.placements[axis] for axis in axes]
+    # whole matrices on each rank
+    if like.ndim == 3 and all(type(kind) is plain and kind.dim == 0 for kind in kinds):
         return list(_whole(torch.stack(list(directions)), iteration))
     if len(axes) == 1 and type(kinds[0]) is plain:
         group = like.device_mesh.get_group(axes[0])
-        return _Exchange(group, kinds[0].dim, tuple(like.shape), iteration).run(directions)
+        return _Exchange(group, kinds[0].dim, tuple(like.shape), iteration).run(
+            directions
+        )
     return _gathered(like, directions, iteration)
 
 
 def _sharded_axes(parameter: DTensor) -> list[int]:
     kinds = parameter.placements
-    return [axis for axis, kind in enumerate(kinds) if not kind.is_replicate() and parameter.device_mesh.size(axis) > 1]
+    return [
+        axis
+        for axis, kind in enumerate(kinds)
+        if not kind.is_replicate() and parameter.device_mesh.size(axis) > 1
+    ]
 
 
 def _whole(stacked: Tensor, iteration: _Iteration) -> Tensor:
@@ -233,14 +291,18 @@ class _Exchange:
     def run(self, directions: Sequence[Tensor]) -> list[Tensor]:
         """Return the local shards of the orthogonalised matrices. Ranks: every rank of the group."""
         size = self.group.size()
-        rounds = [directions[start : start + size] for start in range(0, len(directions), size)]
+        rounds = [
+            directions[start : start + size]
+            for start in range(0, len(directions), size)
+        ]
         found: list[Tensor] = []
         sending = self._send(rounds[0])
         returning: tuple[dist.Work, Tensor, int] | None = None
         for number, members in enumerate(rounds):
             matrix = self._receive(sending, len(members))
             if number + 1 < len(rounds):
-                sending = self._send(rounds[number + 1])  # under way while this round's matrix is computed
+                # under way while this round's matrix is computed
+                sending = self._send(rounds[number + 1])
             whole = None if matrix is None else _whole(matrix[None], self.iteration)[0]
             if returning is not None:
                 found += self._returned(returning)
@@ -260,12 +322,20 @@ class _Exchange:
     def _send(self, members: Sequence[Tensor]) -> tuple[dist.Work, Tensor]:
         """Start to send the shard of matrix i to rank i."""
         rank = self.group.rank()
-        given = torch.cat([member.reshape(-1) for member in members]).to(self.iteration.device, self.iteration.dtype)
+        given = torch.cat([member.reshape(-1) for member in members]).to(
+            self.iteration.device, self.iteration.dtype
+        )
         own = self._numel(self._sizes()[rank])
-        receives = [self._numel(extent) for extent in self._sizes()] if rank < len(members) else [0] * self.group.size()
+        receives = (
+            [self._numel(extent) for extent in self._sizes()]
+            if rank < len(members)
+            else [0] * self.group.size()
+        )
         taken = given.new_empty(sum(receives))
         sends = [own if peer < len(members) else 0 for peer in range(self.group.size())]
-        work = dist.all_to_all_single(taken, given, receives, sends, group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            taken, given, receives, sends, group=self.group, async_op=True
+        )
         assert work is not None
         return work, taken
 
@@ -277,25 +347,42 @@ class _Exchange:
             return None
         shards = torch.split(taken, [self._numel(extent) for extent in self._sizes()])
         return torch.cat(
-            [shard.view(self._shard_shape(extent)) for shard, extent in zip(shards, self._sizes(), strict=True)],
+            [
+                shard.view(self._shard_shape(extent))
+                for shard, extent in zip(shards, self._sizes(), strict=True)
+            ],
             dim=self.dim,
         )
 
     def _shard_shape(self, extent: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
 
-    def _return(self, whole: Tensor | None, count: int) -> tuple[dist.Work, Tensor, int]:
+    def _return(
+        self, whole: Tensor | None, count: int
+    ) -> tuple[dist.Work, Tensor, int]:
         """Start to send each rank its shard of this rank's orthogonalised matrix."""
         rank, size = self.group.rank(), self.group.size()
         own = self._numel(self._sizes()[rank])
         if whole is None:
-            given, sends = torch.empty(0, dtype=self.iteration.dtype, device=self.iteration.device), [0] * size
+            given, sends = (
+                torch.empty(
+                    0, dtype=self.iteration.dtype, device=self.iteration.device
+                ),
+                [0] * size,
+            )
         else:
-            given = torch.cat([shard.reshape(-1) for shard in torch.split(whole, self._sizes(), dim=self.dim)])
+            given = torch.cat(
+                [
+                    shard.reshape(-1)
+                    for shard in torch.split(whole, self._sizes(), dim=self.dim)
+                ]
+            )
             sends = [self._numel(extent) for extent in self._sizes()]
         taken = given.new_empty(own * count)
         receives = [own if peer < count else 0 for peer in range(size)]
-        work = dist.all_to_all_single(taken, given, receives, sends, group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            taken, given, receives, sends, group=self.group, async_op=True
+        )
         assert work is not None
         return work, taken, count
 
@@ -307,7 +394,9 @@ class _Exchange:
         return [shard.view(shape) for shard in taken.view(count, -1)]
 
 
-def _gathered(like: DTensor, directions: Sequence[Tensor], iteration: _Iteration) -> list[Tensor]:
+def _gathered(
+    like: DTensor, directions: Sequence[Tensor], iteration: _Iteration
+) -> list[Tensor]:
     """Orthogonalise matrices sharded along several mesh axes: gather, compute each on one rank, share the results."""
     mesh, tensors = like.device_mesh, placements()
     where = mesh.get_coordinate()
@@ -318,12 +407,21 @@ def _gathered(like: DTensor, directions: Sequence[Tensor], iteration: _Iteration
     found: list[Tensor] = []
     for start in range(0, len(directions), size):
         members = directions[start : start + size]
-        wholes = [_whole_of(member.to(iteration.device, iteration.dtype), like) for member in members]
-        mine = _whole(wholes[index][None], iteration) if index < len(members) else torch.zeros_like(wholes[0])[None]
+        wholes = [
+            _whole_of(member.to(iteration.device, iteration.dtype), like)
+            for member in members
+        ]
+        mine = (
+            _whole(wholes[index][None], iteration)
+            if index < len(members)
+            else torch.zeros_like(wholes[0])[None]
+        )
         for axis in reversed(range(mesh.ndim)):
             mine = _all_gathered(mine.contiguous(), mesh.get_group(axis))
         for whole in mine[: len(members)]:
-            spread = tensors.distribute_tensor(whole.contiguous(), mesh, like.placements, src_data_rank=None)
+            spread = tensors.distribute_tensor(
+                whole.contiguous(), mesh, like.placements, src_data_rank=None
+            )
             found.append(spread.to_local())
     return found
 
@@ -332,7 +430,12 @@ def _whole_of(local: Tensor, like: DTensor) -> Tensor:
     """Return the whole tensor of which every rank gives its shard, gathered along one mesh axis after the other."""
     tensors = placements()
     whole = tensors.DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
     kinds = list(like.placements)
     axes = sorted(

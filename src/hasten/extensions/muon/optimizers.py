@@ -18,10 +18,28 @@ from hasten.modules.names import named_parameters
 from hasten.runtime.logs import on_main
 
 _HEADS: Final = frozenset(
-    {"lm_head", "head", "heads", "output", "classifier", "score", "cls", "embed_out", "output_layer", "qa_outputs"}
+    {
+        "lm_head",
+        "head",
+        "heads",
+        "output",
+        "classifier",
+        "score",
+        "cls",
+        "embed_out",
+        "output_layer",
+        "qa_outputs",
+    }
 )
 """Names that models give to the layer that produces their outputs."""
-_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS: Final = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 _SHOWN: Final = 3
 
 
@@ -42,7 +60,9 @@ class ParameterSplit:
                 by_reason.setdefault(self.reasons[name], []).append(name)
             for reason, names in by_reason.items():
                 count = sum(members[name].numel() for name in names)
-                more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                more = (
+                    f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                )
                 lines.append(
                     f"{title:<6} {len(names):>4} tensors {count:>14,} values  {reason}: "
                     f"{', '.join(names[:_SHOWN])}{more}"
@@ -84,11 +104,24 @@ def optimizers(
         on_main(lambda: sys.stderr.write(f"{split}\n"))
     made: list[Optimizer] = []
     if split.muon:
-        made.append(Muon(list(split.muon.items()), lr=lr, weight_decay=weight_decay, **muon_options))
+        made.append(
+            Muon(
+                list(split.muon.items()),
+                lr=lr,
+                weight_decay=weight_decay,
+                **muon_options,
+            )
+        )
     if split.adamw:
         groups = [
-            {"params": [(name, p) for name, p in split.adamw.items() if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [(name, p) for name, p in split.adamw.items() if p.ndim < 2], "weight_decay": 0.0},
+            {
+                "params": [(name, p) for name, p in split.adamw.items() if p.ndim >= 2],
+                "weight_decay": weight_decay,
+            },
+            {
+                "params": [(name, p) for name, p in split.adamw.items() if p.ndim < 2],
+                "weight_decay": 0.0,
+            },
         ]
         fused = all(p.device.type == "cuda" for p in split.adamw.values())
         filled = [group for group in groups if group["params"]]
@@ -116,8 +149,14 @@ def split_parameters(model: nn.Module, adamw: Sequence[str] = ()) -> ParameterSp
         else:
             reason = special.get(id(parameter)) or _reason_for_adamw(name, parameter)
         (split.muon if reason is None else split.adamw)[name] = parameter
-        split.reasons[name] = reason or ("hidden matrix" if parameter.ndim == 2 else "stack of hidden matrices")
-    unused = [pattern for pattern in adamw if not any(re.search(pattern, name) for name in split.reasons)]
+        split.reasons[name] = reason or (
+            "hidden matrix" if parameter.ndim == 2 else "stack of hidden matrices"
+        )
+    unused = [
+        pattern
+        for pattern in adamw
+        if not any(re.search(pattern, name) for name in split.reasons)
+    ]
     if unused:
         raise ConfigError(
             f"optimizers(adamw={list(adamw)}): {unused[0]!r} matches no trainable parameter of {type(model).__name__}, such as "
@@ -152,14 +191,19 @@ def _special(model: nn.Module) -> Iterator[tuple[int, str]]:
             yield id(module.weight), "embedding"
         elif isinstance(module, _CONVOLUTIONS):
             yield id(module.weight), "convolution"
-        elif isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.ndim == 2:
+        elif (
+            isinstance(weight := getattr(module, "weight", None), torch.Tensor)
+            and weight.ndim == 2
+        ):
             last = module
             if name.rpartition(".")[2] in _HEADS:
                 heads.append(module)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     heads += [module for module in (output,) if isinstance(module, nn.Module)]
     heads += [
-        module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features in vocabularies
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module.out_features in vocabularies
     ]
     if not heads and last is not None:
         heads = [last]

@@ -13,7 +13,12 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.extensions.offload.memory_budget import memory_use
 from hasten.extensions.offload.pieces import weakly
 from hasten.extensions.offload.update import StreamedUpdate
-from hasten.extensions.offload.weights import PlaceRest, StreamedParameters, StreamedWeights, is_streamed
+from hasten.extensions.offload.weights import (
+    PlaceRest,
+    StreamedParameters,
+    StreamedWeights,
+    is_streamed,
+)
 from hasten.modules.names import is_dtensor
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh_plan import Axis
@@ -49,16 +54,27 @@ def refuse_combinations(config: Config, ctx: ProcessContext, compiles: bool) -> 
         _refuse_with_parameters(config, ctx, offload_setting, compiles)
 
 
-def _refuse_with_parameters(config: Config, ctx: ProcessContext, offload_setting: str, compiles: bool) -> None:
+def _refuse_with_parameters(
+    config: Config, ctx: ProcessContext, offload_setting: str, compiles: bool
+) -> None:
     """Raise for settings with which parameters cannot be in host memory."""
-    sizes = {str(axis): ctx.mesh.size(axis) for axis in (Axis.PP, Axis.TP, Axis.CP) if ctx.mesh.size(axis) > 1}
+    sizes = {
+        str(axis): ctx.mesh.size(axis)
+        for axis in (Axis.PP, Axis.TP, Axis.CP)
+        if ctx.mesh.size(axis) > 1
+    }
     if sizes or ctx.mesh.ep > 1:
-        shown_sizes = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items()) or f"ep_size={ctx.mesh.ep}"
+        shown_sizes = (
+            ", ".join(f"{axis}_size={size}" for axis, size in sizes.items())
+            or f"ep_size={ctx.mesh.ep}"
+        )
         raise ConfigError(
             f"{offload_setting} is not supported with {shown_sizes}: parameters in host memory have only been tested on one device and with FSDP2's shards. "
             "Use offload='optimizer', or only dp_shard_size."
         )
-    is_sharded = config.strategy == "fsdp" or (config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1)
+    is_sharded = config.strategy == "fsdp" or (
+        config.strategy == "auto" and ctx.mesh.size(Axis.DP_SHARD) > 1
+    )
     if ctx.world.size > 1 and not is_sharded:
         raise ConfigError(
             f"{offload_setting} is not supported with strategy={config.strategy!r} on {ctx.world.size} processes, whose replicas keep all parameters on "
@@ -66,7 +82,9 @@ def _refuse_with_parameters(config: Config, ctx: ProcessContext, offload_setting
         )
     if compiles:
         setting = (
-            f"dynamo backend {config.dynamo.backend!r}" if config.dynamo.backend != "no" else "performance.compile"
+            f"dynamo backend {config.dynamo.backend!r}"
+            if config.dynamo.backend != "no"
+            else "performance.compile"
         )
         raise ConfigError(
             f"{offload_setting} is not supported with {setting}: compiled code does not expect parameters that move between host and device. Use "
@@ -85,10 +103,18 @@ def refuse_unsplittable(optimizer: Optimizer) -> None:
     Raises: PrepareError with alternatives.
     """
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    is_sharded = any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    if type(optimizer) not in (ELEMENTWISE if is_sharded else (*ELEMENTWISE, Adafactor, Muon)):
+    is_sharded = any(
+        is_dtensor(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    if type(optimizer) not in (
+        ELEMENTWISE if is_sharded else (*ELEMENTWISE, Adafactor, Muon)
+    ):
         reason = (
-            "its state is sparse" if isinstance(optimizer, SparseAdam) else "it may need all (whole) parameters at once"
+            "its state is sparse"
+            if isinstance(optimizer, SparseAdam)
+            else "it may need all (whole) parameters at once"
         )
         raise PrepareError(
             f"offload is not supported with {name}: state in host memory is updated in pieces, and {reason}, so results could differ from those "
@@ -114,7 +140,11 @@ def stream_updates(
     Blocks of the models ask for the memory of pieces that are still written back, before their activations need it.
     """
     refuse_unsplittable(optimizer)
-    is_streamed_model = any(is_streamed(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    is_streamed_model = any(
+        is_streamed(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
     update = StreamedUpdate(
         optimizer,
         lanes_for(ctx.device),
@@ -132,5 +162,7 @@ def stream_updates(
 
 OPTIMIZER_STATE: Final = OfferedOffload(refuse_combinations, stream_updates)
 PARAMETERS: Final = OfferedOffload(
-    refuse_combinations, stream_updates, parameter_transforms=lambda: (PlaceRest(), StreamedWeights())
+    refuse_combinations,
+    stream_updates,
+    parameter_transforms=lambda: (PlaceRest(), StreamedWeights()),
 )

@@ -26,7 +26,9 @@ class _CudaMemoryUse:
         self._device = device
 
     def now_and_most(self) -> tuple[int, int]:
-        counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        counted = torch.cuda.memory_stats_as_nested_dict(self._device)[
+            "allocated_bytes"
+        ]["all"]
         return counted["current"], counted["peak"]
 
     def capacity(self) -> int:
@@ -68,21 +70,29 @@ class MemoryBudget:
 
     def fits_ahead(self, held_bytes: int, more_bytes: int) -> bool:
         """Return whether `more` bytes may be fetched during the backward, beside `held` ones."""
-        coming_samples = [sample.used for sample in self._previous[max(len(self._samples) - 1, 0) :]]
+        coming_samples = [
+            sample.used for sample in self._previous[max(len(self._samples) - 1, 0) :]
+        ]
         return held_bytes + more_bytes <= self.floor_bytes or (
-            bool(coming_samples) and self._fits(held_bytes, more_bytes, max(coming_samples))
+            bool(coming_samples)
+            and self._fits(held_bytes, more_bytes, max(coming_samples))
         )
 
     def fits(self, held_bytes: int, more_bytes: int) -> bool:
         """Return whether `more` bytes may be fetched during the update, beside `held` ones."""
-        return held_bytes + more_bytes <= self.floor_bytes or self._fits(held_bytes, more_bytes, 0)
+        return held_bytes + more_bytes <= self.floor_bytes or self._fits(
+            held_bytes, more_bytes, 0
+        )
 
     def is_tight(self, held_bytes: int) -> bool:
         """Return whether the next block, or the loss after it, may need memory of the `held` bytes beyond the fixed part."""
         if self._use is None or held_bytes <= self.floor_bytes:
             return held_bytes > self.floor_bytes
         count = len(self._samples)
-        samples_before, coming_samples = self._previous[max(count - 1, 0) : count], self._previous[count:][:1]
+        samples_before, coming_samples = (
+            self._previous[max(count - 1, 0) : count],
+            self._previous[count:][:1],
+        )
         loss_follows = (
             not coming_samples
             or not coming_samples[0].in_forward
@@ -90,12 +100,19 @@ class MemoryBudget:
         )
         if loss_follows and self._peak + held_bytes > self._use.capacity():
             return True
-        return not self._fits(held_bytes, 0, coming_samples[0].used if coming_samples else self._peak)
+        return not self._fits(
+            held_bytes, 0, coming_samples[0].used if coming_samples else self._peak
+        )
 
     def _fits(self, held_bytes: int, more_bytes: int, coming_bytes: int) -> bool:
         if self._use is None:
             return False
-        return max(self._use.now_and_most()[0] - held_bytes, coming_bytes) + held_bytes + more_bytes <= self._peak
+        return (
+            max(self._use.now_and_most()[0] - held_bytes, coming_bytes)
+            + held_bytes
+            + more_bytes
+            <= self._peak
+        )
 
 
 class _Sample(NamedTuple):

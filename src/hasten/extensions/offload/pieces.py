@@ -17,7 +17,8 @@ from hasten.runtime.streams import Mark
 
 MOST_PIECE_BYTES: Final = 128 * 1024**2
 """Largest parameters of a piece; its state under AdamW is twice as large."""
-_LEAST_NUM_PIECES: Final = 32  # small models are divided as well, so that most of their state is in host memory
+# small models are divided as well, so that most of their state is in host memory
+_LEAST_NUM_PIECES: Final = 32
 
 Given = ParamSpec("Given")
 Key = tuple[int, str]
@@ -38,7 +39,10 @@ class StateSlot:
         """Return the tensor in a piece's memory."""
         size = self.dtype.itemsize
         count = (
-            1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+            1
+            + sum(
+                (n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)
+            )
             if _has_elements(self)
             else 0
         )
@@ -116,10 +120,12 @@ class UpdatePiece:
         """Bytes of this rank's parameters."""
         return sum(map(num_bytes, self.parameters))
 
-    def is_current(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:  # Any: any optimizer's state
+    # Any: any optimizer's state
+    def is_current(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
         """Return whether the optimizer's state is still what was stored in `home`."""
         return self.home is not None and all(
-            state.get(self.parameters[index], {}).get(key) is tensor for (index, key), tensor in self.resting.items()
+            state.get(self.parameters[index], {}).get(key) is tensor
+            for (index, key), tensor in self.resting.items()
         )
 
 
@@ -129,16 +135,22 @@ def num_bytes(tensor: Tensor) -> int:
     return local_values.numel() * local_values.element_size()
 
 
-def divide_into_pieces(groups: Sequence[Mapping[str, Any]], most_piece_bytes: int | None = None) -> list[UpdatePiece]:
+def divide_into_pieces(
+    groups: Sequence[Mapping[str, Any]], most_piece_bytes: int | None = None
+) -> list[UpdatePiece]:
     """Return the pieces of an optimizer's groups, those first whose gradients a backward usually computes first."""
-    total = sum(num_bytes(parameter) for group in groups for parameter in group["params"])
+    total = sum(
+        num_bytes(parameter) for group in groups for parameter in group["params"]
+    )
     limit = most_piece_bytes or min(MOST_PIECE_BYTES, total // _LEAST_NUM_PIECES)
     positioned_pieces: list[tuple[float, UpdatePiece]] = []
     for number, group in enumerate(groups):
         members: list[Tensor] = list(group["params"])[::-1]
         num_divided = 0
         for piece_parameters in _runs(members, limit):
-            positioned_pieces.append((num_divided / len(members), UpdatePiece(number, piece_parameters)))
+            positioned_pieces.append(
+                (num_divided / len(members), UpdatePiece(number, piece_parameters))
+            )
             num_divided += len(piece_parameters)
     positioned_pieces.sort(key=lambda entry: entry[0])
     return [piece for _, piece in positioned_pieces]
@@ -163,8 +175,14 @@ def lay_out(tensors: Mapping[Key, Tensor]) -> tuple[tuple[StateSlot, ...], int]:
     """Return the places of tensors in one block of memory, and its size in bytes."""
     slots, start = [], 0
     for key, tensor in tensors.items():
-        stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        slots.append(StateSlot(key, start, tuple(tensor.shape), tuple(stride), tensor.dtype))
+        stride = (
+            tensor.stride()
+            if _is_dense(tensor)
+            else torch.empty(tensor.shape, device="meta").stride()
+        )
+        slots.append(
+            StateSlot(key, start, tuple(tensor.shape), tuple(stride), tensor.dtype)
+        )
         start += aligned(tensor.numel() * tensor.element_size())
     return tuple(slots), start
 
@@ -183,11 +201,15 @@ def _is_dense(tensor: Tensor) -> bool:
 def sort_like_groups(optimizer: Optimizer) -> None:
     """Order the state as the groups are, as a step over all parameters creates it, so that checkpoints are the same."""
     state = optimizer.state
-    ordered_parameters = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    ordered_parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if p in state
+    ]
     if len(ordered_parameters) == len(state) and any(
         a is not b for a, b in zip(ordered_parameters, state, strict=True)
     ):
-        ordered_state = [(parameter, state[parameter]) for parameter in ordered_parameters]
+        ordered_state = [
+            (parameter, state[parameter]) for parameter in ordered_parameters
+        ]
         state.clear()
         state.update(ordered_state)
 
@@ -199,7 +221,8 @@ class _Hidden:
         self.tensor = tensor
 
 
-def hide_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:  # Any: the state of any optimizer
+# Any: the state of any optimizer
+def hide_tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a state dict with its tensors hidden from torch, which would move all of them to the device."""
     return {
         name: {
@@ -218,8 +241,13 @@ def show_tensors(optimizer: Optimizer) -> None:
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, _Hidden):
                 hidden_tensor = value.tensor
-                casts = parameter.is_floating_point() and hidden_tensor.dtype != parameter.dtype
-                values[key] = hidden_tensor.to(parameter.dtype) if casts else hidden_tensor
+                casts = (
+                    parameter.is_floating_point()
+                    and hidden_tensor.dtype != parameter.dtype
+                )
+                values[key] = (
+                    hidden_tensor.to(parameter.dtype) if casts else hidden_tensor
+                )
 
 
 def weakly(method: Callable[Given, None]) -> Callable[Given, None]:

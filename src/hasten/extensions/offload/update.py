@@ -40,7 +40,8 @@ from hasten.runtime.streams import HostLanes, Mark
 
 _NUM_AHEAD: Final = 2  # pieces fetched while one is updated
 _NUM_FLOOR_PIECES: Final = 2 + _NUM_AHEAD  # and one that is written back
-_STATE_PER_PARAMETER: Final = 2.0  # AdamW's, until the first update has shown the optimizer's own
+# AdamW's, until the first update has shown the optimizer's own
+_STATE_PER_PARAMETER: Final = 2.0
 
 
 class StreamedUpdate:
@@ -75,21 +76,25 @@ class StreamedUpdate:
         self._planned: list[int] = []
         self._handles: list[Any] = []  # Any: torch's handles of hooks
         self._leaving: deque[UpdatePiece] = deque()
-        self._unsent: list[UpdatePiece] = []  # on the device, with state to be written after all parameters
+        # on the device, with state to be written after all parameters
+        self._unsent: list[UpdatePiece] = []
         self._parameters_written: Mark = None
         self._params: list[list[Tensor]] | None = None
         self._arrived = 0  # gradients since the last update, of those with a hook
-        self._missing = 0  # pieces that were not on the device when the first of them arrived
+        # pieces that were not on the device when the first of them arrived
+        self._missing = 0
         self.drains_in_forward = False
         """True if `before_block` is called in the forward, so that pieces may still be written back then."""
         self._plan()
         optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
-        hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)  # torch types it as a dict
+        # torch types it as a dict
+        hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)
         hooks.move_to_end(after.id, last=False)  # before hooks that read the parameters
         optimizer.register_state_dict_pre_hook(lambda _: self.settle())
         optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(show_tensors)  # the next update moves them to host memory
+        # the next update moves them to host memory
+        optimizer.register_load_state_dict_post_hook(show_tensors)
         vars(optimizer)[SETTLE_STATE] = self.release
         vars(optimizer)["state_room"] = self._state_room
 
@@ -98,7 +103,9 @@ class StreamedUpdate:
     def _plan(self) -> None:
         """Divide the groups into pieces, again if parameters were added since."""
         groups = self._optimizer.param_groups
-        parameter_ids = [id(parameter) for group in groups for parameter in group["params"]]
+        parameter_ids = [
+            id(parameter) for group in groups for parameter in group["params"]
+        ]
         if parameter_ids == self._planned:
             return
         self.release()
@@ -120,7 +127,9 @@ class StreamedUpdate:
     @property
     def held_bytes(self) -> int:
         """Device memory of the pieces that are on the device."""
-        return sum(piece.flight.num_bytes for piece in self._pieces if piece.flight is not None)
+        return sum(
+            piece.flight.num_bytes for piece in self._pieces if piece.flight is not None
+        )
 
     # -- ahead of the update ------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -141,7 +150,9 @@ class StreamedUpdate:
         for piece in missing_pieces[: max(0, num_due - num_fetched)]:
             if piece.home is None or not piece.is_current(self._optimizer.state):
                 return
-            if not self._budget.fits_ahead(self.held_bytes, self._expected_bytes(piece)):
+            if not self._budget.fits_ahead(
+                self.held_bytes, self._expected_bytes(piece)
+            ):
                 return
             self._fetch(piece)
 
@@ -158,23 +169,33 @@ class StreamedUpdate:
 
     def _last_fetched(self) -> UpdatePiece | None:
         """Return the piece on the device that the next update needs last."""
-        return next((piece for piece in reversed(self._pieces) if piece.flight is not None), None)
+        return next(
+            (piece for piece in reversed(self._pieces) if piece.flight is not None),
+            None,
+        )
 
     # -- the update -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:  # Any: step()'s
-        if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
+        # the first argument is the optimizer
+        if len(args) > 1 or kwargs.get("closure") is not None:
             raise StepError(
                 f"{type(optimizer).__name__}.step(closure) is not supported with offload: the update starts before the closure would compute "
                 "the gradients. Call backward() and step() instead, or leave offload out."
             )
         self._plan()
         self._lanes.follow_current_stream()
-        self._parameters.rest(parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._parameters.rest(
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
         due_pieces = [
-            piece for piece in self._pieces if any(parameter.grad is not None for parameter in piece.parameters)
+            piece
+            for piece in self._pieces
+            if any(parameter.grad is not None for parameter in piece.parameters)
         ]
         groups = optimizer.param_groups
         params = [list(group["params"]) for group in groups]
@@ -189,11 +210,16 @@ class StreamedUpdate:
                 group["params"] = members
         sort_like_groups(optimizer)
         self._send()
-        self._lanes.host_waits(self._parameters_written)  # any code may read parameters in host memory
+        # any code may read parameters in host memory
+        self._lanes.host_waits(self._parameters_written)
         self._parameters_written = None
         self._budget.end_step()
         self._arrived = 0
-        while not self.drains_in_forward and self._leaving and self.held_bytes > self._budget.floor_bytes:
+        while (
+            not self.drains_in_forward
+            and self._leaving
+            and self.held_bytes > self._budget.floor_bytes
+        ):
             self._let_go(self._leaving[0])
         self._params = params
         for group in groups:
@@ -201,7 +227,9 @@ class StreamedUpdate:
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Restore the parameters of the groups."""
-        for group, members in zip(optimizer.param_groups, self._params or [], strict=True):
+        for group, members in zip(
+            optimizer.param_groups, self._params or [], strict=True
+        ):
             group["params"] = members
         self._params = None
 
@@ -211,21 +239,30 @@ class StreamedUpdate:
             flight = piece.flight
             if flight is None or flight.leaving:
                 more_bytes = self._expected_bytes(piece) if flight is None else 0
-                while self._leaving and not self._budget.fits(self.held_bytes, more_bytes):  # also sends them
+                # also sends them
+                while self._leaving and not self._budget.fits(
+                    self.held_bytes, more_bytes
+                ):
                     self._let_go(self._leaving[0])
-                if piece is not coming_pieces[0] and not self._budget.fits(self.held_bytes, more_bytes):
+                if piece is not coming_pieces[0] and not self._budget.fits(
+                    self.held_bytes, more_bytes
+                ):
                     return
                 self._fetch(piece)
             self._fetch_gradients(piece)
 
     def _expected_bytes(self, piece: UpdatePiece) -> int:
         parameter_bytes = sum(
-            num_bytes(parameter) for parameter in piece.parameters if self._parameters.memory(parameter) is not None
+            num_bytes(parameter)
+            for parameter in piece.parameters
+            if self._parameters.memory(parameter) is not None
         )
         if not self._moves_state:
             return parameter_bytes
         return parameter_bytes + (
-            int(self._ratio * piece.parameter_bytes) if piece.home is None else piece.home.numel()
+            int(self._ratio * piece.parameter_bytes)
+            if piece.home is None
+            else piece.home.numel()
         )
 
     def _fetch(self, piece: UpdatePiece) -> None:
@@ -244,20 +281,30 @@ class StreamedUpdate:
                 flight.parameters[index] = self._room_like(source)
                 flight.num_bytes += num_bytes(source)
                 pairs.append((flight.parameters[index], source))
-        flight.arrived = self._lanes.fetch(pairs, self._lanes.mark(), piece.written) if pairs else None
+        flight.arrived = (
+            self._lanes.fetch(pairs, self._lanes.mark(), piece.written)
+            if pairs
+            else None
+        )
 
-    def _fetch_state(self, piece: UpdatePiece, flight: Flight, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _fetch_state(
+        self, piece: UpdatePiece, flight: Flight, pairs: list[tuple[Tensor, Tensor]]
+    ) -> None:
         if piece.home is not None and piece.is_current(self._optimizer.state):
             flight.memory = self._lanes.empty(piece.home.numel())
             flight.state = {slot.key: slot.view(flight.memory) for slot in piece.slots}
             flight.num_bytes += piece.home.numel()
             pairs.append((flight.memory, piece.home))
             return
-        for index, parameter in enumerate(piece.parameters):  # the state is new, or was loaded by other code
+        # the state is new, or was loaded by other code
+        for index, parameter in enumerate(piece.parameters):
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.ndim:
                     local_values = local_tensor(value).detach()
-                    if local_values.device.type != self._lanes.device.type or piece.home is not None:
+                    if (
+                        local_values.device.type != self._lanes.device.type
+                        or piece.home is not None
+                    ):
                         flight.state[index, key] = self._room_like(local_values)
                         pairs.append((flight.state[index, key], local_values))
                     else:
@@ -276,7 +323,10 @@ class StreamedUpdate:
             return
         pairs: list[tuple[Tensor, Tensor]] = []
         for index, parameter in enumerate(piece.parameters):
-            if parameter.grad is not None and parameter.grad.device.type != self._lanes.device.type:
+            if (
+                parameter.grad is not None
+                and parameter.grad.device.type != self._lanes.device.type
+            ):
                 local_gradient = local_tensor(parameter.grad).detach()
                 flight.gradients[index] = self._room_like(local_gradient)
                 flight.num_bytes += num_bytes(local_gradient)
@@ -297,37 +347,52 @@ class StreamedUpdate:
         ]
         groups = optimizer.param_groups
         group = groups[piece.group]
-        held_states = [optimizer.state.get(parameter, {}) for _, parameter, _ in stand_ins]
+        held_states = [
+            optimizer.state.get(parameter, {}) for _, parameter, _ in stand_ins
+        ]
         for (index, _, stand_in), values in zip(stand_ins, held_states, strict=True):
             if values:
                 optimizer.state[stand_in] = {
-                    key: self._usable(flight.state.get((index, key), value), group) for key, value in values.items()
+                    key: self._usable(flight.state.get((index, key), value), group)
+                    for key, value in values.items()
                 }
         group["params"] = [stand_in for _, _, stand_in in stand_ins]
         optimizer.param_groups = [group]
         try:
-            inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks, which run once per step
-            held_states = [self._as_held(optimizer.state[stand_in], parameter) for _, parameter, stand_in in stand_ins]
+            # without hooks, which run once per step
+            inspect.unwrap(type(optimizer).step)(optimizer)
+            held_states = [
+                self._as_held(optimizer.state[stand_in], parameter)
+                for _, parameter, stand_in in stand_ins
+            ]
         finally:
             optimizer.param_groups = groups
-            for (_, parameter, stand_in), values in zip(stand_ins, held_states, strict=True):
+            for (_, parameter, stand_in), values in zip(
+                stand_ins, held_states, strict=True
+            ):
                 if stand_in is not parameter:
                     optimizer.state.pop(stand_in, None)
                 if values or parameter in optimizer.state:
                     optimizer.state[parameter] = values
 
-    def _usable(self, value: Any, group: dict[str, Any]) -> Any:  # Any: a value of any optimizer's state
+    # Any: a value of any optimizer's state
+    def _usable(self, value: Any, group: dict[str, Any]) -> Any:
         """Return a value of the state as the update needs it: local, and on the device unless it is a counter of the host."""
-        if not isinstance(value, Tensor) or not (value.ndim or _counts_on_device(group)):
+        if not isinstance(value, Tensor) or not (
+            value.ndim or _counts_on_device(group)
+        ):
             return value
         return local_tensor(value).to(self._lanes.device)
 
-    def _as_held(self, values: dict[str, Any], parameter: Tensor) -> dict[str, Any]:  # Any: any optimizer's state
+    # Any: any optimizer's state
+    def _as_held(self, values: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """Return the state after an update as it is held between updates; `_store` moves tensors to host memory."""
         if self._moves_state or not is_dtensor(parameter):
             return values
         return {
-            key: like_parameter(value, parameter) if isinstance(value, Tensor) and value.ndim else value
+            key: like_parameter(value, parameter)
+            if isinstance(value, Tensor) and value.ndim
+            else value
             for key, value in values.items()
         }
 
@@ -336,7 +401,11 @@ class StreamedUpdate:
         fetched_values = flight.parameters.get(index)
         if fetched_values is None and not is_dtensor(parameter):
             return parameter
-        local_values = local_tensor(parameter).detach() if fetched_values is None else fetched_values
+        local_values = (
+            local_tensor(parameter).detach()
+            if fetched_values is None
+            else fetched_values
+        )
         stand_in = nn.Parameter(local_values, requires_grad=False)
         assert parameter.grad is not None, "it has a gradient"
         grad = flight.gradients.get(index)
@@ -356,7 +425,9 @@ class StreamedUpdate:
         flight.num_bytes -= sum(map(num_bytes, flight.gradients.values()))
         flight.gradients = {}
         if pairs:
-            piece.written = flight.written = self._parameters_written = self._lanes.store(pairs)
+            piece.written = flight.written = self._parameters_written = (
+                self._lanes.store(pairs)
+            )
         if self._moves_state:
             flight.unsent = self._store_state(piece, flight)
         elif not pairs:
@@ -372,15 +443,23 @@ class StreamedUpdate:
         """Start the copies of state that were deferred, so that parameters, which the host waits for, are written first."""
         for piece in self._unsent:
             if piece.flight is not None and piece.flight.unsent:
-                piece.written = piece.flight.written = self._lanes.store(piece.flight.unsent)
+                piece.written = piece.flight.written = self._lanes.store(
+                    piece.flight.unsent
+                )
                 piece.flight.unsent = []
         self._unsent = []
 
-    def _store_state(self, piece: UpdatePiece, flight: Flight) -> list[tuple[Tensor, Tensor]]:
+    def _store_state(
+        self, piece: UpdatePiece, flight: Flight
+    ) -> list[tuple[Tensor, Tensor]]:
         """Make views of host memory the optimizer's state, and return the copies that fill them."""
         updated_tensors = self._updated(piece)
         slots, size = lay_out(updated_tensors)
-        if flight.memory is not None and slots == piece.slots and self._in_place(flight, updated_tensors):
+        if (
+            flight.memory is not None
+            and slots == piece.slots
+            and self._in_place(flight, updated_tensors)
+        ):
             assert piece.home is not None, "its state came from there"
             pairs = [(piece.home, flight.memory)]
         else:
@@ -388,8 +467,12 @@ class StreamedUpdate:
                 self._learn_ratio(sum(map(num_bytes, updated_tensors.values())), piece)
                 piece.home, piece.slots = self._pool.cut(size)[2], slots
             flight.memory, flight.state = None, updated_tensors
-            flight.num_bytes = sum(map(num_bytes, (*updated_tensors.values(), *flight.parameters.values())))
-            pairs = [(slot.view(piece.home), updated_tensors[slot.key]) for slot in slots]
+            flight.num_bytes = sum(
+                map(num_bytes, (*updated_tensors.values(), *flight.parameters.values()))
+            )
+            pairs = [
+                (slot.view(piece.home), updated_tensors[slot.key]) for slot in slots
+            ]
         assert piece.home is not None, "just allocated"
         known_views = piece.resting if flight.memory is not None else {}
         piece.resting = {}
@@ -398,7 +481,9 @@ class StreamedUpdate:
             parameter = piece.parameters[index]
             resting_view = known_views.get(slot.key)
             piece.resting[slot.key] = (
-                like_parameter(slot.view(piece.home), parameter) if resting_view is None else resting_view
+                like_parameter(slot.view(piece.home), parameter)
+                if resting_view is None
+                else resting_view
             )
             self._optimizer.state[parameter][key] = piece.resting[slot.key]
         return pairs
@@ -414,7 +499,9 @@ class StreamedUpdate:
                     fetched = flight.state.get((index, key))
                     is_unchanged = parameter.grad is None and fetched is not None
                     updated_tensors[index, key] = (
-                        fetched if is_unchanged and fetched is not None else local_tensor(value).detach()
+                        fetched
+                        if is_unchanged and fetched is not None
+                        else local_tensor(value).detach()
                     )
         return updated_tensors
 
@@ -422,7 +509,8 @@ class StreamedUpdate:
     def _in_place(flight: Flight, found: dict[Key, Tensor]) -> bool:
         """Return whether the optimizer has updated the fetched tensors, not replaced them."""
         return all(
-            found[key] is tensor or found[key].data_ptr() == tensor.data_ptr() for key, tensor in flight.state.items()
+            found[key] is tensor or found[key].data_ptr() == tensor.data_ptr()
+            for key, tensor in flight.state.items()
         )
 
     def _learn_ratio(self, state_bytes: int, piece: UpdatePiece) -> None:
@@ -430,8 +518,12 @@ class StreamedUpdate:
         if not self._reserved and piece.parameter_bytes:
             self._reserved = True
             self._ratio = state_bytes / piece.parameter_bytes
-            piece_sizes = [planned_piece.parameter_bytes for planned_piece in self._pieces]
-            self._budget.floor_bytes = int(_NUM_FLOOR_PIECES * max(piece_sizes) * self._ratio)
+            piece_sizes = [
+                planned_piece.parameter_bytes for planned_piece in self._pieces
+            ]
+            self._budget.floor_bytes = int(
+                _NUM_FLOOR_PIECES * max(piece_sizes) * self._ratio
+            )
             self._pool.reserve(int(sum(piece_sizes) * self._ratio))
 
     def _let_go(self, piece: UpdatePiece) -> None:
@@ -459,26 +551,45 @@ class StreamedUpdate:
             if piece.flight is not None:
                 self._let_go(piece)
 
-    def _state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _state_room(
+        self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """Return the memory to load a state tensor into: existing memory if it fits, else new memory, not on the device if offloaded."""
-        known_tensor = self._optimizer.state.get(parameter, {}).get(key) if key else None
-        if isinstance(known_tensor, Tensor) and tuple(known_tensor.shape) == shape and known_tensor.dtype == dtype:
+        known_tensor = (
+            self._optimizer.state.get(parameter, {}).get(key) if key else None
+        )
+        if (
+            isinstance(known_tensor, Tensor)
+            and tuple(known_tensor.shape) == shape
+            and known_tensor.dtype == dtype
+        ):
             return known_tensor
         group = next(
             group_of_parameter
             for group_of_parameter in self._optimizer.param_groups
-            if any(parameter_of_group is parameter for parameter_of_group in group_of_parameter["params"])
+            if any(
+                parameter_of_group is parameter
+                for parameter_of_group in group_of_parameter["params"]
+            )
         )
-        is_offloaded = not _counts_on_device(group) if shape == () else self._moves_state
+        is_offloaded = (
+            not _counts_on_device(group) if shape == () else self._moves_state
+        )
         state_device = torch.device("cpu") if is_offloaded else self._lanes.device
         if shape == () or shape != tuple(parameter.shape):
             return torch.empty(shape, dtype=dtype, device=state_device)
         with torch.no_grad():
             return like_parameter(
-                torch.empty(local_tensor(parameter).shape, dtype=dtype, device=state_device), parameter
+                torch.empty(
+                    local_tensor(parameter).shape, dtype=dtype, device=state_device
+                ),
+                parameter,
             )
 
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:  # Any: a state dict
+    # Any: a state dict
+    def _before_load(
+        self, optimizer: Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
         """Hide tensors from torch, which would move all of them to the device."""
         self.release()
         if not self._moves_state:

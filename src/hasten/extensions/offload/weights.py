@@ -33,12 +33,20 @@ _NUM_AHEAD: Final = 2  # blocks fetched while one computes
 class StreamedBlock:
     """Parameters of one block: their host memory, and their device memory while they are in use."""
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter], pool: HostPool, lanes: HostLanes) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[nn.Parameter],
+        pool: HostPool,
+        lanes: HostLanes,
+    ) -> None:
         self.name = name
         self.parameters = list(parameters)
         self._lanes = lanes
         self.slots: tuple[StateSlot, ...]
-        self.slots, self._size = lay_out({(index, ""): p.detach() for index, p in enumerate(parameters)})
+        self.slots, self._size = lay_out(
+            {(index, ""): p.detach() for index, p in enumerate(parameters)}
+        )
         self._home = pool.cut(self._size)[2]
         self.homes = [slot.view(self._home) for slot in self.slots]
         self._memory = lanes.empty(self._size)
@@ -64,7 +72,9 @@ class StreamedBlock:
         if self._stamp is None:
             self._lanes.grow(self._memory, self._size)
             self._stamp = self._versions()
-            self._arrived = self._lanes.fetch([(self._memory, self._home)], self._lanes.mark())
+            self._arrived = self._lanes.fetch(
+                [(self._memory, self._home)], self._lanes.mark()
+            )
 
     def use(self) -> None:
         """Make the parameters tensors on the device."""
@@ -94,7 +104,10 @@ class StreamedBlock:
 
     def _versions(self) -> tuple[int, ...]:
         """Return the version counters of the host memory, which any write increments."""
-        return (self._home._version, *(parameter._version for parameter in self.parameters))
+        return (
+            self._home._version,
+            *(parameter._version for parameter in self.parameters),
+        )
 
 
 class StreamedWeights:
@@ -108,24 +121,43 @@ class StreamedWeights:
         self._models: list[list[StreamedBlock]] = []
         self._ends = False  # True while a backward runs whose end is awaited
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if not request.train or not is_trainable(model):
             return model if not request.place else model.to(ctx.device)
         if self._lanes is None or self._pool is None:
-            self._lanes, self._pool = lanes_for(ctx.device), HostPool(pinned=ctx.device.type != "cpu")
+            self._lanes, self._pool = (
+                lanes_for(ctx.device),
+                HostPool(pinned=ctx.device.type != "cpu"),
+            )
         streamable_blocks = streamable(model)
         self._pool.reserve(
-            sum(p.numel() * p.element_size() for _, _, block_parameters in streamable_blocks for p in block_parameters)
+            sum(
+                p.numel() * p.element_size()
+                for _, _, block_parameters in streamable_blocks
+                for p in block_parameters
+            )
         )
         blocks = [
             StreamedBlock(name, block_parameters, self._pool, self._lanes)
             for name, _, block_parameters in streamable_blocks
         ]
-        for index, (block, (_, module, _)) in enumerate(zip(blocks, streamable_blocks, strict=True)):
+        for index, (block, (_, module, _)) in enumerate(
+            zip(blocks, streamable_blocks, strict=True)
+        ):
             for parameter, home in zip(block.parameters, block.homes, strict=True):
                 setattr(parameter, _ATTRIBUTE, (home, weakref.ref(self)))
-            module.register_forward_pre_hook(partial(self._before_forward, blocks, index))
-            module.register_forward_hook(partial(self._after_forward, blocks, index), always_call=True)
+            module.register_forward_pre_hook(
+                partial(self._before_forward, blocks, index)
+            )
+            module.register_forward_hook(
+                partial(self._after_forward, blocks, index), always_call=True
+            )
         self._models.append(blocks)
         return model
 
@@ -140,7 +172,13 @@ class StreamedWeights:
                 if block.fetched:
                     block.rest()
 
-    def _before_forward(self, blocks: Sequence[StreamedBlock], index: int, module: nn.Module, inputs: object) -> None:
+    def _before_forward(
+        self,
+        blocks: Sequence[StreamedBlock],
+        index: int,
+        module: nn.Module,
+        inputs: object,
+    ) -> None:
         assert self._lanes is not None, "the blocks have lanes"
         if blocks[index].in_backward:  # its activations are recomputed
             return
@@ -151,7 +189,12 @@ class StreamedWeights:
                 other.fetch()
 
     def _after_forward(
-        self, blocks: Sequence[StreamedBlock], index: int, module: nn.Module, inputs: object, output: Any
+        self,
+        blocks: Sequence[StreamedBlock],
+        index: int,
+        module: nn.Module,
+        inputs: object,
+        output: Any,
     ) -> None:  # Any: the user's output
         block = blocks[index]
         if block.in_backward:
@@ -167,7 +210,9 @@ class StreamedWeights:
                     for other in blocks[-_NUM_AHEAD:]:
                         other.fetch()
 
-    def _before_backward(self, blocks: Sequence[StreamedBlock], index: int, grad: Tensor) -> None:
+    def _before_backward(
+        self, blocks: Sequence[StreamedBlock], index: int, grad: Tensor
+    ) -> None:
         """Fetch a block whose backward begins, and the ones before it; those after it are done."""
         if not self._ends:
             self._ends = True
@@ -187,11 +232,19 @@ class PlaceRest:
 
     stage = Stage.PLACE
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if not request.train or not is_trainable(model):
             return model
         refuse_meta(model)
-        streamed_parameters = [p for _, _, block_parameters in streamable(model) for p in block_parameters]
+        streamed_parameters = [
+            p for _, _, block_parameters in streamable(model) for p in block_parameters
+        ]
         data = [p.data.cpu() for p in streamed_parameters]
         for parameter in streamed_parameters:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -222,7 +275,15 @@ def streamable(model: nn.Module) -> list[tuple[str, nn.Module, list[nn.Parameter
         block_name = next((name for name in names if path.startswith(f"{name}.")), "")
         uses.setdefault(parameter, set()).add(block_name)
     return [
-        (name, block, [p for p in block.parameters() if uses[p] == {name} and type(p) is nn.Parameter])
+        (
+            name,
+            block,
+            [
+                p
+                for p in block.parameters()
+                if uses[p] == {name} and type(p) is nn.Parameter
+            ],
+        )
         for name, block in blocks
     ]
 
@@ -237,7 +298,9 @@ class StreamedParameters:
 
     def memory(self, parameter: Tensor) -> Tensor | None:
         """Return the host memory of a streamed parameter; None for others."""
-        host_parameter: tuple[Tensor, object] | None = getattr(parameter, _ATTRIBUTE, None)
+        host_parameter: tuple[Tensor, object] | None = getattr(
+            parameter, _ATTRIBUTE, None
+        )
         return None if host_parameter is None else host_parameter[0]
 
     def rest(self, parameters: Iterable[Tensor]) -> None:

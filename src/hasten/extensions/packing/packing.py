@@ -47,9 +47,13 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.skipped: list[int] = []
         """Indices of samples that are too long and left out."""
         if max_tokens < 1:
-            raise ConfigError(f"PackedBatchSampler(max_tokens={max_tokens}) must be 1 or more tokens in a row.")
+            raise ConfigError(
+                f"PackedBatchSampler(max_tokens={max_tokens}) must be 1 or more tokens in a row."
+            )
         if too_long not in ("error", "skip", "truncate"):
-            raise ConfigError(f"too_long={too_long!r} is unknown; use 'error', 'skip' or 'truncate'.")
+            raise ConfigError(
+                f"too_long={too_long!r} is unknown; use 'error', 'skip' or 'truncate'."
+            )
         if balance < 1:
             raise ConfigError(
                 f"PackedBatchSampler(balance={balance}) must be 1 or more: the number of ranks that read different batches."
@@ -57,14 +61,21 @@ class PackedBatchSampler(Sampler[list[int]]):
         sizes = [int(length) for length in lengths]
         self._packs = self._pack(sizes, too_long)
         if balance > 1:
-            self._packs.sort(key=lambda pack: sum(min(sizes[index], max_tokens) ** 2 for index in pack))
+            self._packs.sort(
+                key=lambda pack: sum(
+                    min(sizes[index], max_tokens) ** 2 for index in pack
+                )
+            )
 
     def _pack(self, lengths: Sequence[int], too_long: TooLong) -> list[list[int]]:
         order: Sequence[int] = range(len(lengths))
         if self.shuffle:
-            order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(self.seed)).tolist()
+            order = torch.randperm(
+                len(lengths), generator=torch.Generator().manual_seed(self.seed)
+            ).tolist()
         packs: list[list[int]] = []
-        free: list[tuple[int, int]] = []  # (free tokens, pack), sorted: the fullest pack that fits comes first
+        # (free tokens, pack), sorted: the fullest pack that fits comes first
+        free: list[tuple[int, int]] = []
         for index in order:
             length = lengths[index]
             if length > self.max_tokens:
@@ -97,14 +108,26 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         size = self.balance
-        groups = [self._packs[start : start + size] for start in range(0, len(self._packs), size)]
-        rest = groups.pop() if groups and len(groups[-1]) < size else []  # comes last, so that groups stay aligned
+        groups = [
+            self._packs[start : start + size]
+            for start in range(0, len(self._packs), size)
+        ]
+        # comes last, so that groups stay aligned
+        rest = groups.pop() if groups and len(groups[-1]) < size else []
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * (self.epoch + 1))
+            generator = torch.Generator().manual_seed(
+                self.seed + 1_000_003 * (self.epoch + 1)
+            )
             order = torch.randperm(len(groups), generator=generator).tolist()
             groups = [groups[number] for number in order]
             if size > 1:  # no rank always has the largest pack
-                groups = [[group[i] for i in torch.randperm(size, generator=generator).tolist()] for group in groups]
+                groups = [
+                    [
+                        group[i]
+                        for i in torch.randperm(size, generator=generator).tolist()
+                    ]
+                    for group in groups
+                ]
         for pack in chain(*groups, rest):
             yield list(pack)
 
@@ -144,10 +167,13 @@ class PackedCollator:
         self.cu_seqlens = cu_seqlens
         self.shift_labels = shift_labels
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:  # Any: lists, arrays or tensors
+    # Any: lists, arrays or tensors
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows = [self._fields(number, sample) for number, sample in enumerate(samples)]
         lengths = [len(row["input_ids"]) for row in rows]
-        batch: dict[str, Any] = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        batch: dict[str, Any] = {
+            name: torch.cat([row[name] for row in rows]) for name in rows[0]
+        }
         batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
         padding = 0 if self.pad_to is None else self.pad_to - sum(lengths)
         if padding < 0:
@@ -157,9 +183,13 @@ class PackedCollator:
         if padding:
             lengths.append(padding)
             for name, value in batch.items():
-                batch[name] = torch.cat([value, self._filler(name, padding, value.dtype)])
+                batch[name] = torch.cat(
+                    [value, self._filler(name, padding, value.dtype)]
+                )
         if self.shift_labels:
-            batch["shift_labels"] = torch.cat([batch["labels"][1:], batch["labels"].new_full((1,), IGNORED)])
+            batch["shift_labels"] = torch.cat(
+                [batch["labels"][1:], batch["labels"].new_full((1,), IGNORED)]
+            )
             batch["labels"] = batch["shift_labels"].clone()
         found: dict[str, Any] = {name: value[None] for name, value in batch.items()}
         if self.shift_labels and not self.transformers:
@@ -174,16 +204,24 @@ class PackedCollator:
             found |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
         return found
 
-    def _fields(self, number: int, sample: Mapping[str, Any]) -> dict[str, Tensor]:  # Any: lists, arrays or tensors
+    # Any: lists, arrays or tensors
+    def _fields(self, number: int, sample: Mapping[str, Any]) -> dict[str, Tensor]:
         if "input_ids" not in sample:
             raise DataError(
                 f"sample {number} of a pack has the fields {sorted(sample)} and no 'input_ids', the tokens to concatenate."
             )
-        fields = {name: torch.as_tensor(value)[: self.max_tokens] for name, value in sample.items() if _is_row(value)}
-        fields.pop("attention_mask", None)  # one row without padding inside; position_ids keep the samples apart
+        fields = {
+            name: torch.as_tensor(value)[: self.max_tokens]
+            for name, value in sample.items()
+            if _is_row(value)
+        }
+        # one row without padding inside; position_ids keep the samples apart
+        fields.pop("attention_mask", None)
         fields.pop("position_ids", None)
         length = len(fields["input_ids"])
-        wrong = next((name for name, value in fields.items() if len(value) != length), None)
+        wrong = next(
+            (name for name, value in fields.items() if len(value) != length), None
+        )
         if wrong is not None:
             raise DataError(
                 f"field {wrong!r} of sample {number} has {len(fields[wrong])} values and input_ids {length}; fields of a packed "
@@ -201,7 +239,11 @@ class PackedCollator:
 
 
 def _is_row(value: Any) -> bool:  # Any: a field of the user's sample
-    return not isinstance(value, str) and getattr(value, "ndim", 1) == 1 and hasattr(value, "__len__")
+    return (
+        not isinstance(value, str)
+        and getattr(value, "ndim", 1) == 1
+        and hasattr(value, "__len__")
+    )
 
 
 def sample_numbers(position_ids: Tensor) -> Tensor:
@@ -215,11 +257,17 @@ def packed_attention_mask(position_ids: Tensor, causal: bool = True) -> Tensor:
     mask = numbers[:, None, :, None] == numbers[:, None, None, :]
     if causal:
         size = position_ids.shape[-1]
-        mask = mask & torch.ones(size, size, dtype=torch.bool, device=position_ids.device).tril()
+        mask = (
+            mask
+            & torch.ones(
+                size, size, dtype=torch.bool, device=position_ids.device
+            ).tril()
+        )
     return mask
 
 
-def packed_block_mask(position_ids: Tensor, causal: bool = True) -> Any:  # Any: torch's BlockMask
+# Any: torch's BlockMask
+def packed_block_mask(position_ids: Tensor, causal: bool = True) -> Any:
     """Return the same mask as `packed_attention_mask` for FlexAttention, which skips blocks without attention."""
     numbers = sample_numbers(position_ids)
     size = position_ids.shape[-1]
@@ -229,4 +277,6 @@ def packed_block_mask(position_ids: Tensor, causal: bool = True) -> Any:  # Any:
         return same & (query >= key) if causal else same
 
     create = need("torch.nn.attention.flex_attention").create_block_mask
-    return create(attends, len(position_ids), None, size, size, device=str(position_ids.device))
+    return create(
+        attends, len(position_ids), None, size, size, device=str(position_ids.device)
+    )

@@ -11,7 +11,13 @@ from hasten.extensions.pipeline.strategy import CutStages, Pipeline
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import Axis
-from hasten.strategies.base import Caps, DistributionTransform, OfferedStrategy, Strategy, Transform
+from hasten.strategies.base import (
+    Caps,
+    DistributionTransform,
+    OfferedStrategy,
+    Strategy,
+    Transform,
+)
 from hasten.strategies.choose import common_transforms, recompute_blocks
 from hasten.strategies.fsdp.strategy import ShardModel
 from hasten.strategies.native import Alone, NativeStrategy
@@ -35,10 +41,15 @@ def create_pipeline(config: Config, ctx: ProcessContext) -> Strategy:
             "with sharded stages are not supported in this version. Use '1f1b' or 'interleaved_1f1b', or replicas instead of shards."
         )
     mesh = WorldMesh()
-    transforms: list[Transform] = [Convert(config.master_weights), *common_transforms(config)]
+    transforms: list[Transform] = [
+        Convert(config.master_weights),
+        *common_transforms(config),
+    ]
     within: DistributionTransform = Alone()
     if sharded:
-        within = ShardModel(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+        within = ShardModel(
+            config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep"
+        )
     else:
         transforms.append(PlaceOnDevice())
     if ctx.mesh.size(Axis.TP) > 1:
@@ -47,7 +58,10 @@ def create_pipeline(config: Config, ctx: ProcessContext) -> Strategy:
         transforms.append(recompute_blocks(config))
     stages = Pipeline(config.parallelism.pp_handler, config.fsdp, ctx, within)
     transforms.append(CutStages(stages))
-    caps = Caps(sharded_state=sharded, hides_gradients=sharded and ctx.mesh.size(Axis.DP_REPLICATE) > 1)
+    caps = Caps(
+        sharded_state=sharded,
+        hides_gradients=sharded and ctx.mesh.size(Axis.DP_REPLICATE) > 1,
+    )
     return NativeStrategy("pipeline", stages, transforms, caps, stages)
 
 
@@ -64,7 +78,9 @@ def _refuse_with_stages(config: Config) -> None:
             "is split into pipeline stages. Set dynamo_backend='no'."
         )
     if config.mixed_precision == "fp8":
-        raise ConfigError(f"mixed_precision='fp8' is not supported in this version with {sizes}; use 'bf16'.")
+        raise ConfigError(
+            f"mixed_precision='fp8' is not supported in this version with {sizes}; use 'bf16'."
+        )
     handler = config.parallelism.tp_handler
     if handler.sequence_parallel or handler.loss_parallel:
         raise ConfigError(

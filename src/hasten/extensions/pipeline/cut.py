@@ -42,26 +42,40 @@ class StageCut:
         inner_name = name.removeprefix(f"{self.container}.") if self.container else name
         if not self.container or inner_name != name:
             index = self.blocks.index(inner_name.partition(".")[0])
-            return next(stage for stage, (start, stop) in enumerate(self.ranges) if start <= index < stop)
+            return next(
+                stage
+                for stage, (start, stop) in enumerate(self.ranges)
+                if start <= index < stop
+            )
         if any(_is_inside(name, unit) for unit in self.first):
             return 0
-        return len(self.ranges) - 1 if any(_is_inside(name, unit) for unit in self.last) else None
+        return (
+            len(self.ranges) - 1
+            if any(_is_inside(name, unit) for unit in self.last)
+            else None
+        )
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """Return the positions along the pipeline of the ranks that hold a name."""
         stage = self.stage_of(name)
-        return tuple(range(self.place.ranks)) if stage is None else (self.place.rank_of(stage),)
+        return (
+            tuple(range(self.place.ranks))
+            if stage is None
+            else (self.place.rank_of(stage),)
+        )
 
 
-def decide(model: nn.Module, config: PipelineParallelConfig, place: StagePlacement) -> StageCut:
+def decide(
+    model: nn.Module, config: PipelineParallelConfig, place: StagePlacement
+) -> StageCut:
     """Return the partition of the model. Raises: ConfigError or PrepareError, with advice, if it cannot be partitioned."""
     container = _container(model, config, place.stages)
     blocks = dict(model.get_submodule(container).named_children())
     _check_length(container, len(blocks), place)
     first_units, last_units = _outside(model, container, config)
-    ranges = _ranges_of_points(config.split_points, list(blocks), place.stages) or _balanced_ranges(
-        model, list(blocks.values()), first_units, last_units, place
-    )
+    ranges = _ranges_of_points(
+        config.split_points, list(blocks), place.stages
+    ) or _balanced_ranges(model, list(blocks.values()), first_units, last_units, place)
     return StageCut(container, tuple(blocks), ranges, first_units, last_units, place)
 
 
@@ -71,7 +85,9 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
         parents = {point.rpartition(".")[0] for point in config.split_points}
         for point in config.split_points:
             parent = dict(model.named_modules()).get(point.rpartition(".")[0])
-            if not isinstance(parent, _LISTS) or point.rpartition(".")[2] not in dict(parent.named_children()):
+            if not isinstance(parent, _LISTS) or point.rpartition(".")[2] not in dict(
+                parent.named_children()
+            ):
                 raise ConfigError(
                     f"pp_handler.split_points names {point!r}, which is not a member of a ModuleList or Sequential of "
                     f"{model_name}; a stage must start with a block of such a list. Its lists are: {_list_some(list(_lists(model)))}."
@@ -82,13 +98,20 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
                 "output of blocks of one list. Name blocks of one list."
             )
         return parents.pop()
-    block_lists = dict.fromkeys(list_path.rpartition(".")[0] for list_path, _ in repeated_blocks(model))
+    block_lists = dict.fromkeys(
+        list_path.rpartition(".")[0] for list_path, _ in repeated_blocks(model)
+    )
     outermost_lists = [
         list_path
         for list_path in block_lists
-        if not any(list_path != other_path and _is_inside(list_path, other_path) for other_path in block_lists)
+        if not any(
+            list_path != other_path and _is_inside(list_path, other_path)
+            for other_path in block_lists
+        )
     ]
-    if isinstance(model, nn.Sequential) and (not outermost_lists or len(model) >= stages):
+    if isinstance(model, nn.Sequential) and (
+        not outermost_lists or len(model) >= stages
+    ):
         return ""
     if len(outermost_lists) == 1:
         return outermost_lists[0]
@@ -113,7 +136,9 @@ def _check_length(container: str, number: int, place: StagePlacement) -> None:
         )
 
 
-def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -> tuple[tuple[str, ...], ...]:
+def _outside(
+    model: nn.Module, container: str, config: PipelineParallelConfig
+) -> tuple[tuple[str, ...], ...]:
     """Return the modules with state outside the blocks: those before the blocks, and those after them."""
     first: list[str] = []
     last: list[str] = []
@@ -123,7 +148,10 @@ def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -
         elif unit in config.last_stage:
             runs_before = False
         (first if runs_before else last).append(unit)
-    for setting, names in (("first_stage", config.first_stage), ("last_stage", config.last_stage)):
+    for setting, names in (
+        ("first_stage", config.first_stage),
+        ("last_stage", config.last_stage),
+    ):
         if unknown_names := sorted(set(names) - {*first, *last}):
             raise ConfigError(
                 f"pp_handler.{setting} names {unknown_names[0]!r}, which is not a module with weights outside the blocks of "
@@ -147,10 +175,14 @@ def _units_outside(model: nn.Module, container: str) -> Iterator[tuple[str, bool
         module = module.get_submodule(child_name)
 
 
-def _ranges_of_points(split_points: Sequence[str] | None, blocks: Sequence[str], stages: int) -> tuple[Range, ...]:
+def _ranges_of_points(
+    split_points: Sequence[str] | None, blocks: Sequence[str], stages: int
+) -> tuple[Range, ...]:
     if not split_points:
         return ()
-    starts = sorted({0, *(blocks.index(point.rpartition(".")[2]) for point in split_points)})
+    starts = sorted(
+        {0, *(blocks.index(point.rpartition(".")[2]) for point in split_points)}
+    )
     if len(starts) != stages:
         raise ConfigError(
             f"pp_handler.split_points makes {len(starts)} stages, but pp_size and the schedule need {stages}. Give the first blocks of "
@@ -160,10 +192,15 @@ def _ranges_of_points(split_points: Sequence[str] | None, blocks: Sequence[str],
 
 
 def _balanced_ranges(
-    model: nn.Module, blocks: Sequence[nn.Module], first: Sequence[str], last: Sequence[str], place: StagePlacement
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    first: Sequence[str],
+    last: Sequence[str],
+    place: StagePlacement,
 ) -> tuple[Range, ...]:
     cost_before, cost_after = (
-        sum(work(model.get_submodule(name)) for name in unit_names) for unit_names in (first, last)
+        sum(work(model.get_submodule(name)) for name in unit_names)
+        for unit_names in (first, last)
     )
     costs = [work(block) for block in blocks]
     if not any(costs):
@@ -176,7 +213,9 @@ def work(module: nn.Module) -> float:
     num_weights = 0.0
     for submodule in module.modules():
         if not isinstance(submodule, nn.Embedding):
-            num_weights += sum(p.numel() for p in submodule.parameters(recurse=False) if p.ndim > 1)
+            num_weights += sum(
+                p.numel() for p in submodule.parameters(recurse=False) if p.ndim > 1
+            )
     return num_weights
 
 
@@ -188,7 +227,9 @@ def part_of(model: nn.Module, cut: StageCut, rank: int) -> StagePart:
         names.setdefault(id(parameter), []).append(name)
     whole_names, copies = {}, set()
     for names_of_one in names.values():
-        holders = dict.fromkeys(holder for name in names_of_one for holder in cut.ranks_of(name))
+        holders = dict.fromkeys(
+            holder for name in names_of_one for holder in cut.ranks_of(name)
+        )
         owner = cut.ranks_of(names_of_one[0])[0]
         if rank not in holders or rank == owner:
             continue
@@ -200,7 +241,11 @@ def part_of(model: nn.Module, cut: StageCut, rank: int) -> StagePart:
         tuple(keys),
         frozenset(names_of_one[0] for names_of_one in names.values()),
         frozenset(key for key in keys if cut.ranks_of(key)[0] == rank),
-        tuple(tuple(names_of_one) for names_of_one in names.values() if len(names_of_one) > 1),
+        tuple(
+            tuple(names_of_one)
+            for names_of_one in names.values()
+            if len(names_of_one) > 1
+        ),
         whole_names,
         frozenset(copies),
     )
@@ -212,7 +257,11 @@ def shared(model: nn.Module, cut: StageCut) -> dict[str, tuple[int, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         _, holders = holders_by_parameter.setdefault(id(parameter), (name, {}))
         holders.update(dict.fromkeys(cut.ranks_of(name)))
-    return {name: tuple(sorted(holders)) for name, holders in holders_by_parameter.values() if len(holders) > 1}
+    return {
+        name: tuple(sorted(holders))
+        for name, holders in holders_by_parameter.values()
+        if len(holders) > 1
+    }
 
 
 def _lists(model: nn.Module) -> Iterator[str]:
@@ -226,14 +275,20 @@ def _is_inside(name: str, unit: str) -> bool:
 
 
 def _list_some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"
+    return (
+        ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        or "none"
+    )
 
 
 _ROUNDS: Final = 3
 
 
 def balanced_split_points(
-    model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor], num_stages: int
+    model: nn.Module,
+    batch: Tree,
+    loss_of: Callable[[nn.Module, Tree], Tensor],
+    num_stages: int,
 ) -> tuple[str, ...]:
     """Return the names of blocks to start stages with, so that the slowest stage is as fast as possible.
 
@@ -244,14 +299,19 @@ def balanced_split_points(
     """
     cut = decide(model, PipelineParallelConfig(), StagePlacement(num_stages))
     blocks = list(model.get_submodule(cut.container).children())
-    rounds = [_time_blocks(model, blocks, lambda: loss_of(model, batch)) for _ in range(_ROUNDS)]
+    rounds = [
+        _time_blocks(model, blocks, lambda: loss_of(model, batch))
+        for _ in range(_ROUNDS)
+    ]
     best_times = [min(times) for times in zip(*rounds, strict=True)]
     ranges = balanced(best_times[1:-1], num_stages, best_times[0], best_times[-1])
     prefix = f"{cut.container}." if cut.container else ""
     return tuple(prefix + cut.blocks[start] for start, _ in ranges[1:])
 
 
-def _time_blocks(model: nn.Module, blocks: list[nn.Module], call: Callable[[], Tensor]) -> list[float]:
+def _time_blocks(
+    model: nn.Module, blocks: list[nn.Module], call: Callable[[], Tensor]
+) -> list[float]:
     """Return the seconds before the blocks, in each block, and after the blocks."""
     device = parameter_device(model)
     start_times: list[float] = []
@@ -262,8 +322,14 @@ def _time_blocks(model: nn.Module, blocks: list[nn.Module], call: Callable[[], T
             torch.accelerator.synchronize(device)
         return time.perf_counter()
 
-    handles = [block.register_forward_pre_hook(lambda *_: start_times.append(now())) for block in blocks]
-    handles += [block.register_forward_hook(lambda *_: end_times.append(now())) for block in blocks]
+    handles = [
+        block.register_forward_pre_hook(lambda *_: start_times.append(now()))
+        for block in blocks
+    ]
+    handles += [
+        block.register_forward_hook(lambda *_: end_times.append(now()))
+        for block in blocks
+    ]
     try:
         with torch.no_grad():
             start = now()
@@ -274,6 +340,9 @@ def _time_blocks(model: nn.Module, blocks: list[nn.Module], call: Callable[[], T
             handle.remove()
     return [
         start_times[0] - start,
-        *(ended_s - started_s for started_s, ended_s in zip(start_times, end_times, strict=True)),
+        *(
+            ended_s - started_s
+            for started_s, ended_s in zip(start_times, end_times, strict=True)
+        ),
         stop - end_times[-1],
     ]

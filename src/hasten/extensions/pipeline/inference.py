@@ -24,7 +24,8 @@ class _WithoutGradients(forwarding.Forward):
 
     tag = "inference"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return self.inner(*args, **kwargs)
 
@@ -51,13 +52,19 @@ def prepare_pipeline(
         num_microbatches=num_microbatches,
         split_points=None if split_points is None else tuple(split_points),
     )
-    accelerator = Accelerator(cpu=cpu, parallelism_config=ParallelismConfig(pp_size=-1, pp_handler=handler))
+    accelerator = Accelerator(
+        cpu=cpu, parallelism_config=ParallelismConfig(pp_size=-1, pp_handler=handler)
+    )
     prepared = accelerator.prepare_model(model.eval(), evaluation_mode=True)
     stage = forwarding.find(prepared, TAG)
     if isinstance(stage, StageForward):
         stage.gathers_output = gather_output
         _check_whole(prepared, stage.line.cut.container, no_split_module_classes)
-        log.info("%s: stages behind the first begin at %s", type(model).__name__, ", ".join(stage_starts(prepared)))
+        log.info(
+            "%s: stages behind the first begin at %s",
+            type(model).__name__,
+            ", ".join(stage_starts(prepared)),
+        )
     forwarding.replace(prepared, _WithoutGradients())
     return prepared
 

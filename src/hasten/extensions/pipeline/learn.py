@@ -25,13 +25,21 @@ Signature = tuple[Any, ...]  # Any: shapes and dtypes
 class Learner:
     """Cache of the shapes of each kind of batch of each model, inferred on first use."""
 
-    def __init__(self, comm: ProcessGroupComm, place: StagePlacement, device: torch.device) -> None:
+    def __init__(
+        self, comm: ProcessGroupComm, place: StagePlacement, device: torch.device
+    ) -> None:
         self._comm = comm
         self._place = place
         self._device = device
         self._shapes = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
 
-    def learn(self, model: nn.Module, line: BlockChain, kind: Signature, call: Callable[[], Any]) -> Learnt:
+    def learn(
+        self,
+        model: nn.Module,
+        line: BlockChain,
+        kind: Signature,
+        call: Callable[[], Any],
+    ) -> Learnt:
         """Return the shapes of this kind of micro-batch, inferred by running `call` once. Ranks: the whole pipeline.
 
         An error here is raised on every rank of the pipeline. Buffers and random state are restored.
@@ -56,7 +64,8 @@ class Learner:
             if owner == self._comm.rank:
                 try:
                     hidden = self._run_stage(line, stage, hidden, learnt, call)
-                except Exception as problem:  # must reach every rank of the pipeline; raised below
+                # must reach every rank of the pipeline; raised below
+                except Exception as problem:
                     error, hidden = problem, None
             if stage == 0:
                 learnt.seen = self._comm.broadcast_object(learnt.seen, owner)
@@ -67,23 +76,40 @@ class Learner:
         vote(self._comm, error, "the first batch through the pipeline")
         return learnt
 
-    def _run_stage(self, line: BlockChain, stage: int, hidden: Any, learnt: Learnt, call: Callable[[], Any]) -> Any:
+    def _run_stage(
+        self,
+        line: BlockChain,
+        stage: int,
+        hidden: Any,
+        learnt: Learnt,
+        call: Callable[[], Any],
+    ) -> Any:
         """Return the output of a stage of this rank, whose shapes are recorded."""
         if stage:
             learnt.inputs[stage] = _shape_only(hidden)
         line.recording = stage == 0
         try:
-            output = self._run_checked(line, line.begin(stage, hidden if stage else None, learnt.seen), call)
+            output = self._run_checked(
+                line, line.begin(stage, hidden if stage else None, learnt.seen), call
+            )
         finally:
             line.recording = False
-        learnt.outputs[stage] = _shape_only(output) if isinstance(output, Tensor) else torch.empty((), device="meta")
+        learnt.outputs[stage] = (
+            _shape_only(output)
+            if isinstance(output, Tensor)
+            else torch.empty((), device="meta")
+        )
         return output
 
-    def _run_checked(self, line: BlockChain, running_pass: Pass, call: Callable[[], Any]) -> Any:
+    def _run_checked(
+        self, line: BlockChain, running_pass: Pass, call: Callable[[], Any]
+    ) -> Any:
         """Return the output of a stage. Raises: PrepareError if it depends on a value that another stage computes."""
         output = line.run(running_pass, call)
         if running_pass.stage and _has_nan(output):
-            second_pass = line.begin(running_pass.stage, running_pass.received, running_pass.seen)
+            second_pass = line.begin(
+                running_pass.stage, running_pass.received, running_pass.seen
+            )
             second_pass.fill = 0.0
             if not _has_nan(line.run(second_pass, call)):
                 raise PrepareError(
@@ -101,8 +127,13 @@ def signature(micro: Tree) -> Signature:
 
 def _shape_only(tensor: Tensor) -> Tensor:
     floating = tensor.is_floating_point()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=floating)
+    return torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=floating
+    )
 
 
 def _has_nan(output: Tree) -> bool:
-    return any(x.is_floating_point() and bool(torch.isnan(x).any()) for x in trees.tensors(output))
+    return any(
+        x.is_floating_point() and bool(torch.isnan(x).any())
+        for x in trees.tensors(output)
+    )

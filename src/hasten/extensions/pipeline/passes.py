@@ -45,7 +45,8 @@ class StageDone(BaseException):
 class SeenCall:
     """Shapes that the first stage recorded for a kind of batch, for the stand-ins of the other stages."""
 
-    units: dict[str, list[Any]] = field(default_factory=dict)  # Any: nested containers of shapes
+    # Any: nested containers of shapes
+    units: dict[str, list[Any]] = field(default_factory=dict)
     """Outputs of each module before the blocks, call by call, with shapes in place of tensors."""
     returns: int = 0
     """Number of values in the tuple that a block returns; 0 for a single tensor."""
@@ -71,12 +72,19 @@ class Pass:
 class RemoteModule(nn.Module):
     """Stand-in for a module of another stage, with its plain attributes and meta tensors for its parameters."""
 
-    def __init__(self, name: str, index: int | None, original: nn.Module, line: BlockChain) -> None:
+    def __init__(
+        self, name: str, index: int | None, original: nn.Module, line: BlockChain
+    ) -> None:
         super().__init__()
         kept_attributes = {
-            key: value for key, value in vars(original).items() if not key.startswith("_") and key != "training"
+            key: value
+            for key, value in vars(original).items()
+            if not key.startswith("_") and key != "training"
         }
-        kept_attributes |= {key: _meta_parameter(p) for key, p in original.named_parameters(recurse=False)}
+        kept_attributes |= {
+            key: _meta_parameter(p)
+            for key, p in original.named_parameters(recurse=False)
+        }
         self.__dict__["kept"] = kept_attributes
         self.__dict__["line"] = line
         self.name = name
@@ -84,9 +92,14 @@ class RemoteModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:  # Any: any attribute of the module
         kept_attributes = self.__dict__.get("kept", {})
-        return kept_attributes[name] if name in kept_attributes else super().__getattr__(name)
+        return (
+            kept_attributes[name]
+            if name in kept_attributes
+            else super().__getattr__(name)
+        )
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return a placeholder, or the input if a block is skipped."""
         running_pass: Pass | None = self.__dict__["line"].at
         if running_pass is None:
@@ -94,14 +107,26 @@ class RemoteModule(nn.Module):
                 f"{self.name!r} was called on a rank whose pipeline stage does not hold it, outside a call of the whole "
                 "model. Call the model itself, under torch.no_grad(), or train with accelerator.forward_backward()."
             )
-        return self._skip(running_pass, args, kwargs) if self.index is not None else self._placeholder(running_pass)
+        return (
+            self._skip(running_pass, args, kwargs)
+            if self.index is not None
+            else self._placeholder(running_pass)
+        )
 
-    def _skip(self, running_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _skip(
+        self, running_pass: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         hidden = _hidden_state_of(args, kwargs, self.name)
-        return (hidden, *[None] * (running_pass.seen.returns - 1)) if running_pass.seen.returns else hidden
+        return (
+            (hidden, *[None] * (running_pass.seen.returns - 1))
+            if running_pass.seen.returns
+            else hidden
+        )
 
     def _placeholder(self, running_pass: Pass) -> Any:
-        if (running_pass.stage == 0 and not running_pass.entered) or (running_pass.final and running_pass.done):
+        if (running_pass.stage == 0 and not running_pass.entered) or (
+            running_pass.final and running_pass.done
+        ):
             expected_side, remedy_setting = (
                 ("after", "first_stage")
                 if running_pass.stage == 0 and not running_pass.entered
@@ -120,7 +145,10 @@ class RemoteModule(nn.Module):
                 "forward must call the same modules on every stage."
             )
         device = self.__dict__["line"].device
-        return trees.map_leaves(lambda leaf: _fill_placeholder(leaf, running_pass.fill, device), calls[number])
+        return trees.map_leaves(
+            lambda leaf: _fill_placeholder(leaf, running_pass.fill, device),
+            calls[number],
+        )
 
 
 class OutputShape(msgspec.Struct, frozen=True):
@@ -134,7 +162,11 @@ def _fill_placeholder(leaf: Any, value: float, device: torch.device) -> Any:
     if not isinstance(leaf, OutputShape):
         return leaf
     placeholder = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-    return placeholder.fill_(value) if leaf.dtype.is_floating_point else placeholder.zero_()
+    return (
+        placeholder.fill_(value)
+        if leaf.dtype.is_floating_point
+        else placeholder.zero_()
+    )
 
 
 def output_shapes(tree: Any) -> Any:  # Any: output of a module
@@ -193,7 +225,14 @@ class StageForward(forwarding.Forward):
 class BlockChain:
     """One model on one rank of a pipeline: its stages, the stand-ins for the others, and the running pass."""
 
-    def __init__(self, model: nn.Module, cut: StageCut, part: StagePart, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: StageCut,
+        part: StagePart,
+        rank: int,
+        device: torch.device,
+    ) -> None:
         self.cut = cut
         self.part = part
         self.device = device
@@ -225,7 +264,9 @@ class BlockChain:
         """Register the hooks that enter and leave stages; call after all other wrappers have registered their hooks."""
         for stage in self.stages:
             start, stop = self.cut.ranges[stage]
-            self._blocks[start].register_forward_pre_hook(_EnterStage(self, start), prepend=True, with_kwargs=True)
+            self._blocks[start].register_forward_pre_hook(
+                _EnterStage(self, start), prepend=True, with_kwargs=True
+            )
             self._blocks[stop - 1].register_forward_hook(_LeaveStage(self, stop - 1))
         for name in self.cut.first:
             unit = model.get_submodule(name)
@@ -237,7 +278,9 @@ class BlockChain:
         self, running_pass: Pass, call: Callable[[], Any]
     ) -> Any:  # Any: the output of the stage, or the user's result
         """Run `call`, in which the model is called once, for one stage, and return its result."""
-        hidden_indices = [i for i in self._blocks if not running_pass.start <= i < running_pass.stop]
+        hidden_indices = [
+            i for i in self._blocks if not running_pass.start <= i < running_pass.stop
+        ]
         block_names = self.cut.blocks
         for index in hidden_indices:
             self._container.register_module(block_names[index], self._stand_ins[index])
@@ -256,7 +299,9 @@ class BlockChain:
     def begin(self, stage: int, received: Tensor | None, seen: SeenCall) -> Pass:
         """Create a pass over a stage."""
         start, stop = self.cut.ranges[stage]
-        return Pass(stage, start, stop, stage == len(self.cut.ranges) - 1, received, seen)
+        return Pass(
+            stage, start, stop, stage == len(self.cut.ranges) - 1, received, seen
+        )
 
 
 class _Hook:
@@ -273,12 +318,18 @@ class _EnterStage(_Hook):
         super().__init__(line)
         self.index = index
 
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         running_pass = self.line.at
         if running_pass is None or running_pass.start != self.index:
             return None
         running_pass.entered = True
-        return None if running_pass.received is None else _with_hidden_state(args, kwargs, running_pass.received)
+        return (
+            None
+            if running_pass.received is None
+            else _with_hidden_state(args, kwargs, running_pass.received)
+        )
 
 
 class _LeaveStage(_Hook):
@@ -313,8 +364,14 @@ class _RecordShapes(_Hook):
         self.name = name
 
     def __call__(self, unit: nn.Module, args: object, output: Any) -> None:
-        if self.line.recording and self.line.at is not None and not self.line.at.entered:
-            self.line.at.seen.units.setdefault(self.name, []).append(output_shapes(output))
+        if (
+            self.line.recording
+            and self.line.at is not None
+            and not self.line.at.entered
+        ):
+            self.line.at.seen.units.setdefault(self.name, []).append(
+                output_shapes(output)
+            )
 
 
 class _ReturnHidden(_Hook):
@@ -337,7 +394,9 @@ def _hidden_state_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -
     )
 
 
-def _with_hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
+def _with_hidden_state(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor
+) -> Any:
     if args:
         return (hidden, *args[1:]), kwargs
     _hidden_state_of(args, kwargs, "of this stage")

@@ -60,7 +60,9 @@ class Work:
 class _StageModule(nn.Module):
     """A stage for torch's schedules: maps the previous stage's hidden state to the next hidden state, or to the loss."""
 
-    def __init__(self, model: nn.Module, line: BlockChain, stage: int, seen: SeenCall, work: Work) -> None:
+    def __init__(
+        self, model: nn.Module, line: BlockChain, stage: int, seen: SeenCall, work: Work
+    ) -> None:
         super().__init__()
         self.model = model
         self.line = line
@@ -73,7 +75,9 @@ class _StageModule(nn.Module):
         work, line = self.work, self.line
         assert work.loss_of is not None, "a step is running"
         micro, loss_of = work.micros[int(where)], work.loss_of
-        running_pass = line.begin(self.stage, received[0] if self.stage else None, self.seen)
+        running_pass = line.begin(
+            self.stage, received[0] if self.stage else None, self.seen
+        )
         result = line.run(running_pass, lambda: loss_of(self.model, micro))
         if not running_pass.final:
             hidden: Tensor = result
@@ -93,7 +97,11 @@ def checked_loss(loss: Any) -> Tensor:  # Any: result of the user's function
     """Return the loss as a scalar. Raises: StepError if it is not a tensor with one element."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
-    description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    description = (
+        f"a tensor of shape {tuple(loss.shape)}"
+        if isinstance(loss, Tensor)
+        else f"a {type(loss).__name__}"
+    )
     raise StepError(
         f"loss_of returned {description}, but there is one loss per micro-batch. Return the mean over its samples."
     )
@@ -133,17 +141,33 @@ class Stepper:
         self._schedule = _make_schedule(schedule, stages, count)
 
     def step(
-        self, micros: Sequence[Tree], loss_of: LossOf, factor: Tensor | float, shares: Sequence[Tensor | float]
+        self,
+        micros: Sequence[Tree],
+        loss_of: LossOf,
+        factor: Tensor | float,
+        shares: Sequence[Tensor | float],
     ) -> Tensor | None:
         """Run forward and backward of all micro-batches; return the weighted loss on the rank of the last stage, else None."""
         work = self._work
-        work.micros, work.loss_of, work.factor, work.shares = micros, loss_of, factor, shares
+        work.micros, work.loss_of, work.factor, work.shares = (
+            micros,
+            loss_of,
+            factor,
+            shares,
+        )
         args = (self._where,) if self._first else ()
         try:
-            self._schedule.step(*args, target=self._where, losses=[], return_outputs=False, where=self._where)
+            self._schedule.step(
+                *args,
+                target=self._where,
+                losses=[],
+                return_outputs=False,
+                where=self._where,
+            )
             return torch.stack(work.losses).sum() if work.losses else None
         except RuntimeError as error:
-            if isinstance(error.__cause__, HastenError):  # torch wraps errors of a stage
+            # torch wraps errors of a stage
+            if isinstance(error.__cause__, HastenError):
                 raise error.__cause__ from None
             raise
         finally:
@@ -154,7 +178,11 @@ class Stepper:
 def _make_schedule(
     schedule: PipelineSchedule, stages: list[Any], count: int
 ) -> Any:  # Any: torch's classes share a private base
-    options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _return_loss, "scale_grads": False}
+    options: dict[str, Any] = {
+        "n_microbatches": count,
+        "loss_fn": _return_loss,
+        "scale_grads": False,
+    }
     match schedule:
         case "gpipe":
             return ScheduleGPipe(stages[0], **options)
@@ -191,11 +219,16 @@ def refuse_unweighted(batch: Tree) -> None:
 def relative_weights(amounts: list[Number], device: torch.device) -> list[Tensor]:
     """Return each amount divided by their sum, zero where the sum is zero."""
     stacked_amounts = torch.stack(
-        [torch.as_tensor(amount, dtype=torch.float64).to(device, torch.float32) for amount in amounts]
+        [
+            torch.as_tensor(amount, dtype=torch.float64).to(device, torch.float32)
+            for amount in amounts
+        ]
     )
     total_amount = stacked_amounts.sum()
     return list(
         torch.where(
-            total_amount == 0, total_amount, stacked_amounts / total_amount.clamp(min=torch.finfo(torch.float32).tiny)
+            total_amount == 0,
+            total_amount,
+            stacked_amounts / total_amount.clamp(min=torch.finfo(torch.float32).tiny),
         )
     )

@@ -18,7 +18,9 @@ IN_A_V: Final = "zbv_zero_bubble"
 """Schedule with two stages per rank, whose stages are ordered down the ranks and back up."""
 
 
-def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: float = 0.0) -> tuple[Range, ...]:
+def balanced(
+    costs: Sequence[float], parts: int, before: float = 0.0, after: float = 0.0
+) -> tuple[Range, ...]:
     """Return contiguous ranges of at least one block each, with the lowest possible maximum cost.
 
     `before` and `after` are additional costs of the first and of the last range. Among equally good partitions the most even
@@ -37,13 +39,20 @@ def balanced(costs: Sequence[float], parts: int, before: float = 0.0, after: flo
         )
 
     best_partitions = {
-        stop: ((cost(0, stop), cost(0, stop) ** 2), [(0, stop)]) for stop in range(1, num_blocks - parts + 2)
+        stop: ((cost(0, stop), cost(0, stop) ** 2), [(0, stop)])
+        for stop in range(1, num_blocks - parts + 2)
     }
     for num_parts in range(2, parts + 1):
         longer_partitions = {}
         for stop in range(num_parts, num_blocks - parts + num_parts + 1):
             candidates = [
-                ((max(highest_cost, cost(start, stop)), spread + cost(start, stop) ** 2), [*ranges, (start, stop)])
+                (
+                    (
+                        max(highest_cost, cost(start, stop)),
+                        spread + cost(start, stop) ** 2,
+                    ),
+                    [*ranges, (start, stop)],
+                )
                 for start, ((highest_cost, spread), ranges) in best_partitions.items()
                 if start < stop
             ]
@@ -72,12 +81,18 @@ class StagePlacement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, ascending."""
-        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+        return tuple(
+            stage for stage in range(self.stages) if self.rank_of(stage) == rank
+        )
 
 
-def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None) -> StagePlacement:
+def placement(
+    schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None
+) -> StagePlacement:
     """Return the placement of a schedule's stages. Raises: ConfigError for an unsupported number of stages per rank."""
-    supported_counts = (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
+    supported_counts = (
+        (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
+    )
     per_rank = stages_per_rank or (supported_counts[0] if supported_counts else 2)
     if supported_counts and per_rank not in supported_counts:
         raise ConfigError(
@@ -111,7 +126,9 @@ def check_microbatches(schedule: PipelineSchedule, ranks: int, count: int) -> No
         )
 
 
-def bubble(schedule: PipelineSchedule, ranks: int, count: int, per_rank: int = 1) -> float:
+def bubble(
+    schedule: PipelineSchedule, ranks: int, count: int, per_rank: int = 1
+) -> float:
     """Return the fraction of a step in which a rank is idle, if all stages take the same time.
 
     Forward, gradient of the input and gradient of the weights take one unit of time each; communication takes none.

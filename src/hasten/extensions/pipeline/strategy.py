@@ -18,7 +18,10 @@ from hasten import trees
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, PipelineParallelConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    PipelineParallelConfig,
+)
 from hasten.errors import PrepareError, StepError
 from hasten.extensions.pipeline.cut import StageCut, decide, part_of, shared, work
 from hasten.extensions.pipeline.learn import Learner, Signature, signature
@@ -32,7 +35,11 @@ from hasten.extensions.pipeline.schedule import (
     refuse_unweighted,
     relative_weights,
 )
-from hasten.extensions.pipeline.stage_plan import check_microbatches, default_microbatches, placement
+from hasten.extensions.pipeline.stage_plan import (
+    check_microbatches,
+    default_microbatches,
+    placement,
+)
 from hasten.modules import forwarding
 from hasten.modules.names import TAG, is_dtensor, named_parameters, whole_of
 from hasten.optim import clip
@@ -59,20 +66,39 @@ def average_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     parameters_by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            parameters_by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            parameters_by_kind.setdefault(
+                (parameter.device, parameter.dtype), []
+            ).append(parameter)
     for alike_parameters in parameters_by_kind.values():
         gradient_parts = [
-            _local_part(p.grad) if p.grad is not None else torch.zeros_like(_local_part(p)) for p in alike_parameters
+            _local_part(p.grad)
+            if p.grad is not None
+            else torch.zeros_like(_local_part(p))
+            for p in alike_parameters
         ]
-        has_gradient = gradient_parts[0].new_tensor([float(p.grad is not None) for p in alike_parameters])
+        has_gradient = gradient_parts[0].new_tensor(
+            [float(p.grad is not None) for p in alike_parameters]
+        )
         averaged = comm.all_reduce(
-            torch.cat([has_gradient, *(gradient_part.reshape(-1) for gradient_part in gradient_parts)]), "mean"
+            torch.cat(
+                [
+                    has_gradient,
+                    *(gradient_part.reshape(-1) for gradient_part in gradient_parts),
+                ]
+            ),
+            "mean",
         )
         flags = averaged[: len(alike_parameters)].tolist()
         offset = len(alike_parameters)
-        for parameter, gradient_part, share_of_ranks in zip(alike_parameters, gradient_parts, flags, strict=True):
+        for parameter, gradient_part, share_of_ranks in zip(
+            alike_parameters, gradient_parts, flags, strict=True
+        ):
             if share_of_ranks:
-                gradient_part.copy_(averaged[offset : offset + gradient_part.numel()].view_as(gradient_part))
+                gradient_part.copy_(
+                    averaged[offset : offset + gradient_part.numel()].view_as(
+                        gradient_part
+                    )
+                )
                 if parameter.grad is None:
                     _set_gradient(parameter, gradient_part)
             offset += gradient_part.numel()
@@ -115,7 +141,9 @@ class SharedWeights:
     @torch.no_grad()
     def exchange(self) -> None:
         """Sum the gradients since `set_aside` over the ranks with a copy. Ranks: every rank with a copy."""
-        for (parameter, group), earlier_gradient in zip(self.members, self._aside, strict=True):
+        for (parameter, group), earlier_gradient in zip(
+            self.members, self._aside, strict=True
+        ):
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
@@ -129,7 +157,9 @@ class SharedWeights:
         self._aside = []
 
 
-def groups_of(holders: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def groups_of(
+    holders: Sequence[tuple[int, ...]],
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return a process group for each set of global ranks. Ranks: the members of each set, in the same order."""
     return {ranks: group_of(ranks) for ranks in dict.fromkeys(holders)}
 
@@ -163,10 +193,13 @@ class Pipeline:
         others = ctx.groups(*(axis for axis in AXES if axis is not Axis.PP))
         self._stage_ctx = replace(ctx, world=others)
         self._place = placement(config.schedule, comm.size, config.stages_per_rank)
-        self._count = config.num_microbatches or default_microbatches(config.schedule, comm.size)
+        self._count = config.num_microbatches or default_microbatches(
+            config.schedule, comm.size
+        )
         check_microbatches(config.schedule, comm.size, self._count)
         self._shared = WeakKeyDictionary[nn.Module, SharedWeights]()
-        self._ties = WeakKeyDictionary[nn.Module, dict[str, Any]]()  # Any: torch's process groups
+        # Any: torch's process groups
+        self._ties = WeakKeyDictionary[nn.Module, dict[str, Any]]()
         self._learner = Learner(comm, self._place, ctx.device)
         self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, Stepper]]()
         self._copies = WeakValueDictionary[int, nn.Parameter]()
@@ -203,7 +236,13 @@ class Pipeline:
         self._ties[model] = {name: groups[ranks] for name, ranks in held_ties.items()}
         return model
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         wrapped_model = self._within.apply(model, request, self._stage_ctx, precision)
         line = self._line(wrapped_model)
         if wrapped_model not in self._shared:
@@ -222,10 +261,16 @@ class Pipeline:
     def undo(self, model: nn.Module) -> nn.Module:
         return self._within.undo(model)
 
-    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def clip_norm(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float
+    ) -> Tensor:
         """Clip the gradients to a norm over all stages; a weight on two stages counts once."""
         return clip.clip_norm(
-            parameters, max_norm, norm_type, across=self._comm, counts=lambda one: id(one) not in self._copies
+            parameters,
+            max_norm,
+            norm_type,
+            across=self._comm,
+            counts=lambda one: id(one) not in self._copies,
         )
 
     def _line(self, model: nn.Module) -> BlockChain:
@@ -239,14 +284,27 @@ class Pipeline:
 
     # -- training -------------------------------------------------------------------------------------------------
     def forward_backward(
-        self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Weigh, weight: WeightOf | None = None
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: LossOf,
+        weigh: Weigh,
+        weight: WeightOf | None = None,
     ) -> Tensor:
         """Run forward and backward of a batch in micro-batches; return its loss on every stage. Ranks: every rank."""
         line, count, device = self._line(model), self._count, self._ctx.device
         rows = check_rows(trees.batch_size(batch), count)
         total = rows * count
-        micro_batches = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total) for i in range(count)]
-        batch_kind = ("train", model.training, weight is None, *signature(micro_batches[0]))
+        micro_batches = [
+            trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total)
+            for i in range(count)
+        ]
+        batch_kind = (
+            "train",
+            model.training,
+            weight is None,
+            *signature(micro_batches[0]),
+        )
         stepper = self._steppers.setdefault(model, {}).get(batch_kind)
         if stepper is None:
             if weight is None and count > 1:
@@ -257,7 +315,9 @@ class Pipeline:
         loss_shares: Sequence[Tensor | float] = [1 / count] * count
         total_weight: Number | None = None
         if weight is not None:
-            amounts = [checked_weight(weight(micro_batch)) for micro_batch in micro_batches]
+            amounts = [
+                checked_weight(weight(micro_batch)) for micro_batch in micro_batches
+            ]
             total_weight, loss_shares = sum(amounts), relative_weights(amounts, device)
         factor = weigh(torch.ones((), device=device), total_weight)
         weights = self._shared[model]
@@ -267,10 +327,17 @@ class Pipeline:
         if not self._is_paused and not self._is_sharded:
             average_gradients(model.parameters(), self._peers)
         own_loss = torch.zeros((), device=device) if loss is None else loss
-        return self._comm.broadcast(own_loss, self._place.rank_of(self._place.stages - 1))
+        return self._comm.broadcast(
+            own_loss, self._place.rank_of(self._place.stages - 1)
+        )
 
     def _new_stepper(
-        self, model: nn.Module, line: BlockChain, kind: Signature, micro: Tree, loss_of: LossOf
+        self,
+        model: nn.Module,
+        line: BlockChain,
+        kind: Signature,
+        micro: Tree,
+        loss_of: LossOf,
     ) -> Stepper:
         """Return the schedule for a kind of micro-batch, whose shapes are inferred. Ranks: the whole pipeline."""
 
@@ -280,7 +347,9 @@ class Pipeline:
             return checked_loss(loss_of(model, micro))
 
         learnt = self._learner.learn(model, line, kind, first)
-        return Stepper(model, line, learnt, self._count, self._config.schedule, self._comm)
+        return Stepper(
+            model, line, learnt, self._count, self._config.schedule, self._comm
+        )
 
     @property
     def _is_sharded(self) -> bool:
@@ -296,7 +365,9 @@ class Pipeline:
             self._is_paused = before
 
     # -- forward only ---------------------------------------------------------------------------------------------
-    def _call(self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return the output of the whole model; None on ranks that do not receive it. Ranks: every rank of the pipeline."""
         model, line = forward.module, forward.line
         if torch.is_grad_enabled():
@@ -315,28 +386,52 @@ class Pipeline:
         size = max(1, -(-(rows or 1) // self._count))
         row_slices = [slice(start, start + size) for start in range(0, rows or 1, size)]
         micro_batches = (
-            [trees.slice_rows((args, kwargs), row_slice, rows) for row_slice in row_slices]
+            [
+                trees.slice_rows((args, kwargs), row_slice, rows)
+                for row_slice in row_slices
+            ]
             if rows
             else [(args, kwargs)]
         )
         learnt: list[Learnt] = []
         for micro_batch in micro_batches:
             kind = ("forward", model.training, *signature(micro_batch))
-            learnt.append(self._learner.learn(model, line, kind, partial(forward.through, *micro_batch)))
+            learnt.append(
+                self._learner.learn(
+                    model, line, kind, partial(forward.through, *micro_batch)
+                )
+            )
         outputs = self._run_through(line, forward, micro_batches, learnt)
         last_rank = self._place.rank_of(self._place.stages - 1)
         result = (
-            _join_outputs(outputs, [min(row_slice.stop, rows or 1) - row_slice.start for row_slice in row_slices])
+            _join_outputs(
+                outputs,
+                [
+                    min(row_slice.stop, rows or 1) - row_slice.start
+                    for row_slice in row_slices
+                ],
+            )
             if self._comm.rank == last_rank
             else None
         )
-        return share(result, self._comm, last_rank) if forward.gathers_output else result
+        return (
+            share(result, self._comm, last_rank) if forward.gathers_output else result
+        )
 
     def _run_through(
-        self, line: BlockChain, forward: StageForward, micro_batches: list[Any], learnt: list[Learnt]
+        self,
+        line: BlockChain,
+        forward: StageForward,
+        micro_batches: list[Any],
+        learnt: list[Learnt],
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """Return the outputs of all micro-batches, on the rank of the last stage."""
-        rank_of, own_rank, ranks, group = self._place.rank_of, self._comm.rank, self._comm.ranks, self._comm.group
+        rank_of, own_rank, ranks, group = (
+            self._place.rank_of,
+            self._comm.rank,
+            self._comm.ranks,
+            self._comm.group,
+        )
         local_outputs: dict[tuple[int, int], Tensor] = {}
         sends: list[tuple[Any, Tensor]] = []  # Any: torch's work handles
         outputs: list[Any] = []
@@ -346,7 +441,11 @@ class Pipeline:
                 if stage and rank_of(stage - 1) == own_rank:
                     received = local_outputs.pop((stage - 1, number))
                 elif stage:
-                    received = torch.empty_like(learnt[number].inputs[stage], device=line.device, requires_grad=False)
+                    received = torch.empty_like(
+                        learnt[number].inputs[stage],
+                        device=line.device,
+                        requires_grad=False,
+                    )
                     dist.recv(received, ranks[rank_of(stage - 1)], group=group)
                 running_pass = line.begin(stage, received, learnt[number].seen)
                 output = line.run(running_pass, partial(forward.through, args, kwargs))
@@ -356,13 +455,16 @@ class Pipeline:
                     local_outputs[stage, number] = output
                 else:
                     sent = output.detach().contiguous()
-                    sends.append((dist.isend(sent, ranks[rank_of(stage + 1)], group=group), sent))
+                    sends.append(
+                        (dist.isend(sent, ranks[rank_of(stage + 1)], group=group), sent)
+                    )
         for handle, _ in sends:
             handle.wait()
         return outputs
 
     # -- state ----------------------------------------------------------------------------------------------------
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+    # Any: tensors and extra state
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the unsharded state of all stages on the CPU of the main process; {} elsewhere. Ranks: every rank."""
         stage_part = self._line(model).part
         own_state: dict[str, Any] = {}
@@ -373,15 +475,28 @@ class Pipeline:
         whole_state: dict[str, Any] = {}
         for position in range(self._comm.size):
             stage_state = share(
-                {key: own_state[key] for key in own_state if key in stage_part.own_keys}, self._comm, position
+                {
+                    key: own_state[key]
+                    for key in own_state
+                    if key in stage_part.own_keys
+                },
+                self._comm,
+                position,
             )
             if self._ctx.is_main:
                 whole_state |= {
-                    key: value.cpu() if isinstance(value, Tensor) else value for key, value in stage_state.items()
+                    key: value.cpu() if isinstance(value, Tensor) else value
+                    for key, value in stage_state.items()
                 }
         for first, *tied_names in stage_part.ties:
-            whole_state |= {name: whole_state[first] for name in tied_names if first in whole_state}
-        return {key: whole_state[key] for key in stage_part.state_keys} if self._ctx.is_main else {}
+            whole_state |= {
+                name: whole_state[first] for name in tied_names if first in whole_state
+            }
+        return (
+            {key: whole_state[key] for key in stage_part.state_keys}
+            if self._ctx.is_main
+            else {}
+        )
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         raise PrepareError(
@@ -407,7 +522,13 @@ class CutStages:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         return self._pipeline.cut(model)
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -422,7 +543,8 @@ def _prepare_settings(model: nn.Module) -> None:
             "gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
         )
     for key in ("config", "generation_config"):
-        settings: Any = getattr(model, key, None)  # Any: transformers' settings of the model
+        # Any: transformers' settings of the model
+        settings: Any = getattr(model, key, None)
         if getattr(settings, "use_cache", False):
             settings.use_cache = False
             log.info(
@@ -435,7 +557,14 @@ def _prepare_settings(model: nn.Module) -> None:
 def _refuse_batch_norm(model: nn.Module, count: int) -> None:
     """Raise for a layer that normalises over the batch, of which it would see one micro-batch at a time."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    name = next((name for name, module in model.named_modules() if isinstance(module, kinds) and module.training), None)
+    name = next(
+        (
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, kinds) and module.training
+        ),
+        None,
+    )
     if name is not None:
         raise StepError(
             f"{name!r} normalises by the mean and variance of its batch, but under pipeline parallelism it sees one of {count} "
@@ -453,7 +582,8 @@ def _allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
     model._apply(allocate)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _join_outputs(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's outputs
+# Any: the model's outputs
+def _join_outputs(outputs: list[Any], rows: list[int]) -> Any:
     """Concatenate the outputs of micro-batches along rows; scalars are averaged, weighted by rows."""
     if len(outputs) == 1:
         return outputs[0]
@@ -461,32 +591,47 @@ def _join_outputs(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model
     def join(*micro_outputs: Tensor) -> Tensor:
         if micro_outputs[0].ndim:
             return torch.cat(micro_outputs)
-        row_counts = torch.tensor(rows, dtype=torch.float32, device=micro_outputs[0].device)
+        row_counts = torch.tensor(
+            rows, dtype=torch.float32, device=micro_outputs[0].device
+        )
         return (torch.stack(micro_outputs) * row_counts).sum() / row_counts.sum()
 
     return trees.zip_tensors(join, *outputs)
 
 
-def _describe_stages(model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]]) -> str:
+def _describe_stages(
+    model: nn.Module, cut: StageCut, ties: Mapping[str, tuple[int, ...]]
+) -> str:
     """Return a summary of each stage: its blocks, its rank and its share of the estimated work."""
     blocks = list(model.get_submodule(cut.container).children())
     cost_before, cost_after = (
-        sum(work(model.get_submodule(name)) for name in side_names) for side_names in (cut.first, cut.last)
+        sum(work(model.get_submodule(name)) for name in side_names)
+        for side_names in (cut.first, cut.last)
     )
-    costs = [sum(work(block) for block in blocks[start:stop]) for start, stop in cut.ranges]
+    costs = [
+        sum(work(block) for block in blocks[start:stop]) for start, stop in cut.ranges
+    ]
     costs[0] += cost_before
     costs[-1] += cost_after
     total_cost = sum(costs) or 1.0
     prefix = f"{cut.container}." if cut.container else ""
     lines = []
     for stage, (start, stop) in enumerate(cut.ranges):
-        unit_names = [*(cut.first if stage == 0 else ()), f"{prefix}{cut.blocks[start]}"]
-        unit_names[-1] += f" to {prefix}{cut.blocks[stop - 1]}" if stop - start > 1 else ""
+        unit_names = [
+            *(cut.first if stage == 0 else ()),
+            f"{prefix}{cut.blocks[start]}",
+        ]
+        unit_names[-1] += (
+            f" to {prefix}{cut.blocks[stop - 1]}" if stop - start > 1 else ""
+        )
         unit_names += cut.last if stage == len(cut.ranges) - 1 else ()
         lines.append(
             f"stage {stage} (pp {cut.place.rank_of(stage)}): {', '.join(unit_names)}, {costs[stage] / total_cost:.0%} of the work"
         )
-    text = f"{type(model).__name__} is split into {len(cut.ranges)} stages: " + "; ".join(lines)
+    text = (
+        f"{type(model).__name__} is split into {len(cut.ranges)} stages: "
+        + "; ".join(lines)
+    )
     if ties:
         text += "; held by several ranks, with summed gradients: " + ", ".join(ties)
     return text

@@ -11,7 +11,15 @@ from hasten.errors import ConfigError
 from hasten.extensions.predict.rows import KINDS
 
 ESSENTIAL: Final = frozenset(
-    ("mixed_precision", "cpu", "num_processes", "gpu_ids", "num_machines", "main_process_ip", "quiet")
+    (
+        "mixed_precision",
+        "cpu",
+        "num_processes",
+        "gpu_ids",
+        "num_machines",
+        "main_process_ip",
+        "quiet",
+    )
 )
 
 
@@ -26,16 +34,40 @@ def main(argv: Sequence[str]) -> int:
         essential=ESSENTIAL,
         flags_anywhere=True,
     )
-    parser.add_argument("model", metavar="MODEL", help="module:function or module:Class")
-    parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl, .csv, .tsv or .txt file")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.jsonl", help="one line per row")
     parser.add_argument(
-        "--batch_size", "--batch-size", type=whole(), default=32, metavar="N", help="rows per call (32)"
+        "model", metavar="MODEL", help="module:function or module:Class"
     )
     parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
+        "data", type=Path, metavar="DATA", help="a .jsonl, .csv, .tsv or .txt file"
     )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="one line per row",
+    )
+    parser.add_argument(
+        "--batch_size",
+        "--batch-size",
+        type=whole(),
+        default=32,
+        metavar="N",
+        help="rows per call (32)",
+    )
+    parser.add_argument(
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="a settings file of hasten or of Accelerate",
+    )
+    parser.add_argument(
+        "--dry_run",
+        "--dry-run",
+        action="store_true",
+        help="print the plan without starting anything",
+    )
     parser.add_settings()
     given = parser.parse_args(argv)
     check(given.model, given.data, given.output, given.batch_size)
@@ -72,4 +104,6 @@ def check(model: str, data: Path, output: Path, batch_size: int) -> None:
             f"--output={output} does not end in .jsonl, but one line of JSON is written per row; rename it."
         )
     if batch_size < 1:
-        raise ConfigError(f"--batch_size={batch_size} leaves no row in a batch; set it to 1 or more.")
+        raise ConfigError(
+            f"--batch_size={batch_size} leaves no row in a batch; set it to 1 or more."
+        )

@@ -31,8 +31,14 @@ def load(target: str, accelerator: Accelerator) -> Predict:
 
     Raises: ConfigError when there is no such module or name.
     """
-    made = find_named(target, "give module:function with the module in the current folder")
-    takes = {"accelerator": accelerator} if "accelerator" in inspect.signature(made).parameters else {}
+    made = find_named(
+        target, "give module:function with the module in the current folder"
+    )
+    takes = (
+        {"accelerator": accelerator}
+        if "accelerator" in inspect.signature(made).parameters
+        else {}
+    )
     if inspect.isclass(made):
         instance: Any = made(**takes)
         return cast(Predict, instance)
@@ -48,12 +54,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("batch_size", type=int)
     given = parser.parse_args(argv)
     accelerator = Accelerator()
-    said = predict_file(accelerator, given.target, given.data, given.output, given.batch_size)
+    said = predict_file(
+        accelerator, given.target, given.data, given.output, given.batch_size
+    )
     accelerator.print(said)
     accelerator.end_training()
 
 
-def predict_file(accelerator: Accelerator, target: str, data: Path, output: Path, batch_size: int) -> str:
+def predict_file(
+    accelerator: Accelerator, target: str, data: Path, output: Path, batch_size: int
+) -> str:
     """Write the results of all rows of a file, and return a summary. Ranks: every rank.
 
     After a failure, a new run reuses the finished batches; the output is written atomically.
@@ -67,21 +77,44 @@ def predict_file(accelerator: Accelerator, target: str, data: Path, output: Path
     with agree(accelerator.ctx.world, f"preparing {parts.folder}"):
         if accelerator.is_main_process:
             differing = parts.begin(
-                {"target": target, "model": fingerprint(target), "data": digest(data), "batch_size": batch_size}
+                {
+                    "target": target,
+                    "model": fingerprint(target),
+                    "data": digest(data),
+                    "batch_size": batch_size,
+                }
             )
     waiting: list[int] = accelerator.broadcast_object_list([parts.missing()])[0]
     kept = parts.count - len(waiting)
-    with agree(accelerator.ctx.world, f"predicting {len(rows)} rows of {data}"), torch.inference_mode():
+    with (
+        agree(accelerator.ctx.world, f"predicting {len(rows)} rows of {data}"),
+        torch.inference_mode(),
+    ):
         mine = waiting[accelerator.process_index :: accelerator.num_processes]
         for part in accelerator.progress(mine, desc="predict"):
-            parts.finish(part, [result for batch in parts.batches(part) for result in one_batch(predict, rows, batch)])
+            parts.finish(
+                part,
+                [
+                    result
+                    for batch in parts.batches(part)
+                    for result in one_batch(predict, rows, batch)
+                ],
+            )
     with agree(accelerator.ctx.world, f"writing {output}"):
         if accelerator.is_main_process:
             parts.publish()
-    processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
+    processes = (
+        "1 process"
+        if accelerator.num_processes == 1
+        else f"{accelerator.num_processes} processes"
+    )
     words = [f"{output}: {len(rows)} rows on {processes}"]
     words += [f"{kept} of {parts.count} parts already existed"] if kept else []
-    words += [f"parts of another job were removed (different: {differing})"] if differing else []
+    words += (
+        [f"parts of another job were removed (different: {differing})"]
+        if differing
+        else []
+    )
     return "; ".join(words)
 
 
@@ -93,7 +126,9 @@ def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
     try:
         made = predict([rows[index] for index in batch])
         if not isinstance(made, Iterable):
-            raise DataError(f"{made!r} was returned instead of results; return a list with one result per row.")
+            raise DataError(
+                f"{made!r} was returned instead of results; return a list with one result per row."
+            )
         results = list(made)
     except Exception as error:  # any error of the user's code: re-raised with a note
         error.add_note(f"while predicting rows {batch.start} to {batch.stop - 1}")

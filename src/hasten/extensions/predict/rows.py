@@ -48,8 +48,14 @@ class RowParts:
 
     def batches(self, part: int) -> list[range]:
         """Return the row ranges of the batches of a part."""
-        first, last = part * self.rows_per_part, min((part + 1) * self.rows_per_part, self.num_rows)
-        return [range(begin, min(begin + self.batch_size, last)) for begin in range(first, last, self.batch_size)]
+        first, last = (
+            part * self.rows_per_part,
+            min((part + 1) * self.rows_per_part, self.num_rows),
+        )
+        return [
+            range(begin, min(begin + self.batch_size, last))
+            for begin in range(first, last, self.batch_size)
+        ]
 
     def missing(self) -> list[int]:
         """Return the parts that are not finished."""
@@ -62,7 +68,11 @@ class RowParts:
         differing = ""
         if self.folder.exists():
             known = _facts(record)
-            differing = ", ".join(sorted(name for name in {*known, *job} if known.get(name) != job.get(name)))
+            differing = ", ".join(
+                sorted(
+                    name for name in {*known, *job} if known.get(name) != job.get(name)
+                )
+            )
             if differing:
                 shutil.rmtree(self.folder)
         try:
@@ -78,7 +88,9 @@ class RowParts:
 
     def finish(self, part: int, results: Sequence[Any]) -> None:
         """Write the results of a part, one per line."""
-        write_whole(self._path(part), "".join(f"{to_json(result)}\n" for result in results))
+        write_whole(
+            self._path(part), "".join(f"{to_json(result)}\n" for result in results)
+        )
 
     def publish(self) -> None:
         """Join all parts in order into the output, and remove them. Ranks: main only, when none is missing."""
@@ -117,7 +129,9 @@ def write_whole(path: Path, text: str) -> None:
 def to_json(result: Any) -> str:
     """Return a result as one line of JSON; a value that is not a dict becomes the value of `prediction`."""
     return json.dumps(
-        result if isinstance(result, dict) else {"prediction": result}, default=_plain, ensure_ascii=False
+        result if isinstance(result, dict) else {"prediction": result},
+        default=_plain,
+        ensure_ascii=False,
     )
 
 

@@ -37,16 +37,23 @@ def bnb() -> Any:  # Any: classes of bitsandbytes
     return need("bitsandbytes.nn", ">=0.45", why="weights in nf4, fp4 or llm_int8")
 
 
-def replace_linears(model: nn.Module, names: Collection[str], settings: BnbSettings) -> nn.Module:
+def replace_linears(
+    model: nn.Module, names: Collection[str], settings: BnbSettings
+) -> nn.Module:
     """Replace the named linear layers of the model by bitsandbytes layers, in place and one after another."""
     library = bnb()
     for name in names:
         owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, _converted(library, model.get_submodule(name), settings))
+        setattr(
+            model.get_submodule(owner),
+            last,
+            _converted(library, model.get_submodule(name), settings),
+        )
     return model
 
 
-def _converted(library: Any, layer: nn.Module, settings: BnbSettings) -> nn.Module:  # Any: classes of bitsandbytes
+# Any: classes of bitsandbytes
+def _converted(library: Any, layer: nn.Module, settings: BnbSettings) -> nn.Module:
     assert isinstance(layer, nn.Linear), "only linear layers are exchanged"
     weight = layer.weight.detach()
     with torch.device("meta"):
@@ -55,16 +62,23 @@ def _converted(library: Any, layer: nn.Module, settings: BnbSettings) -> nn.Modu
     if settings.kind == "llm_int8":
         made.weight = library.Int8Params(weight, has_fp16_weights=False, **kept)
     else:
-        kept |= {"quant_type": settings.kind, "compress_statistics": settings.double_quantization, "module": made}
+        kept |= {
+            "quant_type": settings.kind,
+            "compress_statistics": settings.double_quantization,
+            "module": made,
+        }
         made.weight = library.Params4bit(weight, **kept)
     made.bias = layer.bias
-    return made.to(weight.device).train(layer.training)  # quantization happens in this move
+    # quantization happens in this move
+    return made.to(weight.device).train(layer.training)
 
 
 def _empty(library: Any, layer: nn.Linear, settings: BnbSettings) -> Any:
     sizes = (layer.in_features, layer.out_features, layer.bias is not None)
     if settings.kind == "llm_int8":
-        return library.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=settings.outlier_threshold)
+        return library.Linear8bitLt(
+            *sizes, has_fp16_weights=False, threshold=settings.outlier_threshold
+        )
     return library.Linear4bit(
         *sizes,
         compute_dtype=settings.compute_dtype or layer.weight.dtype,
@@ -97,28 +111,45 @@ def quantize_weights(
     else:
         need("torchao.quantization", ">=0.12", why="quantized weights")
     if kind in BNB_KINDS:
-        return replace_linears(model, chosen_linears(model, skip_modules), BnbSettings(kind=kind))
+        return replace_linears(
+            model, chosen_linears(model, skip_modules), BnbSettings(kind=kind)
+        )
     quantization = need("torchao.quantization", ">=0.12", why="quantized weights")
     chosen = set(chosen_linears(model, skip_modules))
     if kind == "int4":
         _check_groups(model, chosen, group_size or 128)
-    quantization.quantize_(model, _config(quantization, kind, group_size), lambda _, name: name in chosen)
+    quantization.quantize_(
+        model, _config(quantization, kind, group_size), lambda _, name: name in chosen
+    )
     return model
 
 
 def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
     """Return the names of the linear layers to quantize. Raises: PrepareError for a layer on the meta device."""
-    parts = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear))
-    found = {name: part for name, part in parts if name and not any(one in name for one in skip)}
+    parts = (
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear)
+    )
+    found = {
+        name: part
+        for name, part in parts
+        if name and not any(one in name for one in skip)
+    }
     empty = [name for name, part in found.items() if part.weight.is_meta]
     if empty:
-        raise PrepareError(f"{empty[0]} is on the meta device and has no weights to quantize. Load them first.")
+        raise PrepareError(
+            f"{empty[0]} is on the meta device and has no weights to quantize. Load them first."
+        )
     return list(found)
 
 
 def _check_groups(model: nn.Module, names: Collection[str], group_size: int) -> None:
     """Raise unless the inputs of all these layers are split evenly into groups. Raises: ConfigError."""
-    widths = {name: model.get_submodule(name).get_parameter("weight").shape[1] for name in names}
+    widths = {
+        name: model.get_submodule(name).get_parameter("weight").shape[1]
+        for name in names
+    }
     uneven = [name for name, width in widths.items() if width % group_size]
     if uneven:
         name = min(uneven)
@@ -129,13 +160,16 @@ def _check_groups(model: nn.Module, names: Collection[str], group_size: int) -> 
         )
 
 
-def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any: classes of torchao
+# Any: classes of torchao
+def _config(quantization: Any, kind: str, group_size: int | None) -> Any:
     if kind == "int8":
         return quantization.Int8WeightOnlyConfig(group_size=group_size)
     if kind == "int4":
         return quantization.IntxWeightOnlyConfig(
             weight_dtype=getattr(torch, kind),
-            granularity=need("torchao.quantization.granularity").PerGroup(group_size or 128),
+            granularity=need("torchao.quantization.granularity").PerGroup(
+                group_size or 128
+            ),
         )
     raise ConfigError(
         f"quantization to {kind!r} is not supported; choose 'int8' or 'int4', or of {', '.join(BNB_KINDS)}."
@@ -157,7 +191,8 @@ def dequantize_weights(model: nn.Module) -> nn.Module:
             continue
         for key, parameter in list(layer.named_parameters(recurse=False)):
             if is_torchao(parameter):
-                whole: Any = parameter.data  # Any: the classes of torchao share no public base
+                # Any: the classes of torchao share no public base
+                whole: Any = parameter.data
                 values = getattr(
                     whole, "get_original_weight", whole.dequantize
                 )  # NF4Tensor's dequantize is another one
@@ -177,7 +212,9 @@ def _plain_linear(name: str, layer: Any) -> nn.Linear:  # Any: a class of bitsan
             f"{name}.weight is sharded, or was never quantized, so its values are not all here; save the adapters, build and quantize "
             "the model again on one process, and dequantize that."
         )
-    values = need("bitsandbytes.functional", why="four-bit weights").dequantize_4bit(layer.weight.data, state)
+    values = need("bitsandbytes.functional", why="four-bit weights").dequantize_4bit(
+        layer.weight.data, state
+    )
     sizes = (layer.in_features, layer.out_features, layer.bias is not None)
     with torch.device("meta"):
         made = nn.Linear(*sizes)

@@ -24,7 +24,9 @@ _SCHEMES: Final = (("s3", "s3"), ("gcs", "gs"), ("abfs", "abfs"), ("hdfs", "hdfs
 """Type names of pyarrow's file systems and the URL schemes of the same stores in fsspec."""
 
 
-def report(accelerator: Accelerator, metrics: Mapping[str, Any], *, save: bool = False) -> str | None:
+def report(
+    accelerator: Accelerator, metrics: Mapping[str, Any], *, save: bool = False
+) -> str | None:
     """Report metrics to Ray, with `save` together with a new checkpoint of the run; return the checkpoint's path.
 
     The checkpoint is written by `accelerator.save_state` to Ray's storage, and is complete when Ray receives its path. Ray keeps
@@ -40,7 +42,9 @@ def report(accelerator: Accelerator, metrics: Mapping[str, Any], *, save: bool =
         train.report(plain)
         return None
     # A name of the time differs after a restart, so that files of an unreported checkpoint are not mixed with new ones.
-    name = accelerator.broadcast_object_list([storage.make_default_checkpoint_dir_name()])[0]
+    name = accelerator.broadcast_object_list(
+        [storage.make_default_checkpoint_dir_name()]
+    )[0]
     path = storage.build_checkpoint_path_from_name(name)
     saved = accelerator.save_state(location(storage.storage_filesystem, path))
     accelerator.wait_for_saves()
@@ -70,7 +74,8 @@ def resume(accelerator: Accelerator) -> bool:
     return True
 
 
-def fit(trainer: Any) -> Any:  # Any: a ray.train.torch.TorchTrainer and its ray.train.Result; ray is optional
+# Any: a ray.train.torch.TorchTrainer and its ray.train.Result; ray is optional
+def fit(trainer: Any) -> Any:
     """Return `trainer.fit()`; if a worker's actor died, raise an error that names its rank instead of Ray's list of errors.
 
     Raises: PeerFailedError for a lost rank; otherwise the errors of `trainer.fit()`.
@@ -85,7 +90,8 @@ def fit(trainer: Any) -> Any:  # Any: a ray.train.torch.TorchTrainer and its ray
         raise PeerFailedError(lost_words(lost_workers)) from error
 
 
-def location(filesystem: Any, path: str) -> str:  # Any: a pyarrow.fs.FileSystem, which comes with ray
+# Any: a pyarrow.fs.FileSystem, which comes with ray
+def location(filesystem: Any, path: str) -> str:
     """Return the path or URL under which hasten finds `path` of a file system of pyarrow.
 
     Raises: CheckpointError for a file system without an equivalent in fsspec.
@@ -107,10 +113,15 @@ def location(filesystem: Any, path: str) -> str:  # Any: a pyarrow.fs.FileSystem
 
 def _plain(name: str, value: Any) -> bool | int | float | str:
     logged_value = snapshot(name, value)
-    return logged_value if isinstance(logged_value, bool | int | float | str) else logged_value.tensor.item()
+    return (
+        logged_value
+        if isinstance(logged_value, bool | int | float | str)
+        else logged_value.tensor.item()
+    )
 
 
-def _worker(caller: str) -> tuple[Any, Any]:  # Any: the module ray.train and its storage context
+# Any: the module ray.train and its storage context
+def _worker(caller: str) -> tuple[Any, Any]:
     """Return `ray.train` and the storage of the run to which this process belongs.
 
     Raises: LaunchError outside of a Ray Train worker.

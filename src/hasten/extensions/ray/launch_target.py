@@ -20,7 +20,14 @@ from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError, LaunchError, MissingPackageError
 from hasten.extensions.ray.settings import RaySettings
 from hasten.launch import failure
-from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Proc
+from hasten.launch.base import (
+    Host,
+    JobShape,
+    LaunchPlan,
+    LaunchRequest,
+    LaunchTarget,
+    Proc,
+)
 from hasten.launch.run import say
 from hasten.launch.shape import split_range
 from hasten.launch.torchrun import supervision
@@ -33,11 +40,23 @@ VERSIONS: Final = ">=2.60,<3"
 
 _SHARED: Final = (
     "ray",
-    *("num_processes", "max_restarts", "module", "quiet", "multi_gpu", "num_cpu_threads_per_process"),
+    *(
+        "num_processes",
+        "max_restarts",
+        "module",
+        "quiet",
+        "multi_gpu",
+        "num_cpu_threads_per_process",
+    ),
     *("stop_grace_s", "monitor_interval", "check_in", "launcher"),
 )
 """Other settings of a launch that have a meaning, or do no harm, on Ray."""
-_PASSED: Final = (environment.CONFIG, "OMP_NUM_THREADS", environment.LOG_LEVEL, environment.DEBUG)
+_PASSED: Final = (
+    environment.CONFIG,
+    "OMP_NUM_THREADS",
+    environment.LOG_LEVEL,
+    environment.DEBUG,
+)
 """Variables that the workers receive from this process, whatever machine they are on."""
 
 
@@ -77,7 +96,9 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     _check(request)
     low, high = _workers(launch.num_processes, ray_settings)
     resources = _resources(ray_settings.resources)
-    use_gpu = not request.config.cpu and (resources.get("GPU", 0) > 0 or host.device in ("cuda", "rocm"))
+    use_gpu = not request.config.cpu and (
+        resources.get("GPU", 0) > 0 or host.device in ("cuda", "rocm")
+    )
     run = RayRun(
         workers=(low, high),
         use_gpu=use_gpu,
@@ -117,26 +138,38 @@ def _check_ray_is_installed(request: LaunchRequest, host: Host) -> Host:
     return host
 
 
-TARGET: Final = LaunchTarget(name="ray", is_chosen=_is_chosen, plan=plan, survey=_check_ray_is_installed)
+TARGET: Final = LaunchTarget(
+    name="ray", is_chosen=_is_chosen, plan=plan, survey=_check_ray_is_installed
+)
 
 
 def _count_words(request: LaunchRequest, low: int, high: int, use_gpu: bool) -> str:
     launch, workers = request.config.launch, request.config.section(RaySettings).workers
     count = f"{high} worker(s)" if low == high else f"{low} to {high} workers"
-    why = "" if workers or launch.num_processes else " (give num_processes or ray_workers for more)"
+    why = (
+        ""
+        if workers or launch.num_processes
+        else " (give num_processes or ray_workers for more)"
+    )
     return f"{count} of Ray Train on {'GPUs' if use_gpu else 'the CPU'}{why}, {launch.max_restarts} restart(s)"
 
 
 def _check(request: LaunchRequest) -> None:
     launch, plain = request.config.launch, LaunchConfig()
-    without = [name for name in given(launch) if name not in _SHARED and getattr(launch, name) != getattr(plain, name)]
+    without = [
+        name
+        for name in given(launch)
+        if name not in _SHARED and getattr(launch, name) != getattr(plain, name)
+    ]
     if without:
         raise ConfigError(
             f"--ray places and starts the workers itself, so that {', '.join(sorted(without))} would have no effect. Remove them, or "
             "start without --ray."
         )
     if launch.launcher != "auto":
-        raise ConfigError(f"launcher={launch.launcher} contradicts --ray. Remove one of them.")
+        raise ConfigError(
+            f"launcher={launch.launcher} contradicts --ray. Remove one of them."
+        )
     workers = request.config.section(RaySettings).workers
     if workers is not None and launch.num_processes is not None:
         raise ConfigError(
@@ -158,7 +191,9 @@ def _workers(num_processes: int | None, ray_settings: RaySettings) -> tuple[int,
 
 def _storage(storage: str | None, folder: str) -> str | None:
     """Return the storage as Ray accepts it: a URL, or an absolute path."""
-    return storage if storage is None or "://" in storage else str(Path(folder, storage))
+    return (
+        storage if storage is None or "://" in storage else str(Path(folder, storage))
+    )
 
 
 def _resources(requested_amounts: Mapping[str, Any]) -> dict[str, float]:
@@ -191,24 +226,37 @@ def failures_of(error: BaseException) -> list[LostOrFailed]:
 
 def _failed(rank: int, error: BaseException) -> LostOrFailed:
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    if not kinds & {"WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError", "RayActorError"}:
+    if not kinds & {
+        "WorkerHealthCheckFailedError",
+        "WorkerHealthCheckTimeoutError",
+        "RayActorError",
+    }:
         return LostOrFailed(rank, f"{type(error).__name__}: {error}")
     text = str(error)
-    host, pid = re.search(r"hostname='([^']*)'", text), re.search(r"pid[=:] ?(\d+)", text)
+    host, pid = (
+        re.search(r"hostname='([^']*)'", text),
+        re.search(r"pid[=:] ?(\d+)", text),
+    )
     detail = re.search(r"The actor is dead because (.*)", text)
     words = (
         detail[1].partition(" Some common causes")[0].rstrip(". ")
         if detail
         else text.strip().splitlines()[0].rstrip(".")
     )
-    return LostOrFailed(rank, words, True, host[1] if host else "", int(pid[1]) if pid else 0)
+    return LostOrFailed(
+        rank, words, True, host[1] if host else "", int(pid[1]) if pid else 0
+    )
 
 
 def lost_words(lost: Sequence[LostOrFailed]) -> str:
     """Return one message for lost ranks: which, on what machine, the reason that Ray gives, and what to do."""
     named = ranks_in_words([worker.rank for worker in lost])
     first = lost[0]
-    where = f" (Ray actor with pid {first.pid} on {first.host})" if len(lost) == 1 and first.host else ""
+    where = (
+        f" (Ray actor with pid {first.pid} on {first.host})"
+        if len(lost) == 1 and first.host
+        else ""
+    )
     return (
         f"{named}{where} was lost: {first.summary}. The other ranks cannot finish a step without it. Look for the kernel's "
         "out-of-memory killer and for a reclaimed machine; with FailureConfig(max_failures=…) or --max_restarts Ray restarts the "
@@ -221,7 +269,10 @@ def verdict(failures: Sequence[LostOrFailed]) -> str:
     lost = [one for one in failures if one.lost]
     if lost:
         return lost_words(lost)
-    records = [failure.Failure(one.rank, one.host, 1, 0.0, summary=one.summary) for one in failures]
+    records = [
+        failure.Failure(one.rank, one.host, 1, 0.0, summary=one.summary)
+        for one in failures
+    ]
     return failure.failure_words(failure.first_failure(records))
 
 
@@ -237,9 +288,15 @@ def main() -> None:
     passed = {name: variables[name] for name in _PASSED if variables.get(name)}
     trainer = need("ray.train.torch", VERSIONS, "--ray").TorchTrainer(
         run_program,
-        train_loop_config={"program": program, "module": run.module, "folder": run.folder},
+        train_loop_config={
+            "program": program,
+            "module": run.module,
+            "folder": run.folder,
+        },
         scaling_config=train.ScalingConfig(
-            num_workers=run.workers[0] if run.workers[0] == run.workers[1] else run.workers,
+            num_workers=run.workers[0]
+            if run.workers[0] == run.workers[1]
+            else run.workers,
             use_gpu=run.use_gpu,
             resources_per_worker=dict(run.resources) or None,
         ),
@@ -276,12 +333,22 @@ def _say_waiting(run: RayRun, has: Mapping[str, float]) -> None:
         )
 
 
-def _announcer(train: Any) -> Any:  # Any: the module ray.train and one of its callbacks; ray is optional
+# Any: the module ray.train and one of its callbacks; ray is optional
+def _announcer(train: Any) -> Any:
     """Return a callback that prints the lost ranks of every failure, including those after which Ray restarts the workers."""
 
     class Announcer(train.UserCallback):  # type: ignore[misc]  # its base class is found when ray is imported
-        def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, BaseException]) -> None:
-            say(verdict([_failed(rank, error) for rank, error in sorted(worker_exceptions.items())]))
+        def after_exception(
+            self, run_context: Any, worker_exceptions: Mapping[int, BaseException]
+        ) -> None:
+            say(
+                verdict(
+                    [
+                        _failed(rank, error)
+                        for rank, error in sorted(worker_exceptions.items())
+                    ]
+                )
+            )
 
     return Announcer()
 
@@ -294,10 +361,13 @@ def run_program(config: Mapping[str, Any]) -> None:
     name, *args = config["program"]
     if Path(
         config["folder"]
-    ).is_dir():  # missing on a machine that does not share it: the program is then found by its path
+        # missing on a machine that does not share it: the program is then found by its path
+    ).is_dir():
         os.chdir(config["folder"])
     sys.argv[:] = [name, *args]
-    sys.path.insert(0, str(Path.cwd()) if config["module"] else str(Path(name).resolve().parent))
+    sys.path.insert(
+        0, str(Path.cwd()) if config["module"] else str(Path(name).resolve().parent)
+    )
     try:
         if config["module"]:
             runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -30,9 +30,19 @@ from hasten.checkpoint.format.manifest import (
     inside,
     safe_name,
 )
-from hasten.checkpoint.store.disk import HostBuffer, default_threads, devices_of, host_views, segment_starts
+from hasten.checkpoint.store.disk import (
+    HostBuffer,
+    default_threads,
+    devices_of,
+    host_views,
+    segment_starts,
+)
 from hasten.checkpoint.store.local_store import check_hooked, described
-from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
 from hasten.optional import need
 
 log = logging.getLogger(__name__)
@@ -43,7 +53,9 @@ _FOLDER: Final = "folder"
 _STARTED: Final = "started"
 """File in the subfolder that reserves the checkpoint's number."""
 _ABANDONED_AFTER_S: Final = 24 * 3600.0
-_OBJECTS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"})
+_OBJECTS: Final = frozenset(
+    {"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"}
+)
 """Object stores have no folders; making one there could accidentally create a bucket."""
 
 
@@ -73,19 +85,37 @@ class RemoteDraft:
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
         """Upload files, and those of hooks in this rank's local folder, in parallel; return records with checksums."""
         hooked = self._hooked(files)
-        with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-upload") as pool:
-            records = dict(zip(files, pool.map(lambda item: self._upload(*item), files.items()), strict=True))
-            records |= dict(zip(hooked, pool.map(lambda item: self._upload_file(*item), hooked.items()), strict=True))
+        with ThreadPoolExecutor(
+            default_threads(), thread_name_prefix="hasten-upload"
+        ) as pool:
+            records = dict(
+                zip(
+                    files,
+                    pool.map(lambda item: self._upload(*item), files.items()),
+                    strict=True,
+                )
+            )
+            records |= dict(
+                zip(
+                    hooked,
+                    pool.map(lambda item: self._upload_file(*item), hooked.items()),
+                    strict=True,
+                )
+            )
         self._drop_scratch()
         return records
 
     def _upload(self, file: str, blob: Blob) -> FileRecord:
-        devices = devices_of([segment for segment in blob.segments if not isinstance(segment, bytes)])
+        devices = devices_of(
+            [segment for segment in blob.segments if not isinstance(segment, bytes)]
+        )
         buffer, starts, sums = HostBuffer(bool(devices)), segment_starts(blob), []
         with self._store.fs.open(self._path(file), "wb") as out:
             for start in range(0, blob.size, CHUNK_BYTES):
                 total = xxhash.xxh3_64()
-                for view in host_views(blob, start, min(start + CHUNK_BYTES, blob.size), starts, buffer):
+                for view in host_views(
+                    blob, start, min(start + CHUNK_BYTES, blob.size), starts, buffer
+                ):
                     total.update(view)
                     out.write(view)
                 sums.append(total.hexdigest())
@@ -97,7 +127,10 @@ class RemoteDraft:
         for path in sorted(self.folder.rglob("*")) if self._scratch is not None else ():
             name = path.relative_to(self.folder).as_posix()
             if name in files:
-                log.warning("%s, which a save hook wrote, is replaced by the file of that name this save writes", name)
+                log.warning(
+                    "%s, which a save hook wrote, is replaced by the file of that name this save writes",
+                    name,
+                )
             elif not path.is_dir() or path.is_symlink():
                 found[name] = check_hooked(self.folder, name)
         return found
@@ -120,9 +153,16 @@ class RemoteDraft:
                     f"{file.name} is at {self._store.address}/{self.name} with {size or 'none'} of {file.size} bytes, so the "
                     "checkpoint was not committed. Save again; look at the storage service if it happens again."
                 )
-        outdated = {*self._store.listed_files(self.name), f"{self.token}/{_STARTED}"} & sizes.keys()
-        placed = msgspec.structs.replace(manifest, notes={**manifest.notes, _FOLDER: self.token})
-        self._store.fs.pipe_file(self._store.join_path(self.name, MANIFEST_NAME), encode(placed))
+        outdated = {
+            *self._store.listed_files(self.name),
+            f"{self.token}/{_STARTED}",
+        } & sizes.keys()
+        placed = msgspec.structs.replace(
+            manifest, notes={**manifest.notes, _FOLDER: self.token}
+        )
+        self._store.fs.pipe_file(
+            self._store.join_path(self.name, MANIFEST_NAME), encode(placed)
+        )
         self._store.remove(self.name, sorted(outdated))
 
     def _drop_scratch(self) -> None:
@@ -133,7 +173,11 @@ class RemoteDraft:
     def abort(self) -> None:
         """Remove the uploaded files."""
         self._drop_scratch()
-        uploaded = [file for file in self._store.sizes(self.name) if file.startswith(f"{self.token}/")]
+        uploaded = [
+            file
+            for file in self._store.sizes(self.name)
+            if file.startswith(f"{self.token}/")
+        ]
         self._store.remove(self.name, uploaded)
 
 
@@ -178,13 +222,16 @@ class RemoteStore:
                 if number_of(name) is not None:
                     self._remove_abandoned(name)
             while True:
-                draft = self._new_draft(numbered(next_number(self._folders(), at_least)))
+                draft = self._new_draft(
+                    numbered(next_number(self._folders(), at_least))
+                )
                 marker = f"{draft.token}/{_STARTED}"
                 self.fs.pipe_file(self.join_path(draft.name, marker), b"")
                 if set(self.sizes(draft.name)) == {marker}:
                     return draft
                 self.remove(draft.name, [marker])
-                time.sleep(random.SystemRandom().uniform(0.01, 0.1))  # not from the generators that training uses
+                # not from the generators that training uses
+                time.sleep(random.SystemRandom().uniform(0.01, 0.1))
 
     def _new_draft(self, name: str) -> RemoteDraft:
         version = f"v-{int(time.time()):08x}-{secrets.token_hex(6)}"
@@ -203,7 +250,11 @@ class RemoteStore:
             ) from error
 
     def _has_folders(self) -> bool:
-        return not _OBJECTS.intersection((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
+        return not _OBJECTS.intersection(
+            (self.fs.protocol,)
+            if isinstance(self.fs.protocol, str)
+            else self.fs.protocol
+        )
 
     def _remove_abandoned(self, name: str) -> None:
         """Remove files of saves that were started a day ago and have not been committed."""
@@ -211,7 +262,11 @@ class RemoteStore:
         abandoned = []
         for file in self.sizes(name):
             version = _VERSION.match(file)
-            if version and file not in listed and time.time() - int(version[1], 16) > _ABANDONED_AFTER_S:
+            if (
+                version
+                and file not in listed
+                and time.time() - int(version[1], 16) > _ABANDONED_AFTER_S
+            ):
                 abandoned.append(file)
         self.remove(name, abandoned)
 
@@ -224,7 +279,11 @@ class RemoteStore:
         if not self.fs.exists(self._root):
             return []
         entries = self.fs.ls(self._root, detail=True)
-        return [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
+        return [
+            str(e["name"]).rstrip("/").rpartition("/")[2]
+            for e in entries
+            if e["type"] == "directory"
+        ]
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the sizes of all files in the folder of a checkpoint, by name, from one listing."""
@@ -233,7 +292,10 @@ class RemoteStore:
         if not self.fs.exists(base):
             return {}
         prefix = str(self.fs._strip_protocol(base)).rstrip("/") + "/"
-        return {str(p).removeprefix(prefix): int(e["size"]) for p, e in self.fs.find(base, detail=True).items()}
+        return {
+            str(p).removeprefix(prefix): int(e["size"])
+            for p, e in self.fs.find(base, detail=True).items()
+        }
 
     def listed_files(self, name: str) -> list[str]:
         """Return the files of the committed checkpoint of this name; empty when there is no readable manifest."""
@@ -250,7 +312,11 @@ class RemoteStore:
 
     def names(self) -> list[str]:
         """Return the names of the folders with a manifest."""
-        return sorted(n for n in self._folders() if self.fs.exists(self.join_path(n, MANIFEST_NAME)))
+        return sorted(
+            n
+            for n in self._folders()
+            if self.fs.exists(self.join_path(n, MANIFEST_NAME))
+        )
 
     def manifest(self, name: str) -> Manifest:
         """Return the verified manifest."""
@@ -258,19 +324,27 @@ class RemoteStore:
         where = f"{self._url}/{name}/{MANIFEST_NAME}"
         try:
             if self.fs.size(path) > MAX_MANIFEST_BYTES:
-                raise CorruptCheckpointError(f"{where}: larger than any manifest. Use another checkpoint.")
+                raise CorruptCheckpointError(
+                    f"{where}: larger than any manifest. Use another checkpoint."
+                )
             return decode(self.fs.cat_file(path), where)
         except FileNotFoundError as error:
             raise IncompleteCheckpointError(
                 f"{where} does not exist, so there is no complete checkpoint at {self._url}/{name}. Give another URL."
             ) from error
         except OSError as error:
-            raise CheckpointError(f"{where} cannot be read: {error}. Check the URL and the credentials.") from error
+            raise CheckpointError(
+                f"{where} cannot be read: {error}. Check the URL and the credentials."
+            ) from error
 
     def check(self, name: str) -> Manifest:
         """Return the manifest after checking that every file has its size. Raises: a CheckpointError otherwise."""
         manifest, sizes = self.manifest(name), self.sizes(name)
-        names = [file.name for file in manifest.files if sizes.get(_placed(manifest, file)) != file.size]
+        names = [
+            file.name
+            for file in manifest.files
+            if sizes.get(_placed(manifest, file)) != file.size
+        ]
         if names:
             raise IncompleteCheckpointError(
                 f"{self._url}/{name}: {', '.join(names[:4])} of {len(manifest.files)} files are missing or have another size, so it is "
@@ -278,7 +352,9 @@ class RemoteStore:
             )
         return manifest
 
-    def is_current(self, name: str, manifest: Manifest, folder: Path | None = None) -> bool:
+    def is_current(
+        self, name: str, manifest: Manifest, folder: Path | None = None
+    ) -> bool:
         """Return True if the checkpoint has not been replaced since its manifest was read."""
         try:
             return self.manifest(name) == manifest
@@ -304,13 +380,17 @@ class RemoteStore:
                 target = inside(folder, safe_name(file.name, self._url))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    self.fs.get_file(self.join_path(name, _placed(manifest, file)), str(target))
+                    self.fs.get_file(
+                        self.join_path(name, _placed(manifest, file)), str(target)
+                    )
                 except FileNotFoundError as error:
                     raise IncompleteCheckpointError(
                         f"{self._url}/{name}: {file.name} is missing. Nothing was loaded. Load another checkpoint."
                     ) from error
 
-            with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-download") as pool:
+            with ThreadPoolExecutor(
+                default_threads(), thread_name_prefix="hasten-download"
+            ) as pool:
                 list(pool.map(download, manifest.files))
             yield folder
 

@@ -21,7 +21,10 @@ def main(argv: Sequence[str]) -> int:
         "settings and environment. Several runs are overlaid, with a table of differences.",
     )
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN_DIR", help="project_dir (or output_dir of a Trainer) of a training"
+        "runs",
+        nargs="+",
+        metavar="RUN_DIR",
+        help="project_dir (or output_dir of a Trainer) of a training",
     )
     parser.add_argument(
         *("-o", "--output"),
@@ -32,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
     )
     given = parser.parse_args(argv)
     if given.output.suffix != ".html":
-        raise ConfigError(f"--output={given.output} does not end in .html, but a report is a page of HTML; rename it.")
+        raise ConfigError(
+            f"--output={given.output} does not end in .html, but a report is a page of HTML; rename it."
+        )
     write(given.runs, given.output)
     sys.stdout.write(f"{given.output}\n")
     return 0

@@ -22,7 +22,16 @@ MOST_POINTS: Final = 4000
 _BUCKETS: Final = 400
 _EDGE_S: Final = 1e-3
 COLOURS: Final = (
-    *("#1769aa", "#d1495b", "#2e8b57", "#8d5fd3", "#e08e0b", "#00838f", "#795548", "#546e7a"),
+    *(
+        "#1769aa",
+        "#d1495b",
+        "#2e8b57",
+        "#8d5fd3",
+        "#e08e0b",
+        "#00838f",
+        "#795548",
+        "#546e7a",
+    ),
     *("#c2185b", "#9e9d24", "#5c6bc0", "#ff8a65"),
 )
 """Colours of the lines of a chart, at least one for each part of a step."""
@@ -45,7 +54,9 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
         if np.isnan(part).all():
             keep.append(first)
             continue
-        keep += sorted({first + int(np.nanargmin(part)), first + int(np.nanargmax(part))})
+        keep += sorted(
+            {first + int(np.nanargmin(part)), first + int(np.nanargmax(part))}
+        )
     index = np.array(keep)
     return Curve(curve.steps[index], curve.times[index], curve.values[index])
 
@@ -53,29 +64,62 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
 def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return all charts of the page, in order: metrics first, then timings."""
     found = [_metric(name, runs) for name in _metric_names(runs)]
-    logged = [(run, log) for run in runs for log in sorted(run.ranks, key=lambda log: log.rank) if len(log.steps)]
+    logged = [
+        (run, log)
+        for run in runs
+        for log in sorted(run.ranks, key=lambda log: log.rank)
+        if len(log.steps)
+    ]
     if not logged:
         return found
     several = len(runs) > 1
     found.append(
-        _over_time("throughput (samples/s)", [_throughput(run, log, several) for run, log in logged if log.rank == 0])
+        _over_time(
+            "throughput (samples/s)",
+            [_throughput(run, log, several) for run, log in logged if log.rank == 0],
+        )
     )
     for run in runs:
         logs = [log for log in run.ranks if log.rank == 0 and len(log.steps)]
         if logs:
             title = "time of a step by part (ms)" + (f": {run.name}" if several else "")
-            found.append({**_over_time(title, _parts(run, logs)), "stacked": True, "run": run.name})
-    found.append(_over_time("time of a step by rank (ms)", [_step_time(run, log, several) for run, log in logged]))
-    found.append(_over_time("memory by rank (MB)", [_memory(run, log, several) for run, log in logged]))
+            found.append(
+                {
+                    **_over_time(title, _parts(run, logs)),
+                    "stacked": True,
+                    "run": run.name,
+                }
+            )
+    found.append(
+        _over_time(
+            "time of a step by rank (ms)",
+            [_step_time(run, log, several) for run, log in logged],
+        )
+    )
+    found.append(
+        _over_time(
+            "memory by rank (MB)", [_memory(run, log, several) for run, log in logged]
+        )
+    )
     return [chart for chart in found if any(trace["y"] for trace in chart["traces"])]
 
 
 def _metric_names(runs: Sequence[RunFolder]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.curves)
     first = ("loss", "eval_loss", "learning_rate", "grad_norm")
-    ordered = [name for name in first if name in names] + [name for name in names if name not in first]
-    plain = [name for name in ordered if name in _RATES or (name != "epoch" and not name.endswith(_SECONDS))]
-    return [name for name in plain if any(len(run.curves[name].values) > 1 for run in runs if name in run.curves)]
+    ordered = [name for name in first if name in names] + [
+        name for name in names if name not in first
+    ]
+    plain = [
+        name
+        for name in ordered
+        if name in _RATES or (name != "epoch" and not name.endswith(_SECONDS))
+    ]
+    return [
+        name
+        for name in plain
+        if any(len(run.curves[name].values) > 1 for run in runs if name in run.curves)
+    ]
 
 
 def _metric(name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -84,7 +128,9 @@ def _metric(name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
         if name in run.curves:
             curve = thinned(run.curves[name])
             minutes = (curve.times - run.began_s) / 60
-            traces.append(_trace(run.name, minutes, curve.values, steps=curve.steps.tolist()))
+            traces.append(
+                _trace(run.name, minutes, curve.values, steps=curve.steps.tolist())
+            )
     return {"title": name, "traces": traces, "metric": True}
 
 
@@ -92,14 +138,22 @@ def _over_time(title: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
     return {"title": title, "traces": traces, "metric": False}
 
 
-def _trace(name: str, minutes: NDArray[Any], values: NDArray[Any], **more: Any) -> dict[str, Any]:
-    shown = [None if not np.isfinite(value) else float(f"{value:.6g}") for value in values.tolist()]
+def _trace(
+    name: str, minutes: NDArray[Any], values: NDArray[Any], **more: Any
+) -> dict[str, Any]:
+    shown = [
+        None if not np.isfinite(value) else float(f"{value:.6g}")
+        for value in values.tolist()
+    ]
     return {"name": name, "minutes": np.round(minutes, 5).tolist(), "y": shown, **more}
 
 
 def _label(run: RunFolder, log: LoggedRank, several: bool) -> str:
     restarts = sum(
-        1 for other in run.ranks if other.rank == log.rank and other.started.get("time", 0) < log.started.get("time", 0)
+        1
+        for other in run.ranks
+        if other.rank == log.rank
+        and other.started.get("time", 0) < log.started.get("time", 0)
     )
     words = [run.name] if several else []
     words.append(f"rank {log.rank}")
@@ -108,12 +162,20 @@ def _label(run: RunFolder, log: LoggedRank, several: bool) -> str:
     return ", ".join(words)
 
 
-def _bucketed(log: LoggedRank, columns: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _bucketed(
+    log: LoggedRank, columns: Sequence[str]
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return times and the sums of columns over intervals of steps, with the number of steps as the last column."""
     steps = log.steps
-    edges = np.unique(np.linspace(0, len(steps), min(_BUCKETS, len(steps)) + 1).astype(int))
-    sums = [np.add.reduceat(steps[name].astype(np.float64), edges[:-1]) for name in columns]
-    return steps["time"][edges[1:] - 1], np.stack([*sums, np.diff(edges).astype(np.float64)])
+    edges = np.unique(
+        np.linspace(0, len(steps), min(_BUCKETS, len(steps)) + 1).astype(int)
+    )
+    sums = [
+        np.add.reduceat(steps[name].astype(np.float64), edges[:-1]) for name in columns
+    ]
+    return steps["time"][edges[1:] - 1], np.stack(
+        [*sums, np.diff(edges).astype(np.float64)]
+    )
 
 
 def _minutes(run: RunFolder, times: NDArray[Any]) -> NDArray[Any]:
@@ -123,7 +185,9 @@ def _minutes(run: RunFolder, times: NDArray[Any]) -> NDArray[Any]:
 def _throughput(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
     times, sums = _bucketed(log, [*STEP_PARTS, "samples"])
     seconds = np.maximum(sums[: len(STEP_PARTS)].sum(axis=0), 1e-9)
-    return _trace(_label(run, log, several), _minutes(run, times), sums[len(STEP_PARTS)] / seconds)
+    return _trace(
+        _label(run, log, several), _minutes(run, times), sums[len(STEP_PARTS)] / seconds
+    )
 
 
 def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
@@ -131,20 +195,38 @@ def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
     gap = np.array(
         [[0.0]] * len(PARTS) + [[1.0]]
     )  # between two starts: where values are missing, stacked areas become ramps
-    times = np.concatenate([np.concatenate([times[:1] - _EDGE_S, times, times[-1:] + _EDGE_S]) for times, _ in found])
-    sums = np.concatenate([part for _, sums in found for part in (gap, sums, gap)], axis=1)
-    return [_trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1]) for index, part in enumerate(PARTS)]
+    times = np.concatenate(
+        [
+            np.concatenate([times[:1] - _EDGE_S, times, times[-1:] + _EDGE_S])
+            for times, _ in found
+        ]
+    )
+    sums = np.concatenate(
+        [part for _, sums in found for part in (gap, sums, gap)], axis=1
+    )
+    return [
+        _trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1])
+        for index, part in enumerate(PARTS)
+    ]
 
 
 def _step_time(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
     times, sums = _bucketed(log, STEP_PARTS)
-    return _trace(_label(run, log, several), _minutes(run, times), 1e3 * sums[:-1].sum(axis=0) / sums[-1])
+    return _trace(
+        _label(run, log, several),
+        _minutes(run, times),
+        1e3 * sums[:-1].sum(axis=0) / sums[-1],
+    )
 
 
 def _memory(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
     times, sums = _bucketed(log, ["memory_mb"])
     values = sums[0] / sums[-1]
-    return _trace(_label(run, log, several), _minutes(run, times), np.where(values > 0, values, np.nan))
+    return _trace(
+        _label(run, log, several),
+        _minutes(run, times),
+        np.where(values > 0, values, np.nan),
+    )
 
 
 def last_values(runs: Sequence[RunFolder]) -> list[list[str]]:
@@ -163,10 +245,21 @@ def _last(curve: Curve | None) -> str:
 
 def unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the unit of the time axes, by the longest one: seconds, minutes or hours, and the units per minute."""
-    longest = max((max(trace["minutes"], default=0.0) for chart in charts for trace in chart["traces"]), default=0.0)
+    longest = max(
+        (
+            max(trace["minutes"], default=0.0)
+            for chart in charts
+            for trace in chart["traces"]
+        ),
+        default=0.0,
+    )
     if longest < 3:
         return {"name": "seconds", "per_minute": 60.0}
-    return {"name": "minutes", "per_minute": 1.0} if longest < 180 else {"name": "hours", "per_minute": 1 / 60}
+    return (
+        {"name": "minutes", "per_minute": 1.0}
+        if longest < 180
+        else {"name": "hours", "per_minute": 1 / 60}
+    )
 
 
 def duration(minutes: float) -> str:
@@ -180,7 +273,11 @@ def duration(minutes: float) -> str:
 def events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Return the events of all runs, with their minutes since the start of the run."""
     return [
-        {"run": run.name, **event, "minutes": round((event["time"] - run.began_s) / 60, 4)}
+        {
+            "run": run.name,
+            **event,
+            "minutes": round((event["time"] - run.began_s) / 60, 4),
+        }
         for run in runs
         for event in run.events
     ]
@@ -194,10 +291,20 @@ def spread(run: RunFolder) -> list[list[str]]:
         if not logs:
             continue
         steps = np.concatenate(logs)
-        seconds = np.sum([steps[part].astype(np.float64) for part in STEP_PARTS], axis=0)
-        total = max(sum(float(steps[part].astype(np.float64).sum()) for part in PARTS), 1e-9)
-        cells = [f"{1e3 * seconds.mean():.2f}", f"{1e3 * np.percentile(seconds, 95):.2f}"]
-        shares = [f"{float(steps[part].astype(np.float64).sum()) / total:.1%}" for part in PARTS]
+        seconds = np.sum(
+            [steps[part].astype(np.float64) for part in STEP_PARTS], axis=0
+        )
+        total = max(
+            sum(float(steps[part].astype(np.float64).sum()) for part in PARTS), 1e-9
+        )
+        cells = [
+            f"{1e3 * seconds.mean():.2f}",
+            f"{1e3 * np.percentile(seconds, 95):.2f}",
+        ]
+        shares = [
+            f"{float(steps[part].astype(np.float64).sum()) / total:.1%}"
+            for part in PARTS
+        ]
         rows.append([str(rank), str(len(steps)), *cells, *shares])
     return rows
 
@@ -230,7 +337,10 @@ def causes(found: Goodput) -> list[list[str]]:
 
 def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
     """Return a row per setting or fact that differs between runs: its name and its value in each."""
-    tables = [{**{k: v for k, (v, _) in run.settings.items()}, **run.environment} for run in runs]
+    tables = [
+        {**{k: v for k, (v, _) in run.settings.items()}, **run.environment}
+        for run in runs
+    ]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [[name, *(table.get(name, "—") for table in tables)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
@@ -256,11 +366,17 @@ def images(runs: Sequence[RunFolder]) -> list[str]:
                     continue
                 room -= len(content)
                 address = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-                caption = f"step {image.step}" + (f", {image.number}" if image.number else "")
+                caption = f"step {image.step}" + (
+                    f", {image.number}" if image.number else ""
+                )
                 figures.append(
                     f'<figure><img src="{address}" alt="{escape(title)}"><figcaption>{caption}</figcaption></figure>'
                 )
-            left_out = f"{len(figures)} of {len(logged)} images" if len(figures) < len(logged) else ""
+            left_out = (
+                f"{len(figures)} of {len(logged)} images"
+                if len(figures) < len(logged)
+                else ""
+            )
             heading = f"<h2>{escape(title)}{f' ({left_out})' if left_out else ''}</h2>"
             found.append(f'{heading}<div class="images">{"".join(figures)}</div>')
     return found
@@ -269,15 +385,26 @@ def images(runs: Sequence[RunFolder]) -> list[str]:
 def _chosen(logged: Sequence[LoggedImage]) -> list[LoggedImage]:
     """Return the images of the first, the last and evenly spaced steps between them."""
     steps = sorted({image.step for image in logged})
-    spread = np.linspace(0, len(steps) - 1, min(MOST_STEPS, len(steps))).round().astype(int).tolist()
+    spread = (
+        np.linspace(0, len(steps) - 1, min(MOST_STEPS, len(steps)))
+        .round()
+        .astype(int)
+        .tolist()
+    )
     kept = {steps[at] for at in spread}
-    return [image for image in logged if image.step in kept and image.number < MOST_PER_STEP]
+    return [
+        image for image in logged if image.step in kept and image.number < MOST_PER_STEP
+    ]
 
 
 def _content(path: Path, folder: Path, room: int) -> bytes | None:
     """Return the PNG, or None if it is missing, not a PNG, larger than `room`, or outside the run's folder."""
     whole = path.resolve()
-    if not whole.is_relative_to(folder.resolve()) or not whole.is_file() or whole.stat().st_size > room:
+    if (
+        not whole.is_relative_to(folder.resolve())
+        or not whole.is_file()
+        or whole.stat().st_size > room
+    ):
         return None
     content = whole.read_bytes()
     return content if content.startswith(_PNG) else None

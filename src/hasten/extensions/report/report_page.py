@@ -51,25 +51,48 @@ def _tables(runs: Sequence[RunFolder]) -> list[str]:
         heading = ["setting or fact", *(run.name for run in runs)]
         tables.append(_table("What differs", heading, report_data.differences(runs)))
     if rows := report_data.last_values(runs):
-        tables.append(_table("Last values (lowest to highest)", ["metric", *(run.name for run in runs)], rows))
+        tables.append(
+            _table(
+                "Last values (lowest to highest)",
+                ["metric", *(run.name for run in runs)],
+                rows,
+            )
+        )
     tables += [_folded(*table) for table in report_data.tables(runs)]
     for run in runs:
         of_run = f": {run.name}" if len(runs) > 1 else ""
         if (found := goodput.of_run(run.ranks)) is not None:
             title = f"Goodput{of_run}: {found.ratio:.1%} of {report_data.duration(found.wall_s / 60)}"
-            tables.append(_table(title, ["cause", "time", "share", ""], report_data.causes(found)))
+            tables.append(
+                _table(title, ["cause", "time", "share", ""], report_data.causes(found))
+            )
         if rows := report_data.spread(run):
             heading = ["rank", "updates", "step (ms)", "95 % below", *PARTS]
             tables.append(_table(f"Ranks{of_run}", heading, rows))
         events = [
-            [report_data.duration(event["minutes"]), str(event["event"]), _details(event)]
+            [
+                report_data.duration(event["minutes"]),
+                str(event["event"]),
+                _details(event),
+            ]
             for event in report_data.events([run])
         ]
         if events:
-            tables.append(_folded(f"Events{of_run} ({len(events)})", ["after", "event", ""], events[:500]))
-        settings = [[name, value, source] for name, (value, source) in sorted(run.settings.items())]
+            tables.append(
+                _folded(
+                    f"Events{of_run} ({len(events)})",
+                    ["after", "event", ""],
+                    events[:500],
+                )
+            )
+        settings = [
+            [name, value, source]
+            for name, (value, source) in sorted(run.settings.items())
+        ]
         if settings:
-            tables.append(_folded(f"Settings{of_run}", ["setting", "value", "from"], settings))
+            tables.append(
+                _folded(f"Settings{of_run}", ["setting", "value", "from"], settings)
+            )
         if run.environment:
             rows = [[name, value] for name, value in run.environment.items()]
             tables.append(_folded(f"Environment{of_run}", ["", ""], rows))
@@ -78,7 +101,9 @@ def _tables(runs: Sequence[RunFolder]) -> list[str]:
 
 def _details(event: dict[str, object]) -> str:
     return ", ".join(
-        f"{event[key]}{' s' if key == 'seconds' else ''}" for key in ("words", "seconds", "error") if key in event
+        f"{event[key]}{' s' if key == 'seconds' else ''}"
+        for key in ("words", "seconds", "error")
+        if key in event
     )
 
 
@@ -87,7 +112,9 @@ def _table(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _folded(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return f"<details><summary>{escape(title)}</summary>{_cells(heading, rows)}</details>"
+    return (
+        f"<details><summary>{escape(title)}</summary>{_cells(heading, rows)}</details>"
+    )
 
 
 def _cells(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -16,7 +16,9 @@ from hasten.config.masking import masked, masked_tree, masked_value
 from hasten.errors import ConfigError
 from hasten.tracking.run_log import FOLDER, LoggedRank, read_run_log
 
-_WORDS: Final = MappingProxyType({"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")})
+_WORDS: Final = MappingProxyType(
+    {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+)
 _DEPTH: Final = ("", "*/", "*/*/", "*/*/*/")
 
 # Any in this file: settings and events are JSON values.
@@ -67,14 +69,28 @@ class RunFolder:
     def began_s(self) -> float:
         """Start of the run, in seconds since 1970."""
         times = [float(log.started["time"]) for log in self.ranks if log.started]
-        times += [float(curve.times.min()) for curve in self.curves.values() if len(curve.times)]
+        times += [
+            float(curve.times.min())
+            for curve in self.curves.values()
+            if len(curve.times)
+        ]
         return min(times, default=0.0)
 
     @property
     def settings(self) -> dict[str, tuple[str, str]]:
         """Name -> value and source: the Accelerator's settings, then those of the tracker."""
-        found = {name: (str(value), "given to init_trackers") for name, value in self.config.items()}
-        started = next((log.started for log in reversed(self.ranks) if log.rank == 0 and log.started), {})
+        found = {
+            name: (str(value), "given to init_trackers")
+            for name, value in self.config.items()
+        }
+        started = next(
+            (
+                log.started
+                for log in reversed(self.ranks)
+                if log.rank == 0 and log.started
+            ),
+            {},
+        )
         found |= {
             name: (str(masked_value(name, value)), source)
             for name, (value, source) in started.get("settings", {}).items()
@@ -84,10 +100,26 @@ class RunFolder:
     @property
     def environment(self) -> dict[str, str]:
         """Machine and package versions, as of the latest start."""
-        started = next((log.started for log in reversed(self.ranks) if log.rank == 0 and log.started), {})
-        plain = {name: started.get(name) for name in ("command", "strategy", "world_size", "device", "host")}
-        found = {name: masked(str(value)) for name, value in plain.items() if value is not None}
-        return found | {str(name): str(value) for name, value in started.get("versions", {}).items()}
+        started = next(
+            (
+                log.started
+                for log in reversed(self.ranks)
+                if log.rank == 0 and log.started
+            ),
+            {},
+        )
+        plain = {
+            name: started.get(name)
+            for name in ("command", "strategy", "world_size", "device", "host")
+        }
+        found = {
+            name: masked(str(value))
+            for name, value in plain.items()
+            if value is not None
+        }
+        return found | {
+            str(name): str(value) for name, value in started.get("versions", {}).items()
+        }
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -95,11 +127,21 @@ class RunFolder:
         found: list[dict[str, Any]] = []
         for number, log in enumerate(log for log in self.ranks if log.rank == 0):
             for event in log.events:
-                kind = "restarted" if number and event.get("event") == "started" else event.get("event", "")
-                details: dict[str, Any] = masked_tree(
-                    {key: event[key] for key in ("seconds", "error", "words") if key in event}
+                kind = (
+                    "restarted"
+                    if number and event.get("event") == "started"
+                    else event.get("event", "")
                 )
-                found.append({"event": kind, "time": float(event.get("time", 0.0)), **details})
+                details: dict[str, Any] = masked_tree(
+                    {
+                        key: event[key]
+                        for key in ("seconds", "error", "words")
+                        if key in event
+                    }
+                )
+                found.append(
+                    {"event": kind, "time": float(event.get("time", 0.0)), **details}
+                )
         return sorted(found, key=lambda event: float(event["time"]))
 
 
@@ -124,22 +166,41 @@ def read_run(folder: str | Path) -> RunFolder:
         suffix = "" if len(files) == 1 else f" ({path.parent.name})"
         records = _records(path)
         curves |= {f"{name}{suffix}": curve for name, curve in _curves(records).items()}
-        images |= {f"{name}{suffix}": found for name, found in _images(records, path.parent).items()}
+        images |= {
+            f"{name}{suffix}": found
+            for name, found in _images(records, path.parent).items()
+        }
         tables |= {f"{name}{suffix}": found for name, found in _tables(records).items()}
         settings = path.with_name("config.json")
         if settings.exists():
-            config |= dict(_flat(masked_tree(msgspec.json.decode(settings.read_bytes()))))
-    return RunFolder(root.name or str(root.resolve().name), curves, logs, config, root, images, tables)
+            config |= dict(
+                _flat(masked_tree(msgspec.json.decode(settings.read_bytes())))
+            )
+    return RunFolder(
+        root.name or str(root.resolve().name),
+        curves,
+        logs,
+        config,
+        root,
+        images,
+        tables,
+    )
 
 
 def run_files(root: Path) -> list[Path]:
     """Return the files of a run that grow during training, in order; empty if there is nothing to report yet."""
     metrics, logs = _metrics_files(root), sorted((root / FOLDER).glob("rank*-*"))
-    return [*metrics, *logs] if metrics or any(path.suffix == ".jsonl" for path in logs) else []
+    return (
+        [*metrics, *logs]
+        if metrics or any(path.suffix == ".jsonl" for path in logs)
+        else []
+    )
 
 
 def _metrics_files(root: Path) -> list[Path]:
-    return sorted({path for depth in _DEPTH for path in root.glob(f"{depth}metrics.jsonl")})
+    return sorted(
+        {path for depth in _DEPTH for path in root.glob(f"{depth}metrics.jsonl")}
+    )
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -164,23 +225,31 @@ def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
         for name, value in record.get("values", {}).items():
             number = _WORDS.get(value) if isinstance(value, str) else value
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                found.setdefault(name, []).append((record["step"], record["time"], float(number)))
+                found.setdefault(name, []).append(
+                    (record["step"], record["time"], float(number))
+                )
     return {name: _curve(points) for name, points in found.items()}
 
 
-def _images(records: Iterable[Mapping[str, Any]], folder: Path) -> dict[str, list[LoggedImage]]:
+def _images(
+    records: Iterable[Mapping[str, Any]], folder: Path
+) -> dict[str, list[LoggedImage]]:
     found: dict[str, dict[tuple[int, int], LoggedImage]] = {}
     for record in records:
         for name, paths in record.get("images", {}).items():
             for number, path in enumerate(paths):
                 image = LoggedImage(record["step"], number, folder / path)
                 found.setdefault(name, {})[image.step, number] = image
-    return {name: [images[key] for key in sorted(images)] for name, images in found.items()}
+    return {
+        name: [images[key] for key in sorted(images)] for name, images in found.items()
+    }
 
 
 def _tables(records: Iterable[Mapping[str, Any]]) -> dict[str, LoggedTable]:
     return {
-        record["table"]["name"]: LoggedTable(record["step"], record["table"]["columns"], record["table"]["rows"])
+        record["table"]["name"]: LoggedTable(
+            record["step"], record["table"]["columns"], record["table"]["rows"]
+        )
         for record in records
         if "table" in record
     }
@@ -194,4 +263,8 @@ def _curve(points: list[tuple[int, float, float]]) -> Curve:
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if not isinstance(tree, dict):
         return [(prefix, tree)]
-    return [pair for key, value in tree.items() for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
+    return [
+        pair
+        for key, value in tree.items()
+        for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    ]

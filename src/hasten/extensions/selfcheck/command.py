@@ -17,16 +17,26 @@ def main(argv: Sequence[str]) -> int:
         "process, and the bandwidth of an all-reduce, reported per rank.",
     )
     parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="a settings file of hasten or of Accelerate",
     )
-    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the plan without starting anything")
+    parser.add_argument(
+        "--dry_run",
+        "--dry-run",
+        action="store_true",
+        help="print the plan without starting anything",
+    )
     parser.add_argument(
         "--matrix",
         action="store_true",
         help="run the check under each strategy and precision of hasten; exit code 1 if one fails",
     )
     parser.add_argument(
-        "--only", metavar="ddp,fsdp2,bf16", help="with --matrix: only these strategies, precisions or cells"
+        "--only",
+        metavar="ddp,fsdp2,bf16",
+        help="with --matrix: only these strategies, precisions or cells",
     )
     parser.add_argument(
         "--links",
@@ -39,13 +49,18 @@ def main(argv: Sequence[str]) -> int:
         return _matrix(given)
     if given.only is not None:
         parser.error("--only is an option of --matrix; add --matrix, or remove it")
-    words = ["hasten.extensions.selfcheck.selfcheck", *([] if given.links is None else [given.links])]
+    words = [
+        "hasten.extensions.selfcheck.selfcheck",
+        *([] if given.links is None else [given.links]),
+    ]
     return run_module(words, "hasten test", given, argv)
 
 
 def _matrix(given: argparse.Namespace) -> int:
     others = [entry.name for entry in given.settings if entry.path != ("cpu",)]
-    others += [name for name in ("config_file", "dry_run", "links") if getattr(given, name)]
+    others += [
+        name for name in ("config_file", "dry_run", "links") if getattr(given, name)
+    ]
     if others:
         raise ConfigError(
             f"{others[0]} was given with --matrix, whose cells use fixed settings, so it would have no effect; remove it, or choose "
@@ -53,5 +68,7 @@ def _matrix(given: argparse.Namespace) -> int:
         )
     from hasten.extensions.selfcheck import matrix  # inspects the machine
 
-    cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)
+    cpu = any(
+        str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings
+    )
     return matrix.run(given.only, cpu)

@@ -29,7 +29,13 @@ CELLS: Final = MappingProxyType[str, tuple[int, tuple[str, ...]]](
     {
         f"{strategy}-{precision}": (
             num_processes,
-            ("--num_processes", str(num_processes), "--mixed_precision", _PRECISIONS[precision], *flags.split()),
+            (
+                "--num_processes",
+                str(num_processes),
+                "--mixed_precision",
+                _PRECISIONS[precision],
+                *flags.split(),
+            ),
         )
         for strategy, num_processes, flags, precisions in _STRATEGIES
         for precision in precisions.split()
@@ -48,7 +54,9 @@ def chosen(only: str | None) -> list[str]:
     words = [word.strip() for word in only.split(",")]
     for word in words:
         if not any(word in (cell, *cell.split("-")) for cell in CELLS):
-            raise ConfigError(f"--only: {word!r} is no cell of the matrix; name some of {', '.join(CELLS)}.")
+            raise ConfigError(
+                f"--only: {word!r} is no cell of the matrix; name some of {', '.join(CELLS)}."
+            )
     return [cell for cell in CELLS if {cell, *cell.split("-")} & set(words)]
 
 
@@ -60,7 +68,9 @@ def run(only: str | None, cpu: bool) -> int:
     for cell in chosen(only):
         num_processes, flags = CELLS[cell]
         if not on_cpu and num_processes > host.num_devices:
-            sys.stdout.write(f"skipped {cell:<16} needs {num_processes} devices, {host.num_devices} here\n")
+            sys.stdout.write(
+                f"skipped {cell:<16} needs {num_processes} devices, {host.num_devices} here\n"
+            )
             continue
         passed, summary = check([*(["--cpu"] if on_cpu else []), *flags])
         sys.stdout.write(f"{'passed ' if passed else 'FAILED '} {cell:<16} {summary}\n")

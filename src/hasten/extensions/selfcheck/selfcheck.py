@@ -44,16 +44,27 @@ def ranks(accelerator: Accelerator) -> str:
 
 def collectives(accelerator: Accelerator) -> str:
     """Check the results of gather, reduce, broadcast and pad."""
-    rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    rank, size, device = (
+        accelerator.process_index,
+        accelerator.num_processes,
+        accelerator.device,
+    )
     mine = torch.full((2,), float(rank), device=device)
     gathered = accelerator.gather(mine)
-    _expect(gathered.tolist() == [float(r) for r in range(size) for _ in range(2)], f"gather gave {gathered.tolist()}")
+    _expect(
+        gathered.tolist() == [float(r) for r in range(size) for _ in range(2)],
+        f"gather gave {gathered.tolist()}",
+    )
     total = accelerator.reduce(mine, reduction="sum")
-    _expect(total.tolist() == [size * (size - 1) / 2] * 2, f"reduce gave {total.tolist()}")
+    _expect(
+        total.tolist() == [size * (size - 1) / 2] * 2, f"reduce gave {total.tolist()}"
+    )
     sent = accelerator.broadcast(mine + 7.0, from_process=size - 1)
     _expect(sent.tolist() == [size + 6.0] * 2, f"broadcast gave {sent.tolist()}")
     padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=device))
-    _expect(padded.shape[0] == size, f"pad_across_processes gave {padded.shape[0]} rows")
+    _expect(
+        padded.shape[0] == size, f"pad_across_processes gave {padded.shape[0]} rows"
+    )
     accelerator.wait_for_everyone()
     return "gather, reduce, broadcast, pad, barrier"
 
@@ -64,10 +75,16 @@ def training(accelerator: Accelerator) -> str:
     readers = accelerator.ctx.mesh.size(*BATCH)
     num_rows = readers * -(-_LEAST_ROWS // readers)  # the same number for each reader
     losses = _losses(accelerator, num_rows)
-    worst = max(abs(loss - expected) for loss, expected in zip(losses, _plain_losses(num_rows), strict=True))
+    worst = max(
+        abs(loss - expected)
+        for loss, expected in zip(losses, _plain_losses(num_rows), strict=True)
+    )
     precision = accelerator.config.mixed_precision
     tolerance = dict(_TOLERANCES)[precision]
-    _expect(worst <= tolerance, f"losses differ from one process by {worst:.2g}, more than {tolerance:g}")
+    _expect(
+        worst <= tolerance,
+        f"losses differ from one process by {worst:.2g}, more than {tolerance:g}",
+    )
     return f"{len(losses)} updates, {precision}: losses differ from one process by {worst:.1e}"
 
 
@@ -85,13 +102,24 @@ def measured_links(accelerator: Accelerator) -> Links:
 
     Raises: CheckFailed if there is only one process.
     """
-    _expect(accelerator.num_processes > 1, "measuring links needs at least two processes; start two or more")
+    _expect(
+        accelerator.num_processes > 1,
+        "measuring links needs at least two processes; start two or more",
+    )
     topology = accelerator.ctx.topology
     machines = gather_object(topology.node_rank, accelerator.ctx.world)
-    local_ranks = [rank for rank, machine in enumerate(machines) if machine == topology.node_rank]
+    local_ranks = [
+        rank for rank, machine in enumerate(machines) if machine == topology.node_rank
+    ]
     node = _all_reduce(accelerator, local_ranks)[0] if len(local_ranks) > 1 else None
-    between = _all_reduce(accelerator, list(range(len(machines))))[0] if len(set(machines)) > 1 else None
-    everywhere = zip(*gather_object((node, between), accelerator.ctx.world), strict=True)
+    between = (
+        _all_reduce(accelerator, list(range(len(machines))))[0]
+        if len(set(machines)) > 1
+        else None
+    )
+    everywhere = zip(
+        *gather_object((node, between), accelerator.ctx.world), strict=True
+    )
     slowest = [min(found) if all(found) else None for found in everywhere]
     return Links(
         device=_device_name(accelerator),
@@ -104,11 +132,15 @@ def measured_links(accelerator: Accelerator) -> Links:
 
 def _device_name(accelerator: Accelerator) -> str:
     return (
-        torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else accelerator.device.type
+        torch.cuda.get_device_name(accelerator.device)
+        if accelerator.device.type == "cuda"
+        else accelerator.device.type
     )
 
 
-def _all_reduce(accelerator: Accelerator, members: list[int]) -> tuple[float, int, float]:
+def _all_reduce(
+    accelerator: Accelerator, members: list[int]
+) -> tuple[float, int, float]:
     """Return GB/s per link of an all-reduce among `members`, its bytes and its seconds.
 
     Ranks: every rank; groups are disjoint.
@@ -126,7 +158,9 @@ def _all_reduce(accelerator: Accelerator, members: list[int]) -> tuple[float, in
     if not on_cpu:
         torch.accelerator.synchronize()
     seconds = (time.perf_counter() - start) / repeats
-    _expect(float(block[0]) == len(members), f"an all-reduce of ones gave {float(block[0])}")
+    _expect(
+        float(block[0]) == len(members), f"an all-reduce of ones gave {float(block[0])}"
+    )
     moved = numbers * 4 * 2 * (len(members) - 1) / len(members)
     return moved / seconds / 1e9, numbers * 4, seconds
 
@@ -139,13 +173,16 @@ CHECKS: Final[tuple[tuple[str, Check], ...]] = (
 )
 
 
-def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS) -> bool:
+def run(
+    accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS
+) -> bool:
     """Run the checks on every rank and print the results on the first; return False if a check failed on any rank."""
     good = True
     for name, check in checks:
         try:
             message, passed = check(accelerator), True
-        except Exception as error:  # every error is reported with its rank, and the next check still runs
+        # every error is reported with its rank, and the next check still runs
+        except Exception as error:
             message, passed = f"{type(error).__name__}: {error}", False
         outcomes = gather_object((passed, message), accelerator.ctx.world)
         good = good and all(ok for ok, _ in outcomes)
@@ -156,7 +193,9 @@ def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS
 
 def _lines(name: str, outcomes: list[tuple[bool, str]]) -> list[str]:
     """Return one line for a check that passed on all ranks, else one line per failed rank."""
-    bad = [(rank, message) for rank, (passed, message) in enumerate(outcomes) if not passed]
+    bad = [
+        (rank, message) for rank, (passed, message) in enumerate(outcomes) if not passed
+    ]
     if not bad:
         everywhere = "rank 0" if len(outcomes) == 1 else f"ranks 0-{len(outcomes) - 1}"
         return [f"passed  {name:<12} {everywhere}: {outcomes[0][1]}"]
@@ -169,18 +208,26 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 
 def _model() -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=_VOCAB, width=16, heads=4, depth=2, context=_LENGTH))
+    return seeded(
+        lambda: TinyLM(vocab=_VOCAB, width=16, heads=4, depth=2, context=_LENGTH)
+    )
 
 
 def _batches(num_rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return tokens, next tokens and positions of each batch."""
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, _VOCAB, (num_rows, _LENGTH + 1), generator=generator) for _ in range(_UPDATES)]
+    rows = [
+        torch.randint(0, _VOCAB, (num_rows, _LENGTH + 1), generator=generator)
+        for _ in range(_UPDATES)
+    ]
     positions = torch.arange(_LENGTH).expand(num_rows, _LENGTH).contiguous()
-    return [(row[:, :-1].contiguous(), row[:, 1:].contiguous(), positions) for row in rows]
+    return [
+        (row[:, :-1].contiguous(), row[:, 1:].contiguous(), positions) for row in rows
+    ]
 
 
-def _loss_of(model: Any, batch: Any) -> Tensor:  # Any: the prepared model; a tuple of tensors
+# Any: the prepared model; a tuple of tensors
+def _loss_of(model: Any, batch: Any) -> Tensor:
     tokens, labels, positions = batch
     return next_token_loss(model(tokens, positions).float(), labels)
 
@@ -204,13 +251,20 @@ def _losses(accelerator: Accelerator, num_rows: int) -> list[float]:
     """Return the losses of the same loop under the settings of this run. Ranks: every rank."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)  # Any: the prepared model and optimizer
+    # Any: the prepared model and optimizer
+    prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)
     net, stepper = prepared
     mesh, losses = accelerator.ctx.mesh, []
     readers, reader = mesh.size(*BATCH), mesh.index(accelerator.process_index, *BATCH)
     for tensors in _batches(num_rows):
-        batch = [tensor.chunk(readers)[reader].to(accelerator.device, copy=True) for tensor in tensors]
-        with accelerator.accumulate(net), accelerator.context_parallel(batch, [1, 1, 1], labels=None):
+        batch = [
+            tensor.chunk(readers)[reader].to(accelerator.device, copy=True)
+            for tensor in tensors
+        ]
+        with (
+            accelerator.accumulate(net),
+            accelerator.context_parallel(batch, [1, 1, 1], labels=None),
+        ):
             loss = accelerator.forward_backward(net, tuple(batch), _loss_of)
             accelerator.clip_grad_norm_(net.parameters(), 1.0)
             stepper.step()
@@ -223,8 +277,16 @@ def _written(accelerator: Accelerator, file: str) -> str:
     links = measured_links(accelerator)
     if accelerator.is_main_process:
         links.write(file)
-    inside = "" if links.node_gb_s is None else f"{links.node_gb_s:.2f} GB/s inside a machine, "
-    between = "" if links.network_gb_s is None else f"{links.network_gb_s:.2f} GB/s between machines per process, "
+    inside = (
+        ""
+        if links.node_gb_s is None
+        else f"{links.node_gb_s:.2f} GB/s inside a machine, "
+    )
+    between = (
+        ""
+        if links.network_gb_s is None
+        else f"{links.network_gb_s:.2f} GB/s between machines per process, "
+    )
     return f"{inside}{between}written to {file}"
 
 
@@ -232,9 +294,16 @@ def main() -> int:
     """Run the checks under the launcher's settings; the optional argument is a file for the measured link speeds."""
     accelerator = Accelerator()
     file = sys.argv[1] if len(sys.argv) > 1 else None
-    good = run(accelerator, CHECKS if file is None else (*CHECKS, ("links", lambda given: _written(given, file))))
+    good = run(
+        accelerator,
+        CHECKS
+        if file is None
+        else (*CHECKS, ("links", lambda given: _written(given, file))),
+    )
     if accelerator.is_main_process:
-        sys.stdout.write("everything works\n" if good else "some checks failed, see above\n")
+        sys.stdout.write(
+            "everything works\n" if good else "some checks failed, see above\n"
+        )
     return 0 if good else 1
 
 

@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 
 def basic_config(machine: MachineFacts, mixed_precision: str | None = None) -> Config:
     """Return suitable settings for a machine: all its devices, or its CPU, and its precision unless one is given."""
-    code: dict[str, Any] = {"mixed_precision": mixed_precision or recommended_precision(machine)[0]}
+    code: dict[str, Any] = {
+        "mixed_precision": mixed_precision or recommended_precision(machine)[0]
+    }
     if machine.device == "cpu":
         code["cpu"] = True
     elif machine.device == "tpu":
@@ -49,9 +51,16 @@ def write_basic_config(
     mixed_precision: str = "no", save_location: str | PathLike[str] | None = None
 ) -> Path | Literal[False]:
     """Write suitable settings for this machine and return the file; False if a file exists, which is not changed."""
-    path = Path(save_location) if save_location is not None else default_path(environment.snapshot())
+    path = (
+        Path(save_location)
+        if save_location is not None
+        else default_path(environment.snapshot())
+    )
     if path.exists():
-        log.warning("%s exists and was not changed; write another with `hasten config`, or pass save_location", path)
+        log.warning(
+            "%s exists and was not changed; write another with `hasten config`, or pass save_location",
+            path,
+        )
         return False
     return write(basic_config(examine(), mixed_precision), path)
 
@@ -72,7 +81,10 @@ def explain(resolved: Resolved, *, changed: bool = False) -> list[dict[str, Any]
         if changed and source.kind == "default" and value == info.default:
             continue
         replaced = [
-            {"value": masked_value(info.path[-1], encode(entry.value)), "source": str(entry.source)}
+            {
+                "value": masked_value(info.path[-1], encode(entry.value)),
+                "source": str(entry.source),
+            }
             for entry in resolved.shadowed.get(info.path, ())
         ]
         rows.append(
@@ -86,7 +98,9 @@ def explain(resolved: Resolved, *, changed: bool = False) -> list[dict[str, Any]
     return rows
 
 
-def table(resolved: Resolved, *, changed: bool = False, console: Console | None = None) -> None:
+def table(
+    resolved: Resolved, *, changed: bool = False, console: Console | None = None
+) -> None:
     """Print one line per setting with its value, its source and the values that it overrides; defaults are dim."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
@@ -102,8 +116,12 @@ def table(resolved: Resolved, *, changed: bool = False, console: Console | None 
             grid.add_section()
             section = group
         style = "dim" if row["source"] == "default" else "bold"
-        replaced = ", ".join(f"{_spelled(item['value'])} ({item['source']})" for item in row["replaced"])
-        cells = (row["name"], _spelled(row["value"]), row["source"], replaced)[: len(grid.columns)]
+        replaced = ", ".join(
+            f"{_spelled(item['value'])} ({item['source']})" for item in row["replaced"]
+        )
+        cells = (row["name"], _spelled(row["value"]), row["source"], replaced)[
+            : len(grid.columns)
+        ]
         grid.add_row(*(Text(cell, style=style) for cell in cells))
     console.print(grid)
 
@@ -153,25 +171,50 @@ def main(argv: Sequence[str]) -> int:
 def ask(argv: Sequence[str]) -> int:
     """Run the wizard."""
     parser = SettingsParser(
-        prog="hasten config", description="Ask questions about the machine and the training, and write a settings file."
+        prog="hasten config",
+        description="Ask questions about the machine and the training, and write a settings file.",
     )
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write (default: config path)")
+    parser.add_argument(
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="where to write (default: config path)",
+    )
     arguments = parser.parse_args(argv)
     env = environment.snapshot()
-    path = Path(arguments.config_file) if arguments.config_file else files.default_path(env)
-    from hasten.extensions.setup import wizard  # the other commands do not need questionary
+    path = (
+        Path(arguments.config_file)
+        if arguments.config_file
+        else files.default_path(env)
+    )
+    # the other commands do not need questionary
+    from hasten.extensions.setup import wizard
 
     return wizard.run(examine(), path)
 
 
 def default(argv: Sequence[str]) -> int:
     """Write settings without questions."""
-    parser = SettingsParser(prog="hasten config default", description="Write a settings file suited to this machine.")
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write (default: config path)")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
+    parser = SettingsParser(
+        prog="hasten config default",
+        description="Write a settings file suited to this machine.",
+    )
+    parser.add_argument(
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="where to write (default: config path)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite an existing file"
+    )
     parser.add_settings()
     arguments = parser.parse_args(argv)
-    path = Path(arguments.config_file) if arguments.config_file else files.default_path(environment.snapshot())
+    path = (
+        Path(arguments.config_file)
+        if arguments.config_file
+        else files.default_path(environment.snapshot())
+    )
     if path.exists() and not arguments.force:
         raise ConfigError(
             f"{path} already exists; pass --force to overwrite it, or --config_file to write another file."
@@ -179,13 +222,18 @@ def default(argv: Sequence[str]) -> int:
     machine = examine()
     config = with_flags(basic_config(machine), arguments.settings)
     files.write(config, path)
-    sys.stdout.write(f"This machine: {machine.words}\n\n{files.dump(config, masked=True)}\nWritten to {path}\n")
+    sys.stdout.write(
+        f"This machine: {machine.words}\n\n{files.dump(config, masked=True)}\nWritten to {path}\n"
+    )
     return 0
 
 
 def with_flags(config: Config, flags: Sequence[SettingEntry]) -> Config:
     """Return the settings with flags applied on top."""
-    return resolve(file=files.read_text(files.dump(config), Path("this machine")).entries, flags=flags).config
+    return resolve(
+        file=files.read_text(files.dump(config), Path("this machine")).entries,
+        flags=flags,
+    ).config
 
 
 def show(argv: Sequence[str]) -> int:
@@ -195,17 +243,33 @@ def show(argv: Sequence[str]) -> int:
         description="Print the settings in effect for `hasten launch` with the same flags.",
     )
     parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="a settings file of hasten or of Accelerate",
     )
-    parser.add_argument("--why", action="store_true", help="print every value with its source")
-    parser.add_argument("--changed", action="store_true", help="print only values that differ from the default")
+    parser.add_argument(
+        "--why", action="store_true", help="print every value with its source"
+    )
+    parser.add_argument(
+        "--changed",
+        action="store_true",
+        help="print only values that differ from the default",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_settings()
     arguments = parser.parse_args(argv)
     env = environment.snapshot()
     resolved = effective(env, arguments.config_file, arguments.settings)
     if arguments.json:
-        sys.stdout.write(json.dumps(explain(resolved, changed=arguments.changed), indent=2, ensure_ascii=False) + "\n")
+        sys.stdout.write(
+            json.dumps(
+                explain(resolved, changed=arguments.changed),
+                indent=2,
+                ensure_ascii=False,
+            )
+            + "\n"
+        )
     elif arguments.why:
         table(resolved, changed=arguments.changed)
     else:
@@ -217,7 +281,9 @@ def show(argv: Sequence[str]) -> int:
 
 def check(argv: Sequence[str]) -> int:
     """Check a settings file; return exit code 0 or 2, with every problem listed."""
-    parser = SettingsParser(prog="hasten config check", description="Check a settings file.")
+    parser = SettingsParser(
+        prog="hasten config check", description="Check a settings file."
+    )
     parser.add_argument("file", metavar="FILE")
     arguments = parser.parse_args(argv)
     file = files.read(arguments.file)
@@ -231,7 +297,9 @@ def check(argv: Sequence[str]) -> int:
 
 def path(argv: Sequence[str]) -> int:
     """Print the path of the settings file, and the file in effect."""
-    parser = SettingsParser(prog="hasten config path", description="Print the path of the settings file.")
+    parser = SettingsParser(
+        prog="hasten config path", description="Print the path of the settings file."
+    )
     parser.parse_args(argv)
     env = environment.snapshot()
     used_file, default_file = files.find(env), files.default_path(env)
@@ -239,7 +307,9 @@ def path(argv: Sequence[str]) -> int:
     if used_file is None:
         sys.stderr.write("note: there is no file yet; `hasten config` writes it\n")
     elif used_file != default_file:
-        sys.stderr.write(f"note: this is Hugging Face Accelerate's file; hasten's would be {default_file}\n")
+        sys.stderr.write(
+            f"note: this is Hugging Face Accelerate's file; hasten's would be {default_file}\n"
+        )
     return 0
 
 

@@ -30,9 +30,15 @@ _VARIABLES: Final = re.compile(
 def main(argv: Sequence[str]) -> int:
     """Run `hasten env …`."""
     parser = argparse.ArgumentParser(
-        prog="hasten env", description="Print a report of machine, packages and settings for an issue."
+        prog="hasten env",
+        description="Print a report of machine, packages and settings for an issue.",
     )
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="the settings file to report")
+    parser.add_argument(
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="the settings file to report",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     env = environment.snapshot()
@@ -47,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
         "settings": _settings(env, arguments.config_file),
     }
     report = masked_tree(report)
-    sys.stdout.write(json.dumps(report, indent=2) + "\n" if arguments.json else _text(report))
+    sys.stdout.write(
+        json.dumps(report, indent=2) + "\n" if arguments.json else _text(report)
+    )
     return 0
 
 
@@ -65,11 +73,15 @@ def _torch() -> dict[str, str]:
         "devices": str(torch.accelerator.device_count()),
         "threads": str(torch.get_num_threads()),
         "backends": ", ".join(
-            name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if torch.distributed.is_backend_available(name)
+            name
+            for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+            if torch.distributed.is_backend_available(name)
         ),
     }
     if torch.cuda.is_available():
-        torch_facts["names"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        torch_facts["names"] = ", ".join(
+            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+        )
         torch_facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         torch_facts["cudnn"] = str(torch.backends.cudnn.version())
     return torch_facts
@@ -87,7 +99,9 @@ def _cluster(env: Mapping[str, str]) -> str:
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that affect training."""
-    return {name: value for name, value in sorted(env.items()) if _VARIABLES.match(name)}
+    return {
+        name: value for name, value in sorted(env.items()) if _VARIABLES.match(name)
+    }
 
 
 def _settings(env: Mapping[str, str], config_file: str | None) -> dict[str, str]:
@@ -108,7 +122,9 @@ def _text(report: Mapping[str, Any]) -> str:
     for name, value in report.items():
         if isinstance(value, dict):
             lines.append(f"- {name}:")
-            lines += [f"    {key}: {inner}" for key, inner in value.items()] or ["    none"]
+            lines += [f"    {key}: {inner}" for key, inner in value.items()] or [
+                "    none"
+            ]
         else:
             lines.append(f"- {name}: {value}")
     return "\n".join(lines) + "\n"

@@ -17,5 +17,7 @@ extension: Final = Extension(
         "config": "write, show and check settings",
         "env": "print a report of this machine for an issue",
     },
-    public_names={"write_basic_config": "hasten.extensions.setup.config_command:write_basic_config"},
+    public_names={
+        "write_basic_config": "hasten.extensions.setup.config_command:write_basic_config"
+    },
 )

@@ -39,11 +39,17 @@ class MachineFacts:
     @property
     def words(self) -> str:
         """Description of the machine in one line."""
-        host = f"{self.cores} cores, {self.host_memory_bytes / _GIB:.0f} GiB host memory"
+        host = (
+            f"{self.cores} cores, {self.host_memory_bytes / _GIB:.0f} GiB host memory"
+        )
         if self.device == "cpu":
             device_text = f"no accelerator; {host}"
         else:
-            memory = f", {self.memory_bytes / _GIB:.0f} GiB each" if self.memory_bytes else ""
+            memory = (
+                f", {self.memory_bytes / _GIB:.0f} GiB each"
+                if self.memory_bytes
+                else ""
+            )
             link = f", linked by {self.link}" if self.link else ""
             device_text = f"{self.num_devices} x {self.device_name or self.device}{memory}{link}; {host}"
         return f"{device_text}; under {self.cluster}" if self.cluster else device_text
@@ -71,7 +77,10 @@ def recommended_precision(machine: MachineFacts) -> tuple[PrecisionType, str]:
     if machine.device == "tpu":
         return "bf16", "TPUs compute in bf16"
     if machine.device == "cuda" and machine.capability >= _BF16_CAPABILITY:
-        return "bf16", f"{machine.device_name} computes bf16 at full speed and needs no loss scaling"
+        return (
+            "bf16",
+            f"{machine.device_name} computes bf16 at full speed and needs no loss scaling",
+        )
     if machine.device == "cuda" and machine.capability >= _FP16_CAPABILITY:
         return "fp16", f"{machine.device_name} is fast in fp16 but not in bf16"
     if machine.device in ("rocm", "xpu", "npu"):
@@ -101,7 +110,9 @@ def _nvidia(host: Host) -> tuple[int, float, str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0, 0.0, ""
-    rows = _output([tool, "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"])
+    rows = _output(
+        [tool, "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    )
     memory, capability = parse_devices(rows.splitlines())
     link = parse_links(_output([tool, "topo", "-m"])) if host.num_devices > 1 else ""
     return memory, capability, link
@@ -109,10 +120,16 @@ def _nvidia(host: Host) -> tuple[int, float, str]:
 
 def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
     """Return the minimum memory in bytes and the minimum capability of rows such as `143771, 9.0`."""
-    device_rows = [match for row in rows if (match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))]
+    device_rows = [
+        match
+        for row in rows
+        if (match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))
+    ]
     if not device_rows:
         return 0, 0.0
-    return min(int(match[1]) for match in device_rows) * 1024**2, min(float(match[2]) for match in device_rows)
+    return min(int(match[1]) for match in device_rows) * 1024**2, min(
+        float(match[2]) for match in device_rows
+    )
 
 
 def parse_links(table: str) -> str:
@@ -128,6 +145,8 @@ def parse_links(table: str) -> str:
 def _output(command: list[str]) -> str:
     """Return the output of a command; empty if it fails, as on a machine without a working driver."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -15,7 +15,11 @@ from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.extension import installed
-from hasten.extensions.setup.machine import MachineFacts, offers_fp8, recommended_precision
+from hasten.extensions.setup.machine import (
+    MachineFacts,
+    offers_fp8,
+    recommended_precision,
+)
 
 Answers = Mapping[str, Any]
 Kind = Literal["choice", "number", "yesno", "text"]
@@ -43,8 +47,14 @@ def questions(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
         yield from _processes(machine, answers)
     yield _precision(machine, answers)
     if answers["mixed_precision"] == "fp8":
-        backends = (("auto", "whichever is installed"), ("ao", "torchao"), ("te", "Transformer Engine"))
-        yield Question("fp8.backend", "Which fp8 implementation?", "choice", "auto", backends)
+        backends = (
+            ("auto", "whichever is installed"),
+            ("ao", "torchao"),
+            ("te", "Transformer Engine"),
+        )
+        yield Question(
+            "fp8.backend", "Which fp8 implementation?", "choice", "auto", backends
+        )
     if answers["?place"] != "tpu" and num_processes(machine, answers) > 1:
         yield _strategy()
         if answers["strategy"] == "fsdp":
@@ -54,15 +64,23 @@ def questions(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
         ("regional", "the repeated block (short compile time)"),
         ("whole", "the whole model"),
     )
-    yield Question("?compile", "Compile the model with torch.compile?", "choice", "no", compilers)
+    yield Question(
+        "?compile", "Compile the model with torch.compile?", "choice", "no", compilers
+    )
     accumulation = "Micro-steps accumulated per optimizer update?"
-    yield Question("gradient_accumulation.num_steps", accumulation, "number", 1, minimum=1)
+    yield Question(
+        "gradient_accumulation.num_steps", accumulation, "number", 1, minimum=1
+    )
 
 
 def num_processes(machine: MachineFacts, answers: Answers) -> int:
     """Return the number of processes requested by the answers so far."""
     answer = answers.get("launch.num_processes")
-    return int(answer) if answer else devices(machine, answers) * int(answers.get("launch.num_machines", 1))
+    return (
+        int(answer)
+        if answer
+        else devices(machine, answers) * int(answers.get("launch.num_machines", 1))
+    )
 
 
 def devices(machine: MachineFacts, answers: Answers) -> int:
@@ -73,15 +91,28 @@ def devices(machine: MachineFacts, answers: Answers) -> int:
 def _place(machine: MachineFacts) -> Iterator[Question]:
     choices: list[tuple[str, str]] = []
     if machine.device not in ("cpu", "tpu"):
-        choices.append(("accelerator", f"{machine.num_devices} x {machine.device_name or machine.device} (found)"))
+        choices.append(
+            (
+                "accelerator",
+                f"{machine.num_devices} x {machine.device_name or machine.device} (found)",
+            )
+        )
     if machine.device == "tpu":
         choices.append(("tpu", f"TPU, {machine.num_devices} cores (found)"))
-    choices.append(("cpu", f"CPU, {machine.cores} cores" + ("" if choices else " (nothing else was found)")))
+    choices.append(
+        (
+            "cpu",
+            f"CPU, {machine.cores} cores"
+            + ("" if choices else " (nothing else was found)"),
+        )
+    )
     if machine.device == "cpu":
         choices.append(("accelerator", "GPUs or other accelerators of another machine"))
     if machine.device != "tpu":
         choices.append(("tpu", "TPU of another machine"))
-    yield Question("?place", "Where will training run?", "choice", choices[0][0], tuple(choices))
+    yield Question(
+        "?place", "Where will training run?", "choice", choices[0][0], tuple(choices)
+    )
 
 
 def _machines(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
@@ -93,22 +124,52 @@ def _machines(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
             ("by hand", "I start the command on each machine, with --machine_rank"),
         )
         default = "cluster" if machine.cluster else "by hand"
-        yield Question("?meeting", "How does each machine learn its number?", "choice", default, ways)
+        yield Question(
+            "?meeting",
+            "How does each machine learn its number?",
+            "choice",
+            default,
+            ways,
+        )
         if answers["?meeting"] == "by hand":
             prompt = "Address of machine 0?"
-            yield Question("launch.main_process_ip", prompt, "text", "", check=lambda text: "" if text else "needed")
-            yield Question("launch.main_process_port", "Free port on machine 0?", "number", 29500, minimum=1)
+            yield Question(
+                "launch.main_process_ip",
+                prompt,
+                "text",
+                "",
+                check=lambda text: "" if text else "needed",
+            )
+            yield Question(
+                "launch.main_process_port",
+                "Free port on machine 0?",
+                "number",
+                29500,
+                minimum=1,
+            )
 
 
 def _processes(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
     default = devices(machine, answers) * answers["launch.num_machines"]
-    prompt = "How many processes, over all machines?" if answers["launch.num_machines"] > 1 else "How many processes?"
-    yield Question("launch.num_processes", prompt, "number", default, minimum=answers["launch.num_machines"])
+    prompt = (
+        "How many processes, over all machines?"
+        if answers["launch.num_machines"] > 1
+        else "How many processes?"
+    )
+    yield Question(
+        "launch.num_processes",
+        prompt,
+        "number",
+        default,
+        minimum=answers["launch.num_machines"],
+    )
 
 
 def _precision(machine: MachineFacts, answers: Answers) -> Question:
     elsewhere = answers["?place"] == "accelerator" and machine.device == "cpu"
-    best, why = recommended_precision(machine if answers["?place"] != "cpu" else MachineFacts())
+    best, why = recommended_precision(
+        machine if answers["?place"] != "cpu" else MachineFacts()
+    )
     if elsewhere or answers["?place"] == "tpu":
         best, why = "bf16", "recommended for recent accelerators"
     words = {
@@ -117,9 +178,14 @@ def _precision(machine: MachineFacts, answers: Answers) -> Question:
         "fp16": "fp16 (with loss scaling)",
         "fp8": "fp8 (linear layers)",
     }
-    offered = [name for name in words if name != "fp8" or offers_fp8(machine) or elsewhere]
+    offered = [
+        name for name in words if name != "fp8" or offers_fp8(machine) or elsewhere
+    ]
     ordered = sorted(offered, key=lambda name: name != best)
-    choices = tuple((name, words[name] + (f" (recommended: {why})" if name == best else "")) for name in ordered)
+    choices = tuple(
+        (name, words[name] + (f" (recommended: {why})" if name == best else ""))
+        for name in ordered
+    )
     return Question("mixed_precision", "Mixed precision?", "choice", best, choices)
 
 
@@ -130,31 +196,74 @@ def _strategy() -> Question:
     ]
     for extension in installed():
         # A strategy with a variable is selected by the kind of device.
-        names = [name for name in extension.strategies if name not in extension.strategy_variables]
-        choices += [(name, f"{extension.summary}; edit its settings in the file") for name in names]
-    return Question("strategy", "How is the model distributed over processes?", "choice", "ddp", tuple(choices))
+        names = [
+            name
+            for name in extension.strategies
+            if name not in extension.strategy_variables
+        ]
+        choices += [
+            (name, f"{extension.summary}; edit its settings in the file")
+            for name in names
+        ]
+    return Question(
+        "strategy",
+        "How is the model distributed over processes?",
+        "choice",
+        "ddp",
+        tuple(choices),
+    )
 
 
 def _fsdp(answers: Answers) -> Iterator[Question]:
-    reshard = ((True, "after forward too (least memory)"), (False, "after backward only (less traffic)"))
-    yield Question("fsdp.reshard_after_forward", "When are gathered parameters freed?", "choice", True, reshard)
+    reshard = (
+        (True, "after forward too (least memory)"),
+        (False, "after backward only (less traffic)"),
+    )
+    yield Question(
+        "fsdp.reshard_after_forward",
+        "When are gathered parameters freed?",
+        "choice",
+        True,
+        reshard,
+    )
     policies = (
         ("auto", "the repeated block, detected automatically (recommended)"),
         ("transformer_based_wrap", "blocks by class name"),
         ("size_based_wrap", "modules above a size"),
     )
-    yield Question("fsdp.auto_wrap_policy", "What is sharded as one unit?", "choice", "auto", policies)
+    yield Question(
+        "fsdp.auto_wrap_policy",
+        "What is sharded as one unit?",
+        "choice",
+        "auto",
+        policies,
+    )
     if answers["fsdp.auto_wrap_policy"] == "transformer_based_wrap":
         prompt = "Class names of the blocks, separated by commas?"
         key = "fsdp.transformer_cls_names_to_wrap"
-        yield Question(key, prompt, "text", "", check=lambda text: "" if text else "at least one is needed")
+        yield Question(
+            key,
+            prompt,
+            "text",
+            "",
+            check=lambda text: "" if text else "at least one is needed",
+        )
     elif answers["fsdp.auto_wrap_policy"] == "size_based_wrap":
-        yield Question("fsdp.min_num_params", "Smallest unit, in parameters?", "number", 100_000_000, minimum=1)
+        yield Question(
+            "fsdp.min_num_params",
+            "Smallest unit, in parameters?",
+            "number",
+            100_000_000,
+            minimum=1,
+        )
     if answers["launch.num_machines"] > 1:
         prompt = "Shard inside each machine only, and replicate across machines (HSDP)?"
         yield Question("fsdp.hybrid_shard", prompt, "yesno", False)
     yield Question(
-        "fsdp.cpu_offload", "Keep parameters in host memory between uses (slow, saves memory)?", "yesno", False
+        "fsdp.cpu_offload",
+        "Keep parameters in host memory between uses (slow, saves memory)?",
+        "yesno",
+        False,
     )
     prompt = "Recompute activations in backward (slower, saves memory)?"
     yield Question("fsdp.activation_checkpointing", prompt, "yesno", False)
@@ -165,7 +274,9 @@ def remembered(question: Question, previous_config: Config) -> Question:
     value = _said_before(question.key, previous_config)
     if isinstance(value, tuple):
         value = ", ".join(value)
-    if value is None or (question.choices and value not in [choice for choice, _ in question.choices]):
+    if value is None or (
+        question.choices and value not in [choice for choice, _ in question.choices]
+    ):
         return question
     return replace(question, default=value)
 
@@ -173,11 +284,21 @@ def remembered(question: Question, previous_config: Config) -> Question:
 def _said_before(key: str, previous_config: Config) -> Any:
     match key:
         case "?place":
-            return "tpu" if previous_config.launch.tpu else "cpu" if previous_config.cpu else "accelerator"
+            return (
+                "tpu"
+                if previous_config.launch.tpu
+                else "cpu"
+                if previous_config.cpu
+                else "accelerator"
+            )
         case "?meeting":
             return "by hand" if previous_config.launch.main_process_ip else "cluster"
         case "?compile":
-            regional = "regional" if previous_config.dynamo.use_regional_compilation else "whole"
+            regional = (
+                "regional"
+                if previous_config.dynamo.use_regional_compilation
+                else "whole"
+            )
             return "no" if previous_config.dynamo.backend == "no" else regional
     value: Any = previous_config
     for name in key.split("."):
@@ -187,12 +308,15 @@ def _said_before(key: str, previous_config: Config) -> Any:
 
 def to_arguments(machine: MachineFacts, answers: Answers) -> dict[str, Any]:
     """Return the settings for the answers, as arguments of `resolve`."""
-    arguments = {key: value for key, value in answers.items() if not key.startswith("?")}
+    arguments = {
+        key: value for key, value in answers.items() if not key.startswith("?")
+    }
     device_answer = answers.get("?place")
     default = devices(machine, answers) * int(answers.get("launch.num_machines", 1))
     has_accelerator = device_answer == "accelerator" and machine.device != "cpu"
     if has_accelerator and arguments.get("launch.num_processes") == default:
-        del arguments["launch.num_processes"]  # determined at launch, also on a machine with another number of devices
+        # determined at launch, also on a machine with another number of devices
+        del arguments["launch.num_processes"]
     if device_answer == "cpu":
         arguments["cpu"] = True
     elif device_answer == "tpu":
@@ -212,14 +336,18 @@ class Abandoned(ConfigError):
     """Raised when the user leaves the wizard; nothing was written."""
 
 
-def interview(machine: MachineFacts, ask: Ask, previous_config: Config | None = None) -> Config:
+def interview(
+    machine: MachineFacts, ask: Ask, previous_config: Config | None = None
+) -> Config:
     """Return the settings for the answers; `ask` asks one question, `before` provides the defaults.
 
     Raises: ConfigError when the answers contradict each other.
     """
     answers: dict[str, Any] = {}
     for question in questions(machine, answers):
-        answers[question.key] = ask(remembered(question, previous_config) if previous_config else question)
+        answers[question.key] = ask(
+            remembered(question, previous_config) if previous_config else question
+        )
     return resolve(code=to_arguments(machine, answers)).config
 
 
@@ -230,18 +358,29 @@ def ask_in_terminal(question: Question) -> Any:
     """
     match question.kind:
         case "choice":
-            choices = [questionary.Choice(text, value=value) for value, text in question.choices]
-            default = next(choice for choice in choices if choice.value == question.default)
-            prompt = questionary.select(question.prompt, choices, default=default, instruction="(arrow keys)")
+            choices = [
+                questionary.Choice(text, value=value)
+                for value, text in question.choices
+            ]
+            default = next(
+                choice for choice in choices if choice.value == question.default
+            )
+            prompt = questionary.select(
+                question.prompt, choices, default=default, instruction="(arrow keys)"
+            )
         case "yesno":
             prompt = questionary.confirm(question.prompt, default=question.default)
         case "number":
             prompt = questionary.text(
-                question.prompt, default=str(question.default), validate=lambda text: _number_problem(question, text)
+                question.prompt,
+                default=str(question.default),
+                validate=lambda text: _number_problem(question, text),
             )
         case "text":
             prompt = questionary.text(
-                question.prompt, default=question.default, validate=lambda text: question.check(text.strip()) or True
+                question.prompt,
+                default=question.default,
+                validate=lambda text: question.check(text.strip()) or True,
             )
     answer = prompt.unsafe_ask()
     if question.kind == "number":
@@ -267,7 +406,11 @@ def run(machine: MachineFacts, path: Path) -> int:
     say = sys.stdout.write
     say(f"This machine: {machine.words}\n")
     previous_config = resolve(file=read(path).entries).config if path.exists() else None
-    say("The default answers are those of the existing file.\n\n" if previous_config else "\n")
+    say(
+        "The default answers are those of the existing file.\n\n"
+        if previous_config
+        else "\n"
+    )
     try:
         config = interview(machine, ask_in_terminal, previous_config)
         say(f"\n{dump(config, masked=True)}\n")

@@ -69,7 +69,8 @@ class Answer:
     def result(self) -> Quorum:
         """Return the quorum when it has formed. Raises: CommError when the lighthouse cannot be reached."""
         began, due = time.monotonic(), _FIRST_S
-        while not self._there.wait(1.0):  # slices, so that signals of the process are handled
+        # slices, so that signals of the process are handled
+        while not self._there.wait(1.0):
             if (waited := time.monotonic() - began) >= due:
                 self._report(waited)
                 due = waited + _SLICE_S
@@ -82,7 +83,12 @@ class Answer:
 class Coordinator:
     """Client of the lighthouse: sends heartbeats in one thread, and asks for quorums in another."""
 
-    def __init__(self, settings: SurviveSettings, card: Callable[[], Member], alive: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        settings: SurviveSettings,
+        card: Callable[[], Member],
+        alive: Callable[[], bool],
+    ) -> None:
         """`alive` returns False while a rank of this replica is silent: the replica then sends no heartbeats."""
         torchft = need("torchft.coordination", VERSIONS, WHY)
         self._settings = settings
@@ -92,12 +98,18 @@ class Coordinator:
         self._connect_s = timedelta(seconds=settings.timeout_s)
         self._client = self._connected(torchft)
         self._torchft = torchft
-        self._requests: queue.SimpleQueue[tuple[Member, Answer] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Member, Answer] | None] = (
+            queue.SimpleQueue()
+        )
         self._closed = threading.Event()
         self._asked_at = time.monotonic()
         self._threads = [
-            threading.Thread(target=self._beat, name="hasten-survive-heartbeat", daemon=True),
-            threading.Thread(target=self._serve, name="hasten-survive-quorum", daemon=True),
+            threading.Thread(
+                target=self._beat, name="hasten-survive-heartbeat", daemon=True
+            ),
+            threading.Thread(
+                target=self._serve, name="hasten-survive-quorum", daemon=True
+            ),
         ]
         for thread in self._threads:
             thread.start()
@@ -106,7 +118,8 @@ class Coordinator:
     def _connected(self, torchft: Any) -> Any:  # Any: torchft's client
         try:
             return torchft.LighthouseClient(self._address, self._connect_s)
-        except Exception as error:  # torchft raises plain RuntimeError and others: all of them mean the same here
+        # torchft raises plain RuntimeError and others: all of them mean the same here
+        except Exception as error:
             raise CommError(
                 f"the lighthouse at {self._address} cannot be reached ({error}), so this replica does not know the others. Start it with "
                 "`hasten launch --replicas`, or check survive.lighthouse."
@@ -125,18 +138,26 @@ class Coordinator:
         self._closed.set()
         self._requests.put(None)
         for thread in self._threads:
-            thread.join(_LEAVE_S)  # Python that ends while a thread is inside torchft's client aborts the process
+            # Python that ends while a thread is inside torchft's client aborts the process
+            thread.join(_LEAVE_S)
 
     def _beat(self) -> None:
         client = self._connected(self._torchft)  # a client serves one call at a time
         every = self._settings.heartbeat_timeout_s / _BEATS
         name = self._card().name
         while not self._closed.wait(every):
-            if time.monotonic() - self._asked_at > self._settings.hang_timeout_s or not self._alive():
-                continue  # the loop hangs, or a rank is away: the others must not wait for this replica any longer
+            if (
+                time.monotonic() - self._asked_at > self._settings.hang_timeout_s
+                or not self._alive()
+            ):
+                # the loop hangs, or a rank is away: the others must not wait for this replica any longer
+                continue
             try:
-                client.heartbeat(name, timedelta(seconds=self._settings.heartbeat_timeout_s))
-            except Exception as error:  # the lighthouse may be away for a moment: the next heartbeat tells
+                client.heartbeat(
+                    name, timedelta(seconds=self._settings.heartbeat_timeout_s)
+                )
+            # the lighthouse may be away for a moment: the next heartbeat tells
+            except Exception as error:
                 log.debug("survive: a heartbeat was lost: %s", error)
 
     def _serve(self) -> None:
@@ -144,7 +165,8 @@ class Coordinator:
             card, answer = request
             try:
                 answer.set(self._quorum(card))
-            except Exception as error:  # delivered to the waiting thread, which raises it
+            # delivered to the waiting thread, which raises it
+            except Exception as error:
                 answer.set(error)
 
     def _report_wait(self, waited_s: float) -> None:
@@ -168,8 +190,10 @@ class Coordinator:
                     data={"lineage": card.lineage, "fresh": card.fresh},
                 )
             except TimeoutError:
-                failures, self._asked_at = 0, time.monotonic()  # it waits for the others: its loop does not hang
-            except Exception as error:  # torchft raises plain RuntimeError: the connection or the lighthouse is gone
+                # it waits for the others: its loop does not hang
+                failures, self._asked_at = 0, time.monotonic()
+            # torchft raises plain RuntimeError: the connection or the lighthouse is gone
+            except Exception as error:
                 failures += 1
                 if self._closed.is_set() or failures * 0.5 > self._settings.timeout_s:
                     raise CommError(
@@ -204,12 +228,15 @@ def with_scheme(address: str) -> str:
 
 def local_address(lighthouse: str) -> str:
     """Return the address of this machine that the lighthouse's machine can reach."""
-    host, _, port = with_scheme(lighthouse).partition("://")[2].rstrip("/").rpartition(":")
+    host, _, port = (
+        with_scheme(lighthouse).partition("://")[2].rstrip("/").rpartition(":")
+    )
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, int(port)))  # sends nothing: it only chooses the interface
+            # sends nothing: it only chooses the interface
+            probe.connect((host, int(port)))
         except OSError as error:
             raise CommError(
                 f"the lighthouse's address {lighthouse} cannot be resolved ({error}), so the other replicas cannot be told where this one is. "

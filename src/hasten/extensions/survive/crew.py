@@ -76,7 +76,9 @@ class Crew:
                 self._hurry()
                 time.sleep(_POLL_S)
         finally:
-            kill_groups([group for worker in self.workers.values() for group in worker.groups])
+            kill_groups(
+                [group for worker in self.workers.values() for group in worker.groups]
+            )
         return self._result()
 
     def _goes_on(self) -> bool:
@@ -87,7 +89,8 @@ class Crew:
             return False
         if self.workers or self._waiting:
             return True
-        if self.network.rank == 0:  # the lighthouse is here: replicas of other machines need it
+        # the lighthouse is here: replicas of other machines need it
+        if self.network.rank == 0:
             return self._run.running > 0
         return self.stopped_by is None  # machine 0 tells when the run is over
 
@@ -104,8 +107,11 @@ class Crew:
     def _look(self) -> None:
         for number, worker in list(self.workers.items()):
             found = worker.look()
-            saves = self.stopped_by is not None or (found is not None and found[1] == PREEMPTED)
-            if found is None or (saves and worker.running):  # after a signal, ranks may save as long as the grace lasts
+            saves = self.stopped_by is not None or (
+                found is not None and found[1] == PREEMPTED
+            )
+            # after a signal, ranks may save as long as the grace lasts
+            if found is None or (saves and worker.running):
                 continue
             rank, code = found
             worker.end()  # a replica trains with all of its ranks, or not at all
@@ -132,7 +138,12 @@ class Crew:
         They have the state with which their scripts began; new ones load the newest checkpoint, if the script loads any.
         """
         was_held, self._is_held = self._is_held, any(self.folder.glob(f"{JOINED}*"))
-        if self._is_held or not was_held or self._finished is not None or self.stopped_by is not None:
+        if (
+            self._is_held
+            or not was_held
+            or self._finished is not None
+            or self.stopped_by is not None
+        ):
             return
         say(
             "every replica that held the run's state is lost. All replicas start the script again: it continues from the newest checkpoint if "
@@ -143,21 +154,43 @@ class Crew:
             self._waiting[number] = (0, 0.0)
         self.workers.clear()
 
-    def _lost(self, number: int, worker: ReplicaProcesses, rank: int, code: int) -> None:
+    def _lost(
+        self, number: int, worker: ReplicaProcesses, rank: int, code: int
+    ) -> None:
         self._last = worker.failure(rank, code)
-        blamed = code > 0 and code != PREEMPTED and time.monotonic() - self._broken_at > _QUICK_S
-        quick = worker.quick + 1 if blamed and time.monotonic() - worker.began < _QUICK_S else 0
+        blamed = (
+            code > 0
+            and code != PREEMPTED
+            and time.monotonic() - self._broken_at > _QUICK_S
+        )
+        quick = (
+            worker.quick + 1
+            if blamed and time.monotonic() - worker.began < _QUICK_S
+            else 0
+        )
         if error := self._last.traceback.rstrip():
             say(f"the error of replica {number}:\n{error}")
-        which = f"replica {number}" if len(worker.processes) == 1 else f"rank {rank} of replica {number}"
-        if quick >= _QUICK_FAILURES or self._restarts >= self.config.section(SurviveSettings).max_restarts:
-            say(f"{which} ended with {end_words(code)} and is not started again; {len(self.workers)} are left")
+        which = (
+            f"replica {number}"
+            if len(worker.processes) == 1
+            else f"rank {rank} of replica {number}"
+        )
+        if (
+            quick >= _QUICK_FAILURES
+            or self._restarts >= self.config.section(SurviveSettings).max_restarts
+        ):
+            say(
+                f"{which} ended with {end_words(code)} and is not started again; {len(self.workers)} are left"
+            )
             return
         self._restarts += 1
         again = "it is" if len(worker.processes) == 1 else "the replica is"
-        say(f"{which} ended with {end_words(code)}; {again} started again, {len(self.workers)} continue")
+        say(
+            f"{which} ended with {end_words(code)}; {again} started again, {len(self.workers)} continue"
+        )
         due = 0.0
-        if code == PREEMPTED:  # the signal may have been for the whole run, and this launcher learns it a moment later
+        # the signal may have been for the whole run, and this launcher learns it a moment later
+        if code == PREEMPTED:
             self._codes.append(code)
             due = time.monotonic() + _TOLD_S
         self._waiting[number] = (quick, due)
@@ -176,7 +209,9 @@ class Crew:
         if run.finished and self._finished is None:
             self._finished = time.monotonic()
             (self.folder / FINISHED).touch()
-        noted = {path.name.removeprefix(JOINED) for path in self.folder.glob(f"{JOINED}*")}
+        noted = {
+            path.name.removeprefix(JOINED) for path in self.folder.glob(f"{JOINED}*")
+        }
         own = set(map(str, self.numbers))
         for name in set(run.joined) - noted - own:
             (self.folder / f"{JOINED}{name}").touch()
@@ -186,7 +221,11 @@ class Crew:
     def _notes(self) -> MachineNotes:
         return MachineNotes(
             running=len(self.workers) + len(self._waiting),
-            joined=[str(number) for number in self.workers if (self.folder / f"{JOINED}{number}").exists()],
+            joined=[
+                str(number)
+                for number in self.workers
+                if (self.folder / f"{JOINED}{number}").exists()
+            ],
             agreed=_agreement(self.folder),
             finished=self._finished is not None,
         )
@@ -211,10 +250,16 @@ class Crew:
     def _hurry(self) -> None:
         """End replicas that are still there long after the run was finished, or after a signal."""
         now, survive = time.monotonic(), self.config.section(SurviveSettings)
-        late = self._finished is not None and now - self._finished > survive.heal_timeout_s
-        grace_s = self.config.launch.stop_grace_s if self.stopped_by in SAVING else _GRACE_S
+        late = (
+            self._finished is not None and now - self._finished > survive.heal_timeout_s
+        )
+        grace_s = (
+            self.config.launch.stop_grace_s if self.stopped_by in SAVING else _GRACE_S
+        )
         if late or (self.stopped_by is not None and now - self._since > grace_s):
-            kill_groups([group for worker in self.workers.values() for group in worker.groups])
+            kill_groups(
+                [group for worker in self.workers.values() for group in worker.groups]
+            )
 
     def _result(self) -> int:
         if self._run.code is not None:
@@ -242,11 +287,17 @@ class Crew:
         """
         name = signal.Signals(number).name
         if failed := [code for code in self._codes if code not in (PREEMPTED, -number)]:
-            if self._last is not None and self._last.code in failed and self._last.code > 0:
+            if (
+                self._last is not None
+                and self._last.code in failed
+                and self._last.code > 0
+            ):
                 say(render_failure([self._last], python=sys.executable))
             return failed[0] if failed[0] > 0 else 128 + number
         if PREEMPTED in self._codes:
-            say(f"{name}: the run was saved, and its replicas have ended; start it again to continue")
+            say(
+                f"{name}: the run was saved, and its replicas have ended; start it again to continue"
+            )
             return PREEMPTED
         return 128 + number
 
@@ -258,7 +309,13 @@ class Crew:
             if self.stopped_by in SAVING and number in SAVING:
                 return  # a repeated signal must not interrupt a save
             if self.stopped_by is not None:
-                kill_groups([group for worker in self.workers.values() for group in worker.groups])
+                kill_groups(
+                    [
+                        group
+                        for worker in self.workers.values()
+                        for group in worker.groups
+                    ]
+                )
                 return
             self.stopped_by, self._since = number, time.monotonic()
 

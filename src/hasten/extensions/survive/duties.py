@@ -59,7 +59,11 @@ class Duties:
     @property
     def asks_to_stop(self) -> bool:
         """True if the whole run was told to stop; the replicas agree on it in their next update."""
-        return self.received() is not None and self._stopping is not None and self._stopping.exists()
+        return (
+            self.received() is not None
+            and self._stopping is not None
+            and self._stopping.exists()
+        )
 
     @property
     def leaves(self) -> bool:

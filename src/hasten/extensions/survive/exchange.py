@@ -46,7 +46,9 @@ class Received(NamedTuple):
 class ReplicaGroup:
     """A process group of the replicas of one quorum, in the order of their names."""
 
-    def __init__(self, store: str, key: str, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: str, key: str, rank: int, size: int, timeout_s: float
+    ) -> None:
         """Connect to the others. Raises: LostReplicaError when one of them is away."""
         self.rank, self.size = rank, size
         self.timeout_s = timeout_s
@@ -54,25 +56,41 @@ class ReplicaGroup:
         timeout = timedelta(seconds=timeout_s)
         host, _, port = store.rpartition(":")
         try:
-            self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+            self._store = dist.TCPStore(
+                host, int(port), is_master=False, timeout=timeout
+            )
             # Any: torch's stubs leave the collectives of this class out
-            self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(key, self._store), rank, size, timeout)
+            self._group: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore(key, self._store), rank, size, timeout
+            )
         except RuntimeError as error:
-            raise LostReplicaError(f"the group of {size} replicas could not be formed: {_short(error)}") from error
+            raise LostReplicaError(
+                f"the group of {size} replicas could not be formed: {_short(error)}"
+            ) from error
         self._buckets: list[Bucket] = []
         self._parameters: list[Tensor] = []
 
     def _bucketed(self, parameters: Sequence[Tensor]) -> list[Bucket]:
         """Return the buckets of these parameters."""
-        same = len(parameters) == len(self._parameters) and all(map(lambda a, b: a is b, parameters, self._parameters))
+        same = len(parameters) == len(self._parameters) and all(
+            map(lambda a, b: a is b, parameters, self._parameters)
+        )
         if not same:
             self._parameters = list(parameters)
             runs = enumerate(_runs(parameters))
-            self._buckets = [Bucket(run, self.rank, self.size, 2 * number + 1) for number, run in runs]
+            self._buckets = [
+                Bucket(run, self.rank, self.size, 2 * number + 1)
+                for number, run in runs
+            ]
         return self._buckets
 
     def receive(
-        self, parameters: Sequence[Tensor], weight: float, share: float, facts: Sequence[float], asks: int = 0
+        self,
+        parameters: Sequence[Tensor],
+        weight: float,
+        share: float,
+        facts: Sequence[float],
+        asks: int = 0,
     ) -> Received:
         """Return the gradients of all replicas, of which `write` makes the weighted mean; it stays None if no replica has one.
 
@@ -84,13 +102,20 @@ class ReplicaGroup:
         """
         buckets = self._bucketed(parameters)
         works = [self._exchanged(bucket.tag, *bucket.filled()) for bucket in buckets]
-        present = [parameter.grad is not None for bucket in buckets for parameter in bucket.parameters]
+        present = [
+            parameter.grad is not None
+            for bucket in buckets
+            for parameter in bucket.parameters
+        ]
         headers = self._headers([weight, share, asks, *facts, *present])
         self._compare([one[3 : 3 + len(facts)] for one in headers])
         total = sum(one[1] for one in headers)
         factors = [one[0] / total if total and one[1] else 0.0 for one in headers]
         self._receive(buckets, works, factors)
-        wanted = [any(several) for several in zip(*(one[3 + len(facts) :] for one in headers), strict=True)]
+        wanted = [
+            any(several)
+            for several in zip(*(one[3 + len(facts) :] for one in headers), strict=True)
+        ]
         return Received(buckets, factors, wanted, int(max(one[2] for one in headers)))
 
     def _headers(self, own: Sequence[float]) -> list[list[float]]:
@@ -101,14 +126,21 @@ class ReplicaGroup:
         found: list[list[float]] = rows.tolist()
         return found
 
-    def _receive(self, buckets: Sequence[Bucket], works: Sequence[Sequence[dist.Work]], factors: list[float]) -> None:
+    def _receive(
+        self,
+        buckets: Sequence[Bucket],
+        works: Sequence[Sequence[dist.Work]],
+        factors: list[float],
+    ) -> None:
         """Wait for all gradients, or for their sums in buckets of which each replica sums a slice."""
         sums: list[dist.Work] = []
         for bucket, messages in zip(buckets, works, strict=True):
             self._wait(messages)
             if not bucket.whole:
                 total = weighted_sum(list(bucket.rows), factors, bucket.sent[self.rank])
-                sums += self._exchanged(bucket.tag + 1, [total] * self.size, list(bucket.sent))
+                sums += self._exchanged(
+                    bucket.tag + 1, [total] * self.size, list(bucket.sent)
+                )
         self._wait(sums)
 
     def _compare(self, facts: list[list[float]]) -> None:
@@ -119,12 +151,16 @@ class ReplicaGroup:
                 "conditions on the batch around step()."
             )
 
-    def _exchanged(self, tag: int, given: Sequence[Tensor], found: Sequence[Tensor]) -> list[dist.Work]:
+    def _exchanged(
+        self, tag: int, given: Sequence[Tensor], found: Sequence[Tensor]
+    ) -> list[dist.Work]:
         """Start to send a tensor to each other replica, and to receive one from each."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
             works = [self._group.recv([found[rank]], rank, tag) for rank in others]
-            return works + [self._group.send([given[rank]], rank, tag) for rank in others]
+            return works + [
+                self._group.send([given[rank]], rank, tag) for rank in others
+            ]
         except RuntimeError as error:  # the connection to a member is closed already
             raise LostReplicaError(_short(error)) from error
 
@@ -133,21 +169,27 @@ class ReplicaGroup:
         try:
             for work in works:
                 work.wait(timeout)
-        except RuntimeError as error:  # torch has no class for lost connections and timeouts
+        # torch has no class for lost connections and timeouts
+        except RuntimeError as error:
             raise LostReplicaError(_short(error)) from error
 
     def close(self) -> None:
         """Close the connections; replicas that wait for this one get an error at once."""
-        self._buckets, self._parameters = [], []  # their messages hold the connections open
+        # their messages hold the connections open
+        self._buckets, self._parameters = [], []
         self._group = None  # its destructor closes them
 
 
 class Bucket:
     """Memory of the gradients of some parameters: those of this replica, and those that the others send."""
 
-    def __init__(self, parameters: Sequence[Tensor], rank: int, size: int, tag: int) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], rank: int, size: int, tag: int
+    ) -> None:
         self.parameters = list(parameters)
-        self._shapes = [local_tensor(parameter.detach()).shape for parameter in parameters]
+        self._shapes = [
+            local_tensor(parameter.detach()).shape for parameter in parameters
+        ]
         self.tag = tag
         self._sizes = [shape.numel() for shape in self._shapes]
         self._number = sum(self._sizes)
@@ -184,7 +226,9 @@ class Bucket:
     @torch.no_grad()
     def write(self, factors: list[float], wanted: Sequence[bool]) -> None:
         """Set the gradients to the weighted sum of the received ones, where some replica has one."""
-        for parameter, parts, has_one in zip(self.parameters, self._received, wanted, strict=True):
+        for parameter, parts, has_one in zip(
+            self.parameters, self._received, wanted, strict=True
+        ):
             if not has_one:
                 continue
             if parameter.grad is None:
@@ -200,16 +244,22 @@ class Bucket:
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to the parameters."""
         split = torch.split(flat[: self._number], self._sizes)
-        return [part.view(shape) for part, shape in zip(split, self._shapes, strict=True)]
+        return [
+            part.view(shape) for part, shape in zip(split, self._shapes, strict=True)
+        ]
 
 
-def weighted_sum(parts: Sequence[Tensor], factors: Sequence[float], out: Tensor | None = None) -> Tensor:
+def weighted_sum(
+    parts: Sequence[Tensor], factors: Sequence[float], out: Tensor | None = None
+) -> Tensor:
     """Return the sum of the parts times their factors, in order, in `out` if given; a part with the factor 0 is not read.
 
     Equal factors are applied once, to the sum. With different ones the parts are overwritten. `out` may be the first part.
     """
     out = torch.empty_like(parts[0]) if out is None else out
-    used = [(part, factor) for part, factor in zip(parts, factors, strict=True) if factor]
+    used = [
+        (part, factor) for part, factor in zip(parts, factors, strict=True) if factor
+    ]
     if not used:
         return out.zero_()
     (first, common), *others = used

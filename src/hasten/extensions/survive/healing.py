@@ -41,7 +41,9 @@ class HealingPort:
         port = self._server.getsockname()[1]
         self.address = f"{host}:{port}"
 
-    def receive(self, source: str, key: str, patience_s: float, timeout_s: float) -> State:
+    def receive(
+        self, source: str, key: str, patience_s: float, timeout_s: float
+    ) -> State:
         """Return the state that the replica at `source` sends when it reaches the end of its update.
 
         `key` is that of the quorum in which the two were paired: a state that was sent for an earlier one, and waits here
@@ -58,10 +60,15 @@ class HealingPort:
             until = time.monotonic() + patience_s
             while time.monotonic() < until:
                 ready, _, _ = select.select([self._server, witness], [], [], _POLL_S)
-                if self._server in ready and (state := self._accept(key, timeout_s)) is not None:
+                if (
+                    self._server in ready
+                    and (state := self._accept(key, timeout_s)) is not None
+                ):
                     return state
                 if witness in ready and self._server not in ready:
-                    raise NotHealedError(f"{source} has closed its connection, or is cut off")
+                    raise NotHealedError(
+                        f"{source} has closed its connection, or is cut off"
+                    )
         raise NotHealedError(f"{source} sent nothing for {patience_s:.0f} s")
 
     def _accept(self, key: str, timeout_s: float) -> State | None:
@@ -72,7 +79,9 @@ class HealingPort:
             try:
                 theirs, size = _HEAD.unpack(read(connection, _HEAD.size))
                 if not hmac.compare_digest(theirs, digest(self._token, key)):
-                    log.warning("survive: a state of an earlier update, or without this job's token, was refused")
+                    log.warning(
+                        "survive: a state of an earlier update, or without this job's token, was refused"
+                    )
                     return None
                 content = read(connection, size)
                 connection.sendall(b"!")
@@ -80,7 +89,9 @@ class HealingPort:
                 log.debug("survive: a transfer ended early: %s", error)
                 return None
         # tensors and plain values only: nothing in the message is executed
-        state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        state: State = torch.load(
+            io.BytesIO(content), map_location="cpu", weights_only=True
+        )
         return state
 
     def close(self) -> None:
@@ -88,7 +99,9 @@ class HealingPort:
         self._server.close()
 
 
-def send(state: bytes, address: str, token: bytes | None, key: str, timeout_s: float) -> None:
+def send(
+    state: bytes, address: str, token: bytes | None, key: str, timeout_s: float
+) -> None:
     """Send a packed state to the replica that listens at `address`, for the quorum `key`. Raises: OSError when it is away."""
     with connected(address, timeout_s) as connection:
         connection.sendall(_HEAD.pack(digest(token, key), len(state)))
@@ -106,7 +119,8 @@ def pack(state: State, check: bool) -> bytes:
         if not check:
             return content
         torch.load(io.BytesIO(content), map_location="meta", weights_only=True)
-    except Exception as error:  # torch raises pickle's errors: all mean that the receiver could not read it
+    # torch raises pickle's errors: all mean that the receiver could not read it
+    except Exception as error:
         raise HastenError(
             f"the state of this run holds objects that cannot be sent to another replica safely ({str(error).splitlines()[0]}), so a returning "
             "replica could not be healed. Keep tensors, numbers, texts, lists and dicts in the state dicts of optimizers and schedulers."
@@ -131,7 +145,9 @@ def _probe(connection: socket.socket, timeout_s: float) -> None:
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(2, round(timeout_s)))
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(2, round(timeout_s))
+        )
 
 
 def read(connection: socket.socket, size: int) -> bytes:

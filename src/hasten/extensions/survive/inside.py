@@ -37,10 +37,16 @@ class Inside:
     it. Votes are collectives of a separate gloo group.
     """
 
-    def __init__(self, world: Comm, host: str, settings: SurviveSettings, token: bytes | None) -> None:
+    def __init__(
+        self, world: Comm, host: str, settings: SurviveSettings, token: bytes | None
+    ) -> None:
         """Connect the ranks. Ranks: every rank of the replica."""
         self.rank, self.size = world.rank, world.size
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.rank == 0 else None
+        self._store = (
+            dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            if self.rank == 0
+            else None
+        )
         own = None if self._store is None else f"{host}:{self._store.port}"
         self.address: str = world.broadcast_object(own)
         """host:port of the first rank's store, at which replicas form the groups of their exchange."""
@@ -50,7 +56,8 @@ class Inside:
         self._links: dict[int, socket.socket] = {}
         """The connections to the other ranks on the first one, and to the first on the others."""
         self._heard_at: dict[int, float] = {}
-        self._group: Any = None  # Any: torch's stubs leave the collectives of this class out
+        # Any: torch's stubs leave the collectives of this class out
+        self._group: Any = None
         if self.size > 1:
             self._meet(world, host)
             timeout = timedelta(seconds=settings.hang_timeout_s)
@@ -65,10 +72,14 @@ class Inside:
             link.settimeout(None)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.sendall(_HELLO.pack(self.rank, self._proof(self.rank)))
-            threading.Thread(target=self._beat, name="hasten-survive-rank-heartbeat", daemon=True).start()
+            threading.Thread(
+                target=self._beat, name="hasten-survive-rank-heartbeat", daemon=True
+            ).start()
             return
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=self.size) as server:
+        with socket.create_server(
+            (host, 0), family=family, backlog=self.size
+        ) as server:
             world.broadcast_object(f"{host}:{server.getsockname()[1]}")
             server.settimeout(self._settings.hang_timeout_s)
             while len(self._links) < self.size - 1:
@@ -83,7 +94,9 @@ class Inside:
         except (OSError, EOFError):  # not a rank
             link.close()
             return
-        if not 0 < rank < self.size or not hmac.compare_digest(proof, self._proof(rank)):
+        if not 0 < rank < self.size or not hmac.compare_digest(
+            proof, self._proof(rank)
+        ):
             link.close()
             return
         link.settimeout(None)
@@ -144,7 +157,8 @@ class Inside:
 
     # -- heartbeats --------------------------------------------------------------------------------------------------
     def _beat(self) -> None:
-        with suppress(OSError):  # the first rank is lost: the training thread meets it as well
+        # the first rank is lost: the training thread meets it as well
+        with suppress(OSError):
             while not self._closed.wait(self._settings.heartbeat_timeout_s / _BEATS):
                 self._links[0].sendall(b".")
 
@@ -155,10 +169,14 @@ class Inside:
         """
         now = time.monotonic()
         for rank, link in self._links.items():
-            with suppress(OSError):  # nothing has come, or the rank is lost: then it stays silent
+            # nothing has come, or the rank is lost: then it stays silent
+            with suppress(OSError):
                 if link.recv(_MOST_BEATS, socket.MSG_DONTWAIT):
                     self._heard_at[rank] = now
-        return all(now - since <= self._settings.heartbeat_timeout_s / 2 for since in self._heard_at.values())
+        return all(
+            now - since <= self._settings.heartbeat_timeout_s / 2
+            for since in self._heard_at.values()
+        )
 
     def close(self) -> None:
         """Stop the heartbeats and close the connections."""

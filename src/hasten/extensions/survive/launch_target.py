@@ -45,7 +45,11 @@ def per_replica(config: Config) -> int:
     Raises: ConfigError if the replicas cannot have equally many.
     """
     launch, replicas = config.launch, config.section(SurviveSettings).replicas
-    count = launch.num_processes or (launch.processes_per_machine or 0) * launch.num_machines or replicas
+    count = (
+        launch.num_processes
+        or (launch.processes_per_machine or 0) * launch.num_machines
+        or replicas
+    )
     if count % replicas:
         raise ConfigError(
             f"num_processes={count} counts the processes of all replicas, and --replicas {replicas} cannot have equally many of them. Give a multiple of "
@@ -60,7 +64,9 @@ def one_replica(config: Config) -> tuple[SettingEntry, ...]:
     return (
         SettingEntry(("launch", "num_processes"), count, source),
         SettingEntry(("launch", "processes_per_machine"), None, source),
-        SettingEntry(("launch", "launcher"), "single" if count == 1 else "torchrun", source),
+        SettingEntry(
+            ("launch", "launcher"), "single" if count == 1 else "torchrun", source
+        ),
         SettingEntry(("launch", "num_machines"), 1, source),
         SettingEntry(("launch", "machine_rank"), None, source),
     )
@@ -76,7 +82,10 @@ def check(config: Config) -> None:
             "--num_machines: machines may be lost and return, and --min_replicas says how many replicas the run needs."
         )
     _check_machines(replicas, launch.num_machines)
-    if launch.submit not in (None, "slurm") or launch.launcher not in ("auto", "single"):
+    if launch.submit not in (None, "slurm") or launch.launcher not in (
+        "auto",
+        "single",
+    ):
         raise ConfigError(
             f"--replicas {replicas} starts its processes itself, and submit={launch.submit}, launcher={launch.launcher!r} ask for something else to start "
             "them. Leave both out, and put the command into the job's script; for SLURM, --submit slurm writes one."
@@ -105,10 +114,12 @@ def _check_machines(replicas: int, machines: int) -> None:
 
 def _is_chosen(request: LaunchRequest) -> bool:
     survive = request.config.section(SurviveSettings)
-    if survive.replicas == 0 or survive.replica is not None:  # this process is one of the replicas
+    # this process is one of the replicas
+    if survive.replicas == 0 or survive.replica is not None:
         return False
     check(request.config)
-    return request.config.launch.submit is None  # a batch script starts the replicas where it runs
+    # a batch script starts the replicas where it runs
+    return request.config.launch.submit is None
 
 
 def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -128,14 +139,27 @@ def make_plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     if meeting.machine_rank is None and owns_address(meeting.address):
         meeting = replace(meeting, machine_rank=0)
     rank = meeting.machine_rank
-    here = "as machine 0 says" if rank is None else _names(own_replicas(replicas, meeting.max_machines, rank))
+    here = (
+        "as machine 0 says"
+        if rank is None
+        else _names(own_replicas(replicas, meeting.max_machines, rank))
+    )
     notes.append(f"replicas of this machine: {here} of {replicas}")
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if shape.allocation.source else {}
+    variables = (
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        if shape.allocation.source
+        else {}
+    )
     one = replace(shape, num_processes=1, notes=tuple(notes))
     plan = torchrun.plan_single(replace(request, handoff=handoff), host, one)
     count = per_replica(request.config)
     procs = tuple(
-        replace(proc, env={**proc.env, environment.CONFIG: handoff, **variables}, count=count) for proc in plan.procs
+        replace(
+            proc,
+            env={**proc.env, environment.CONFIG: handoff, **variables},
+            count=count,
+        )
+        for proc in plan.procs
     )
     return replace(plan, procs=procs, meeting=meeting)
 
@@ -149,7 +173,10 @@ def run(plan: LaunchPlan, config: Config, host: Host) -> int:
     meeting = plan.meeting
     assert meeting is not None, "a plan of replicas has the rendezvous of its machines"
     replicas = config.section(SurviveSettings).replicas
-    with tempfile.TemporaryDirectory(prefix="hasten-replicas-") as folder, _network(plan, config, host) as network:
+    with (
+        tempfile.TemporaryDirectory(prefix="hasten-replicas-") as folder,
+        _network(plan, config, host) as network,
+    ):
         (proc,) = plan.procs
         common = {
             **environment.snapshot(),
@@ -182,7 +209,9 @@ TARGET: Final = LaunchTarget(
     plan=make_plan,
     survey=_check_torchft_is_installed,
     run=run,
-    outlives_machines=lambda request: request.config.section(SurviveSettings).replicas > 0,
+    outlives_machines=lambda request: (
+        request.config.section(SurviveSettings).replicas > 0
+    ),
 )
 
 
@@ -201,7 +230,9 @@ def _network(plan: LaunchPlan, config: Config, host: Host) -> Iterator[MachineNe
         yield MachineClient(meeting, report, token, say)
         return
     server = MachineServer(meeting, report, config.launch.check_in, token, say)
-    with _lighthouse(config, str(socket.getaddrinfo(meeting.address, None)[0][4][0])) as address:
+    with _lighthouse(
+        config, str(socket.getaddrinfo(meeting.address, None)[0][4][0])
+    ) as address:
         server.lighthouse = address
         yield server
 
@@ -213,7 +244,12 @@ def _lighthouse(config: Config, host: str) -> Iterator[str]:
     if survive.lighthouse is not None:
         yield survive.lighthouse
         return
-    options = (host, str(survive.min_replicas), str(survive.timeout_s), str(survive.heartbeat_timeout_s))
+    options = (
+        host,
+        str(survive.min_replicas),
+        str(survive.timeout_s),
+        str(survive.heartbeat_timeout_s),
+    )
     child = subprocess.Popen(
         [sys.executable, "-m", "hasten.extensions.survive.lighthouse", *options],
         stdin=subprocess.PIPE,

@@ -45,12 +45,18 @@ class Ledger:
     @property
     def left(self) -> int:
         """The number of samples of this epoch that can still be given out."""
-        return self.size - self.following + sum(end - start for start, end in self.returned)
+        return (
+            self.size
+            - self.following
+            + sum(end - start for start, end in self.returned)
+        )
 
     @property
     def exhausted(self) -> bool:
         """True if no further batch can be given out in this epoch."""
-        return self.left == 0 or (self.drop_last and self.left < self.rows * max(1, len(self.members)))
+        return self.left == 0 or (
+            self.drop_last and self.left < self.rows * max(1, len(self.members))
+        )
 
     def deal(self) -> dict[str, list[Range]]:
         """Give out one batch to each member and return the positions of each; an empty list at a short end."""
@@ -59,7 +65,10 @@ class Ledger:
         if self.left < whole:
             share, more = divmod(self.left, len(self.members))
             amounts = [share + (index < more) for index in range(len(self.members))]
-        dealt = {name: self._take(amount) for name, amount in zip(self.members, amounts, strict=True)}
+        dealt = {
+            name: self._take(amount)
+            for name, amount in zip(self.members, amounts, strict=True)
+        }
         self.rounds.append(dealt)
         return dealt
 
@@ -79,10 +88,14 @@ class Ledger:
 
     def amounts(self, name: str, num_ranks: int = 1) -> tuple[int, int]:
         """Return the number of batches of this window on the ranks of a replica, and the number of those that have samples."""
-        given = [sum(end - start for start, end in one.get(name, [])) for one in self.rounds]
+        given = [
+            sum(end - start for start, end in one.get(name, [])) for one in self.rounds
+        ]
         return num_ranks * len(given), sum(min(number, num_ranks) for number in given)
 
-    def commit(self, contributors: Sequence[str], members: Iterable[str]) -> list[Range]:
+    def commit(
+        self, contributors: Sequence[str], members: Iterable[str]
+    ) -> list[Range]:
         """Record an applied update of these replicas; return the positions of the others, which are given out again."""
         lost: list[Range] = []
         used: list[Range] = []
@@ -104,7 +117,9 @@ class Ledger:
 
     def close(self) -> None:
         """Record the samples of this epoch that no applied update has used."""
-        open_ = [one for dealt in self.rounds for ranges in dealt.values() for one in ranges]
+        open_ = [
+            one for dealt in self.rounds for ranges in dealt.values() for one in ranges
+        ]
         rest = [(self.following, self.size)] if self.following < self.size else []
         begun = self.following > 0 or bool(self.returned)
         if begun and (unused := merged([*self.returned, *open_, *rest])):
@@ -132,8 +147,13 @@ class Ledger:
         made = cls(**values)
         made.members = tuple(made.members)
         made.returned = _pairs(made.returned)
-        made.rounds = [{name: _pairs(ranges) for name, ranges in one.items()} for one in made.rounds]
-        made.unused = {int(epoch): _pairs(ranges) for epoch, ranges in made.unused.items()}
+        made.rounds = [
+            {name: _pairs(ranges) for name, ranges in one.items()}
+            for one in made.rounds
+        ]
+        made.unused = {
+            int(epoch): _pairs(ranges) for epoch, ranges in made.unused.items()
+        }
         return made
 
 

@@ -42,7 +42,9 @@ def _refused(config: Config) -> list[tuple[str, str, str]]:
     """Return the settings that survive does not support: their names, the reasons, and what to use instead."""
     names = ("dp_replicate_size", "tp_size", "cp_size", "sp_size", "pp_size", "ep_size")
     sizes = {name: getattr(config.parallelism, name) for name in names}
-    divided = [f"{name}={size}" for name, size in sizes.items() if size not in (None, 1, -1)]
+    divided = [
+        f"{name}={size}" for name, size in sizes.items() if size not in (None, 1, -1)
+    ]
     rows: list[tuple[bool, str, str, str]] = [
         (
             bool(divided),
@@ -106,7 +108,8 @@ def replica_of(parts: RunParts) -> Replica:
     return next(part.replica for part in parts.members if isinstance(part, Survive))
 
 
-def survival_report(accelerator: Any) -> SurvivalReport:  # Any: an Accelerator, in an upper layer
+# Any: an Accelerator, in an upper layer
+def survival_report(accelerator: Any) -> SurvivalReport:
     """Return the lost, returned and healed replicas of a run of replicas, as seen by this one."""
     return replica_of(accelerator._clock.parts).report
 
@@ -117,7 +120,8 @@ class Survive(RunPart):
     replica: Replica
     """Set when the Accelerator is built."""
 
-    def built(self, run: Any) -> None:  # Any: the components of the Accelerator, in an upper layer
+    # Any: the components of the Accelerator, in an upper layer
+    def built(self, run: Any) -> None:
         """Make this replica known to the lighthouse. Ranks: every rank. Raises: ConfigError for settings and worlds without support."""
         accelerator, config = run.accelerator, run.accelerator.config
         if config.section(SurviveSettings).lighthouse is None:
@@ -131,9 +135,17 @@ class Survive(RunPart):
         token = secret.given_token(variables) or secret.user_secret(variables)
         state = RunState(run.prepared, run.strategy.unwrap)
         self.replica = replica = Replica(
-            config.section(SurviveSettings), run.prepared, state, run.clock, accelerator.ctx, token
+            config.section(SurviveSettings),
+            run.prepared,
+            state,
+            run.clock,
+            accelerator.ctx,
+            token,
         )
-        self._clock, self._num_replicas = run.clock, config.section(SurviveSettings).replicas
+        self._clock, self._num_replicas = (
+            run.clock,
+            config.section(SurviveSettings).replicas,
+        )
         if run.run_log is not None:
             replica.note = run.run_log.event
         accelerator.process.leads = lambda: replica.leads
@@ -141,7 +153,9 @@ class Survive(RunPart):
         replica.duties.received = lambda: preemption.received
         preemption.decide = lambda: replica.leaves
         saving.register_for_checkpointing(replica)
-        state.registered = lambda: [stateful for stateful in saving.registered if stateful is not replica]
+        state.registered = lambda: [
+            stateful for stateful in saving.registered if stateful is not replica
+        ]
 
     def source(self, source: BatchSource) -> BatchSource:
         """Read the positions that the ledger gives to this replica."""
@@ -155,7 +169,8 @@ class Survive(RunPart):
         """Let the first of the present replicas save: all hold the same state."""
         return None if self.replica.leads else ""
 
-    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: numbers, strings and tensors
+    # Any: numbers, strings and tensors
+    def log(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Log nothing while this replica, which was healed, is in an epoch that the run has completed."""
         return None if self.replica.duties.behind else values
 

@@ -13,9 +13,19 @@ import torch
 from hasten.data.batch_plan import derive_seed
 from hasten.errors import CommError, HastenError, StepError
 from hasten.extensions.survive import healing
-from hasten.extensions.survive.coordination import Answer, Coordinator, Quorum, local_address
+from hasten.extensions.survive.coordination import (
+    Answer,
+    Coordinator,
+    Quorum,
+    local_address,
+)
 from hasten.extensions.survive.duties import Duties
-from hasten.extensions.survive.exchange import LostReplicaError, Received, ReplicaGroup, alone
+from hasten.extensions.survive.exchange import (
+    LostReplicaError,
+    Received,
+    ReplicaGroup,
+    alone,
+)
 from hasten.extensions.survive.folder import AGREED, FINISHED, JOINED
 from hasten.extensions.survive.healing import HealingPort, NotHealedError, State
 from hasten.extensions.survive.inside import Inside, joined, of_rank
@@ -72,7 +82,9 @@ class Replica:
         self._port = HealingPort(host, token)
         self._inside = inside = Inside(ctx.world, host, settings, token)
         self._addresses = joined(ctx.world.all_gather_object(self._port.address))
-        self._coordinator = Coordinator(settings, self._card, inside.alive) if inside.first else None
+        self._coordinator = (
+            Coordinator(settings, self._card, inside.alive) if inside.first else None
+        )
         self._asked: Answer | None = None
         self._standing: tuple[Quorum, Roles] | None = None
         """Members of the previous update that make the next one without asking the lighthouse; None to ask."""
@@ -96,7 +108,14 @@ class Replica:
 
     def _card(self) -> Member:
         ledger = self.ledger
-        return Member(self.name, ledger.step, ledger.lineage, self._fresh, self._inside.address, self._addresses)
+        return Member(
+            self.name,
+            ledger.step,
+            ledger.lineage,
+            self._fresh,
+            self._inside.address,
+            self._addresses,
+        )
 
     @property
     def leads(self) -> bool:
@@ -136,8 +155,13 @@ class Replica:
             if ledger.exhausted and (ledger.rounds or self._agreed()):
                 return None
             if ledger.exhausted:
-                continue  # this replica was healed, and its ledger may have samples again
-            if self._asked is None and self._standing is None and self._coordinator is not None:
+                # this replica was healed, and its ledger may have samples again
+                continue
+            if (
+                self._asked is None
+                and self._standing is None
+                and self._coordinator is not None
+            ):
                 self._asked = self._coordinator.ask()
             return ledger.deal()[self.name]
         return None
@@ -184,23 +208,41 @@ class Replica:
             if not roles.is_active(self.name):
                 if not self._heal(roles, in_step=True):
                     continue
-                self._done, self._skips = (self._clock.serial, self._clock.num_updates), True
+                self._done, self._skips = (
+                    (self._clock.serial, self._clock.num_updates),
+                    True,
+                )
                 return True
-            if retries == 1 and before == roles.contributors:  # nobody was lost: the others were only slow
+            # nobody was lost: the others were only slow
+            if retries == 1 and before == roles.contributors:
                 self._patience_s = min(2 * self._patience_s, self._settings.timeout_s)
             try:
-                self._update(holder, quorum, roles, self._settings.timeout_s if retries else self._patience_s)
+                self._update(
+                    holder,
+                    quorum,
+                    roles,
+                    self._settings.timeout_s if retries else self._patience_s,
+                )
                 break
             except LostReplicaError as error:
                 retries, before = retries + 1, roles.contributors
-                level = logging.INFO if retries == 1 else logging.WARNING  # the others may only be slow
-                log.log(level, "survive: update %d of replica %s is repeated: %s", self.ledger.step, self.name, error)
+                # the others may only be slow
+                level = logging.INFO if retries == 1 else logging.WARNING
+                log.log(
+                    level,
+                    "survive: update %d of replica %s is repeated: %s",
+                    self.ledger.step,
+                    self.name,
+                    error,
+                )
                 self._ungroup()
         self.report.num_retries += retries
         self._done, self._skips = key, False
         lost = self._commit(roles)
         if lost or retries:
-            self.report.longest_pause_s = max(self.report.longest_pause_s, time.monotonic() - began)
+            self.report.longest_pause_s = max(
+                self.report.longest_pause_s, time.monotonic() - began
+            )
         return False
 
     def _met(self, standing: bool = False) -> tuple[Quorum, Roles]:
@@ -212,16 +254,27 @@ class Replica:
         if self._coordinator is None:
             found = self._followed(kept, self._inside.hear())
         else:
-            found = (self._takes_standing() if standing else None) or self._asked_for(self._coordinator)
+            found = (self._takes_standing() if standing else None) or self._asked_for(
+                self._coordinator
+            )
             now = time.monotonic()
             late = now - self._met_at + 2 * (now - self._updated_at) > _STANDING_S
-            self._asks = 2 if self.duties.asks_to_stop else int(bool(found[1].healing) or late)
-            self._inside.tell({"asks": self._asks, "quorum": None if found is kept else found[0].encoded()})
+            self._asks = (
+                2 if self.duties.asks_to_stop else int(bool(found[1].healing) or late)
+            )
+            self._inside.tell(
+                {
+                    "asks": self._asks,
+                    "quorum": None if found is kept else found[0].encoded(),
+                }
+            )
         self._standing = None
         self._key = found[0].key
         return found
 
-    def _followed(self, kept: tuple[Quorum, Roles] | None, decision: Mapping[str, Any]) -> tuple[Quorum, Roles]:
+    def _followed(
+        self, kept: tuple[Quorum, Roles] | None, decision: Mapping[str, Any]
+    ) -> tuple[Quorum, Roles]:
         """Return the members that the first rank of this replica has decided on."""
         self._asks = int(decision["asks"])
         if (told := decision["quorum"]) is None:
@@ -241,14 +294,24 @@ class Replica:
             finally:
                 self.report.waiting_since = None
             if (waited := time.monotonic() - since) > _LONG_WAIT_S:
-                self.note("waited for replicas", seconds=round(waited, 1), words=f"{len(quorum.members)} present")
+                self.note(
+                    "waited for replicas",
+                    seconds=round(waited, 1),
+                    words=f"{len(quorum.members)} present",
+                )
             roles = quorum.roles
             self._refuse_to_continue_a_finished_run(roles)
             starts = self._fresh and roles.active[0].fresh
-            if not starts or not (others := self._held_by_others(roles, time.monotonic() - began)):
+            if not starts or not (
+                others := self._held_by_others(roles, time.monotonic() - began)
+            ):
                 return quorum, roles
             if not told:
-                log.warning("survive: replica %s waits: %s hold the run and cannot be reached", self.name, others)
+                log.warning(
+                    "survive: replica %s waits: %s hold the run and cannot be reached",
+                    self.name,
+                    others,
+                )
             told = True
             time.sleep(_SLICE_S)
 
@@ -274,7 +337,11 @@ class Replica:
     def _refuse_to_continue_a_finished_run(self, roles: Roles) -> None:
         """Raise CommError if this replica was away while the others have finished the run."""
         folder = self._settings.folder
-        if folder is None or len(roles.names) >= self._settings.replicas or not (Path(folder) / FINISHED).exists():
+        if (
+            folder is None
+            or len(roles.names) >= self._settings.replicas
+            or not (Path(folder) / FINISHED).exists()
+        ):
             return
         agreed = Path(folder) / AGREED
         if agreed.exists() and agreed.read_text() == self._history():
@@ -284,7 +351,9 @@ class Replica:
             "replica would use samples again. Nothing has to be done: this replica ends here."
         )
 
-    def _update(self, holder: Holder, quorum: Quorum, roles: Roles, patience_s: float) -> None:
+    def _update(
+        self, holder: Holder, quorum: Quorum, roles: Roles, patience_s: float
+    ) -> None:
         """Exchange the gradients of the active replicas and write the mean to the parameters, on all ranks of this replica or on none."""
         parameters = [one for one in holder.parameters if one.requires_grad]
         weight, share = self._weights()
@@ -293,13 +362,22 @@ class Replica:
         try:
             self._form(quorum, roles)
             if self._group is not None:
-                facts = (float(self.ledger.step), float(len(self.ledger.rounds)), float(len(parameters)))
+                facts = (
+                    float(self.ledger.step),
+                    float(len(self.ledger.rounds)),
+                    float(len(parameters)),
+                )
                 self._group.timeout_s = patience_s
-                received = self._group.receive(parameters, weight, share, facts, self._asks)
+                received = self._group.receive(
+                    parameters, weight, share, facts, self._asks
+                )
         except LostReplicaError as error:
-            failed = LostReplicaError(*error.args)  # the frames of the error hold messages, and these the connections
+            # the frames of the error hold messages, and these the connections
+            failed = LostReplicaError(*error.args)
         if len(roles.active) > 1 and not self._inside.vote(failed is None):
-            raise failed or LostReplicaError("another rank of this replica has lost a member")
+            raise failed or LostReplicaError(
+                "another rank of this replica has lost a member"
+            )
         if received is None:
             alone(parameters, weight / share if share else 0.0)
         else:
@@ -318,7 +396,9 @@ class Replica:
         if len(names) > 1:
             key = f"{quorum.key}/{'+'.join(names)}/{self._inside.rank}"
             store, timeout_s = roles.active[0].store, self._settings.timeout_s
-            self._group = ReplicaGroup(store, key, names.index(self.name), len(names), timeout_s)
+            self._group = ReplicaGroup(
+                store, key, names.index(self.name), len(names), timeout_s
+            )
         self.contributors, self._grouped = names, True
 
     def _weights(self) -> tuple[float, float]:
@@ -395,7 +475,10 @@ class Replica:
         """Return the live replicas that have joined the run and cannot be reached: a second run must not start beside theirs."""
         if self._settings.folder is None or waited_s > self._settings.hang_timeout_s:
             return []
-        found = [path.name.removeprefix(JOINED) for path in Path(self._settings.folder).glob(f"{JOINED}*")]
+        found = [
+            path.name.removeprefix(JOINED)
+            for path in Path(self._settings.folder).glob(f"{JOINED}*")
+        ]
         return sorted(set(found) - set(roles.names))
 
     def _mark_as_joined(self) -> None:
@@ -418,9 +501,13 @@ class Replica:
         for one in waiting:
             try:
                 address = of_rank(one.heal, self._inside.rank)
-                healing.send(content, address, self._token, self._key, self._settings.timeout_s)
+                healing.send(
+                    content, address, self._token, self._key, self._settings.timeout_s
+                )
             except OSError as error:
-                log.warning("survive: replica %s could not be healed: %s", one.name, error)
+                log.warning(
+                    "survive: replica %s could not be healed: %s", one.name, error
+                )
 
     def _heal(self, roles: Roles, in_step: bool = False) -> bool:
         """Receive the run's state from another replica; returns False if that one was lost, and nothing has changed."""
@@ -429,9 +516,16 @@ class Replica:
         state: State | None = None
         try:
             address = of_rank(source.heal, self._inside.rank)
-            state = self._port.receive(address, self._key, settings.heal_timeout_s, settings.timeout_s)
+            state = self._port.receive(
+                address, self._key, settings.heal_timeout_s, settings.timeout_s
+            )
         except NotHealedError as error:
-            log.warning("survive: replica %s was not healed by %s: %s", self.name, source.name, error)
+            log.warning(
+                "survive: replica %s was not healed by %s: %s",
+                self.name,
+                source.name,
+                error,
+            )
         if not self._inside.vote(state is not None) or state is None:
             return False
         self._load(state, in_step)
@@ -440,15 +534,24 @@ class Replica:
     def _load(self, state: State, in_step: bool) -> None:
         self.state.load(state)
         self.ledger = Ledger.decoded(state["ledger"])
-        self._clock.num_updates = state["clock"] - in_step  # the skipped step is counted when it ends
+        # the skipped step is counted when it ends
+        self._clock.num_updates = state["clock"] - in_step
         self._fresh = False
         self._mark_as_joined()
         self.duties.healed()
         self.report.healed.append(self.ledger.step)
         rank = [256 + self._inside.rank] if self._inside.rank else []
-        torch.manual_seed(derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode(), *rank))
-        log.info("survive: replica %s has joined after update %d", self.name, self.ledger.step)
-        self.note("replica healed", words=f"{self.name} after update {self.ledger.step}")
+        torch.manual_seed(
+            derive_seed(self.ledger.seed, self.ledger.step, *self.name.encode(), *rank)
+        )
+        log.info(
+            "survive: replica %s has joined after update %d",
+            self.name,
+            self.ledger.step,
+        )
+        self.note(
+            "replica healed", words=f"{self.name} after update {self.ledger.step}"
+        )
 
     # -- checkpoints and end ---------------------------------------------------------------------------------------
     follows_data = True
@@ -467,7 +570,8 @@ class Replica:
         """Meet the others a last time, so that replicas that are behind are healed, then leave the run."""
         if not self._fresh and self._agreed_at != self.ledger.step and not self.leaves:
             self._agreed()
-        self._inside.vote(True)  # the first rank serves the others' store until they have come here
+        # the first rank serves the others' store until they have come here
+        self._inside.vote(True)
         self.close()
 
     def close(self) -> None:

@@ -100,7 +100,9 @@ def own_replicas(replicas: int, machines: int, rank: int) -> range:
 
 def proof(token: bytes | None, nonce: str) -> str:
     """Return the text that proves the knowledge of the job's token."""
-    return hmac.new(token or b"", f"hasten machines {nonce}".encode(), "sha256").hexdigest()
+    return hmac.new(
+        token or b"", f"hasten machines {nonce}".encode(), "sha256"
+    ).hexdigest()
 
 
 # -- machine 0 ---------------------------------------------------------------------------------------------------------
@@ -141,9 +143,20 @@ class MachineServer:
     broken_s = 0.0
 
     def __init__(
-        self, meeting: Meeting, report: Report, check_in: str, token: bytes | None, say: Callable[[str], None]
+        self,
+        meeting: Meeting,
+        report: Report,
+        check_in: str,
+        token: bytes | None,
+        say: Callable[[str], None],
     ) -> None:
-        self._meeting, self._report, self._check_in, self._token, self._say = meeting, report, check_in, token, say
+        self._meeting, self._report, self._check_in, self._token, self._say = (
+            meeting,
+            report,
+            check_in,
+            token,
+            say,
+        )
         self.lighthouse = ""
         """Address of the lighthouse, which the other machines are told; they wait while it is empty."""
         self._own = MachineNotes()
@@ -156,15 +169,21 @@ class MachineServer:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         try:
-            family = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)[0][0]
-            self._server = socket.create_server((meeting.address, meeting.port), family=family, backlog=64)
+            family = socket.getaddrinfo(
+                meeting.address, meeting.port, type=socket.SOCK_STREAM
+            )[0][0]
+            self._server = socket.create_server(
+                (meeting.address, meeting.port), family=family, backlog=64
+            )
         except OSError as error:
             raise LaunchError(
                 f"machine 0 cannot listen at {meeting.address}:{meeting.port} ({error.strerror or error}), so the other machines could not find the "
                 "run. Give --main_process_ip an address of this machine, and --main_process_port a free port."
             ) from error
         self._server.settimeout(_EVERY_S)
-        self._threads = [threading.Thread(target=self._accept, name="hasten-machines", daemon=True)]
+        self._threads = [
+            threading.Thread(target=self._accept, name="hasten-machines", daemon=True)
+        ]
         self._threads[0].start()
 
     def exchange(self, notes: MachineNotes, stop: int | None) -> RunNotes:
@@ -175,7 +194,12 @@ class MachineServer:
 
     def _run(self) -> RunNotes:
         now = time.monotonic()
-        found = united({0: self._own, **{rank: guest.notes for rank, guest in self._guests.items()}})
+        found = united(
+            {
+                0: self._own,
+                **{rank: guest.notes for rank, guest in self._guests.items()},
+            }
+        )
         silent = [one for one in self._guests.values() if now - one.seen > _SILENT_S]
         found.running -= sum(one.notes.running for one in silent)
         found.stop, found.code = self._stop, self._code
@@ -211,7 +235,12 @@ class MachineServer:
         while not self._closed.is_set():
             with suppress(TimeoutError):
                 connection, _ = self._server.accept()
-                thread = threading.Thread(target=self._serve, args=(connection,), name="hasten-machine", daemon=True)
+                thread = threading.Thread(
+                    target=self._serve,
+                    args=(connection,),
+                    name="hasten-machine",
+                    daemon=True,
+                )
                 self._threads.append(thread)
                 thread.start()
 
@@ -220,7 +249,8 @@ class MachineServer:
         connection.settimeout(60.0)
         with self._lock:
             self._open.add(connection)
-        lost = suppress(OSError, ValueError, KeyError, TypeError)  # a stranger, or a machine that was lost
+        # a stranger, or a machine that was lost
+        lost = suppress(OSError, ValueError, KeyError, TypeError)
         with lost, connection, connection.makefile("rw", encoding="utf-8") as lines:
             nonce = secrets.token_hex(16)
             _write(lines, {"nonce": nonce})
@@ -232,14 +262,17 @@ class MachineServer:
             if rank is not None and self._guests[rank].connection == number:
                 self._guests[
                     rank
-                ].notes = MachineNotes()  # its kernel has closed the connection: its replicas end with it
+                    # its kernel has closed the connection: its replicas end with it
+                ].notes = MachineNotes()
                 self._guests[rank].connection = 0
                 if self._code is None:
                     self._say(
                         f"machine {rank} ({self._guests[rank].host}) has closed its connection; the others continue"
                     )
 
-    def _admit(self, hello: Mapping[str, Any], nonce: str, lines: TextIO) -> tuple[int | None, int]:
+    def _admit(
+        self, hello: Mapping[str, Any], nonce: str, lines: TextIO
+    ) -> tuple[int | None, int]:
         """Return the rank of a machine, and the number of its connection; None for one that is refused, which is told why."""
         if not hmac.compare_digest(str(hello["proof"]), proof(self._token, nonce)):
             _write(
@@ -253,7 +286,9 @@ class MachineServer:
         while not self.lighthouse and not self._closed.is_set():
             time.sleep(_EVERY_S / 4)
         with self._lock:
-            rank, why = self._rank_of(hello["rank"], report, launcher := str(hello["launcher"]))
+            rank, why = self._rank_of(
+                hello["rank"], report, launcher := str(hello["launcher"])
+            )
             if why and (self._check_in == "error" or rank is None):
                 _write(lines, {"refused": why})
                 return None, 0
@@ -261,18 +296,30 @@ class MachineServer:
             self._connections += 1
             known, number = self._guests.get(rank), self._connections
             notes = known.notes if known else MachineNotes()
-            self._guests[rank] = _Guest(report.host, launcher, notes, time.monotonic(), number)
+            self._guests[rank] = _Guest(
+                report.host, launcher, notes, time.monotonic(), number
+            )
         self._say(f"machine {rank} ({report.host}) is {'back' if known else 'there'}")
         _write(lines, {"rank": rank, "lighthouse": self.lighthouse, "warning": why})
         return rank, number
 
-    def _rank_of(self, wanted: int | None, report: Report, launcher: str) -> tuple[int | None, str]:
+    def _rank_of(
+        self, wanted: int | None, report: Report, launcher: str
+    ) -> tuple[int | None, str]:
         """Return the rank of a machine and the reason to refuse it, empty for none."""
         machines, now = self._meeting.max_machines, time.monotonic()
-        live = {rank for rank, one in self._guests.items() if one.connection and now - one.seen < _SILENT_S}
+        live = {
+            rank
+            for rank, one in self._guests.items()
+            if one.connection and now - one.seen < _SILENT_S
+        }
         busy = {rank for rank in live if self._guests[rank].launcher != launcher}
         free = [rank for rank in range(1, machines) if rank not in busy]
-        same = [rank for rank in free if rank in self._guests and self._guests[rank].host == report.host]
+        same = [
+            rank
+            for rank in free
+            if rank in self._guests and self._guests[rank].host == report.host
+        ]
         rank = wanted if wanted is not None else next(iter([*same, *free]), None)
         if rank is None or rank in busy or not 0 < rank < machines:
             return None, (
@@ -282,7 +329,9 @@ class MachineServer:
         found = disagreements([self._report, report]) if self._check_in != "off" else []
         return rank, "the machines differ: " + "; ".join(found) if found else ""
 
-    def _answer(self, rank: int, number: int, message: Mapping[str, Any], lines: TextIO) -> None:
+    def _answer(
+        self, rank: int, number: int, message: Mapping[str, Any], lines: TextIO
+    ) -> None:
         with self._lock:
             guest = self._guests[rank]
             if guest.connection != number:
@@ -298,9 +347,20 @@ class MachineServer:
 class MachineClient:
     """Another machine: keeps a connection to machine 0, and makes it anew when it is lost."""
 
-    def __init__(self, meeting: Meeting, report: Report, token: bytes | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        report: Report,
+        token: bytes | None,
+        say: Callable[[str], None],
+    ) -> None:
         """Connect to machine 0. Raises: LaunchError when it does not respond in time, or refuses this machine."""
-        self._meeting, self._report, self._token, self._say = meeting, report, token, say
+        self._meeting, self._report, self._token, self._say = (
+            meeting,
+            report,
+            token,
+            say,
+        )
         self.rank = meeting.machine_rank or -1
         self.lighthouse = ""
         self._launcher = secrets.token_hex(8)
@@ -310,7 +370,9 @@ class MachineClient:
         self._heard = time.monotonic()
         self._there = threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._keep_connected, name="hasten-machines", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep_connected, name="hasten-machines", daemon=True
+        )
         self._thread.start()
         place, patience_s = f"{meeting.address}:{meeting.port}", meeting.join_timeout_s
         self._there.wait(patience_s)
@@ -327,7 +389,9 @@ class MachineClient:
         """Let the connection tell these facts; return the newest ones of all machines."""
         self._own = notes
         if self._refused:
-            raise LaunchError(f"machine 0 has refused this machine after its connection was lost: {self._refused}.")
+            raise LaunchError(
+                f"machine 0 has refused this machine after its connection was lost: {self._refused}."
+            )
         return self._run
 
     @property
@@ -343,7 +407,8 @@ class MachineClient:
 
     def _keep_connected(self) -> None:
         while not self._closed.is_set() and not self._refused:
-            with suppress(OSError, ValueError, KeyError, TypeError):  # machine 0 is away: it is tried again
+            # machine 0 is away: it is tried again
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 self._talk()
             self._closed.wait(_EVERY_S)
 
@@ -356,7 +421,11 @@ class MachineClient:
             connection.settimeout(_SILENT_S)
             nonce = _read(lines)["nonce"]
             rank = self.rank if self.rank >= 0 else None
-            hello = {"proof": proof(self._token, nonce), "rank": rank, "launcher": self._launcher}
+            hello = {
+                "proof": proof(self._token, nonce),
+                "rank": rank,
+                "launcher": self._launcher,
+            }
             _write(lines, {**hello, "report": json.loads(self._report.encode())})
             connection.settimeout(max(_SILENT_S, self._meeting.join_timeout_s))
             welcome = _read(lines)
@@ -365,7 +434,10 @@ class MachineClient:
                 self._there.set()
                 return
             connection.settimeout(_SILENT_S)
-            self.rank, self.lighthouse = int(welcome["rank"]), str(welcome["lighthouse"])
+            self.rank, self.lighthouse = (
+                int(welcome["rank"]),
+                str(welcome["lighthouse"]),
+            )
             if welcome["warning"]:
                 self._say(str(welcome["warning"]))
             while True:

@@ -47,7 +47,14 @@ class ReplicaProcesses:
         codes = [process.poll() for process in self.processes]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if failed:
-            return min(failed, key=lambda one: (one[1] > 0, _time_of(self.error_files[one[0]]), one[0]))
+            return min(
+                failed,
+                key=lambda one: (
+                    one[1] > 0,
+                    _time_of(self.error_files[one[0]]),
+                    one[0],
+                ),
+            )
         return None if None in codes else (0, 0)
 
     @property
@@ -58,12 +65,20 @@ class ReplicaProcesses:
     def failure(self, rank: int, code: int) -> Failure:
         """Return the end of a rank, with the error that it has recorded."""
         pid, error_file = self.processes[rank].pid, self.error_files[rank]
-        return read_failure(rank, socket.gethostname(), code, pid, error_file=error_file, time=time.time())
+        return read_failure(
+            rank,
+            socket.gethostname(),
+            code,
+            pid,
+            error_file=error_file,
+            time=time.time(),
+        )
 
     def send(self, number: int) -> None:
         """Send a signal to all processes."""
         for group in self.groups:
-            with suppress(ProcessLookupError):  # a rank that has ended before the others
+            # a rank that has ended before the others
+            with suppress(ProcessLookupError):
                 os.killpg(group, number)
 
     def end(self) -> None:
@@ -73,7 +88,9 @@ class ReplicaProcesses:
             process.wait()
 
 
-def start(proc: Proc, common: Mapping[str, str], error_file: str, quick: int) -> ReplicaProcesses:
+def start(
+    proc: Proc, common: Mapping[str, str], error_file: str, quick: int
+) -> ReplicaProcesses:
     """Start the processes of a replica with these variables; `error_file` begins the names of their error files."""
     count, variables = proc.count, dict(common)
     if count > 1:

@@ -40,7 +40,12 @@ class Roles:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all members, after healing."""
-        return tuple(sorted([one.name for one in self.active] + [one.name for one, _ in self.healing]))
+        return tuple(
+            sorted(
+                [one.name for one in self.active]
+                + [one.name for one, _ in self.healing]
+            )
+        )
 
     def is_active(self, name: str) -> bool:
         """Return True if this replica exchanges gradients."""
@@ -73,5 +78,7 @@ def divide(members: Sequence[Member]) -> Roles:
         active = [max(ordered, key=lambda one: one.step)]
     names = {one.name for one in active}
     behind = [one for one in ordered if one.name not in names]
-    pairs = tuple((one, active[index % len(active)]) for index, one in enumerate(behind))
+    pairs = tuple(
+        (one, active[index % len(active)]) for index, one in enumerate(behind)
+    )
     return Roles(tuple(active), pairs)

@@ -20,10 +20,13 @@ _SHARD: Final = "hasten_local_shard"
 class RunState:
     """Reader and writer of everything that a returning replica needs, except the ledger."""
 
-    def __init__(self, prepared: PreparedObjects, unwrap: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(
+        self, prepared: PreparedObjects, unwrap: Callable[[nn.Module], nn.Module]
+    ) -> None:
         self._prepared = prepared
         self._unwrap = unwrap
-        self.registered: Callable[[], list[Any]] = list  # Any: objects with state_dict and load_state_dict
+        # Any: objects with state_dict and load_state_dict
+        self.registered: Callable[[], list[Any]] = list
 
     def collected(self) -> State:
         """Return the state of this rank; it holds no sharded tensors."""
@@ -45,26 +48,40 @@ class RunState:
         for model, values in zip(prepared.models, state["models"], strict=True):
             module = self._unwrap(model)
             module.load_state_dict(as_shards(values, module.state_dict()))
-        for optimizer, values, updates in zip(prepared.optimizers, state["optimizers"], state["updates"], strict=True):
+        for optimizer, values, updates in zip(
+            prepared.optimizers, state["optimizers"], state["updates"], strict=True
+        ):
             inner = optimizer.optimizer
-            parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+            parameters = [
+                parameter
+                for group in inner.param_groups
+                for parameter in group["params"]
+            ]
             shards = {
-                index: {name: as_shards(value, parameters[index]) for name, value in of_one.items()}
+                index: {
+                    name: as_shards(value, parameters[index])
+                    for name, value in of_one.items()
+                }
                 for index, of_one in values["state"].items()
             }
             inner.load_state_dict({**values, "state": shards})
             optimizer.num_updates = optimizer.num_attempts = updates
-        for scheduler, values in zip(prepared.schedulers, state["schedulers"], strict=True):
+        for scheduler, values in zip(
+            prepared.schedulers, state["schedulers"], strict=True
+        ):
             scheduler.load_state_dict(values)
             scheduler.caught_up()
         for one, values in [
             *zip(prepared.averages, state["averages"], strict=True),
             *zip(self.registered(), state["registered"], strict=True),
         ]:
-            one.load_state_dict(as_shards(values, one.state_dict()) if _holds_shards(values) else values)
+            one.load_state_dict(
+                as_shards(values, one.state_dict()) if _holds_shards(values) else values
+            )
 
 
-def as_local(tree: Any) -> Any:  # Any: state dicts of models, optimizers and users' objects
+# Any: state dicts of models, optimizers and users' objects
+def as_local(tree: Any) -> Any:
     """Return the tree with the local shard in place of each sharded tensor."""
     if isinstance(tree, Tensor):
         return {_SHARD: local_tensor(tree).detach()} if is_dtensor(tree) else tree
@@ -90,9 +107,14 @@ def as_shards(tree: Any, like: Any) -> Any:  # Any: as above
             )
         return like_parameter(local.to(local_tensor(like).device), like)
     if isinstance(tree, dict):
-        return _filled(tree, {name: as_shards(value, _at(like, name)) for name, value in tree.items()})
+        return _filled(
+            tree,
+            {name: as_shards(value, _at(like, name)) for name, value in tree.items()},
+        )
     if type(tree) in (list, tuple):
-        return type(tree)(as_shards(value, _at(like, index)) for index, value in enumerate(tree))
+        return type(tree)(
+            as_shards(value, _at(like, index)) for index, value in enumerate(tree)
+        )
     return tree
 
 
@@ -120,4 +142,8 @@ def _holds_shards(tree: Any) -> bool:
 
 
 def _words(like: Any) -> str:
-    return f"one of shape {tuple(local_tensor(like).shape)}" if is_dtensor(like) else "no sharded tensor"
+    return (
+        f"one of shape {tuple(local_tensor(like).shape)}"
+        if is_dtensor(like)
+        else "no sharded tensor"
+    )

@@ -10,7 +10,9 @@ class SurviveSettings(Section):
     `hasten launch --replicas N` sets everything. Without that launcher, give `lighthouse`, `replica` and `replicas` on each replica.
     """
 
-    section_names = SectionNames(argument="survive", flag_group="replicas that may be lost")
+    section_names = SectionNames(
+        argument="survive", flag_group="replicas that may be lost"
+    )
 
     replicas: int = setting(
         0,
@@ -19,22 +21,44 @@ class SurviveSettings(Section):
         flag="replicas",
     )
     min_replicas: int = setting(
-        1, "replicas below which the run waits for others to return", minimum=1, flag="min_replicas"
+        1,
+        "replicas below which the run waits for others to return",
+        minimum=1,
+        flag="min_replicas",
     )
-    lighthouse: str | None = setting(None, "host:port of torchft's lighthouse (default: the launcher starts one)")
-    replica: str | None = setting(None, "name of this replica, unlike those of the others (default: by the launcher)")
-    timeout_s: float = setting(10.0, "seconds after which a replica that does not respond counts as lost", minimum=0.5)
+    lighthouse: str | None = setting(
+        None, "host:port of torchft's lighthouse (default: the launcher starts one)"
+    )
+    replica: str | None = setting(
+        None,
+        "name of this replica, unlike those of the others (default: by the launcher)",
+    )
+    timeout_s: float = setting(
+        10.0,
+        "seconds after which a replica that does not respond counts as lost",
+        minimum=0.5,
+    )
     heartbeat_timeout_s: float = setting(
-        2.0, "seconds without a heartbeat after which a replica counts as lost", minimum=0.2
+        2.0,
+        "seconds without a heartbeat after which a replica counts as lost",
+        minimum=0.2,
     )
     hang_timeout_s: float = setting(
-        600.0, "seconds without an update, also by an evaluation, after which a replica counts as lost", minimum=1
+        600.0,
+        "seconds without an update, also by an evaluation, after which a replica counts as lost",
+        minimum=1,
     )
     heal_timeout_s: float = setting(
-        300.0, "seconds that a returning replica waits for the end of another's update", minimum=1
+        300.0,
+        "seconds that a returning replica waits for the end of another's update",
+        minimum=1,
     )
-    max_restarts: int = setting(1000, "restarts of lost replicas by the launcher, over the whole run", minimum=0)
-    folder: str | None = setting(None, "folder in which the launcher notes the end of the run", path=True)
+    max_restarts: int = setting(
+        1000, "restarts of lost replicas by the launcher, over the whole run", minimum=0
+    )
+    folder: str | None = setting(
+        None, "folder in which the launcher notes the end of the run", path=True
+    )
 
     def writes_run(self) -> bool:
         """Return True for the first replica, which writes the run's log and trackers."""

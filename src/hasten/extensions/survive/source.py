@@ -46,7 +46,13 @@ class LedgerSource(OuterSource):
     again at the new positions.
     """
 
-    def __init__(self, inner: BatchSource, replica: LedgerHolder, clock: StepClock, num_replicas: int) -> None:
+    def __init__(
+        self,
+        inner: BatchSource,
+        replica: LedgerHolder,
+        clock: StepClock,
+        num_replicas: int,
+    ) -> None:
         super().__init__(inner)
         if not isinstance(inner, IndexedSource) or inner.assignment.form != "rows":
             raise ConfigError(
@@ -152,13 +158,16 @@ class _ReadAhead:
     def _index_batches(self, first: list[Range]) -> Iterator[IndexBatch]:
         """Return the indices of the batch at `first`, then of those that follow it if the members stay the same."""
         ledger = self._replica.ledger
-        following = ledger.preview(self._replica.name)  # from the ledger as it is now: it has given out `first` only
+        # from the ledger as it is now: it has given out `first` only
+        following = ledger.preview(self._replica.name)
         return starmap(self._index_batch, chain([(first, ledger.exhausted)], following))
 
     def _index_batch(self, ranges: list[Range], last: bool) -> IndexBatch:
         self._expected.append((ranges, last))
         places = positions(self._part(ranges))
-        indices: list[int] = self._seek(np.array(places or [0], dtype=np.int64)).tolist()
+        indices: list[int] = self._seek(
+            np.array(places or [0], dtype=np.int64)
+        ).tolist()
         return indices, None if places else 0, last
 
     def close(self) -> None:

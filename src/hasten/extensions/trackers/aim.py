@@ -55,12 +55,17 @@ class AimTracker(Tracker):
         for name, number in entry.numbers.items():
             self._run.track(number, name=name, step=entry.step, **entry.options)
         for name, text in entry.texts.items():
-            self._run.track(self._aim.Text(text), name=name, step=entry.step, **entry.options)
+            self._run.track(
+                self._aim.Text(text), name=name, step=entry.step, **entry.options
+            )
 
     def log_images(self, entry: ImageEntry) -> None:
         """Track the images of a name as one sequence element."""
         for name, images in entry.images.items():
-            wrapped = [self._aim.Image(image.squeeze(2) if image.shape[2] == 1 else image) for image in images]
+            wrapped = [
+                self._aim.Image(image.squeeze(2) if image.shape[2] == 1 else image)
+                for image in images
+            ]
             self._run.track(wrapped, name=name, step=entry.step, **entry.options)
 
     def finish(self, failed: bool) -> None:

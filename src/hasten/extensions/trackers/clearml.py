@@ -14,7 +14,9 @@ class ClearmlTracker(Tracker):
     name = "clearml"
     package = "clearml"
 
-    def __init__(self, *, every_rank: bool = False, offline: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *, every_rank: bool = False, offline: bool = False, **options: Any
+    ) -> None:
         """Pass `options` to clearml.Task.init."""
         self.every_rank = every_rank
         self._options = {"offline": offline, **options}
@@ -41,9 +43,11 @@ class ClearmlTracker(Tracker):
         self._offline = bool(options.pop("offline")) or task.is_offline()
         if self._offline:
             task.set_offline(offline_mode=True)
-            options["continue_last_task"] = False  # an offline session cannot be reopened; a resume starts another
+            # an offline session cannot be reopened; a resume starts another
+            options["continue_last_task"] = False
         self._task = task.init(**options)
-        if run.resume:  # ClearML adds an offset to the steps of a continued task; hasten's steps are absolute already
+        # ClearML adds an offset to the steps of a continued task; hasten's steps are absolute already
+        if run.resume:
             self._task.set_initial_iteration(0)
         if run.config:
             self._task.connect(run.shown_config, name="config")
@@ -54,7 +58,13 @@ class ClearmlTracker(Tracker):
         logger = self._task.get_logger()
         for name, number in entry.numbers.items():
             title, series = _split(name)
-            logger.report_scalar(title=title, series=series, value=number, iteration=entry.step, **entry.options)
+            logger.report_scalar(
+                title=title,
+                series=series,
+                value=number,
+                iteration=entry.step,
+                **entry.options,
+            )
         for name, text in entry.texts.items():
             logger.report_text(f"step {entry.step} {name}: {text}", print_console=False)
 
@@ -66,14 +76,26 @@ class ClearmlTracker(Tracker):
                 title, series = _split(name)
                 series = series if len(images) == 1 else f"{series}_{index}"
                 flat = image.squeeze(2) if image.shape[2] == 1 else image
-                logger.report_image(title=title, series=series, iteration=entry.step, image=flat, **entry.options)
+                logger.report_image(
+                    title=title,
+                    series=series,
+                    iteration=entry.step,
+                    image=flat,
+                    **entry.options,
+                )
 
     def log_table(self, entry: TableEntry) -> None:
         """Report the table with its header."""
         title, series = _split(entry.name)
         table = [list(entry.columns), *(list(row) for row in entry.rows)]
         logger = self._task.get_logger()
-        logger.report_table(title=title, series=series, iteration=entry.step, table_plot=table, **entry.options)
+        logger.report_table(
+            title=title,
+            series=series,
+            iteration=entry.step,
+            table_plot=table,
+            **entry.options,
+        )
 
     def flush(self) -> None:
         """Send pending records."""
@@ -81,8 +103,11 @@ class ClearmlTracker(Tracker):
 
     def finish(self, failed: bool) -> None:
         """Close the task, after marking a failed one."""
-        if failed and not self._offline:  # offline there is no server, and ClearML would retry forever
-            self._task.mark_failed(ignore_errors=True, status_reason="training raised an exception")
+        # offline there is no server, and ClearML would retry forever
+        if failed and not self._offline:
+            self._task.mark_failed(
+                ignore_errors=True, status_reason="training raised an exception"
+            )
         self._task.close()
 
 

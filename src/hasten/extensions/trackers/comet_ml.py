@@ -37,11 +37,18 @@ class CometTracker(Tracker):
         known = set(inspect.signature(comet.start).parameters)
         extra = {name: given.pop(name) for name in list(given) if name not in known}
         if "experiment_config" not in given:
-            chosen = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")  # the user's choice takes precedence
+            # the user's choice takes precedence
+            chosen = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")
             folder = Path(chosen) if chosen else run.directory / run.project / "comet"
             folder.mkdir(parents=True, exist_ok=True)
-            given["experiment_config"] = comet.ExperimentConfig(**{"offline_directory": str(folder), **extra})
-        key = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=16).hexdigest()
+            given["experiment_config"] = comet.ExperimentConfig(
+                **{"offline_directory": str(folder), **extra}
+            )
+        key = (
+            run.resume.run_id
+            if run.resume
+            else hashlib.blake2b(run.label.encode(), digest_size=16).hexdigest()
+        )
         named = {"experiment_key": key, "mode": "get_or_create"}
         self._experiment = comet.start(**{"project": run.project, **named, **given})
         if run.config and not run.resume:
@@ -60,12 +67,16 @@ class CometTracker(Tracker):
             for index, image in enumerate(images):
                 title = name if len(images) == 1 else f"{name}_{index}"
                 flat = image.squeeze(2) if image.shape[2] == 1 else image
-                self._experiment.log_image(flat, name=title, step=entry.step, **entry.options)
+                self._experiment.log_image(
+                    flat, name=title, step=entry.step, **entry.options
+                )
 
     def log_table(self, entry: TableEntry) -> None:
         """Log the table as a CSV asset."""
         rows = [list(row) for row in entry.rows]
-        self._experiment.log_table(f"{entry.name}.csv", rows, headers=list(entry.columns), **entry.options)
+        self._experiment.log_table(
+            f"{entry.name}.csv", rows, headers=list(entry.columns), **entry.options
+        )
 
     def finish(self, failed: bool) -> None:
         """End the experiment; offline, this writes the archive."""

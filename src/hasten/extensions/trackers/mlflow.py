@@ -18,7 +18,13 @@ class MlflowTracker(Tracker):
     name = "mlflow"
     package = "mlflow"
 
-    def __init__(self, *, every_rank: bool = False, tracking_uri: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        every_rank: bool = False,
+        tracking_uri: str | None = None,
+        **options: Any,
+    ) -> None:
         """Create a tracker with the options `run_name` and `tags`; the default store is MLflow's setting or a local folder."""
         self.every_rank = every_rank
         self._uri = tracking_uri
@@ -26,7 +32,8 @@ class MlflowTracker(Tracker):
         self._mlflow: Any = None  # Any: mlflow is an optional package
         self.client: Any = None
         self.run_id = ""
-        self._artifacts: str | None = None  # artifact folder of a new experiment; None = the store decides
+        # artifact folder of a new experiment; None = the store decides
+        self._artifacts: str | None = None
         self.tracking_uri = ""
 
     @property
@@ -52,7 +59,10 @@ class MlflowTracker(Tracker):
         """Return MLflow's setting if there is one, else a local database."""
         if self._mlflow.is_tracking_uri_set():
             return str(self._mlflow.get_tracking_uri())
-        check_installed("alembic", why='the local database of log_with="mlflow", unless tracking_uri names a server')
+        check_installed(
+            "alembic",
+            why='the local database of log_with="mlflow", unless tracking_uri names a server',
+        )
         run.directory.mkdir(parents=True, exist_ok=True)
         folder = run.directory.absolute()
         self._artifacts = (folder / "mlartifacts").as_uri()
@@ -60,25 +70,37 @@ class MlflowTracker(Tracker):
 
     def _create(self, run: Run, options: dict[str, Any]) -> None:
         experiment = self._experiment(run.project)
-        created = self.client.create_run(experiment, **{"run_name": run.label, **options})
+        created = self.client.create_run(
+            experiment, **{"run_name": run.label, **options}
+        )
         self.run_id = created.info.run_id
         self.log_params(dict(flatten(run.shown_config)))
 
     def _experiment(self, name: str) -> str:
         """Return the id of the experiment of this name, which is created if there is none."""
         found = self.client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self.client.create_experiment(name, self._artifacts))
+        return str(
+            found.experiment_id
+            if found
+            else self.client.create_experiment(name, self._artifacts)
+        )
 
     def log_params(self, values: Mapping[str, Any]) -> None:
         """Record settings, in batches that MLflow accepts."""
-        params = [self._mlflow.entities.Param(name, str(value)) for name, value in values.items()]
+        params = [
+            self._mlflow.entities.Param(name, str(value))
+            for name, value in values.items()
+        ]
         for first in range(0, len(params), _BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + _BATCH])
 
     def log(self, entry: Entry) -> None:
         """Log numbers as metrics and strings as tags, in one call."""
         entities, when = self._mlflow.entities, int(entry.time_s * 1000)
-        metrics = [entities.Metric(name, value, when, entry.step) for name, value in entry.numbers.items()]
+        metrics = [
+            entities.Metric(name, value, when, entry.step)
+            for name, value in entry.numbers.items()
+        ]
         tags = [entities.RunTag(name, value) for name, value in entry.texts.items()]
         self.client.log_batch(self.run_id, metrics=metrics, tags=tags, **entry.options)
 
@@ -87,13 +109,22 @@ class MlflowTracker(Tracker):
         for name, images in entry.images.items():
             for index, image in enumerate(images):
                 path = f"images/{name}/{entry.step:08d}_{index}.png"
-                self.client.log_image(self.run_id, image, artifact_file=path, **entry.options)
+                self.client.log_image(
+                    self.run_id, image, artifact_file=path, **entry.options
+                )
 
     def log_table(self, entry: TableEntry) -> None:
         """Log the table as a JSON artifact in MLflow's table format."""
-        content = {"columns": list(entry.columns), "data": [list(row) for row in entry.rows]}
-        self.client.log_dict(self.run_id, content, f"{entry.name}/{entry.step:08d}.json")
+        content = {
+            "columns": list(entry.columns),
+            "data": [list(row) for row in entry.rows],
+        }
+        self.client.log_dict(
+            self.run_id, content, f"{entry.name}/{entry.step:08d}.json"
+        )
 
     def finish(self, failed: bool) -> None:
         """Set the final status."""
-        self.client.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")
+        self.client.set_terminated(
+            self.run_id, status="FAILED" if failed else "FINISHED"
+        )

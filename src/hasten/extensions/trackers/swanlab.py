@@ -37,8 +37,17 @@ class SwanlabTracker(Tracker):
             environment.snapshot().get("SWANLAB_LOG_DIR") or run.directory / "swanlab"
         )  # the user's choice takes precedence
         folder.mkdir(parents=True, exist_ok=True)
-        found = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=10).hexdigest()
-        named = {"name": run.label, "id": found, "resume": "allow", "log_dir": str(folder)}
+        found = (
+            run.resume.run_id
+            if run.resume
+            else hashlib.blake2b(run.label.encode(), digest_size=10).hexdigest()
+        )
+        named = {
+            "name": run.label,
+            "id": found,
+            "resume": "allow",
+            "log_dir": str(folder),
+        }
         options = {
             "project": run.project,
             "config": run.shown_config,
@@ -57,7 +66,12 @@ class SwanlabTracker(Tracker):
     def log_images(self, entry: ImageEntry) -> None:
         """Log the images of a name together."""
         media = {
-            name: [self._swanlab.Image(image.repeat(3, 2) if image.shape[2] == 1 else image) for image in images]
+            name: [
+                self._swanlab.Image(
+                    image.repeat(3, 2) if image.shape[2] == 1 else image
+                )
+                for image in images
+            ]
             for name, images in entry.images.items()
         }
         self._run.log(media, step=entry.step, **entry.options)

@@ -42,7 +42,9 @@ class TensorboardTracker(Tracker):
     def log(self, entry: Entry) -> None:
         """Add one scalar or text per value."""
         for name, number in entry.numbers.items():
-            self._writer.add_scalar(name, number, entry.step, walltime=entry.time_s, **entry.options)
+            self._writer.add_scalar(
+                name, number, entry.step, walltime=entry.time_s, **entry.options
+            )
         for name, text in entry.texts.items():
             self._writer.add_text(name, text, entry.step, walltime=entry.time_s)
 
@@ -52,12 +54,16 @@ class TensorboardTracker(Tracker):
             for index, image in enumerate(images):
                 tag = name if len(images) == 1 else f"{name}/{index}"
                 options = {"dataformats": "HWC", **entry.options}
-                self._writer.add_image(tag, image, entry.step, walltime=entry.time_s, **options)
+                self._writer.add_image(
+                    tag, image, entry.step, walltime=entry.time_s, **options
+                )
 
     def log_table(self, entry: TableEntry) -> None:
         """Add the table as formatted text."""
         lines = [list(entry.columns), ["---"] * len(entry.columns), *entry.rows]
-        text = "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+        text = "\n".join(
+            "| " + " | ".join(str(cell) for cell in line) + " |" for line in lines
+        )
         self._writer.add_text(entry.name, text, entry.step, walltime=entry.time_s)
 
     def rewind(self, step: int) -> None:
@@ -75,12 +81,18 @@ class TensorboardTracker(Tracker):
 
     def _open(self, purge_step: int | None) -> None:
         writer = need("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(**{"log_dir": str(self._folder), "purge_step": purge_step, **self._options})
+        self._writer = writer(
+            **{"log_dir": str(self._folder), "purge_step": purge_step, **self._options}
+        )
 
     def _write_config(self, run: Run) -> None:
-        self._writer.add_text("config", f"```json\n{json.dumps(run.shown_config, indent=2)}\n```", 0)
+        self._writer.add_text(
+            "config", f"```json\n{json.dumps(run.shown_config, indent=2)}\n```", 0
+        )
         settings = {
-            name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+            name: value
+            if isinstance(value, (bool, int, float, str))
+            else json.dumps(value)
             for name, value in flatten(run.shown_config)
         }
         for summary in need("torch.utils.tensorboard.summary").hparams(settings, {}):

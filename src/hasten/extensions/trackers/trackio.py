@@ -30,7 +30,11 @@ class TrackioTracker(Tracker):
         """Start the run, or continue that of the checkpoint."""
         self._trackio = need("trackio", why='log_with="trackio"')
         name = run.resume.run_id if run.resume else run.label
-        named = {"name": name, "resume": "must" if run.resume else "never", "embed": False}
+        named = {
+            "name": name,
+            "resume": "must" if run.resume else "never",
+            "embed": False,
+        }
         options = {
             "project": run.project,
             "config": run.shown_config,
@@ -59,8 +63,14 @@ class TrackioTracker(Tracker):
     def log_table(self, entry: TableEntry) -> None:
         """Log a Trackio table."""
         pandas = need("pandas", why="tables in trackio")
-        frame = pandas.DataFrame([list(row) for row in entry.rows], columns=list(entry.columns))
-        self._run.log({entry.name: self._trackio.Table(dataframe=frame)}, step=entry.step, **entry.options)
+        frame = pandas.DataFrame(
+            [list(row) for row in entry.rows], columns=list(entry.columns)
+        )
+        self._run.log(
+            {entry.name: self._trackio.Table(dataframe=frame)},
+            step=entry.step,
+            **entry.options,
+        )
 
     def finish(self, failed: bool) -> None:
         """Finish the run; the package sends pending records."""

@@ -32,10 +32,13 @@ class WandbTracker(Tracker):
         """Start the run, or continue that of the checkpoint."""
         self._wandb = need("wandb", why='log_with="wandb"')
         env = environment.snapshot()
-        folder = env.get("WANDB_DIR") or str(run.directory)  # the user's choice takes precedence
+        # the user's choice takes precedence
+        folder = env.get("WANDB_DIR") or str(run.directory)
         named = {
             "dir": folder,
-            "id": run.resume.run_id if run.resume else env.get("WANDB_RUN_ID") or run.label,
+            "id": run.resume.run_id
+            if run.resume
+            else env.get("WANDB_RUN_ID") or run.label,
             "resume": "allow",
             "reinit": "create_new",
         }
@@ -53,19 +56,28 @@ class WandbTracker(Tracker):
 
     def log(self, entry: Entry) -> None:
         """Log the values at their step and time."""
-        self._run.log({"_timestamp": entry.time_s, **entry.values}, step=entry.step, **entry.options)
+        self._run.log(
+            {"_timestamp": entry.time_s, **entry.values},
+            step=entry.step,
+            **entry.options,
+        )
 
     def log_images(self, entry: ImageEntry) -> None:
         """Log the images as wandb media."""
         media = {
-            name: [self._wandb.Image(image.squeeze(2) if image.shape[2] == 1 else image) for image in images]
+            name: [
+                self._wandb.Image(image.squeeze(2) if image.shape[2] == 1 else image)
+                for image in images
+            ]
             for name, images in entry.images.items()
         }
         self._run.log(media, step=entry.step, **entry.options)
 
     def log_table(self, entry: TableEntry) -> None:
         """Log a wandb Table."""
-        table = self._wandb.Table(columns=list(entry.columns), data=[list(row) for row in entry.rows])
+        table = self._wandb.Table(
+            columns=list(entry.columns), data=[list(row) for row in entry.rows]
+        )
         self._run.log({entry.name: table}, step=entry.step, **entry.options)
 
     def finish(self, failed: bool) -> None:

@@ -12,18 +12,32 @@ from typing import TYPE_CHECKING, Final
 from hasten.lazy import exports
 
 if TYPE_CHECKING:
-    from hasten.extensions.trainer.arguments import TrainingArguments as TrainingArguments
-    from hasten.extensions.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+    from hasten.extensions.trainer.arguments import (
+        TrainingArguments as TrainingArguments,
+    )
+    from hasten.extensions.trainer.callbacks import (
+        EarlyStoppingCallback as EarlyStoppingCallback,
+    )
     from hasten.extensions.trainer.callbacks import ProgressCallback as ProgressCallback
     from hasten.extensions.trainer.callbacks import TrainerCallback as TrainerCallback
-    from hasten.extensions.trainer.collate import DataCollatorWithPadding as DataCollatorWithPadding
-    from hasten.extensions.trainer.collate import default_data_collator as default_data_collator
+    from hasten.extensions.trainer.collate import (
+        DataCollatorWithPadding as DataCollatorWithPadding,
+    )
+    from hasten.extensions.trainer.collate import (
+        default_data_collator as default_data_collator,
+    )
     from hasten.extensions.trainer.evaluation import EvalPrediction as EvalPrediction
-    from hasten.extensions.trainer.evaluation import PredictionOutput as PredictionOutput
+    from hasten.extensions.trainer.evaluation import (
+        PredictionOutput as PredictionOutput,
+    )
     from hasten.extensions.trainer.loop import TrainOutput as TrainOutput
     from hasten.extensions.trainer.metrics import causal_lm_metrics as causal_lm_metrics
-    from hasten.extensions.trainer.metrics import classification_metrics as classification_metrics
-    from hasten.extensions.trainer.metrics import token_classification_metrics as token_classification_metrics
+    from hasten.extensions.trainer.metrics import (
+        classification_metrics as classification_metrics,
+    )
+    from hasten.extensions.trainer.metrics import (
+        token_classification_metrics as token_classification_metrics,
+    )
     from hasten.extensions.trainer.schedules import get_scheduler as get_scheduler
     from hasten.extensions.trainer.state import TrainerControl as TrainerControl
     from hasten.extensions.trainer.state import TrainerState as TrainerState
@@ -53,5 +67,6 @@ _PUBLIC: Final = MappingProxyType[str, str](
 
 __all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 
-if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+# hidden from type checkers, which would otherwise accept any attribute
+if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(__name__, _PUBLIC)

@@ -8,7 +8,12 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
+from hasten.errors import (
+    ConfigError,
+    ContradictionError,
+    SettingValueError,
+    UnknownSettingError,
+)
 
 When = Literal["no", "steps", "epoch"]
 _CHOICES: Final = MappingProxyType(
@@ -155,15 +160,22 @@ class TrainingArguments:
     hub_token: str | None = field(default=None, repr=False)
     hub_private_repo: bool | None = None
 
-    def __new__(cls, *args: Any, **given: Any) -> TrainingArguments:  # Any: the arguments of __init__
+    # Any: the arguments of __init__
+    def __new__(cls, *args: Any, **given: Any) -> TrainingArguments:
         """Check that every name is known, and return an empty object."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name in _REFUSED:
-                raise UnknownSettingError(f"TrainingArguments({name}=…) has no effect in hasten: {_REFUSED[name]}.")
+                raise UnknownSettingError(
+                    f"TrainingArguments({name}=…) has no effect in hasten: {_REFUSED[name]}."
+                )
             if name not in known:
                 near = get_close_matches(name, known, n=1, cutoff=0.6)
-                hint = f"did you mean {near[0]!r}?" if near else "the names are listed in docs/trainer.md."
+                hint = (
+                    f"did you mean {near[0]!r}?"
+                    if near
+                    else "the names are listed in docs/trainer.md."
+                )
                 raise UnknownSettingError(
                     f"TrainingArguments has no setting {name!r}, so it would have no effect; {hint}"
                 )
@@ -172,10 +184,14 @@ class TrainingArguments:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
-                raise SettingValueError(f"{name}={value!r} is not a known value; give one of {', '.join(choices)}.")
+                raise SettingValueError(
+                    f"{name}={value!r} is not a known value; give one of {', '.join(choices)}."
+                )
         for name, least in _AT_LEAST.items():
             if not (value := getattr(self, name)) >= least:  # nan is refused too
-                raise SettingValueError(f"{name}={value!r} is below {least}; give a number from {least} up.")
+                raise SettingValueError(
+                    f"{name}={value!r} is below {least}; give a number from {least} up."
+                )
         for name in ("label_smoothing_factor", "warmup_ratio"):
             if (value := getattr(self, name)) > 1:
                 raise SettingValueError(
@@ -206,9 +222,13 @@ class TrainingArguments:
 
     def _check_pairs(self) -> None:
         if self.bf16 and self.fp16:
-            raise ContradictionError("bf16=True and fp16=True ask for two precisions at once; set one of them.")
+            raise ContradictionError(
+                "bf16=True and fp16=True ask for two precisions at once; set one of them."
+            )
         if self.warmup_steps and self.warmup_ratio:
-            raise ContradictionError("warmup_steps and warmup_ratio both set the warm-up; remove one of them.")
+            raise ContradictionError(
+                "warmup_steps and warmup_ratio both set the warm-up; remove one of them."
+            )
         if self.load_best_model_at_end or self.save_strategy == "best":
             self._check_best()
         if self.load_best_model_at_end and self.ema_decay is not None:
@@ -222,7 +242,9 @@ class TrainingArguments:
                 "takes no time."
             )
         if self.deepspeed and self.fsdp:
-            raise ContradictionError("deepspeed and fsdp exclude each other; remove one of them.")
+            raise ContradictionError(
+                "deepspeed and fsdp exclude each other; remove one of them."
+            )
         if self.packing:
             self._check_packing()
         check_needs(self)
@@ -247,9 +269,15 @@ class TrainingArguments:
                 )
 
     def _check_best(self) -> None:
-        what = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"
+        what = (
+            "load_best_model_at_end=True"
+            if self.load_best_model_at_end
+            else "save_strategy='best'"
+        )
         if self.eval_strategy == "no":
-            raise ContradictionError(f"{what} needs evaluations to find the best model; set eval_strategy.")
+            raise ContradictionError(
+                f"{what} needs evaluations to find the best model; set eval_strategy."
+            )
         if self.save_strategy in ("best", self.eval_strategy):
             steps = self.eval_steps or self.logging_steps
             are_whole = steps >= 1 and self.save_steps >= 1
@@ -272,12 +300,20 @@ class TrainingArguments:
     @property
     def larger_is_better(self) -> bool:
         """True if a larger metric is better: `greater_is_better`, or by default unless the name ends in `loss`."""
-        return not self.best_metric.endswith("loss") if self.greater_is_better is None else self.greater_is_better
+        return (
+            not self.best_metric.endswith("loss")
+            if self.greater_is_better is None
+            else self.greater_is_better
+        )
 
     @property
     def trackers(self) -> list[str]:
         """The names in `report_to`, without `none`."""
-        tracker_names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        tracker_names = (
+            [self.report_to]
+            if isinstance(self.report_to, str)
+            else list(self.report_to or [])
+        )
         return [name for name in tracker_names if name != "none"]
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON values
@@ -304,7 +340,12 @@ _OPTIMIZER: Final = (
     "adam_beta2",
     "adam_epsilon",
 )
-_SCHEDULE: Final = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+_SCHEDULE: Final = (
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "warmup_ratio",
+)
 _NEEDS: Final[Sequence[_Need]] = (
     _Need(
         ("adam_beta1", "adam_beta2"),
@@ -368,7 +409,13 @@ _NEEDS: Final[Sequence[_Need]] = (
     ),
     _Need(
         ("logging_steps",),
-        lambda args: "steps" in (args.logging_strategy, args.eval_strategy if args.eval_steps is None else ""),
+        lambda args: (
+            "steps"
+            in (
+                args.logging_strategy,
+                args.eval_strategy if args.eval_steps is None else "",
+            )
+        ),
         "logging_strategy does not count updates",
         "set logging_strategy='steps', or remove it",
     ),
@@ -386,7 +433,11 @@ _NEEDS: Final[Sequence[_Need]] = (
     ),
     _Need(
         ("greater_is_better",),
-        lambda args: bool(args.metric_for_best_model) or args.load_best_model_at_end or args.save_strategy == "best",
+        lambda args: (
+            bool(args.metric_for_best_model)
+            or args.load_best_model_at_end
+            or args.save_strategy == "best"
+        ),
         "no metric ranks the models",
         "set metric_for_best_model, or remove it",
     ),
@@ -425,9 +476,14 @@ def check_needs(args: TrainingArguments) -> None:
             raise ContradictionError(f"{wrong} would have no effect: {why}; {remedy}.")
 
 
-def check_given_optimizers(args: TrainingArguments, optimizer: object, scheduler: object) -> None:
+def check_given_optimizers(
+    args: TrainingArguments, optimizer: object, scheduler: object
+) -> None:
     """Raise for arguments about an optimizer or scheduler that was passed to the Trainer. Raises: ContradictionError."""
-    for passed_object, names, what in ((optimizer, _OPTIMIZER, "an optimizer"), (scheduler, _SCHEDULE, "a scheduler")):
+    for passed_object, names, what in (
+        (optimizer, _OPTIMIZER, "an optimizer"),
+        (scheduler, _SCHEDULE, "a scheduler"),
+    ):
         if passed_object is not None and (wrong := _given(args, names)):
             raise ContradictionError(
                 f"{wrong} would have no effect: optimizers=(…) contains {what}, which is used unchanged; set this when you create it, "
@@ -437,5 +493,13 @@ def check_given_optimizers(args: TrainingArguments, optimizer: object, scheduler
 
 def _given(args: TrainingArguments, names: Sequence[str]) -> str:
     """Return the first of these arguments that differs from its default, as `name=value`; empty for none."""
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(args)}  # Any: of every type
-    return next((f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name) != defaults[name]), "")
+    # Any: of every type
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(args)}
+    return next(
+        (
+            f"{name}={getattr(args, name)!r}"
+            for name in names
+            if getattr(args, name) != defaults[name]
+        ),
+        "",
+    )

@@ -41,74 +41,147 @@ class TrainerCallback:
     """
 
     # Any below: keywords of the event
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Handle the end of the Trainer's construction."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle the start of the training, or its continuation from a checkpoint."""
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle the end of the training, after loading the best model if requested."""
 
     def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle the start of an epoch, or its continuation after a resume."""
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle the end of an epoch, after its last batch."""
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle the first batch of an update."""
 
     def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle the end of a batch inside an accumulation window."""
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle complete and clipped gradients, before the optimizer's step."""
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle the optimizer's step; gradients are still available."""
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Handle the end of an update."""
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Handle the end of an evaluation; `metrics` holds its results."""
 
-    def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Handle the end of a prediction; `metrics` holds its results."""
 
     def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Handle the end of a batch of an evaluation or prediction."""
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Handle a complete checkpoint; `checkpoint` is its path."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Handle logged values; `logs` holds them."""
 
 
 class CallbackList:
     """Callbacks of a Trainer, indexed by the events they override, so that an event without callbacks costs one lookup."""
 
-    def __init__(self, trainer: TrainerInterface, callbacks: Sequence[Any]) -> None:  # Any: callbacks or their classes
+    # Any: callbacks or their classes
+    def __init__(self, trainer: TrainerInterface, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
         self.callbacks: list[TrainerCallback] = []
         self._heard: dict[str, list[Any]] = {event: [] for event in EVENTS}
@@ -128,13 +201,21 @@ class CallbackList:
 
     def remove(self, callback: Any) -> None:  # Any: a callback or its class
         """Remove a callback, or all of a class."""
-        self.callbacks = [member for member in self.callbacks if callback not in (member, type(member))]
+        self.callbacks = [
+            member
+            for member in self.callbacks
+            if callback not in (member, type(member))
+        ]
         self._find()
 
     def _find(self) -> None:
         for event in EVENTS:
             plain = getattr(TrainerCallback, event)
-            self._heard[event] = [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not plain]
+            self._heard[event] = [
+                getattr(c, event)
+                for c in self.callbacks
+                if getattr(type(c), event) is not plain
+            ]
 
     def call(self, event: str, **kwargs: Any) -> None:  # Any: keywords of the event
         """Call an event of every callback that overrides it, in the order they were added."""
@@ -143,18 +224,28 @@ class CallbackList:
             return
         trainer = self._trainer
         for listener in heard:
-            listener(trainer.args, trainer.state, trainer.control, **trainer.event_keywords(), **kwargs)
+            listener(
+                trainer.args,
+                trainer.state,
+                trainer.control,
+                **trainer.event_keywords(),
+                **kwargs,
+            )
 
     def keep_states(self) -> None:
         """Store the states of callbacks that have one in the TrainerState."""
         for number, callback in enumerate(self.callbacks):
             if hasattr(callback, "state_dict"):
-                self._trainer.state.callbacks[f"{number}.{type(callback).__name__}"] = callback.state_dict()
+                self._trainer.state.callbacks[f"{number}.{type(callback).__name__}"] = (
+                    callback.state_dict()
+                )
 
     def restore_states(self) -> None:
         """Restore the callbacks' states after a checkpoint was loaded."""
         for number, callback in enumerate(self.callbacks):
-            saved_state = self._trainer.state.callbacks.get(f"{number}.{type(callback).__name__}")
+            saved_state = self._trainer.state.callbacks.get(
+                f"{number}.{type(callback).__name__}"
+            )
             if saved_state is not None and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(saved_state)
 
@@ -162,14 +253,20 @@ class CallbackList:
 class EarlyStoppingCallback(TrainerCallback):
     """Callback that stops the training after several evaluations without an improvement of `metric_for_best_model`."""
 
-    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
+    def __init__(
+        self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0
+    ) -> None:
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold
         self._best = math.nan
         self._waited = 0
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Raise unless there are evaluations to watch."""
         if args.eval_strategy == "no":
@@ -177,7 +274,13 @@ class EarlyStoppingCallback(TrainerCallback):
                 "EarlyStoppingCallback would never stop the training without evaluations; set eval_strategy."
             )
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Count evaluations without improvement."""
         metrics = kwargs["metrics"]
         if args.best_metric not in metrics:
@@ -194,11 +297,16 @@ class EarlyStoppingCallback(TrainerCallback):
         if self._waited >= self.early_stopping_patience:
             control.should_training_stop = True
             times = "evaluation" if self._waited == 1 else f"{self._waited} evaluations"
-            control.stop_reason = f"early stopping: {args.best_metric} has not improved for {times}"
+            control.stop_reason = (
+                f"early stopping: {args.best_metric} has not improved for {times}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the number of evaluations since."""
-        return {"best": None if math.isnan(self._best) else self._best, "waited": self._waited}
+        return {
+            "best": None if math.isnan(self._best) else self._best,
+            "waited": self._waited,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of a checkpoint."""
@@ -216,37 +324,74 @@ class ProgressCallback(TrainerCallback):
         self._bar: Any = None  # Any: the facade's Progress
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Open the bar."""
-        bar = kwargs["accelerator"].progress(total=state.max_steps, initial=state.global_step, desc="train")
+        bar = kwargs["accelerator"].progress(
+            total=state.max_steps, initial=state.global_step, desc="train"
+        )
         self._bar = bar.__enter__()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Count the update."""
         self._bar.update()
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Show the latest loss or metrics."""
         if self._bar is None:
             return
         logs = kwargs["logs"]
-        if shown := {name: value for name, value in logs.items() if name in ("loss", args.best_metric)}:
+        if shown := {
+            name: value
+            for name, value in logs.items()
+            if name in ("loss", args.best_metric)
+        }:
             self._bar.show(**shown)
-        values = [f"{name} {_shown(value)}" for name, value in logs.items() if not name.endswith(_TIMES)]
+        values = [
+            f"{name} {_shown(value)}"
+            for name, value in logs.items()
+            if not name.endswith(_TIMES)
+        ]
         line = " | ".join([f"step {state.global_step}/{state.max_steps}", *values])
-        self._bar.note(line, unless_in_place=not any(name.startswith("eval_") for name in logs))
+        self._bar.note(
+            line, unless_in_place=not any(name.startswith("eval_") for name in logs)
+        )
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Close the bar; write the reason if the training was stopped."""
         if self._bar is None:
             return
         self._bar.close()
         if control.should_training_stop or control.stop_reason:
-            why = control.stop_reason or "requested by a callback (control.should_training_stop)"
-            self._bar.note(f"stopped at step {state.global_step}/{state.max_steps}: {why}")
+            why = (
+                control.stop_reason
+                or "requested by a callback (control.should_training_stop)"
+            )
+            self._bar.note(
+                f"stopped at step {state.global_step}/{state.max_steps}: {why}"
+            )
         self._bar = None
 
 

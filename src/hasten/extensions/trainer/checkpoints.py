@@ -24,11 +24,17 @@ def save(trainer: TrainerInterface, metrics: Mapping[str, float]) -> str:
     state = trainer.state
     trainer.callbacks.keep_states()
     checkpoint_path = trainer.accelerator.save_state(metrics=metrics)
-    if state.best_metric is not None and state.best_global_step == state.global_step and metrics:
+    if (
+        state.best_metric is not None
+        and state.best_global_step == state.global_step
+        and metrics
+    ):
         state.best_model_checkpoint = checkpoint_path
     trainer.callbacks.call("on_save", checkpoint=checkpoint_path)
     if trainer.args.push_to_hub and trainer.args.hub_strategy == "every_save":
-        trainer.push_to_hub(f"Training in progress, step {state.global_step}", blocking=False)
+        trainer.push_to_hub(
+            f"Training in progress, step {state.global_step}", blocking=False
+        )
     return checkpoint_path
 
 
@@ -43,7 +49,8 @@ def resume(trainer: TrainerInterface, which: str | bool) -> None:
     accelerator.load_state(checkpoint_path)
     trainer.callbacks.restore_states()
     if state.best_metric is not None and state.best_global_step == state.global_step:
-        state.best_model_checkpoint = checkpoint_path or _newest(trainer)  # its path was not known when it was written
+        # its path was not known when it was written
+        state.best_model_checkpoint = checkpoint_path or _newest(trainer)
 
 
 def _root(trainer: TrainerInterface) -> str:
@@ -82,7 +89,8 @@ def note_best(trainer: TrainerInterface, metrics: Mapping[str, float]) -> bool:
     value = float(metrics[args.best_metric])
     best_so_far = state.best_metric
     if math.isnan(value) or (
-        best_so_far is not None and (value < best_so_far if args.larger_is_better else value > best_so_far)
+        best_so_far is not None
+        and (value < best_so_far if args.larger_is_better else value > best_so_far)
     ):
         return False
     state.best_metric, state.best_global_step = value, state.global_step
@@ -105,7 +113,8 @@ def save_model(trainer: TrainerInterface, folder: str) -> str:
 def _save_model(trainer: TrainerInterface, folder: str) -> str:
     accelerator = trainer.accelerator
     model = trainer.model_for_evaluation()
-    inner: Any = accelerator.unwrap_model(model)  # Any: models with save_pretrained share no base class here
+    # Any: models with save_pretrained share no base class here
+    inner: Any = accelerator.unwrap_model(model)
     if not hasattr(inner, "save_pretrained"):
         accelerator.save_model(model, folder)
     else:
@@ -118,7 +127,9 @@ def _save_model(trainer: TrainerInterface, folder: str) -> str:
         if accelerator.is_main_process:
             if hasattr(trainer.processing_class, "save_pretrained"):
                 trainer.processing_class.save_pretrained(folder)
-            text = json.dumps(masked_tree(trainer.args.to_dict()), indent=2, default=str)
+            text = json.dumps(
+                masked_tree(trainer.args.to_dict()), indent=2, default=str
+            )
             Path(folder, "training_args.json").write_text(text + "\n", encoding="utf-8")
     return folder
 
@@ -144,7 +155,12 @@ def push_to_hub(
                 folder=Path(folder),
                 target=target,
                 message=commit_message,
-                ignore=("checkpoints/*", "run_log/*", f"{args.run_name or 'trainer'}/*", ".*"),
+                ignore=(
+                    "checkpoints/*",
+                    "run_log/*",
+                    f"{args.run_name or 'trainer'}/*",
+                    ".*",
+                ),
                 temporary=not blocking,
                 options=options,
             )
@@ -156,8 +172,12 @@ def _repository(trainer: TrainerInterface) -> Any:  # Any: a class of another ex
     args = trainer.args
     name = args.hub_model_id or Path(args.output_dir).name
     if not name:
-        raise ConfigError(f"output_dir={args.output_dir!r} contains no repository name; set hub_model_id.")
-    return components(trainer.accelerator).publishing.repository(name, args.hub_token, args.hub_private_repo)
+        raise ConfigError(
+            f"output_dir={args.output_dir!r} contains no repository name; set hub_model_id."
+        )
+    return components(trainer.accelerator).publishing.repository(
+        name, args.hub_token, args.hub_private_repo
+    )
 
 
 def check_access(trainer: TrainerInterface) -> None:
@@ -174,7 +194,11 @@ def finish_upload(trainer: TrainerInterface) -> None:
         components(trainer.accelerator).publishing.wait()
     except HubError as error:
         if trainer.accelerator.is_main_process:
-            warnings.warn(f"{error} The next push sends the model of that time.", HastenWarning, stacklevel=2)
+            warnings.warn(
+                f"{error} The next push sends the model of that time.",
+                HastenWarning,
+                stacklevel=2,
+            )
 
 
 def _staging_folder(trainer: TrainerInterface) -> str:
@@ -186,16 +210,23 @@ def _staging_folder(trainer: TrainerInterface) -> str:
     return str(trainer.accelerator.broadcast_object_list(folders)[0])
 
 
-def _card(trainer: TrainerInterface, name: str) -> Any:  # Any: a class of another extension
+# Any: a class of another extension
+def _card(trainer: TrainerInterface, name: str) -> Any:
     """Return the numbers of the run for the model card: final ones, logged ones, and arguments that are not at their default."""
     state, args = trainer.state, trainer.args
     final: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch}
     if state.total_weight:
         final["train_loss"] = state.total_loss / state.total_weight
     for logged in state.log_history:
-        final.update({key: value for key, value in logged.items() if key.startswith("eval_")})
+        final.update(
+            {key: value for key, value in logged.items() if key.startswith("eval_")}
+        )
     defaults = TrainingArguments(args.output_dir).to_dict()
-    chosen = {key: value for key, value in args.to_dict().items() if value != defaults[key] and key != "output_dir"}
+    chosen = {
+        key: value
+        for key, value in args.to_dict().items()
+        if value != defaults[key] and key != "output_dir"
+    }
     inner = trainer.accelerator.unwrap_model(trainer.model_for_evaluation())
     return components(trainer.accelerator).publishing.card(
         name=name,

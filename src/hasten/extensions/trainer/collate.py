@@ -28,7 +28,11 @@ def default_data_collator(features: list[Any]) -> Any:  # Any: samples of any ty
         return default_collate(features)
     batch = {}
     for key in features[0]:
-        values = [torch.as_tensor(feature[key]) for feature in features if feature[key] is not None]
+        values = [
+            torch.as_tensor(feature[key])
+            for feature in features
+            if feature[key] is not None
+        ]
         if len(values) != len(features):
             continue  # a column that some samples lack cannot be used
         if len({value.shape for value in values}) > 1:
@@ -55,14 +59,20 @@ class DataCollatorWithPadding:
         label_pad_token_id: int = IGNORED,
         pad_to_multiple_of: int | None = None,
     ) -> None:
-        token_id = getattr(processing_class, "pad_token_id", None) if pad_token_id is None else pad_token_id
+        token_id = (
+            getattr(processing_class, "pad_token_id", None)
+            if pad_token_id is None
+            else pad_token_id
+        )
         if token_id is None:
             raise ArgumentError(
                 "DataCollatorWithPadding needs a pad_token_id or a tokenizer that has one; pass "
                 "pad_token_id=…, or set tokenizer.pad_token."
             )
         self.pad_token_id = int(token_id)
-        self.padding_side = padding_side or getattr(processing_class, "padding_side", "right")
+        self.padding_side = padding_side or getattr(
+            processing_class, "padding_side", "right"
+        )
         self.label_pad_token_id = label_pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
 
@@ -70,13 +80,22 @@ class DataCollatorWithPadding:
         """Return the batch of the samples."""
         if not features or not isinstance(features[0], Mapping):
             return default_collate(features)
-        columns = {key: [torch.as_tensor(feature[key]) for feature in features] for key in features[0]}
+        columns = {
+            key: [torch.as_tensor(feature[key]) for feature in features]
+            for key in features[0]
+        }
         if "input_ids" in columns and "attention_mask" not in columns:
-            columns["attention_mask"] = [torch.ones_like(ids) for ids in columns["input_ids"]]
+            columns["attention_mask"] = [
+                torch.ones_like(ids) for ids in columns["input_ids"]
+            ]
         batch = {}
         for key, values in columns.items():
             name = "labels" if key in _RENAMED else key
-            batch[name] = torch.stack(values) if values[0].ndim == 0 else self._padded(values, self._filler(name))
+            batch[name] = (
+                torch.stack(values)
+                if values[0].ndim == 0
+                else self._padded(values, self._filler(name))
+            )
         return batch
 
     def _filler(self, name: str) -> int:
@@ -104,19 +123,28 @@ LABELS: Final = ("labels", "label", "label_ids")
 def taken_by(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | None:
     """Return the argument names of the model's forward, and the label names; None if it accepts any name."""
     parameters = inspect.signature(model.forward).parameters.values()
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     if not named:
         return None
     return frozenset([*named, *LABELS, *label_names])
 
 
-def without_unused(dataset: Any, taken: frozenset[str] | None) -> Any:  # Any: datasets have no common base
+# Any: datasets have no common base
+def without_unused(dataset: Any, taken: frozenset[str] | None) -> Any:
     """Return the dataset without unused columns; datasets that are not from `datasets` are returned unchanged.
 
     Raises: DataError if no column is left.
     """
     names = getattr(dataset, "column_names", None)
-    if taken is None or not isinstance(names, list) or not hasattr(dataset, "remove_columns"):
+    if (
+        taken is None
+        or not isinstance(names, list)
+        or not hasattr(dataset, "remove_columns")
+    ):
         return dataset
     unused = [name for name in names if name not in taken]
     if len(unused) == len(names):
@@ -136,7 +164,10 @@ class CollateUsed:
 
     def __call__(self, samples: list[Any]) -> Any:
         if samples and isinstance(samples[0], Mapping):
-            samples = [{key: value for key, value in sample.items() if key in self.taken} for sample in samples]
+            samples = [
+                {key: value for key, value in sample.items() if key in self.taken}
+                for sample in samples
+            ]
             if not samples[0]:
                 raise DataError(
                     "the samples have no key that the model's forward takes, so the batch would be empty; rename the keys, or "
@@ -159,7 +190,11 @@ def check_packable(model: nn.Module, shifted: bool) -> None:
             "'ForCausalLM' on a model that shifts its labels."
         )
     taken = taken_by(model, ())
-    if not _is_of_transformers(model) and taken is not None and "position_ids" not in taken:
+    if (
+        not _is_of_transformers(model)
+        and taken is not None
+        and "position_ids" not in taken
+    ):
         raise ConfigError(
             f"packing=True joins samples in one row, but forward of {name} takes no position_ids, so the samples would attend to "
             "each other; add position_ids and use hasten.data.packed_attention_mask(position_ids), or remove packing."
@@ -172,7 +207,8 @@ class PackedRows:
     def __init__(self, model: nn.Module) -> None:
         self._pack = PackedCollator(transformers=_is_of_transformers(model))
 
-    def __call__(self, samples: list[Any]) -> dict[str, Any]:  # Any: samples and batches of any type
+    # Any: samples and batches of any type
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
         """Return the row of the samples."""
         batch = self._pack(samples)
         batch.pop("num_tokens", None)  # the Trainer counts the labels itself
@@ -212,8 +248,14 @@ class LengthGroupedSampler(Sampler[int]):
             for chunk in torch.split(order, self._stretch)
         ]
         if len(self):
-            longest = max(range(len(chunks)), key=lambda index: int(self._lengths[chunks[index][0]]))
-            chunks[0][0], chunks[longest][0] = chunks[longest][0].clone(), chunks[0][0].clone()
+            longest = max(
+                range(len(chunks)),
+                key=lambda index: int(self._lengths[chunks[index][0]]),
+            )
+            chunks[0][0], chunks[longest][0] = (
+                chunks[longest][0].clone(),
+                chunks[0][0].clone(),
+            )
         return iter(torch.cat(chunks).tolist())
 
     def state_dict(self) -> dict[str, int]:
@@ -225,7 +267,8 @@ class LengthGroupedSampler(Sampler[int]):
         self._epoch = int(state["epoch"])
 
 
-def lengths_of(dataset: Any, column: str, argument: str) -> list[int]:  # Any: datasets have no common base
+# Any: datasets have no common base
+def lengths_of(dataset: Any, column: str, argument: str) -> list[int]:
     """Return the length of every sample, which this argument needs: from its column, or counted from `input_ids`.
 
     Raises: DataError if samples have neither.

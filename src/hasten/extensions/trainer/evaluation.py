@@ -16,7 +16,13 @@ from hasten.accelerator.facade import Accelerator
 from hasten.data.loader import Loader
 from hasten.extensions.trainer.collate import IGNORED
 from hasten.extensions.trainer.interface import TrainerInterface
-from hasten.extensions.trainer.loss import labels_in, loss_or_none, num_items, outputs_besides_loss, run_model
+from hasten.extensions.trainer.loss import (
+    labels_in,
+    loss_or_none,
+    num_items,
+    outputs_besides_loss,
+    run_model,
+)
 from hasten.runtime.mesh_plan import BATCH
 
 # Any in this file: batches, outputs and arrays in any nesting.
@@ -50,7 +56,9 @@ class _Collected:
     labels: list[Any] = field(default_factory=list)
 
 
-def run_evaluation(trainer: TrainerInterface, loader: Loader, prefix: str, loss_only: bool) -> PredictionOutput:
+def run_evaluation(
+    trainer: TrainerInterface, loader: Loader, prefix: str, loss_only: bool
+) -> PredictionOutput:
     """Return predictions, labels and metrics over a loader; arrays are None with `loss_only`. Ranks: every rank."""
     began_s = time.perf_counter()
     model, accelerator = trainer.model_for_evaluation(), trainer.accelerator
@@ -66,7 +74,9 @@ def run_evaluation(trainer: TrainerInterface, loader: Loader, prefix: str, loss_
                 trainer.callbacks.call("on_prediction_step")
     finally:
         model.train(was_training)
-    sums = torch.tensor([got.loss_sum, got.weight, float(got.num_samples)], dtype=torch.float64)
+    sums = torch.tensor(
+        [got.loss_sum, got.weight, float(got.num_samples)], dtype=torch.float64
+    )
     loss_sum, weight, num_samples = accelerator.reduce(sums, "sum", axes=BATCH).tolist()
     predictions, labels = _joined(got.predictions), _joined(got.labels)
     metrics: dict[str, float] = {}
@@ -75,7 +85,10 @@ def run_evaluation(trainer: TrainerInterface, loader: Loader, prefix: str, loss_
     if trainer.compute_metrics is not None and labels is not None and not loss_only:
         computed_metrics = trainer.compute_metrics(EvalPrediction(predictions, labels))
         metrics.update(
-            {name: getattr(value, "item", lambda value=value: value)() for name, value in computed_metrics.items()}
+            {
+                name: getattr(value, "item", lambda value=value: value)()
+                for name, value in computed_metrics.items()
+            }
         )
     seconds = slowest(accelerator, time.perf_counter() - began_s)
     metrics |= {
@@ -83,22 +96,36 @@ def run_evaluation(trainer: TrainerInterface, loader: Loader, prefix: str, loss_
         "samples_per_second": round(num_samples / seconds, 3),
         "steps_per_second": round(num_batches / seconds, 3),
     }
-    named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+    named = {
+        name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value
+        for name, value in metrics.items()
+    }
     return PredictionOutput(predictions, labels, named)
 
 
 def slowest(accelerator: Accelerator, seconds: float) -> float:
     """Return the time of the slowest rank, so that logs are equal on all ranks, as checkpoints require. Ranks: every rank."""
-    return max(float(accelerator.reduce(torch.tensor([seconds], dtype=torch.float64), "max")[0]), 1e-9)
+    return max(
+        float(
+            accelerator.reduce(torch.tensor([seconds], dtype=torch.float64), "max")[0]
+        ),
+        1e-9,
+    )
 
 
 def _one_batch(
-    trainer: TrainerInterface, model: Any, batch: Any, loader: Loader, loss_only: bool, got: _Collected
+    trainer: TrainerInterface,
+    model: Any,
+    batch: Any,
+    loader: Loader,
+    loss_only: bool,
+    got: _Collected,
 ) -> None:
     cursor = loader.cursor
     real = cursor.num_real
     rows = trees.batch_size(batch) or 0
-    if real is not None and real < rows:  # one row stays even if none is real: every rank takes part in the forward
+    # one row stays even if none is real: every rank takes part in the forward
+    if real is not None and real < rows:
         batch = trees.slice_rows(batch, slice(0, max(real, 1)))
     num_real_rows = rows if real is None else min(real, rows)
     labels = labels_in(batch, trainer.label_names)
@@ -122,15 +149,23 @@ def _one_batch(
     _keep(trainer, got.labels, labels, num_real_rows)
 
 
-def _keep(trainer: TrainerInterface, collected: list[Any], values: Any, num_rows: int) -> None:
+def _keep(
+    trainer: TrainerInterface, collected: list[Any], values: Any, num_rows: int
+) -> None:
     """Gather the rows of all ranks, padded to one width, and append them to `kept` on the host."""
     if values is None:
         return
     accelerator = trainer.accelerator
-    rows = trees.map_tensors(lambda x: x.reshape(1) if x.ndim == 0 else x[:num_rows], values)
+    rows = trees.map_tensors(
+        lambda x: x.reshape(1) if x.ndim == 0 else x[:num_rows], values
+    )
     if accelerator.num_processes > 1:
         widths = [x.shape[1] if x.ndim > 1 else 0 for x in trees.tensors(rows)]
-        most = iter(accelerator.reduce(torch.tensor(widths, device=accelerator.device), "max", axes=BATCH).tolist())
+        most = iter(
+            accelerator.reduce(
+                torch.tensor(widths, device=accelerator.device), "max", axes=BATCH
+            ).tolist()
+        )
         rows = trees.map_tensors(lambda x: _padded(x, next(most)), rows)
         rows = accelerator.gather_ragged(rows, axes=BATCH)
     collected.append(trees.map_tensors(_to_numpy, rows))
@@ -154,7 +189,10 @@ def _joined(batches: list[Any]) -> Any:
     if not batches:
         return None
     if isinstance(batches[0], (tuple, list)):
-        return tuple(_joined([batch[index] for batch in batches]) for index in range(len(batches[0])))
+        return tuple(
+            _joined([batch[index] for batch in batches])
+            for index in range(len(batches[0]))
+        )
     if isinstance(batches[0], Mapping):
         return {key: _joined([batch[key] for batch in batches]) for key in batches[0]}
     if batches[0].ndim < 2 or len({batch.shape[1] for batch in batches}) == 1:

@@ -40,22 +40,33 @@ class TrainingLoop:
         """Losses and weights of the latest batches on this rank, as tensors, so that no step synchronises with the device."""
         self._sums: list[Tensor] = []
         """Sums of loss times weight and of weights over earlier batches that were not yet reduced over the ranks."""
-        self._norm: Any = None  # Any: the norm of the latest update's gradients, a tensor on the device or None
+        # Any: the norm of the latest update's gradients, a tensor on the device or None
+        self._norm: Any = None
         self._rate: Any = (
-            0.0  # Any: the learning rate of the latest update, which capturable optimizers store as a tensor
+            # Any: the learning rate of the latest update, which capturable optimizers store as a tensor
+            0.0
         )
         self._begins_window = True
         """True if the next batch is the first of an accumulation window."""
         self._began_s = time.perf_counter()
-        self._began_at, self._began_at_epoch = trainer.state.global_step, trainer.state.epoch
+        self._began_at, self._began_at_epoch = (
+            trainer.state.global_step,
+            trainer.state.epoch,
+        )
         self._replicas = TrainerReplicas(trainer, self._continue_with_loaded_state)
 
     def run(self, resumed: bool) -> TrainOutput:
         """Train to the end. Ranks: every rank."""
-        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
+        trainer, state, control = (
+            self._trainer,
+            self._trainer.state,
+            self._trainer.control,
+        )
         self._count_updates(resumed)
         trainer.callbacks.call("on_train_begin")
-        if state.evaluation_due or (trainer.args.eval_on_start and state.global_step == 0):
+        if state.evaluation_due or (
+            trainer.args.eval_on_start and state.global_step == 0
+        ):
             state.evaluation_due = False
             self._evaluate()
         while not self._complete() and not control.should_training_stop:
@@ -63,7 +74,9 @@ class TrainingLoop:
             trainer.callbacks.call("on_epoch_begin")
             is_complete = self._train_epoch()
             self._replicas.receive_state()
-            if self._roll_back() or (is_complete and self._replicas.have_counted_epoch()):
+            if self._roll_back() or (
+                is_complete and self._replicas.have_counted_epoch()
+            ):
                 continue
             if control.should_epoch_stop and not is_complete:
                 trainer.train_loader.set_epoch(trainer.train_loader.epoch + 1)
@@ -86,19 +99,35 @@ class TrainingLoop:
         state, plan = self._trainer.state, self._plan
         if self._replicas.end_with_epochs:
             return state.epochs_done >= plan.num_epochs
-        return plan.is_complete(state.global_step, state.epochs_done, state.batches_in_epoch)
+        return plan.is_complete(
+            state.global_step, state.epochs_done, state.batches_in_epoch
+        )
 
     def _leaves(self) -> bool:
         """Return whether to leave the epoch now; after its last batch it ends by itself."""
-        state, control, per_epoch = self._trainer.state, self._trainer.control, self._plan.batches_per_epoch
+        state, control, per_epoch = (
+            self._trainer.state,
+            self._trainer.control,
+            self._plan.batches_per_epoch,
+        )
         if per_epoch is not None and state.batches_in_epoch >= per_epoch:
             return False
-        return control.should_training_stop or control.should_epoch_stop or self._complete()
+        return (
+            control.should_training_stop
+            or control.should_epoch_stop
+            or self._complete()
+        )
 
     def _train_epoch(self) -> bool:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
-        trainer, state, run = self._trainer, self._trainer.state, components(self._trainer.accelerator)
-        self._begins_window = trainer.accelerator.sync_gradients or state.global_step == 0
+        trainer, state, run = (
+            self._trainer,
+            self._trainer.state,
+            components(self._trainer.accelerator),
+        )
+        self._begins_window = (
+            trainer.accelerator.sync_gradients or state.global_step == 0
+        )
         trainer.wrapped_model.train()
         for batch in trainer.train_loader:
             self._replicas.receive_state()
@@ -106,10 +135,12 @@ class TrainingLoop:
             if run.rolling_back:
                 return False
             if self._replicas.receive_state():
-                continue  # the update was skipped, and the state that was received counts it
+                # the update was skipped, and the state that was received counts it
+                continue
             state.batches_in_epoch += 1
             if not self._begins_window:
-                trainer.callbacks.call("on_substep_end")  # requests of callbacks wait for the window's end
+                # requests of callbacks wait for the window's end
+                trainer.callbacks.call("on_substep_end")
                 continue
             self._end_step()
             if self._leaves():
@@ -164,25 +195,40 @@ class TrainingLoop:
         losses = torch.stack([loss for loss, _ in self._losses]).double()
         unit_weight = torch.ones((), device=device)
         weights = torch.stack(
-            [unit_weight if weight is None else weight.to(device) for _, weight in self._losses]
+            [
+                unit_weight if weight is None else weight.to(device)
+                for _, weight in self._losses
+            ]
         ).double()
-        counted = torch.where(weights == 0, 0.0, losses)  # the mean over no labels is nan, and so is nan * 0
+        # the mean over no labels is nan, and so is nan * 0
+        counted = torch.where(weights == 0, 0.0, losses)
         self._sums.append(torch.stack([(counted * weights).sum(), weights.sum()]))
         self._losses.clear()
 
     def _end_step(self) -> None:
         """Count an update, then log, evaluate and save if due."""
-        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
+        trainer, state, control = (
+            self._trainer,
+            self._trainer.state,
+            self._trainer.control,
+        )
         plan, args = self._plan, trainer.args
         state.global_step += 1
         self._set_epoch()
         step = state.global_step
         last = self._complete()
-        if plan.due(args.logging_strategy, plan.logging_steps, step) or (args.logging_first_step and step == 1):
+        if plan.due(args.logging_strategy, plan.logging_steps, step) or (
+            args.logging_first_step and step == 1
+        ):
             control.should_log = True
-        if plan.due(args.eval_strategy, plan.eval_steps, step) and step >= args.eval_delay:
+        if (
+            plan.due(args.eval_strategy, plan.eval_steps, step)
+            and step >= args.eval_delay
+        ):
             control.should_evaluate = True
-        if plan.due(args.save_strategy, plan.save_steps, step) or (last and args.save_strategy == "steps"):
+        if plan.due(args.save_strategy, plan.save_steps, step) or (
+            last and args.save_strategy == "steps"
+        ):
             control.should_save = True
         trainer.callbacks.call("on_step_end")
         stopping = trainer.accelerator.preempted
@@ -196,15 +242,28 @@ class TrainingLoop:
 
     def _end_epoch(self, over: bool) -> None:
         """Log, evaluate and save if due after an epoch, and count it unless a resume would continue it."""
-        trainer, state, control, args = self._trainer, self._trainer.state, self._trainer.control, self._trainer.args
+        trainer, state, control, args = (
+            self._trainer,
+            self._trainer.state,
+            self._trainer.control,
+            self._trainer.args,
+        )
         if over:
             state.epochs_done += 1
             state.batches_in_epoch = 0
             self._set_epoch()
         control.should_log |= args.logging_strategy == "epoch"
-        control.should_evaluate |= args.eval_strategy == "epoch" and state.epoch >= args.eval_delay
-        ends = self._replicas.end_with_epochs and self._complete() and args.save_strategy == "steps"
-        saved = self._plan.due(args.save_strategy, self._plan.save_steps, state.global_step)
+        control.should_evaluate |= (
+            args.eval_strategy == "epoch" and state.epoch >= args.eval_delay
+        )
+        ends = (
+            self._replicas.end_with_epochs
+            and self._complete()
+            and args.save_strategy == "steps"
+        )
+        saved = self._plan.due(
+            args.save_strategy, self._plan.save_steps, state.global_step
+        )
         control.should_save |= args.save_strategy == "epoch" or (ends and not saved)
         trainer.callbacks.call("on_epoch_end")
         self._act()
@@ -252,8 +311,14 @@ class TrainingLoop:
         sums = torch.stack(self._sums).sum(0).cpu()
         loss, weight = accelerator.reduce(sums, "sum", axes=BATCH).tolist()
         self._sums.clear()
-        state.loss_sum, state.loss_weight = state.loss_sum + loss, state.loss_weight + weight
-        state.total_loss, state.total_weight = state.total_loss + loss, state.total_weight + weight
+        state.loss_sum, state.loss_weight = (
+            state.loss_sum + loss,
+            state.loss_weight + weight,
+        )
+        state.total_loss, state.total_weight = (
+            state.total_loss + loss,
+            state.total_weight + weight,
+        )
 
     def log_training(self) -> None:
         """Log the mean loss since the last log, the learning rate and the norm of the gradients. Ranks: every rank."""
@@ -271,14 +336,23 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         trainer, state = self._trainer, self._trainer.state
         if self._complete():
-            state.max_steps = state.global_step  # batches that a rollback left out make fewer updates than planned
+            # batches that a rollback left out make fewer updates than planned
+            state.max_steps = state.global_step
         self.add_up()
         seconds = slowest(trainer.accelerator, time.perf_counter() - self._began_s)
         steps = state.global_step - self._began_at
         mean = state.total_loss / state.total_weight if state.total_weight else math.nan
-        metrics = {"train_runtime": round(seconds, 4), "train_steps_per_second": round(steps / seconds, 3)}
-        if self._plan.batches_per_epoch is not None and trainer.train_loader.total_batch_size is not None:
-            num_samples = (state.epoch - self._began_at_epoch) * trainer.train_loader.total_dataset_length
+        metrics = {
+            "train_runtime": round(seconds, 4),
+            "train_steps_per_second": round(steps / seconds, 3),
+        }
+        if (
+            self._plan.batches_per_epoch is not None
+            and trainer.train_loader.total_batch_size is not None
+        ):
+            num_samples = (
+                state.epoch - self._began_at_epoch
+            ) * trainer.train_loader.total_dataset_length
             metrics["train_samples_per_second"] = round(num_samples / seconds, 3)
         metrics |= {"train_loss": mean, "epoch": state.epoch}
         trainer.log(dict(metrics))
@@ -290,7 +364,9 @@ class TrainingLoop:
 class TrainerReplicas:
     """Steps of the loop for replicas that may be lost; they do nothing in other runs."""
 
-    def __init__(self, trainer: TrainerInterface, state_was_replaced: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: TrainerInterface, state_was_replaced: Callable[[], None]
+    ) -> None:
         """Follow the replicas; `state_was_replaced` is called when this one has received the run's state from another.
 
         Raises: ConfigError for a number of epochs that replicas cannot end with.
@@ -310,13 +386,17 @@ class TrainerReplicas:
     def have_counted_epoch(self) -> bool:
         """Return True if this replica runs through an epoch that the run has completed and the state already counts."""
         trainer = self._trainer
-        return trainer.has_replicas and trainer.state.epochs_done >= int(trainer.train_loader.epoch)
+        return trainer.has_replicas and trainer.state.epochs_done >= int(
+            trainer.train_loader.epoch
+        )
 
     def receive_state(self) -> bool:
         """Return whether this replica has received the run's state from another since the last call, and continue from there."""
         if not self._trainer.has_replicas:
             return False
-        num_received = components(self._trainer.accelerator).clock.parts.read_numbers()["replica_healed"]
+        num_received = components(self._trainer.accelerator).clock.parts.read_numbers()[
+            "replica_healed"
+        ]
         if num_received == self._num_received:
             return False
         self._num_received = num_received

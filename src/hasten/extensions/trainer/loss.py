@@ -42,7 +42,8 @@ def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
     loss = loss_or_none(outputs)
     if loss is None:
         cause = (
-            " The batch has no labels, without which most models compute no loss: add them to the samples." * unlabelled
+            " The batch has no labels, without which most models compute no loss: add them to the samples."
+            * unlabelled
         )
         raise ArgumentError(
             f"the model returned a {type(outputs).__qualname__} without a scalar loss, so there is nothing to train on.{cause} Return "
@@ -54,7 +55,11 @@ def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
 def outputs_besides_loss(outputs: Any, has_loss: bool) -> Any:
     """Return a model's output without its loss: a single tensor alone, several as a tuple, None for nothing."""
     if isinstance(outputs, Mapping):
-        other_outputs = tuple(value for key, value in outputs.items() if key not in ("loss", "past_key_values"))
+        other_outputs = tuple(
+            value
+            for key, value in outputs.items()
+            if key not in ("loss", "past_key_values")
+        )
     elif isinstance(outputs, (tuple, list)):
         other_outputs = tuple(outputs[1:] if has_loss else outputs)
     else:
@@ -67,7 +72,9 @@ def labels_in(inputs: Any, names: Sequence[str]) -> Tensor | None:
     """Return the first label tensor of a batch."""
     if not isinstance(inputs, Mapping):
         return None
-    return next((inputs[name] for name in names if isinstance(inputs.get(name), Tensor)), None)
+    return next(
+        (inputs[name] for name in names if isinstance(inputs.get(name), Tensor)), None
+    )
 
 
 def num_items(labels: Tensor | None, shifted: bool) -> Tensor | None:
@@ -93,15 +100,26 @@ def needs_labels(model: nn.Module, names: Sequence[str]) -> bool:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return True
     taken = inspect.signature(model.forward).parameters
-    return any(name in taken and taken[name].default is inspect.Parameter.empty for name in names)
+    return any(
+        name in taken and taken[name].default is inspect.Parameter.empty
+        for name in names
+    )
 
 
 def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
     """Return the class labels of a batch. Raises: ArgumentError if it has none that could be smoothed."""
     labels = labels_in(inputs, names)
     if labels is None or labels.is_floating_point():
-        kind = f"a {type(inputs).__qualname__}" if not isinstance(inputs, Mapping) else f"a dict of {', '.join(inputs)}"
-        label_words = f"its labels are {labels.dtype}" if labels is not None else "it has no labels under these names"
+        kind = (
+            f"a {type(inputs).__qualname__}"
+            if not isinstance(inputs, Mapping)
+            else f"a dict of {', '.join(inputs)}"
+        )
+        label_words = (
+            f"its labels are {labels.dtype}"
+            if labels is not None
+            else "it has no labels under these names"
+        )
         raise ArgumentError(
             f"label_smoothing_factor smooths the class labels of a batch ({', '.join(names)}), and the batch is {kind}: {label_words}. "
             "The loss would not be smoothed. Use samples that are dicts with integer labels, set label_names, or remove "
@@ -115,7 +133,11 @@ def logits_in(outputs: Any) -> Tensor:
 
     Raises: ArgumentError if there are none.
     """
-    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    logits = (
+        outputs.get("logits")
+        if isinstance(outputs, Mapping)
+        else getattr(outputs, "logits", None)
+    )
     if logits is None and not isinstance(outputs, Mapping):
         logits = outputs_besides_loss(outputs, loss_or_none(outputs) is not None)
     logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
@@ -128,7 +150,9 @@ def logits_in(outputs: Any) -> Tensor:
     return logits
 
 
-def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifted: bool) -> Tensor:
+def smoothed_loss(
+    logits: Tensor, labels: Tensor, smoothing: float, shifted: bool
+) -> Tensor:
     """Return the mean cross entropy against labels mixed with the uniform distribution; labels of -100 are ignored."""
     if shifted:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
@@ -137,4 +161,9 @@ def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifted: boo
             f"label_smoothing_factor needs logits of shape (*labels, classes), but labels are {tuple(labels.shape)} and logits "
             f"{tuple(logits.shape)}; the shapes do not match. Move the classes to the last dimension, or override compute_loss."
         )
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing)
+    return F.cross_entropy(
+        logits.flatten(0, -2),
+        labels.flatten(),
+        ignore_index=IGNORED,
+        label_smoothing=smoothing,
+    )

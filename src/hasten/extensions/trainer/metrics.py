@@ -27,7 +27,9 @@ def classification_metrics(found: EvalPrediction) -> dict[str, float]:
             "token_classification_metrics for one label per token."
         )
     answers = logits.argmax(-1)
-    classes = [1] if logits.shape[1] == 2 else sorted({*answers.tolist(), *labels.tolist()})
+    classes = (
+        [1] if logits.shape[1] == 2 else sorted({*answers.tolist(), *labels.tolist()})
+    )
     return {
         "accuracy": _accuracy(answers, labels),
         "f1": float(np.mean([_f1(answers, labels, one) for one in classes])),
@@ -42,7 +44,9 @@ def token_classification_metrics(found: EvalPrediction) -> dict[str, float]:
     classes = sorted({*answers.tolist(), *truths.tolist()})
     return {
         "accuracy": _accuracy(answers, truths),
-        "f1": float(np.mean([_f1(answers, truths, one) for one in classes])) if classes else math.nan,
+        "f1": float(np.mean([_f1(answers, truths, one) for one in classes]))
+        if classes
+        else math.nan,
     }
 
 
@@ -51,7 +55,10 @@ def causal_lm_metrics(found: EvalPrediction) -> dict[str, float]:
 
     Needs the scores of every token: for large vocabularies take the exponential of `eval_loss` instead.
     """
-    logits, labels = _logits(found, 3)[:, :-1].astype(np.float64), np.asarray(found.label_ids)[:, 1:]
+    logits, labels = (
+        _logits(found, 3)[:, :-1].astype(np.float64),
+        np.asarray(found.label_ids)[:, 1:],
+    )
     counted = labels != IGNORED
     scores, truths = logits[counted], labels[counted]
     if not len(truths):
@@ -59,11 +66,18 @@ def causal_lm_metrics(found: EvalPrediction) -> dict[str, float]:
     highest = scores.max(-1, keepdims=True)
     normaliser = np.log(np.exp(scores - highest).sum(-1)) + highest[:, 0]
     loss = float((normaliser - scores[np.arange(len(truths)), truths]).mean())
-    return {"accuracy": _accuracy(scores.argmax(-1), truths), "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    return {
+        "accuracy": _accuracy(scores.argmax(-1), truths),
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+    }
 
 
 def _logits(found: EvalPrediction, ndim: int) -> Array:
-    first = found.predictions[0] if isinstance(found.predictions, (tuple, list)) else found.predictions
+    first = (
+        found.predictions[0]
+        if isinstance(found.predictions, (tuple, list))
+        else found.predictions
+    )
     logits = np.asarray(first)
     if logits.ndim != ndim:
         raise DataError(

@@ -35,30 +35,50 @@ def _linear(step: int, warmup: int, total: int) -> float:
 
 
 def _cosine(step: int, warmup: int, total: int, num_cycles: float = 0.5) -> float:
-    return max(0.0, 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * _done(step, warmup, total))))
+    return max(
+        0.0,
+        0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * _done(step, warmup, total))),
+    )
 
 
-def _cosine_with_restarts(step: int, warmup: int, total: int, num_cycles: int = 1) -> float:
+def _cosine_with_restarts(
+    step: int, warmup: int, total: int, num_cycles: int = 1
+) -> float:
     done = _done(step, warmup, total)
-    return 0.0 if done >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * done) % 1.0)))
+    return (
+        0.0
+        if done >= 1.0
+        else 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * done) % 1.0)))
+    )
 
 
-def _cosine_with_min_lr(step: int, warmup: int, total: int, min_lr_rate: float, num_cycles: float = 0.5) -> float:
+def _cosine_with_min_lr(
+    step: int, warmup: int, total: int, min_lr_rate: float, num_cycles: float = 0.5
+) -> float:
     return min_lr_rate + (1.0 - min_lr_rate) * _cosine(step, warmup, total, num_cycles)
 
 
-def _polynomial(step: int, warmup: int, total: int, power: float = 1.0, end_factor: float = 0.0) -> float:
+def _polynomial(
+    step: int, warmup: int, total: int, power: float = 1.0, end_factor: float = 0.0
+) -> float:
     left: float = (1.0 - _done(step, warmup, total)) ** power
     return end_factor + (1.0 - end_factor) * left
 
 
-def _inverse_sqrt(step: int, warmup: int, total: int, timescale: int | None = None) -> float:
+def _inverse_sqrt(
+    step: int, warmup: int, total: int, timescale: int | None = None
+) -> float:
     scale = timescale or warmup or 10_000
     return 1.0 / math.sqrt((step - warmup + scale) / scale)
 
 
 def _warmup_stable_decay(
-    step: int, warmup: int, total: int, num_decay_steps: int, min_lr_ratio: float = 0.0, num_cycles: float = 0.5
+    step: int,
+    warmup: int,
+    total: int,
+    num_decay_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
 ) -> float:
     decay = _cosine(step, total - num_decay_steps, total, num_cycles)
     return min_lr_ratio + (1.0 - min_lr_ratio) * decay
@@ -90,7 +110,13 @@ _RELATIVE: Final = MappingProxyType(
 _EXAMPLES: Final = MappingProxyType({"min_lr_rate": 0.1, "num_decay_steps": 100})
 
 
-def factor_at(step: int, shape: Factor, warmup: int, num_training_steps: int, options: Mapping[str, Any]) -> float:
+def factor_at(
+    step: int,
+    shape: Factor,
+    warmup: int,
+    num_training_steps: int,
+    options: Mapping[str, Any],
+) -> float:
     """Return the factor on the learning rate: linear during the warm-up, then `shape`."""
     if step < warmup:
         return step / warmup
@@ -121,13 +147,23 @@ def get_scheduler(
             f"lr_scheduler_kwargs has {', '.join(wrong)}, which the schedule {name!r} does not take; it takes "
             f"{', '.join(takes) or 'no options'}.{_RELATIVE.get(wrong[0], '')}"
         )
-    if missing := [key for key, taken in takes.items() if taken.default is taken.empty and key not in options]:
+    if missing := [
+        key
+        for key, taken in takes.items()
+        if taken.default is taken.empty and key not in options
+    ]:
         raise SettingValueError(
             f"lr_scheduler_type={name!r} has no default for {missing[0]}; give it, as in lr_scheduler_kwargs={{{missing[0]!r}: "
             f"{_EXAMPLES[missing[0]]}}}."
         )
     warmup = 0 if name == "constant" else num_warmup_steps
-    lr_lambda = partial(factor_at, shape=shape, warmup=warmup, num_training_steps=num_training_steps, options=options)
+    lr_lambda = partial(
+        factor_at,
+        shape=shape,
+        warmup=warmup,
+        num_training_steps=num_training_steps,
+        options=options,
+    )
     return LambdaLR(optimizer, lr_lambda)
 
 
@@ -141,18 +177,25 @@ def num_warmup_steps(args: TrainingArguments, max_steps: int) -> int:
 class OptimizerList:
     """Optimizers of one model that are stepped together; `param_groups` holds the groups of all of them."""
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:  # Any: before and after prepare()
+    # Any: before and after prepare()
+    def __init__(self, optimizers: Sequence[Any]) -> None:
         self.optimizers = list(optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers, in their order."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [
+            group for optimizer in self.optimizers for group in optimizer.param_groups
+        ]
 
     @property
     def state(self) -> dict[Any, Any]:
         """The states of all parameters."""
-        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
+        return {
+            key: value
+            for optimizer in self.optimizers
+            for key, value in optimizer.state.items()
+        }
 
     def step(self) -> None:
         """Step every optimizer."""
@@ -168,7 +211,8 @@ class OptimizerList:
 class SchedulerList:
     """Schedules of several optimizers that are stepped together."""
 
-    def __init__(self, schedulers: Sequence[Any]) -> None:  # Any: before and after prepare()
+    # Any: before and after prepare()
+    def __init__(self, schedulers: Sequence[Any]) -> None:
         self.schedulers = list(schedulers)
 
     def step(self) -> None:
@@ -178,7 +222,9 @@ class SchedulerList:
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rates of all parameter groups, in the order of `OptimizerList.param_groups`."""
-        return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
+        return [
+            rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()
+        ]
 
 
 def members_of(value: Any) -> list[Any]:  # Any: an optimizer, a scheduler, or several
@@ -192,13 +238,20 @@ def members_of(value: Any) -> list[Any]:  # Any: an optimizer, a scheduler, or s
             return [value]
 
 
-def make_schedulers(optimizer: Any, make: Callable[[Optimizer], LRScheduler]) -> Any:  # Any: one optimizer or several
+# Any: one optimizer or several
+def make_schedulers(optimizer: Any, make: Callable[[Optimizer], LRScheduler]) -> Any:
     """Return the schedule of an optimizer, or a `SchedulerList` for an `OptimizerList`."""
     schedulers = [make(member) for member in members_of(optimizer)]
-    return SchedulerList(schedulers) if isinstance(optimizer, OptimizerList) else schedulers[0]
+    return (
+        SchedulerList(schedulers)
+        if isinstance(optimizer, OptimizerList)
+        else schedulers[0]
+    )
 
 
-def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer | OptimizerList:
+def make_optimizer(
+    args: TrainingArguments, model: nn.Module
+) -> Optimizer | OptimizerList:
     """Return the optimizer named by `optim`; biases, norms and other vectors have no weight decay.
 
     `optim="muon"` returns AdamW and Muon as an `OptimizerList`: AdamW first, so that the first learning rate is `learning_rate`.
@@ -207,11 +260,18 @@ def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer | Opt
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {
+            "params": [p for p in trained if p.ndim >= 2],
+            "weight_decay": args.weight_decay,
+        },
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    adam = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
     makers: dict[str, Callable[[], Optimizer | OptimizerList]] = {
         "adamw_torch": lambda: torch.optim.AdamW(groups, **adam),  # type: ignore[arg-type]
         "adamw_torch_fused": lambda: torch.optim.AdamW(groups, fused=True, **adam),  # type: ignore[arg-type]

@@ -29,7 +29,8 @@ class TrainerState:
     best_global_step: int = 0
     evaluation_due: bool = False
     """True if an evaluation was due when the training was interrupted by a signal."""
-    log_history: list[dict[str, Any]] = field(default_factory=list)  # Any: numbers and strings
+    # Any: numbers and strings
+    log_history: list[dict[str, Any]] = field(default_factory=list)
     callbacks: dict[str, Any] = field(default_factory=dict)  # Any: each callback's JSON
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True

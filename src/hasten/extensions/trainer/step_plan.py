@@ -28,12 +28,16 @@ class TrainingPlan:
         """Return whether an action with this strategy is due after update number `step`."""
         return when == "steps" and step % every == 0
 
-    def is_complete(self, global_step: int, epochs_done: int, batches_in_epoch: int) -> bool:
+    def is_complete(
+        self, global_step: int, epochs_done: int, batches_in_epoch: int
+    ) -> bool:
         """Return whether this progress is the end of the training, which epochs determine on any number of processes."""
         if self.last_epoch_batches is None:
             return global_step >= self.max_steps
         in_last_epoch = epochs_done == self.num_epochs - 1
-        return epochs_done >= self.num_epochs or (in_last_epoch and batches_in_epoch >= self.last_epoch_batches)
+        return epochs_done >= self.num_epochs or (
+            in_last_epoch and batches_in_epoch >= self.last_epoch_batches
+        )
 
     def num_updates_left(self, epochs_done: int, batches_in_epoch: int) -> int:
         """Return the number of updates between this progress and the last epoch's end."""
@@ -42,16 +46,22 @@ class TrainingPlan:
         if epochs_done >= self.num_epochs:
             return 0
         in_last_epoch = epochs_done == self.num_epochs - 1
-        num_batches = self.last_epoch_batches if in_last_epoch else self.batches_per_epoch
+        num_batches = (
+            self.last_epoch_batches if in_last_epoch else self.batches_per_epoch
+        )
         num_updates = math.ceil(max(num_batches - batches_in_epoch, 0) / self.window)
         if in_last_epoch:
             return num_updates
         num_whole_epochs = self.num_epochs - epochs_done - 2
-        num_updates += num_whole_epochs * math.ceil(self.batches_per_epoch / self.window)
+        num_updates += num_whole_epochs * math.ceil(
+            self.batches_per_epoch / self.window
+        )
         return num_updates + math.ceil(self.last_epoch_batches / self.window)
 
 
-def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window: int) -> TrainingPlan:
+def plan_training(
+    args: TrainingArguments, batches_per_epoch: int | None, window: int
+) -> TrainingPlan:
     """Return the plan for a loader of this length (None for streams) and accumulation windows of `window` batches.
 
     Raises: ConfigError if the number of updates cannot be determined, or there is no batch.
@@ -66,12 +76,20 @@ def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window
             "the training dataset yields no batch, so there is nothing to train on; check its length, the batch size and "
             "dataloader_drop_last."
         )
-    per_epoch = None if batches_per_epoch is None else math.ceil(batches_per_epoch / window)
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * (per_epoch or 0))
+    per_epoch = (
+        None if batches_per_epoch is None else math.ceil(batches_per_epoch / window)
+    )
+    steps = (
+        args.max_steps
+        if args.max_steps > 0
+        else math.ceil(args.num_train_epochs * (per_epoch or 0))
+    )
     epochs = math.ceil(steps / per_epoch) if per_epoch else 0
     last_epoch_batches = None
     if args.max_steps <= 0 and per_epoch and batches_per_epoch:
-        last_epoch_batches = min(batches_per_epoch, window * (steps - (epochs - 1) * per_epoch))
+        last_epoch_batches = min(
+            batches_per_epoch, window * (steps - (epochs - 1) * per_epoch)
+        )
     return TrainingPlan(
         max_steps=steps,
         num_epochs=epochs,

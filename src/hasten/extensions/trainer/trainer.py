@@ -19,8 +19,15 @@ from hasten.data.loader import Loader
 from hasten.errors import ArgumentError, ConfigError
 from hasten.extension import load
 from hasten.extensions.trainer import checkpoints
-from hasten.extensions.trainer.arguments import TrainingArguments, check_given_optimizers
-from hasten.extensions.trainer.callbacks import CallbackList, ProgressCallback, TrainerCallback
+from hasten.extensions.trainer.arguments import (
+    TrainingArguments,
+    check_given_optimizers,
+)
+from hasten.extensions.trainer.callbacks import (
+    CallbackList,
+    ProgressCallback,
+    TrainerCallback,
+)
 from hasten.extensions.trainer.collate import (
     LABELS,
     CollateUsed,
@@ -33,7 +40,11 @@ from hasten.extensions.trainer.collate import (
     taken_by,
     without_unused,
 )
-from hasten.extensions.trainer.evaluation import ComputeMetrics, PredictionOutput, run_evaluation
+from hasten.extensions.trainer.evaluation import (
+    ComputeMetrics,
+    PredictionOutput,
+    run_evaluation,
+)
 from hasten.extensions.trainer.loop import TrainingLoop, TrainOutput
 from hasten.extensions.trainer.loss import (
     labels_in,
@@ -66,12 +77,17 @@ from hasten.runtime.seeding import set_seed
 log = logging.getLogger(__name__)
 
 
-def apply_liger(model: nn.Module, options: Mapping[str, Any], device: torch.device) -> None:
+def apply_liger(
+    model: nn.Module, options: Mapping[str, Any], device: torch.device
+) -> None:
     """Replace parts of a transformers model by the kernels of liger-kernel, in place; `options` go to its function.
 
     Raises: MissingPackageError without the package; ConfigError for a model that it does not know, or a device without Triton.
     """
-    patches = need("liger_kernel.transformers.monkey_patch", why="TrainingArguments(use_liger_kernel=True)")
+    patches = need(
+        "liger_kernel.transformers.monkey_patch",
+        why="TrainingArguments(use_liger_kernel=True)",
+    )
     if device.type not in ("cuda", "xpu"):
         raise ConfigError(
             f"use_liger_kernel=True replaces layers by Triton kernels, which a {device.type} device cannot run; remove it, or "
@@ -123,7 +139,11 @@ class Trainer:
         self.args = args = args or TrainingArguments("trainer_output")
         check_given_optimizers(args, *optimizers)
         self.model = model
-        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.train_dataset, self.eval_dataset, self.processing_class = (
+            train_dataset,
+            eval_dataset,
+            processing_class,
+        )
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.data_collator = data_collator or self._default_collator()
@@ -160,8 +180,12 @@ class Trainer:
         self.callbacks.call("on_init_end")
 
     def _make_accelerator(self, **changes: Any) -> Accelerator:
-        accelerator = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
-        self.has_replicas = "replica" in components(accelerator).clock.parts.read_status()
+        accelerator = Accelerator(
+            **{**accelerator_settings(self.args, self.model), **changes}
+        )
+        self.has_replicas = (
+            "replica" in components(accelerator).clock.parts.read_status()
+        )
         """True if replicas of this run may be lost while it continues."""
         if self.has_replicas and self.args.load_best_model_at_end:
             raise ConfigError(
@@ -180,7 +204,9 @@ class Trainer:
         """Add a callback, given as an object or as its class."""
         self.callbacks.add(callback)
 
-    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+    def remove_callback(
+        self, callback: TrainerCallback | type[TrainerCallback]
+    ) -> None:
         """Remove a callback, or all of a class."""
         self.callbacks.remove(callback)
 
@@ -201,7 +227,9 @@ class Trainer:
             return default_data_collator
         return DataCollatorWithPadding(self.processing_class)
 
-    def _loader(self, dataset: Any, collate: Callable[[list[Any]], Any], **options: Any) -> DataLoader[Any]:
+    def _loader(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], **options: Any
+    ) -> DataLoader[Any]:
         args = self.args
         if args.remove_unused_columns:
             taken = taken_by(self.model, self.label_names)
@@ -211,7 +239,12 @@ class Trainer:
         if args.dataloader_num_workers:
             options["persistent_workers"] = args.dataloader_persistent_workers
             options["prefetch_factor"] = args.dataloader_prefetch_factor
-        return DataLoader(dataset, collate_fn=collate, num_workers=args.dataloader_num_workers, **options)
+        return DataLoader(
+            dataset,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            **options,
+        )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training data before it is prepared. Override it to read data differently."""
@@ -220,12 +253,17 @@ class Trainer:
                 "train() needs a train_dataset, but the Trainer was created without one; pass train_dataset=."
             )
         args, dataset = self.args, self.train_dataset
-        options: dict[str, Any] = {"drop_last": args.dataloader_drop_last, "batch_size": self._batch_size}
+        options: dict[str, Any] = {
+            "drop_last": args.dataloader_drop_last,
+            "batch_size": self._batch_size,
+        }
         seed = args.seed if args.data_seed is None else args.data_seed
         if isinstance(dataset, IterableDataset):
             for name in ("group_by_length", "packing"):
                 if getattr(args, name):
-                    raise ConfigError(f"{name}=True needs a dataset with a length, not a stream; remove it.")
+                    raise ConfigError(
+                        f"{name}=True needs a dataset with a length, not a stream; remove it."
+                    )
         elif args.packing:
             lengths = lengths_of(dataset, args.length_column_name, "packing")
             sampler = PackedBatchSampler(lengths, args.max_length or 1, seed=seed)
@@ -239,7 +277,9 @@ class Trainer:
 
     def get_eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
         """Return the loader of an evaluation or prediction dataset before it is prepared."""
-        return self._loader(dataset, self.data_collator, batch_size=self.args.per_device_eval_batch_size)
+        return self._loader(
+            dataset, self.data_collator, batch_size=self.args.per_device_eval_batch_size
+        )
 
     def _prepared_eval_loader(self, dataset: Any) -> Loader:
         loader = self.accelerator.prepare_data_loader(self.get_eval_dataloader(dataset))
@@ -254,11 +294,18 @@ class Trainer:
 
         Ranks: every rank. Raises: SystemExit with PREEMPTED_EXIT_CODE after saving, on SIGTERM or SIGUSR1.
         """
-        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        resume = (
+            self.args.resume_from_checkpoint
+            if resume_from_checkpoint is None
+            else resume_from_checkpoint
+        )
         if not self.args.auto_find_batch_size:
             return self._train(self.args.per_device_train_batch_size, resume)
         searching = self.accelerator  # the search sets its number of accumulation steps
-        first = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+        first = {
+            name: tensor.detach().cpu().clone()
+            for name, tensor in self.model.state_dict().items()
+        }
 
         def attempt(batch_size: int) -> TrainOutput:
             if batch_size != self.args.per_device_train_batch_size:
@@ -303,7 +350,9 @@ class Trainer:
         if self.args.push_to_hub:
             checkpoints.check_access(self)
         if not self._tracking:
-            self.accelerator.init_trackers(self.args.run_name or "trainer", config=self.args.to_dict())
+            self.accelerator.init_trackers(
+                self.args.run_name or "trainer", config=self.args.to_dict()
+            )
             self._tracking = True
         if resume:
             checkpoints.resume(self, resume)
@@ -328,18 +377,27 @@ class Trainer:
             length: int | None = len(loader)
         except TypeError:  # an iterable dataset
             length = None
-        return plan_training(self.args, length, self.accelerator.gradient_accumulation_steps)
+        return plan_training(
+            self.args, length, self.accelerator.gradient_accumulation_steps
+        )
 
     def _prepare(self) -> TrainingPlan:
         """Prepare loader, model, optimizer and schedule. Ranks: every rank."""
         accelerator, args = self.accelerator, self.args
-        set_seed(args.seed, device_specific=True, deterministic=args.full_determinism, rank=accelerator.process_index)
+        set_seed(
+            args.seed,
+            device_specific=True,
+            deterministic=args.full_determinism,
+            rank=accelerator.process_index,
+        )
         self.train_loader = accelerator.prepare_data_loader(self.get_train_dataloader())
         plan = self._plan(self.train_loader)
         components(accelerator).right_lengths.add(plan.max_steps)
         self.create_optimizer_and_scheduler(plan.max_steps)
         several, schedulers = members_of(self.optimizer), members_of(self.lr_scheduler)
-        self.wrapped_model, *made = accelerator.prepare(self.model, *several, *schedulers)
+        self.wrapped_model, *made = accelerator.prepare(
+            self.model, *several, *schedulers
+        )
         several[:], schedulers[:] = made[: len(several)], made[len(several) :]
         if not isinstance(self.optimizer, OptimizerList):
             self.optimizer = several[0]
@@ -357,27 +415,46 @@ class Trainer:
             warmup = num_warmup_steps(self.args, num_training_steps)
             name, options = self.args.lr_scheduler_type, self.args.lr_scheduler_kwargs
             self.lr_scheduler = make_schedulers(
-                self.optimizer, lambda one: get_scheduler(name, one, warmup, num_training_steps, options)
+                self.optimizer,
+                lambda one: get_scheduler(
+                    name, one, warmup, num_training_steps, options
+                ),
             )
 
-    def training_step(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor | None]:
+    def training_step(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward on one batch; returns its loss, and the number of labels it averages."""
         labels = labels_in(inputs, self.label_names)
-        weight = num_items(labels, self.shifted) if self.args.average_tokens_across_devices else None
+        weight = (
+            num_items(labels, self.shifted)
+            if self.args.average_tokens_across_devices
+            else None
+        )
         loss = self.compute_loss(model, inputs)
         self.accelerator.backward(loss, weight=weight)
         return loss, weight
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False
+    ) -> Any:
         """Return the loss of a batch, a mean over its labels; with `return_outputs` also the model's output. May be overridden."""
         if smoothing := self.args.label_smoothing_factor:
             labels = labels_to_smooth(inputs, self.label_names)
-            model_inputs = inputs if self._needs_labels else {key: x for key, x in inputs.items() if x is not labels}
+            model_inputs = (
+                inputs
+                if self._needs_labels
+                else {key: x for key, x in inputs.items() if x is not labels}
+            )
             outputs = run_model(model, model_inputs)
             loss = smoothed_loss(logits_in(outputs), labels, smoothing, self.shifted)
         else:
             outputs = run_model(model, inputs)
-            loss = loss_in(outputs, isinstance(inputs, Mapping) and labels_in(inputs, self.label_names) is None)
+            loss = loss_in(
+                outputs,
+                isinstance(inputs, Mapping)
+                and labels_in(inputs, self.label_names) is None,
+            )
         return (loss, outputs) if return_outputs else loss
 
     # -- evaluation -----------------------------------------------------------------------------------------------
@@ -391,11 +468,16 @@ class Trainer:
             wrapped: nn.Module = self.wrapped_model
             return wrapped
         if self._evaluated_model is None:
-            self._evaluated_model = self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            components(self.accelerator).prepared.models.remove(self._evaluated_model)  # it is not saved in checkpoints
+            self._evaluated_model = self.accelerator.prepare_model(
+                self.model, evaluation_mode=True
+            )
+            # it is not saved in checkpoints
+            components(self.accelerator).prepared.models.remove(self._evaluated_model)
         return self._evaluated_model
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Return the loss and metrics on a dataset, or on each dataset of a dict. Ranks: every rank.
 
         The loss is the mean over all labels, independent of batches and processes; `compute_metrics` sees every sample once.
@@ -411,14 +493,23 @@ class Trainer:
                 metrics |= self.evaluate(named_dataset, f"{metric_key_prefix}_{name}")
             return metrics
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
-        metrics = run_evaluation(self, self._prepared_eval_loader(dataset), metric_key_prefix, loss_only).metrics
+        metrics = run_evaluation(
+            self, self._prepared_eval_loader(dataset), metric_key_prefix, loss_only
+        ).metrics
         self.log(metrics)
         self.callbacks.call("on_evaluate", metrics=metrics)
         return metrics
 
-    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(
+        self, test_dataset: Any, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
         """Return predictions for a dataset in its order, with its labels and metrics if it has labels. Ranks: every rank."""
-        output = run_evaluation(self, self._prepared_eval_loader(test_dataset), metric_key_prefix, loss_only=False)
+        output = run_evaluation(
+            self,
+            self._prepared_eval_loader(test_dataset),
+            metric_key_prefix,
+            loss_only=False,
+        )
         self.callbacks.call("on_predict", metrics=output.metrics)
         return output
 
@@ -450,7 +541,10 @@ class Trainer:
         return checkpoints.save_model(self, output_dir or self.args.output_dir)
 
     def push_to_hub(
-        self, commit_message: str = "End of training", blocking: bool = True, **options: Any
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        **options: Any,
     ) -> str | None:  # Any: options of the Hub client
         """Upload the model with a card of the run; returns the URL of the commit on the main process. Ranks: every rank.
 

@@ -45,10 +45,18 @@ def main(argv: Sequence[str]) -> int:
         help="number of the job; without it, jobs are listed if there are several",
     )
     parser.add_argument("--once", action="store_true", help="print one table and exit")
-    parser.add_argument("--json", action="store_true", help="print the state of the ranks as JSON, once")
-    parser.add_argument("--stacks", action="store_true", help="show the call stack of each rank")
     parser.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
+        "--json", action="store_true", help="print the state of the ranks as JSON, once"
+    )
+    parser.add_argument(
+        "--stacks", action="store_true", help="show the call stack of each rank"
+    )
+    parser.add_argument(
+        "--interval",
+        type=seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between refreshes (default: 1)",
     )
     given = parser.parse_args(argv)
     folder = env.runtime_folder(env.snapshot())
@@ -90,7 +98,11 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
 
 def _of_job(folder: Path, job: int) -> list[Path]:
     """Return the sockets of a job: of several Accelerators in a process, the newest one's."""
-    newest = {(address.rank, address.pid): path for address, path in sorted(live_sockets(folder)) if address.job == job}
+    newest = {
+        (address.rank, address.pid): path
+        for address, path in sorted(live_sockets(folder))
+        if address.job == job
+    }
     return list(newest.values())
 
 
@@ -102,7 +114,12 @@ def list_jobs(folder: Path) -> None:
     for job in sorted({address.job for address, _ in live_sockets(folder)}):
         answers = _look(chosen(folder, job) or [], False)
         if answers:
-            grid.add_row(str(job), answers[0]["script"], str(len(answers)), _duration(answers[0]["seconds"]))
+            grid.add_row(
+                str(job),
+                answers[0]["script"],
+                str(len(answers)),
+                _duration(answers[0]["seconds"]),
+            )
     console = Console(highlight=False)
     console.print(grid)
     console.print("several jobs are running: `hasten top JOB` shows one of them")
@@ -111,14 +128,18 @@ def list_jobs(folder: Path) -> None:
 def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
     answers = [request_status(path, {"stacks": stacks}) for path in sockets]
     return sorted(
-        (answer for answer in answers if answer is not None), key=lambda status: (status["rank"], status["pid"])
+        (answer for answer in answers if answer is not None),
+        key=lambda status: (status["rank"], status["pid"]),
     )
 
 
-def _sampled(sockets: Sequence[Path], seconds: float, stacks: bool) -> tuple[list[Status], dict[int, list[bool]]]:
+def _sampled(
+    sockets: Sequence[Path], seconds: float, stacks: bool
+) -> tuple[list[Status], dict[int, list[bool]]]:
     """Return the ranks' answers and, for each of ten samples, whether each rank waited, as in the live table."""
     waits: dict[int, list[bool]] = {}
-    _look(sockets, False)  # waiting and working are distinguished by the CPU time between two samples
+    # waiting and working are distinguished by the CPU time between two samples
+    _look(sockets, False)
     for _ in range(_LOOKS):
         time.sleep(seconds / _LOOKS)
         answers = _look(sockets, stacks)
@@ -127,10 +148,13 @@ def _sampled(sockets: Sequence[Path], seconds: float, stacks: bool) -> tuple[lis
     return answers, waits
 
 
-def _follow(console: Console, folder: Path, sockets: Sequence[Path], given: argparse.Namespace) -> None:
+def _follow(
+    console: Console, folder: Path, sockets: Sequence[Path], given: argparse.Namespace
+) -> None:
     """Redraw the table until the job ends or the user presses Ctrl-C."""
     waits: dict[int, list[bool]] = {}
-    _look(sockets, False)  # waiting and working are distinguished by the CPU time between two samples
+    # waiting and working are distinguished by the CPU time between two samples
+    _look(sockets, False)
     time.sleep(min(given.interval, 0.1))
     address = Address.parse(sockets[0].name)
     job = 0 if address is None else address.job
@@ -142,7 +166,8 @@ def _follow(console: Console, folder: Path, sockets: Sequence[Path], given: argp
                     del waits[status["pid"]][:-30]
                 live.update(_page(answers, waits), refresh=True)
                 time.sleep(max(given.interval, 0.1))
-                sockets = _of_job(folder, job)  # lost replicas, and restarted ranks, return as other processes
+                # lost replicas, and restarted ranks, return as other processes
+                sockets = _of_job(folder, job)
         except KeyboardInterrupt:  # the way to leave a live table
             return
     console.print(f"job {job} has ended")
@@ -152,7 +177,8 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
     if not answers:
         return Text("no rank responded: the job has ended, or is stopped")
     first = answers[0]
-    longest_s = max(float(status["seconds"]) for status in answers)  # some may have been started again
+    # some may have been started again
+    longest_s = max(float(status["seconds"]) for status in answers)
     head = f"{first['script']} on {first['host']}: {len(answers)} of {first['world_size']} ranks, for {_duration(longest_s)}"
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
     added = dict.fromkeys(name for status in answers for name in status["values"])
@@ -167,7 +193,11 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
         "at",
     )
     for heading in headings:
-        grid.add_column(heading, justify="left" if heading == "at" else "right", no_wrap=heading != "at")
+        grid.add_column(
+            heading,
+            justify="left" if heading == "at" else "right",
+            no_wrap=heading != "at",
+        )
     for status in answers:
         seen = waits.get(status["pid"]) or [status["waits"]]
         rate = status["steps_per_s"]
@@ -176,7 +206,10 @@ def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> Renderable
             str(status["pid"]),
             str(status["step"]),
             "" if rate is None else f"{rate:.2f}",
-            *(_FORMATS.get(name, "{}").format(status["values"].get(name, "")) for name in added),
+            *(
+                _FORMATS.get(name, "{}").format(status["values"].get(name, ""))
+                for name in added
+            ),
             f"{sum(seen) / len(seen):.0%}",
             *(_size(size) for size in status["memory"].values()),
             status["at"],

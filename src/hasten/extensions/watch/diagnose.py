@@ -28,9 +28,17 @@ def describe_occupation(state: State) -> tuple[Cause, str, str]:
                 "the disk or network file system does not respond: check its mount, its quota and `dmesg`.",
             )
         case "compiling":
-            return "compiling", f"compiles at {place}", "increase trust.stall_after_s if compiling takes this long."
+            return (
+                "compiling",
+                f"compiles at {place}",
+                "increase trust.stall_after_s if compiling takes this long.",
+            )
         case "importing":
-            return "importing", f"imports modules at {place}", "check the disk with the Python environment."
+            return (
+                "importing",
+                f"imports modules at {place}",
+                "check the disk with the Python environment.",
+            )
         case "debugger":
             remedy = "continue with `c`, or run with trust.stall=off."
             return "debugger", f"is in the Python debugger at {place}", remedy
@@ -64,7 +72,11 @@ def describe_occupation(state: State) -> tuple[Cause, str, str]:
 def _activity_words(state: State) -> str:
     if state.thread == "disk":
         return "waiting for the disk or for memory that was swapped out"
-    return "asleep" if state.cpu_share < IDLE_SHARE and state.thread == "asleep" else "busy"
+    return (
+        "asleep"
+        if state.cpu_share < IDLE_SHARE and state.thread == "asleep"
+        else "busy"
+    )
 
 
 Ends = Literal["never", "hardly", "perhaps"]
@@ -93,37 +105,59 @@ class Diagnosis:
 
 
 def diagnose(
-    world: Sequence[SeenState], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()
+    world: Sequence[SeenState],
+    io_patience_s: float = 60.0,
+    lost_hosts: Collection[str] = (),
 ) -> Diagnosis | None:
     """Return the cause of a wait; None if no rank waits, or all missing ranks are expected to take long.
 
     `lost_hosts` are hosts that do not respond to the launcher either.
     """
-    present_states = {seen.rank: seen.state for seen in world if seen.status == "here" and seen.state is not None}
+    present_states = {
+        seen.rank: seen.state
+        for seen in world
+        if seen.status == "here" and seen.state is not None
+    }
     states = {rank: state for rank, state in present_states.items() if not state.moves}
     groups_ahead = _groups_ahead(states)
     waiting_ranks = tuple(
-        rank for rank, state in states.items() if state.waits or (groups_ahead[rank] and state.kind == "device")
+        rank
+        for rank, state in states.items()
+        if state.waits or (groups_ahead[rank] and state.kind == "device")
     )
     if not waiting_ranks:
         return None
-    lost_ranks = [seen for seen in world if seen.status in ("left", "failed", "gone", "stopped")]
-    working_states = [state for rank, state in states.items() if rank not in waiting_ranks]
+    lost_ranks = [
+        seen for seen in world if seen.status in ("left", "failed", "gone", "stopped")
+    ]
+    working_states = [
+        state for rank, state in states.items() if rank not in waiting_ranks
+    ]
     if needed_ranks := [
-        seen for seen in lost_ranks if _is_needed(seen, [states[rank] for rank in waiting_ranks], bool(working_states))
+        seen
+        for seen in lost_ranks
+        if _is_needed(
+            seen, [states[rank] for rank in waiting_ranks], bool(working_states)
+        )
     ]:
         return _diagnose_lost(waiting_ranks, needed_ranks)
     silent_ranks = [seen for seen in world if seen.status == "silent"]
-    if unreachable_ranks := [seen for seen in silent_ranks if seen.note is not None and seen.note.host in lost_hosts]:
+    if unreachable_ranks := [
+        seen
+        for seen in silent_ranks
+        if seen.note is not None and seen.note.host in lost_hosts
+    ]:
         return _diagnose_unreachable(waiting_ranks, unreachable_ranks)
     if working_states:
-        return _diagnose_uneven(states, waiting_ranks, groups_ahead, working_states) or _diagnose_working(
-            waiting_ranks, working_states, io_patience_s
-        )
+        return _diagnose_uneven(
+            states, waiting_ranks, groups_ahead, working_states
+        ) or _diagnose_working(waiting_ranks, working_states, io_patience_s)
     if silent_ranks:
         return _diagnose_silent(waiting_ranks, silent_ranks)
     if moving_states := [state for state in present_states.values() if state.moves]:
-        return _diagnose_moving(waiting_ranks, [state for state in moving_states if not state.block])
+        return _diagnose_moving(
+            waiting_ranks, [state for state in moving_states if not state.block]
+        )
     return _diagnose_all_waiting(states, groups_ahead)
 
 
@@ -131,9 +165,15 @@ def _groups_ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
     """Return, for each rank, the groups in which it has started a collective that another rank has not."""
     groups_ahead: dict[int, set[str]] = {rank: set() for rank in states}
     for group in {group for state in states.values() for group in state.counts}:
-        counts = {rank: state.counts[group] for rank, state in states.items() if group in state.counts}
+        counts = {
+            rank: state.counts[group]
+            for rank, state in states.items()
+            if group in state.counts
+        }
         if group.startswith(_BARRIER_PREFIX):
-            counts = {rank: state.counts.get(group, 0) for rank, state in states.items()}
+            counts = {
+                rank: state.counts.get(group, 0) for rank, state in states.items()
+            }
         for rank, count in counts.items():
             if count > min(counts.values()):
                 groups_ahead[rank].add(group)
@@ -152,27 +192,40 @@ def _is_needed(seen: SeenState, waiting: Sequence[State], others_work: bool) -> 
         return not others_work
     counts = seen.note.counts
     return any(
-        state.barrier or any(group in counts and count > counts[group] for group, count in state.counts.items())
+        state.barrier
+        or any(
+            group in counts and count > counts[group]
+            for group, count in state.counts.items()
+        )
         for state in waiting
     )
 
 
-def _diagnose_lost(waiting: tuple[int, ...], lost_ranks: Sequence[SeenState]) -> Diagnosis:
+def _diagnose_lost(
+    waiting: tuple[int, ...], lost_ranks: Sequence[SeenState]
+) -> Diagnosis:
     status = next(
-        status for status in ("failed", "stopped", "gone", "left") if any(seen.status == status for seen in lost_ranks)
+        status
+        for status in ("failed", "stopped", "gone", "left")
+        if any(seen.status == status for seen in lost_ranks)
     )
     lost_alike = [seen for seen in lost_ranks if seen.status == status]
     ranks = tuple(seen.rank for seen in lost_alike)
     rank_words = ranks_in_words(ranks)
-    end_words = next((seen.note.ended for seen in lost_alike if seen.note is not None and seen.note.ended), "")
+    end_words = next(
+        (
+            seen.note.ended
+            for seen in lost_alike
+            if seen.note is not None and seen.note.ended
+        ),
+        "",
+    )
     match status:
         case "stopped":
             sentence = f"{rank_words} {_is_or_are(ranks)} stopped (SIGSTOP, Ctrl-Z or a debugger)"
             cure = f"resume it with `kill -CONT {lost_alike[0].note.pid if lost_alike[0].note else 'PID'}`, or find out why it was stopped."
         case "left":
-            sentence = (
-                f"{rank_words} ended without an error{end_words and f' {end_words}'}, while other ranks still needed it"
-            )
+            sentence = f"{rank_words} ended without an error{end_words and f' {end_words}'}, while other ranks still needed it"
             cure = (
                 "let every rank run the same steps and end together: no sys.exit, return or break that depends on the rank, and the "
                 "same number of batches on every rank (prepare() the loader)."
@@ -181,21 +234,33 @@ def _diagnose_lost(waiting: tuple[int, ...], lost_ranks: Sequence[SeenState]) ->
             sentence = f"{rank_words} failed{end_words and f': {end_words}'}"
             cure = "fix the error of that rank; the others only waited for it."
         case _:
-            sentence = f"the process of {rank_words} has exited without an error message"
+            sentence = (
+                f"the process of {rank_words} has exited without an error message"
+            )
             cure = "it was killed or crashed: check its last output, and `dmesg` for the out-of-memory killer."
     return Diagnosis(status, waiting, ranks, ends="never", sentence=sentence, cure=cure)  # type: ignore[arg-type]  # one of the four
 
 
 def _diagnose_uneven(
-    states: Mapping[int, State], waiting: tuple[int, ...], ahead: Mapping[int, set[str]], working: Sequence[State]
+    states: Mapping[int, State],
+    waiting: tuple[int, ...],
+    ahead: Mapping[int, set[str]],
+    working: Sequence[State],
 ) -> Diagnosis | None:
     """Return a diagnosis if ranks have reached the end of training while others wait for them in a step."""
     ending_states = [state for state in working if state.kind == "ending"]
-    training_states = [states[rank] for rank in waiting if states[rank].kind in _TRAINING_KINDS and ahead[rank]]
+    training_states = [
+        states[rank]
+        for rank in waiting
+        if states[rank].kind in _TRAINING_KINDS and ahead[rank]
+    ]
     if not ending_states or not training_states:
         return None
     ranks = tuple(sorted(state.rank for state in ending_states))
-    first_ending, first_training = min(ending_states, key=lambda state: state.rank), training_states[0]
+    first_ending, first_training = (
+        min(ending_states, key=lambda state: state.rank),
+        training_states[0],
+    )
     return Diagnosis(
         "uneven",
         waiting,
@@ -212,14 +277,20 @@ def _diagnose_uneven(
     )
 
 
-def _diagnose_working(waiting: tuple[int, ...], working: Sequence[State], io_patience_s: float) -> Diagnosis | None:
-    busy_states = [state for state in working if not _may_take_its_time(state, io_patience_s)]
+def _diagnose_working(
+    waiting: tuple[int, ...], working: Sequence[State], io_patience_s: float
+) -> Diagnosis | None:
+    busy_states = [
+        state for state in working if not _may_take_its_time(state, io_patience_s)
+    ]
     if not busy_states:
         return None
     state = max(busy_states, key=lambda state: state.quiet_s)
     cause, activity, remedy = describe_occupation(state)
     last_collective = (
-        f"; its last collective was {state.last.words()}, {state.last_ago_s:.0f} s ago" if state.last else ""
+        f"; its last collective was {state.last.words()}, {state.last_ago_s:.0f} s ago"
+        if state.last
+        else ""
     )
     return Diagnosis(
         cause,
@@ -235,13 +306,21 @@ def _may_take_its_time(state: State, io_patience_s: float) -> bool:
     """Return whether this rank's delay is expected: in a marked block, or busy with a file, compilation or import."""
     if state.kind in _SLOW_IO_KINDS:
         return state.io_quiet_s < io_patience_s
-    return bool(state.block) or (state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s)
+    return bool(state.block) or (
+        state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s
+    )
 
 
-def _diagnose_unreachable(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagnosis:
+def _diagnose_unreachable(
+    waiting: tuple[int, ...], silent: Sequence[SeenState]
+) -> Diagnosis:
     ranks = tuple(seen.rank for seen in silent)
     hosts = sorted({seen.note.host for seen in silent if seen.note is not None})
-    pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
+    pids = ", ".join(
+        f"pid {seen.note.pid} on {seen.note.host}"
+        for seen in silent[:4]
+        if seen.note is not None
+    )
     return Diagnosis(
         "unreachable",
         waiting,
@@ -255,15 +334,19 @@ def _diagnose_unreachable(waiting: tuple[int, ...], silent: Sequence[SeenState])
     )
 
 
-def _diagnose_silent(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> Diagnosis:
+def _diagnose_silent(
+    waiting: tuple[int, ...], silent: Sequence[SeenState]
+) -> Diagnosis:
     ranks = tuple(seen.rank for seen in silent)
-    pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
+    pids = ", ".join(
+        f"pid {seen.note.pid} on {seen.note.host}"
+        for seen in silent[:4]
+        if seen.note is not None
+    )
     if all(seen.note is None for seen in silent):
         words = f"{ranks_in_words(ranks)} has not created an Accelerator yet, or its machine has failed"
     else:
-        words = (
-            f"{ranks_in_words(ranks)} ({pids}) does not respond: native code that holds the GIL, or a failed machine"
-        )
+        words = f"{ranks_in_words(ranks)} ({pids}) does not respond: native code that holds the GIL, or a failed machine"
     return Diagnosis(
         "silent",
         waiting,
@@ -277,7 +360,9 @@ def _diagnose_silent(waiting: tuple[int, ...], silent: Sequence[SeenState]) -> D
     )
 
 
-def _diagnose_moving(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis | None:
+def _diagnose_moving(
+    waiting: tuple[int, ...], moving: Sequence[State]
+) -> Diagnosis | None:
     """Return a diagnosis of ranks that start other collectives, outside of blocks in which others are meant to wait."""
     if not moving:
         return None
@@ -298,20 +383,29 @@ def _diagnose_moving(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagn
     )
 
 
-def _diagnose_all_waiting(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Diagnosis:
+def _diagnose_all_waiting(
+    states: Mapping[int, State], ahead: Mapping[int, set[str]]
+) -> Diagnosis:
     """Return the diagnosis if every rank waits: for each other in different calls, or all in the same call."""
     ranks_by_place: dict[tuple[str, str], list[int]] = {}
-    is_even = not any(ahead.values())  # then the same call from different lines is one collective
+    # then the same call from different lines is one collective
+    is_even = not any(ahead.values())
     for rank, state in states.items():
-        ranks_by_place.setdefault(("" if is_even else state.spot.site, state.spot.call), []).append(rank)
+        ranks_by_place.setdefault(
+            ("" if is_even else state.spot.site, state.spot.call), []
+        ).append(rank)
     all_ranks = tuple(sorted(states))
     if len(ranks_by_place) == 1:
         return _diagnose_same_call(states, all_ranks)
-    rank_groups = sorted(ranks_by_place.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    rank_groups = sorted(
+        ranks_by_place.values(), key=lambda ranks: (-len(ranks), ranks[0])
+    )
     first_state, other_state = states[rank_groups[0][0]], states[rank_groups[1][0]]
     uneven = ""
     if len({state.step for state in states.values()}) > 1:
-        fewest, most = (pick(states.values(), key=lambda state: state.step) for pick in (min, max))
+        fewest, most = (
+            pick(states.values(), key=lambda state: state.step) for pick in (min, max)
+        )
         uneven = f"; rank {fewest.rank} has made {fewest.step} updates and rank {most.rank} {most.step}"
     return Diagnosis(
         "other call",
@@ -329,7 +423,9 @@ def _diagnose_all_waiting(states: Mapping[int, State], ahead: Mapping[int, set[s
     )
 
 
-def _diagnose_same_call(states: Mapping[int, State], all_ranks: tuple[int, ...]) -> Diagnosis:
+def _diagnose_same_call(
+    states: Mapping[int, State], all_ranks: tuple[int, ...]
+) -> Diagnosis:
     first_state = states[all_ranks[0]]
     return Diagnosis(
         "same call",
@@ -347,10 +443,15 @@ def _diagnose_same_call(states: Mapping[int, State], all_ranks: tuple[int, ...])
 def _wait_ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
     """Return whether a wait of ranks in different calls can end."""
     if any(
-        not ahead[rank] and (state.kind == "device" or (state.kind in _TRAINING_KINDS and _is_behind(state, states)))
+        not ahead[rank]
+        and (
+            state.kind == "device"
+            or (state.kind in _TRAINING_KINDS and _is_behind(state, states))
+        )
         for rank, state in states.items()
     ):
-        return "perhaps"  # a device computes without the CPU, and a step may still reach the collective of the others
+        # a device computes without the CPU, and a step may still reach the collective of the others
+        return "perhaps"
     return "never" if _is_deadlock(states, ahead) else "hardly"
 
 
@@ -368,17 +469,28 @@ def _is_deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> 
     """Return whether ranks in different calls are deadlocked: no rank is still receiving data that another has sent."""
     barrier_ranks = [rank for rank, state in states.items() if state.barrier]
     group_ranks = [rank for rank in states if rank not in barrier_ranks]
-    if any(states[rank].kind != "collective" and not ahead[rank] for rank in group_ranks):
+    if any(
+        states[rank].kind != "collective" and not ahead[rank] for rank in group_ranks
+    ):
         return False  # a backward may still be computing
     if not group_ranks:
         return True
     if barrier_ranks:
-        return all(any(not group.startswith(_BARRIER_PREFIX) for group in ahead[rank]) for rank in group_ranks)
-    groups = {group for state in states.values() for group in state.counts if not group.startswith(_BARRIER_PREFIX)}
+        return all(
+            any(not group.startswith(_BARRIER_PREFIX) for group in ahead[rank])
+            for rank in group_ranks
+        )
+    groups = {
+        group
+        for state in states.values()
+        for group in state.counts
+        if not group.startswith(_BARRIER_PREFIX)
+    }
     if len(groups) > 1:
         return all(ahead[rank] for rank in group_ranks)
     (group,) = groups
-    return len({states[rank].counts.get(group, 0) for rank in group_ranks}) == 1  # a rank behind may still receive data
+    # a rank behind may still receive data
+    return len({states[rank].counts.get(group, 0) for rank in group_ranks}) == 1
 
 
 def _is_or_are(ranks: Sequence[int]) -> str:

@@ -59,7 +59,10 @@ class Evidence:
             age = now - self._latest_posts[rank][1]
             limit_s = 2 * HEARTBEAT_TICKS * self._tick_s
             if not state.moves:
-                limit_s = 2 * pause_s(self._tick_s, state.quiet_s + age) + _SLACK_TICKS * self._tick_s
+                limit_s = (
+                    2 * pause_s(self._tick_s, state.quiet_s + age)
+                    + _SLACK_TICKS * self._tick_s
+                )
             if rank == self._rank or age <= limit_s:
                 current[rank] = state
         return current
@@ -67,11 +70,16 @@ class Evidence:
     def confirms(self, diagnosis: Diagnosis, world: Sequence[SeenState]) -> bool:
         """Return whether the states in `world` confirm the previous diagnosis; the next call compares with them."""
         observations = {
-            seen.rank: _observe(seen.state, seen.rank in diagnosis.waiting) for seen in world if seen.state is not None
+            seen.rank: _observe(seen.state, seen.rank in diagnosis.waiting)
+            for seen in world
+            if seen.state is not None
         }
         is_same = diagnosis.key == self._diagnosis_key and {
             rank: observation.wait for rank, observation in observations.items()
-        } == {rank: observation.wait for rank, observation in self._first_observations.items()}
+        } == {
+            rank: observation.wait
+            for rank, observation in self._first_observations.items()
+        }
         is_confirmed = is_same and all(
             observation.turn >= self._first_observations[rank].turn + _FURTHER_POSTS
             for rank, observation in observations.items()
@@ -83,4 +91,7 @@ class Evidence:
 
 
 def _observe(state: State, waits: bool) -> _FirstObservation:
-    return _FirstObservation(state.turn, (state.spot, state.kind, tuple(sorted(state.counts.items()))) if waits else ())
+    return _FirstObservation(
+        state.turn,
+        (state.spot, state.kind, tuple(sorted(state.counts.items()))) if waits else (),
+    )

@@ -40,7 +40,11 @@ class Address:
     def parse(cls, name: str) -> Address | None:
         """Return the address in a file name; None for other files."""
         parts = name.removesuffix(_SOCKET_SUFFIX).split(".")
-        if not name.endswith(_SOCKET_SUFFIX) or len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        if (
+            not name.endswith(_SOCKET_SUFFIX)
+            or len(parts) != 4
+            or not all(part.isdecimal() for part in parts)
+        ):
             return None
         return cls(*map(int, parts))
 
@@ -69,7 +73,9 @@ def peer_is_owner(connection: socket.socket) -> bool:
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:  # other systems: the folder's mode denies access to others
         return True
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i"))
+    )
     return bool(user == os.geteuid())
 
 
@@ -85,7 +91,8 @@ def live_sockets(folder: Path) -> Iterator[tuple[Address, Path]]:
             path.unlink(missing_ok=True)
 
 
-def request_status(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:  # Any: JSON values
+# Any: JSON values
+def request_status(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:
     """Send a request to a rank and return its answer; None if the rank has ended or does not answer in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_S)
@@ -93,7 +100,8 @@ def request_status(path: Path, request: dict[str, Any]) -> dict[str, Any] | None
             connection.connect(str(path))
             connection.sendall(msgspec.json.encode(request) + b"\n")
             return msgspec.json.decode(receive_line(connection), type=dict[str, Any])
-        except (OSError, msgspec.DecodeError):  # the rank has ended meanwhile, or is stopped
+        # the rank has ended meanwhile, or is stopped
+        except (OSError, msgspec.DecodeError):
             return None
 
 

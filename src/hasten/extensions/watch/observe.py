@@ -51,7 +51,11 @@ def status_of(pid: int, started: int) -> Status:
     fields = _process_fields(pid)
     if fields is None:
         return "here"
-    if not fields or fields[_STATUS] in "ZX" or (started and int(fields[_STARTED]) != started):
+    if (
+        not fields
+        or fields[_STATUS] in "ZX"
+        or (started and int(fields[_STARTED]) != started)
+    ):
         return "gone"
     return "stopped" if fields[_STATUS] in "Tt" else "here"
 
@@ -62,7 +66,11 @@ def io_count() -> int:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:  # other systems, or hidden in a container: saves then count as idle
         return 0
-    return sum(int(line.partition(":")[2]) for line in lines if line.startswith(("rchar", "wchar")))
+    return sum(
+        int(line.partition(":")[2])
+        for line in lines
+        if line.startswith(("rchar", "wchar"))
+    )
 
 
 def major_faults() -> int:
@@ -111,7 +119,9 @@ class Observer:
     device_type: str = "cpu"
     thread_id: int = field(default_factory=threading.get_ident)
     native_id: int = field(default_factory=threading.get_native_id)
-    program: str = field(default_factory=lambda: stacks.root_of(stacks.calls_of(threading.get_ident())))
+    program: str = field(
+        default_factory=lambda: stacks.root_of(stacks.calls_of(threading.get_ident()))
+    )
     """The outermost call of the thread while its program runs; exit handlers have a different one."""
     _last_cpu: tuple[float, float] = (0.0, 0.0)
     _last_io: tuple[float, int] = (0.0, 0)
@@ -138,14 +148,22 @@ class Observer:
 
     def failure(self) -> str:
         """Return the exception of an ended program whose process threads or exit handlers keep alive; else empty."""
-        last_error, stack_calls = getattr(sys, "last_value", None), stacks.calls_of(self.thread_id)
-        if last_error is None or not (stacks.is_over(stack_calls) or stacks.root_of(stack_calls) != self.program):
+        last_error, stack_calls = (
+            getattr(sys, "last_value", None),
+            stacks.calls_of(self.thread_id),
+        )
+        if last_error is None or not (
+            stacks.is_over(stack_calls) or stacks.root_of(stack_calls) != self.program
+        ):
             return ""
         return f"{describe_error(last_error)}; its process is alive because of {_words_about_live_threads()}"
 
     def counts(self) -> dict[str, int]:
         """Return the number of collectives started by every group of this process, including torch's."""
-        barriers = {f"barrier/{name}": turn for name, turn in self.collectives.turns.copy().items()}
+        barriers = {
+            f"barrier/{name}": turn
+            for name, turn in self.collectives.turns.copy().items()
+        }
         return barriers | begun_collectives(self.device_type)
 
     def start_looking(self) -> None:
@@ -171,9 +189,14 @@ class Observer:
         ):  # over a shorter time the watchdog measures its own work
             num_faults = major_faults()
             self._cpu_share = (used_s - self._last_cpu[1]) / max(passed_s, 1e-3)
-            self._faults_per_s = (num_faults - (self._num_faults or num_faults)) / max(passed_s, 1e-3)
+            self._faults_per_s = (num_faults - (self._num_faults or num_faults)) / max(
+                passed_s, 1e-3
+            )
             self._last_cpu, self._num_faults = (now_s, used_s), num_faults
-        cpu_share, kernel_state = self._cpu_share, thread_state(self.native_id, self._faults_per_s)
+        cpu_share, kernel_state = (
+            self._cpu_share,
+            thread_state(self.native_id, self._faults_per_s),
+        )
         if io_bytes - self._last_io[1] > _REAL_IO_BYTES:
             self._last_io = (now_s, io_bytes)
         last_collective = self.collectives.last
@@ -183,7 +206,11 @@ class Observer:
             pid=os.getpid(),
             quiet_s=quiet_s,
             kind=activity.kind,
-            spot=CodeLine(activity.site, activity.call, stacks.source_line(activity.file, activity.line)),
+            spot=CodeLine(
+                activity.site,
+                activity.call,
+                stacks.source_line(activity.file, activity.line),
+            ),
             function=activity.function,
             step=self.step(),
             cpu_share=cpu_share,
@@ -194,7 +221,9 @@ class Observer:
             io_quiet_s=now_s - self._last_io[0],
             last=None
             if last_collective is None or activity.kind == "collective"
-            else _code_line(last_collective.file, last_collective.line, last_collective.op),
+            else _code_line(
+                last_collective.file, last_collective.line, last_collective.op
+            ),
             last_ago_s=0.0 if last_collective is None else now_s - last_collective.at_s,
             stack=tuple(stacks.text_of(stack_calls)),
             peers=dict(peers or {}),
@@ -218,7 +247,9 @@ def _words_about_live_threads() -> str:
     thread_names = [
         thread.name
         for thread in threading.enumerate()
-        if not thread.daemon and thread is not threading.main_thread() and thread.is_alive()
+        if not thread.daemon
+        and thread is not threading.main_thread()
+        and thread.is_alive()
     ]
     return (
         f"the thread{'s' if len(thread_names) > 1 else ''} {', '.join(map(repr, thread_names[:4]))}"
@@ -228,7 +259,9 @@ def _words_about_live_threads() -> str:
 
 
 def _code_line(file: str, line: int, op: str) -> CodeLine:
-    return CodeLine(f"{stacks.shorten_path(file)}:{line}", op, stacks.source_line(file, line))
+    return CodeLine(
+        f"{stacks.shorten_path(file)}:{line}", op, stacks.source_line(file, line)
+    )
 
 
 STALLED: Final = 86
@@ -242,9 +275,11 @@ def end_process(summary: str, others: Iterable[Note] = ()) -> None:
     The training thread may be blocked in native code, so no stack is unwound.
     """
     if path := env.snapshot().get(last_words.ERROR_FILE):
-        with suppress(OSError):  # the disk may have caused the stall; the exit code is still set
+        # the disk may have caused the stall; the exit code is still set
+        with suppress(OSError):
             last_words.write_error(Path(path), f"{StallError.__name__}: {summary}", "")
-    flushing = threading.Thread(target=_flush_streams, daemon=True)  # the blocked thread may hold a stream's lock
+    # the blocked thread may hold a stream's lock
+    flushing = threading.Thread(target=_flush_streams, daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)
     _kill_stopped(others)
@@ -255,11 +290,13 @@ def _kill_stopped(notes: Iterable[Note]) -> None:
     """Kill those of these processes that are stopped: they react to no other signal and would outlive the job."""
     for note in notes:
         if status_of(note.pid, note.started) == "stopped":
-            with suppress(ProcessLookupError, PermissionError):  # it ended meanwhile, or belongs to another user
+            # it ended meanwhile, or belongs to another user
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(note.pid, signal.SIGKILL)
 
 
 def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed or missing: nothing to flush
+        # closed or missing: nothing to flush
+        with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -20,7 +20,8 @@ class StallWatch(RunPart):
             return
         if not run.is_checked("trust.stall"):
             return
-        clocks = weakref.ref(run.clock)  # the watchdog's thread must not keep the Accelerator alive
+        # the watchdog's thread must not keep the Accelerator alive
+        clocks = weakref.ref(run.clock)
 
         def step() -> int:
             clock = clocks()
@@ -31,14 +32,19 @@ class StallWatch(RunPart):
                 for tell in clock.parts.stalled:
                     tell(seconds, over)
 
-        from hasten.extensions.watch import watchdog  # a single process needs none of it
+        # a single process needs none of it
+        from hasten.extensions.watch import watchdog
 
         timeout = config.process_group.timeout
         settings = watchdog.WatchSettings(
             after_s=config.trust.stall_after_s,
             then=config.trust.stall,
-            timeout_s=watchdog.WatchSettings().timeout_s if timeout is None else timeout.total_seconds(),
+            timeout_s=watchdog.WatchSettings().timeout_s
+            if timeout is None
+            else timeout.total_seconds(),
             folder=reports_in(config, "stalls"),
             noted=noted,
         )
-        watchdog.watch(run.accelerator, watchdog=watchdog.watchdog_of(ctx, step, settings))
+        watchdog.watch(
+            run.accelerator, watchdog=watchdog.watchdog_of(ctx, step, settings)
+        )

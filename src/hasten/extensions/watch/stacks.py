@@ -40,10 +40,21 @@ _WAITING_FILES: Final = (
 )
 """Files whose calls wait for other ranks in native code; calls from other files load, build or compute something."""
 
-_STDLIB: Final = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
+_STDLIB: Final = tuple(
+    f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib")
+)
 _LIBRARY_PREFIXES: Final = (*LIBRARIES, *_STDLIB, "<frozen ")
 _GENERIC_FUNCTIONS: Final = frozenset(
-    {"wrapper", "inner", "decorate_context", "__call__", "__enter__", "__exit__", "__next__", "_first"}
+    {
+        "wrapper",
+        "inner",
+        "decorate_context",
+        "__call__",
+        "__enter__",
+        "__exit__",
+        "__next__",
+        "_first",
+    }
 )
 _MOST_CALLS: Final = 200
 _FACADE_FILE: Final = "/hasten/accelerator/facade.py"
@@ -123,7 +134,9 @@ def calls_of(thread_id: int) -> list[StackCall]:
     frame = _frame_of(thread_id)
     stack_calls: list[StackCall] = []
     while frame is not None and len(stack_calls) < _MOST_CALLS:
-        stack_calls.append(StackCall(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        stack_calls.append(
+            StackCall(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        )
         frame = frame.f_back
     return stack_calls
 
@@ -135,12 +148,18 @@ def root_of(calls: Sequence[StackCall]) -> str:
 
 def is_over(calls: Sequence[StackCall]) -> bool:
     """Return whether the main thread has run its program to the end and waits for other threads."""
-    return any(call.function == "_shutdown" and call.file.endswith("/threading.py") for call in calls)
+    return any(
+        call.function == "_shutdown" and call.file.endswith("/threading.py")
+        for call in calls
+    )
 
 
 def place_of(calls: Sequence[StackCall]) -> StackFrame:
     """Return the activity of the thread with these calls."""
-    user_index = next((i for i, call in enumerate(calls) if not is_library(call.file)), max(0, len(calls) - 1))
+    user_index = next(
+        (i for i, call in enumerate(calls) if not is_library(call.file)),
+        max(0, len(calls) - 1),
+    )
     user_call = calls[user_index] if calls else StackCall("?", 0, "?")
     inner_calls = [call for call in calls[:user_index] if not call.file.startswith("<")]
     kind: Kind = "user"
@@ -150,32 +169,49 @@ def place_of(calls: Sequence[StackCall]) -> StackFrame:
         kind = "importing"
     elif inner_calls:
         kind = next(
-            (kind for path_part, kind in _KINDS_BY_PATH if any(path_part in call.file for call in inner_calls)), "user"
+            (
+                kind
+                for path_part, kind in _KINDS_BY_PATH
+                if any(path_part in call.file for call in inner_calls)
+            ),
+            "user",
         )
-        if kind in MAY_WAIT and not any(path_part in calls[0].file for path_part in _WAITING_FILES):
+        if kind in MAY_WAIT and not any(
+            path_part in calls[0].file for path_part in _WAITING_FILES
+        ):
             kind = "user"
         if kind != "collective" and any(
-            call.function == "end_training" and call.file.endswith(_FACADE_FILE) for call in inner_calls
+            call.function == "end_training" and call.file.endswith(_FACADE_FILE)
+            for call in inner_calls
         ):
             kind = "ending"
     outer_calls = calls[user_index:]
-    if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer_calls):
+    if kind == "user" and any(
+        "/hasten/checkpoint/" in call.file for call in outer_calls
+    ):
         kind = "checkpoint"  # the user's state_dict(), called by a save
-    named_functions = [call.function for call in inner_calls if call.function not in _GENERIC_FUNCTIONS]
+    named_functions = [
+        call.function for call in inner_calls if call.function not in _GENERIC_FUNCTIONS
+    ]
     return StackFrame(
         kind,
         named_functions[-1] if named_functions and kind != "user" else "",
         user_call.file,
         user_call.line,
         user_call.function,
-        barrier=any(call.file.endswith("/hasten/comm/rollcall.py") for call in inner_calls),
-        in_dataset=kind == "user" and any("/torch/utils/data/" in call.file for call in outer_calls),
+        barrier=any(
+            call.file.endswith("/hasten/comm/rollcall.py") for call in inner_calls
+        ),
+        in_dataset=kind == "user"
+        and any("/torch/utils/data/" in call.file for call in outer_calls),
     )
 
 
 def _is_importing(calls: Sequence[StackCall]) -> bool:
     """Return whether these calls import a module, which may be slow, and no collective is called during the import."""
-    import_index = next((i for i, call in enumerate(calls) if call.file.startswith(_IMPORT_FILE)), None)
+    import_index = next(
+        (i for i, call in enumerate(calls) if call.file.startswith(_IMPORT_FILE)), None
+    )
     return import_index is not None and not any(
         path_part in call.file
         for call in calls[:import_index]
@@ -186,7 +222,11 @@ def _is_importing(calls: Sequence[StackCall]) -> bool:
 
 def is_library(file: str) -> bool:
     """Return whether a file is not the user's: part of Python, torch, hasten or an installed package."""
-    return file.startswith(_LIBRARY_PREFIXES) or "/site-packages/" in file or "/dist-packages/" in file
+    return (
+        file.startswith(_LIBRARY_PREFIXES)
+        or "/site-packages/" in file
+        or "/dist-packages/" in file
+    )
 
 
 def shorten_path(file: str) -> str:
@@ -211,5 +251,10 @@ def source_line(file: str, line: int) -> str:
 def text_of(calls: Sequence[StackCall]) -> list[str]:
     """Return the stack as lines, outermost first as in a traceback, starting at the first call of the user's code."""
     outermost_first = list(reversed(calls))
-    first_user_index = next((i for i, call in enumerate(outermost_first) if not is_library(call.file)), 0)
-    return [f"{shorten_path(call.file)}:{call.line} in {call.function}" for call in outermost_first[first_user_index:]]
+    first_user_index = next(
+        (i for i, call in enumerate(outermost_first) if not is_library(call.file)), 0
+    )
+    return [
+        f"{shorten_path(call.file)}:{call.line} in {call.function}"
+        for call in outermost_first[first_user_index:]
+    ]

@@ -14,7 +14,8 @@ class StallStore:
     """Messages of ranks in the store, over a cloned connection, since the training thread's may be blocked."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        number = store.add(f"hasten/stall/made/{rank}", 1)  # every rank creates its Accelerators in the same order
+        # every rank creates its Accelerators in the same order
+        number = store.add(f"hasten/stall/made/{rank}", 1)
         self._prefix = f"hasten/stall/{number}"
         self._store = store
         self._own: Store | None = None
@@ -40,11 +41,17 @@ class StallStore:
 
     def notes(self, ranks: Sequence[int]) -> dict[int, Note]:
         """Return the hosts, processes and ends of ranks."""
-        return {rank: msgspec.json.decode(data, type=Note) for rank, data in self._read("note", ranks).items()}
+        return {
+            rank: msgspec.json.decode(data, type=Note)
+            for rank, data in self._read("note", ranks).items()
+        }
 
     def states(self, ranks: Sequence[int]) -> dict[int, State]:
         """Return the posted states of ranks."""
-        return {rank: msgspec.json.decode(data, type=State) for rank, data in self._read("state", ranks).items()}
+        return {
+            rank: msgspec.json.decode(data, type=State)
+            for rank, data in self._read("state", ranks).items()
+        }
 
     def post_heartbeat(self, turn: int) -> None:
         """Post that this rank writes the report, with a growing heartbeat counter."""
@@ -68,12 +75,18 @@ class StallStore:
 
     def _get(self, key: str) -> str:
         store = self._connected()
-        return store.get(f"{self._prefix}/{key}").decode() if store.check([f"{self._prefix}/{key}"]) else ""
+        return (
+            store.get(f"{self._prefix}/{key}").decode()
+            if store.check([f"{self._prefix}/{key}"])
+            else ""
+        )
 
     def _read(self, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
         store = self._connected()
         keys = {rank: f"{self._prefix}/{what}/{rank}" for rank in ranks}
-        return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+        return {
+            rank: store.get(key) for rank, key in keys.items() if store.check([key])
+        }
 
     def _connected(self) -> Store:
         if self._own is None:

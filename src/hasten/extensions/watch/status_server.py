@@ -21,7 +21,12 @@ import torch
 
 from hasten.accelerator.components import Components
 from hasten.errors import CommError
-from hasten.extensions.watch.job_sockets import Address, peer_is_owner, private_folder, receive_line
+from hasten.extensions.watch.job_sockets import (
+    Address,
+    peer_is_owner,
+    private_folder,
+    receive_line,
+)
 from hasten.extensions.watch.observe import Observer
 from hasten.optim.run_part import RunPart
 from hasten.runtime import env
@@ -56,14 +61,20 @@ class RecentLog:
                 return
             factory = factory._before
 
-    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # Any: as in logging
+    # Any: as in logging
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
         record = self._before(*args, **kwargs)
         try:
             text = record.getMessage().splitlines()
-        except (TypeError, ValueError, KeyError, IndexError):  # a wrong format: reported by the handlers
+        # a wrong format: reported by the handlers
+        except (TypeError, ValueError, KeyError, IndexError):
             return record
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        self.lines.append(f"{stamp} {record.levelname} {record.name}: {text[0] if text else ''}"[:_WIDTH])
+        self.lines.append(
+            f"{stamp} {record.levelname} {record.name}: {text[0] if text else ''}"[
+                :_WIDTH
+            ]
+        )
         return record
 
 
@@ -83,7 +94,8 @@ class StatusPart(RunPart):
 
     def built(self, run: Components) -> None:
         """Start the server. Ranks: every rank."""
-        accelerator, clocks = run.accelerator, weakref.ref(run.clock)  # the thread must not keep the Accelerator alive
+        # the thread must not keep the Accelerator alive
+        accelerator, clocks = run.accelerator, weakref.ref(run.clock)
         ctx = accelerator.ctx
 
         def step() -> int:
@@ -96,7 +108,9 @@ class StatusPart(RunPart):
 
         observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
         folder = env.runtime_folder(env.snapshot())
-        self._server = server = StatusServer(observer, ctx.topology, ctx.device, folder, values)
+        self._server = server = StatusServer(
+            observer, ctx.topology, ctx.device, folder, values
+        )
         server.start()
         at_exit = partial(_close, weakref.ref(server))
         atexit.register(at_exit)
@@ -141,14 +155,19 @@ class StatusServer:
         self._path: Path | None = None
         self._pid = os.getpid()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hasten-status", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="hasten-status", daemon=True
+        )
 
     def start(self) -> None:
         """Start answering requests. Without a private folder no status is available, which is logged; the job still runs."""
         self._recent.start()
         try:
             folder = private_folder(self._folder)
-            names = (Address(os.getppid(), self._topology.rank, os.getpid(), number).name for number in range(1 << 10))
+            names = (
+                Address(os.getppid(), self._topology.rank, os.getpid(), number).name
+                for number in range(1 << 10)
+            )
             path = next(folder / name for name in names if not (folder / name).exists())
             self._socket.bind(str(path))
             self._path = path
@@ -182,15 +201,20 @@ class StatusServer:
                     self._answer(connection)
             except TimeoutError:
                 continue
-            except (OSError, msgspec.DecodeError) as error:  # the client has disconnected, or sent an invalid request
+            # the client has disconnected, or sent an invalid request
+            except (OSError, msgspec.DecodeError) as error:
                 log.debug("the request was not answered: %s", error)
-                self._over.wait(_PATIENCE_S)  # without free file descriptors, accept() fails at once
+                # without free file descriptors, accept() fails at once
+                self._over.wait(_PATIENCE_S)
 
     def _answer(self, connection: socket.socket) -> None:
-        connection.settimeout(_PATIENCE_S)  # the next client is answered even if this one sends nothing
+        # the next client is answered even if this one sends nothing
+        connection.settimeout(_PATIENCE_S)
         if peer_is_owner(connection):
             request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
-            connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
+            connection.sendall(
+                msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n"
+            )
 
     def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
         state = self._observer.look(0.0, {})

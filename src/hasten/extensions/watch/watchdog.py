@@ -47,7 +47,8 @@ _PATIENCE_FACTOR: Final = 10.0
 _LONG_FACTOR: Final = 3.0
 _LATEST_DELAYED_RANK: Final = 8
 _SILENT_PAUSES: Final = 4.0
-_LEAVING_S: Final = 15.0  # while a process ends, torch detects it as well, and reports more
+# while a process ends, torch detects it as well, and reports more
+_LEAVING_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,14 @@ class Watchdog:
         self._stall_store = stall_store
         self._ranks = range(topology.world_size)
         first_local_rank = topology.rank - topology.local_rank
-        self._local_ranks = range(first_local_rank, first_local_rank + topology.local_world_size)
+        self._local_ranks = range(
+            first_local_rank, first_local_rank + topology.local_world_size
+        )
         self._settings = settings
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hasten-watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="hasten-watchdog", daemon=True
+        )
         self._counts: dict[str, int] = {}
         self._quiet_since = 0.0
         self._post_at = 0.0
@@ -110,7 +115,8 @@ class Watchdog:
         if ended:
             try:
                 self._stall_store.post_end(self._observer.note(ended, failed))
-            except LOST:  # the store's server has already exited: no rank is left to read it
+            # the store's server has already exited: no rank is left to read it
+            except LOST:
                 return
 
     # -- the watchdog thread ----------------------------------------------------------------------------------------
@@ -136,15 +142,19 @@ class Watchdog:
         while not self._is_over.wait(self._tick_s):
             now = time.monotonic()
             counts = self._observer.counts()
-            if counts != self._counts or now - before > 10 * self._tick_s + 2.0:  # made progress, or was stopped itself
+            # made progress, or was stopped itself
+            if counts != self._counts or now - before > 10 * self._tick_s + 2.0:
                 self._note_progress(counts, now)
             if now >= self._post_at:
                 self._post_at = now + self._pause_s(now)
                 try:
                     self._post(now)
-                except LOST as error:  # the training thread loses the store, too, and reports it
+                # the training thread loses the store, too, and reports it
+                except LOST as error:
                     log.debug(
-                        "the watchdog of rank %d lost the connection to the store: %s", self._observer.rank, error
+                        "the watchdog of rank %d lost the connection to the store: %s",
+                        self._observer.rank,
+                        error,
                     )
             before = now
 
@@ -173,21 +183,38 @@ class Watchdog:
             self._stall_store.post(msgspec.structs.replace(state, moves=True, stack=()))
             return
         if verdict := self._stall_store.verdict():
-            self._end_job(verdict, 2.5)  # after the reporting rank, whose error the launcher prints
+            # after the reporting rank, whose error the launcher prints
+            self._end_job(verdict, 2.5)
         self._post_failure()
         neighbours = [
             note
             for rank, note in self._stall_store.notes(self._local_ranks).items()
             if rank != self._observer.rank and not note.ended and _is_local(note)
         ]
-        self._stall_store.post(self._observer.look(quiet_s, self._counts, processes.lost_neighbours(neighbours)))
+        self._stall_store.post(
+            self._observer.look(
+                quiet_s, self._counts, processes.lost_neighbours(neighbours)
+            )
+        )
         if self._becomes_reporter(now):
-            notes, states = self._stall_store.notes(self._ranks), self._stall_store.states(self._ranks)
+            notes, states = (
+                self._stall_store.notes(self._ranks),
+                self._stall_store.states(self._ranks),
+            )
             states = self._evidence.fresh(states, now)
             variables = env.snapshot()
-            lost_hosts, exit_codes = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
-            states = {rank: state for rank, state in states.items() if state.host not in lost_hosts}
-            self._diagnose(_statuses_of(self._ranks, notes, states, exit_codes), lost_hosts)
+            lost_hosts, exit_codes = (
+                launcher_files.silent_machines(variables),
+                launcher_files.ended_ranks(variables),
+            )
+            states = {
+                rank: state
+                for rank, state in states.items()
+                if state.host not in lost_hosts
+            }
+            self._diagnose(
+                _statuses_of(self._ranks, notes, states, exit_codes), lost_hosts
+            )
 
     def _post_failure(self) -> None:
         """Post the exception that ended the main thread, if another thread keeps the process alive."""
@@ -198,7 +225,9 @@ class Watchdog:
     def _becomes_reporter(self, now: float) -> bool:
         """Return whether this rank reports: rank 0, or the next waiting rank if those before it are silent."""
         if not self._is_reporter:
-            delay_s = 0.25 * self._look_s * min(self._observer.rank, _LATEST_DELAYED_RANK)
+            delay_s = (
+                0.25 * self._look_s * min(self._observer.rank, _LATEST_DELAYED_RANK)
+            )
             reporter = self._stall_store.reporter()
             if reporter != self._last_reporter[0]:
                 self._last_reporter = (reporter, now)
@@ -228,36 +257,69 @@ class Watchdog:
         if not self._evidence.confirms(diagnosis, world):
             return
         waited_s = max(
-            seen.state.quiet_s for seen in world if seen.rank in diagnosis.waiting and seen.state is not None
+            seen.state.quiet_s
+            for seen in world
+            if seen.rank in diagnosis.waiting and seen.state is not None
         )
         is_leaving = diagnosis.cause == "left" and any(
             _is_leaving(seen) for seen in world if seen.rank in diagnosis.missing
         )
-        limit_s = min(_LONG_FACTOR * self.after_s, _LEAVING_S) if is_leaving else self._limit_s(diagnosis)
+        limit_s = (
+            min(_LONG_FACTOR * self.after_s, _LEAVING_S)
+            if is_leaving
+            else self._limit_s(diagnosis)
+        )
         ends_job = self._settings.then == "abort" and waited_s >= limit_s
-        is_certain = (diagnosis.ends == "never" and not is_leaving) or diagnosis.cause == "unreachable"
+        is_certain = (
+            diagnosis.ends == "never" and not is_leaving
+        ) or diagnosis.cause == "unreachable"
         # A rank that arrived later has posted within its interval, and one that makes progress may still arrive.
         due_s = {
             "silent": self.after_s + 2 * self._look_s,
             "elsewhere": _LONG_FACTOR * self.after_s,
             "left": limit_s,
         }.get(diagnosis.cause, self.after_s)
-        if diagnosis.key != self._reported_key and (ends_job or waited_s >= due_s or is_certain):
+        if diagnosis.key != self._reported_key and (
+            ends_job or waited_s >= due_s or is_certain
+        ):
             self._reported_key = diagnosis.key
-            self._report(diagnosis, world, waited_s, self._consequence(ends_job, limit_s))
+            self._report(
+                diagnosis, world, waited_s, self._consequence(ends_job, limit_s)
+            )
         elif ends_job:
-            log.error("the job ends (exit code %d) after %.0f s: %s", ending.STALLED, waited_s, diagnosis.sentence)
+            log.error(
+                "the job ends (exit code %d) after %.0f s: %s",
+                ending.STALLED,
+                waited_s,
+                diagnosis.sentence,
+            )
         if ends_job:
             self._stall_store.set_verdict(diagnosis.sentence)
-            self._end_job(diagnosis.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
+            self._end_job(
+                diagnosis.sentence,
+                1.0,
+                [seen.note for seen in world if seen.note and _is_local(seen.note)],
+            )
 
     def _limit_s(self, diagnosis: Diagnosis) -> float:
         """Return the seconds of waiting after which the job is ended."""
         if diagnosis.cause == "stopped":  # a stopped rank can be resumed
-            return self.patience_s if self._settings.after_s is None else _LONG_FACTOR * self.after_s
-        return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[diagnosis.ends]
+            return (
+                self.patience_s
+                if self._settings.after_s is None
+                else _LONG_FACTOR * self.after_s
+            )
+        return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[
+            diagnosis.ends
+        ]
 
-    def _report(self, diagnosis: Diagnosis, world: list[SeenState], waited_s: float, consequence: str) -> None:
+    def _report(
+        self,
+        diagnosis: Diagnosis,
+        world: list[SeenState],
+        waited_s: float,
+        consequence: str,
+    ) -> None:
         self._settings.noted(waited_s, False)
         text = words.report(diagnosis, world, waited_s, consequence)
         path = _write_report(text, self._settings.folder)
@@ -270,24 +332,31 @@ class Watchdog:
             return "the job keeps waiting (trust.stall=report)"
         return f"the job keeps waiting, and ends after {limit_s:.0f} s"
 
-    def _end_job(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
+    def _end_job(
+        self, summary: str, pause_s: float, others: Sequence[Note] = ()
+    ) -> None:
         """End this process, unless its training thread does so first."""
         if not self._is_over.wait(pause_s):
             ending.end_process(summary, others)
 
 
-def watchdog_of(ctx: ProcessContext, step: Callable[[], int], settings: WatchSettings) -> Watchdog:
+def watchdog_of(
+    ctx: ProcessContext, step: Callable[[], int], settings: WatchSettings
+) -> Watchdog:
     """Return the watchdog of one of several ranks. `step` returns the number of updates."""
     assert isinstance(ctx.world, ProcessGroupComm), "there are other ranks"
     observer = Observer(ctx.rank, ctx.collectives, step, ctx.device.type)
-    return Watchdog(observer, StallStore(ctx.world.store, ctx.rank), ctx.topology, settings)
+    return Watchdog(
+        observer, StallStore(ctx.world.store, ctx.rank), ctx.topology, settings
+    )
 
 
 def watch(owner: object, watchdog: Watchdog) -> None:
     """Start the watchdog; it is closed with `owner`, or at exit, when it posts the end of this rank."""
     watchdog.start()
     at_exit = partial(_post_end_of_process, weakref.ref(watchdog), os.getpid())
-    atexit.register(at_exit)  # runs before the group is destroyed: handlers run in reverse order
+    # runs before the group is destroyed: handlers run in reverse order
+    atexit.register(at_exit)
     weakref.finalize(owner, _unregister, watchdog, at_exit).atexit = False
 
 
@@ -302,13 +371,20 @@ def _post_end_of_process(ref: weakref.ref[Watchdog], pid: int) -> None:
         return
     error = getattr(sys, "last_value", None)
     at = f"at {time.strftime('%H:%M:%S')}"
-    watchdog.close(at if error is None else f"{at} with {describe_error(error)}", failed=error is not None)
+    watchdog.close(
+        at if error is None else f"{at} with {describe_error(error)}",
+        failed=error is not None,
+    )
 
 
 def _is_leaving(seen: SeenState) -> bool:
     """Return whether the rank has posted its end, but its process still exists."""
     note = seen.note
-    return note is not None and _is_local(note) and processes.status_of(note.pid, note.started) == "here"
+    return (
+        note is not None
+        and _is_local(note)
+        and processes.status_of(note.pid, note.started) == "here"
+    )
 
 
 def _is_local(note: Note) -> bool:
@@ -317,10 +393,17 @@ def _is_local(note: Note) -> bool:
 
 
 def _statuses_of(
-    ranks: range, notes: dict[int, Note], states: dict[int, State], exit_codes: dict[int, int]
+    ranks: range,
+    notes: dict[int, Note],
+    states: dict[int, State],
+    exit_codes: dict[int, int],
 ) -> list[SeenState]:
     """Return every rank's status: from its posted end, the launcher, its neighbours, or its posted state."""
-    seen_by_others = {rank: status for state in states.values() for rank, status in state.peers.items()}
+    seen_by_others = {
+        rank: status
+        for state in states.values()
+        for rank, status in state.peers.items()
+    }
     world = []
     for rank in ranks:
         note, state = notes.get(rank), states.get(rank)
@@ -341,6 +424,7 @@ def _write_report(text: str, folder: Path) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    except OSError:  # a full or dead disk may have caused the stall: the log has the report
+    # a full or dead disk may have caused the stall: the log has the report
+    except OSError:
         return None
     return path

@@ -13,7 +13,9 @@ _SHOWN_RANKS: Final = 16
 _STACK_RANKS: Final = 4
 
 
-def report(diagnosis: Diagnosis, world: Sequence[SeenState], waited_s: float, then: str) -> str:
+def report(
+    diagnosis: Diagnosis, world: Sequence[SeenState], waited_s: float, then: str
+) -> str:
     """Return the whole report: the stall, every rank in a line, cause, cure and consequence, and the stacks."""
     states = {seen.rank: seen.state for seen in world if seen.state is not None}
     lines = [
@@ -26,7 +28,10 @@ def report(diagnosis: Diagnosis, world: Sequence[SeenState], waited_s: float, th
     shown = [*diagnosis.missing, *diagnosis.waiting][:_STACK_RANKS]
     for rank in shown:
         if (state := states.get(rank)) is not None and state.stack:
-            lines += [f"  stack of rank {rank}:", *(f"    {line}" for line in state.stack)]
+            lines += [
+                f"  stack of rank {rank}:",
+                *(f"    {line}" for line in state.stack),
+            ]
     return "\n".join(lines)
 
 
@@ -43,7 +48,9 @@ def _ranks(world: Sequence[SeenState]) -> list[str]:
 
 def _doing(seen: SeenState) -> str:
     if seen.status != "here" or seen.state is None:
-        ended = f" {seen.note.ended}" if seen.note is not None and seen.note.ended else ""
+        ended = (
+            f" {seen.note.ended}" if seen.note is not None and seen.note.ended else ""
+        )
         words = {
             "left": f"ended without an error{ended}",
             "failed": f"failed{': ' if ended else ''}{ended.strip()}",

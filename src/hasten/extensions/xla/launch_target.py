@@ -17,17 +17,31 @@ from hasten.extensions.xla import tpu_hosts
 from hasten.extensions.xla.settings import XLAConfig
 from hasten.extensions.xla.tpu_hosts import TpuSlice
 from hasten.launch import torchrun
-from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, Proc
+from hasten.launch.base import (
+    Host,
+    JobShape,
+    LaunchPlan,
+    LaunchRequest,
+    LaunchTarget,
+    Proc,
+)
 from hasten.launch.cluster.slurm import without_submit
 from hasten.launch.shape import worker_argv
 from hasten.runtime.topology import tpu_runs_alone
 
 _ONE_VM: Final = re.compile(r"(?!all$)(?!\d+-\d+$)[^,]+")
 _ASSIGNMENT: Final = re.compile(r"[A-Za-z_]\w*=")
-_POD_FLAGS: Final = ("--tpu_cluster", "--tpu-cluster", "--tpu_use_cluster", "--tpu-use-cluster")
+_POD_FLAGS: Final = (
+    "--tpu_cluster",
+    "--tpu-cluster",
+    "--tpu_use_cluster",
+    "--tpu-use-cluster",
+)
 
 
-def plan_machine(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan | None:
+def plan_machine(
+    request: LaunchRequest, host: Host, shape: JobShape
+) -> LaunchPlan | None:
     """Return a plan with one process that drives all devices of this VM, and a rendezvous for several machines; None for other devices.
 
     Raises: ConfigError when more processes were requested, the machine has no TPU and PJRT_DEVICE names no other device, or the TPU has
@@ -36,7 +50,9 @@ def plan_machine(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchP
     if not _is_for_tpus(request, host):
         return None
     launch, machines, tpu = request.config.launch, shape.max_machines, host.tpu
-    requested_processes = launch.processes_per_machine or (launch.num_processes or machines) // machines
+    requested_processes = (
+        launch.processes_per_machine or (launch.num_processes or machines) // machines
+    )
     if requested_processes > 1:
         raise ConfigError(
             f"{requested_processes} processes on each of {machines} machine(s) were requested on TPUs, where one process controls all devices of a "
@@ -54,22 +70,35 @@ def plan_machine(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchP
         )
     if device == "TPU" and machines == 1 and tpu is not None and tpu.hosts > 1:
         raise ConfigError(tpu_hosts.refusal(tpu.hosts))
-    env = {**{name: value for name, value in shape.env if name != "OMP_NUM_THREADS"}, "PJRT_DEVICE": device}
+    env = {
+        **{name: value for name, value in shape.env if name != "OMP_NUM_THREADS"},
+        "PJRT_DEVICE": device,
+    }
     driven_devices = (
-        f"its {host.num_devices} TPU devices" if device == "TPU" and host.num_devices else f"all {device} devices"
+        f"its {host.num_devices} TPU devices"
+        if device == "TPU" and host.num_devices
+        else f"all {device} devices"
     )
     if machines > 1:
-        separate_world = tpu_hosts.by_itself(host.env, host.num_devices) if device == "TPU" else {}
+        separate_world = (
+            tpu_hosts.by_itself(host.env, host.num_devices) if device == "TPU" else {}
+        )
         note = f"one process controls {driven_devices}; the machines average gradients through host memory"
         variables = tuple(sorted({**env, **separate_world}.items()))
         rank = _machine_rank(shape, tpu)
         return torchrun.plan(
-            request, host, replace(shape, num_processes=1, machine_rank=rank, env=variables, notes=(note,))
+            request,
+            host,
+            replace(
+                shape, num_processes=1, machine_rank=rank, env=variables, notes=(note,)
+            ),
         )
     return LaunchPlan(
         launcher="single",
         procs=(Proc(worker_argv(request.target, host), env),),
-        notes=(f"one process controls {driven_devices}, and each batch is split over them",),
+        notes=(
+            f"one process controls {driven_devices}, and each batch is split over them",
+        ),
         supervision=torchrun.supervision(request, shape),
         target=request.target,
     )
@@ -97,7 +126,9 @@ def _machine_rank(shape: JobShape, tpu: TpuSlice | None) -> int | None:
 
 def is_pod(request: LaunchRequest) -> bool:
     """Return whether the job runs on the VMs of a named TPU."""
-    return request.config.launch.tpu and request.config.section(XLAConfig).tpu_use_cluster
+    return (
+        request.config.launch.tpu and request.config.section(XLAConfig).tpu_use_cluster
+    )
 
 
 def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
@@ -107,19 +138,31 @@ def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
     """
     xla, tpu = request.config.section(XLAConfig), host.tpu
     if not xla.tpu_name:
-        raise ConfigError("a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone).")
+        raise ConfigError(
+            "a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone)."
+        )
     worker = ",".join(xla.tpu_vm or ("all",))
     env = _variables(xla.tpu_env or ())
     _refuse_subset(xla.tpu_name, worker, tpu, tpu_runs_alone(env))
     flags = [flag for flag in without_submit(request.flags) if flag not in _POD_FLAGS]
     if tpu is not None and tpu.hosts > 1 and worker == "all":
         flags += _rendezvous_flags(request.config.launch, xla.tpu_name, tpu)
-    command = shlex.join(["hasten", "launch", *flags, request.target.name, *request.target.args])
+    command = shlex.join(
+        ["hasten", "launch", *flags, request.target.name, *request.target.args]
+    )
     assignments = [f"{name}={value}" for name, value in env.items()]
-    exports = "".join(f"export {shlex.quote(assignment)}; " for assignment in assignments)
-    setup = "".join(f"{line}; " for line in (*_commands_of(xla.command_file), *(xla.commands or ())))
+    exports = "".join(
+        f"export {shlex.quote(assignment)}; " for assignment in assignments
+    )
+    setup = "".join(
+        f"{line}; " for line in (*_commands_of(xla.command_file), *(xla.commands or ()))
+    )
     # sudo does not pass on the variables exported before it
-    sudo = shlex.join(["sudo", *(["env", *assignments] if assignments else [])]) + " " if xla.tpu_use_sudo else ""
+    sudo = (
+        shlex.join(["sudo", *(["env", *assignments] if assignments else [])]) + " "
+        if xla.tpu_use_sudo
+        else ""
+    )
     argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", xla.tpu_name]
     argv += ["--zone", xla.tpu_zone] if xla.tpu_zone else []
     argv += ["--worker", worker, "--command", f"{exports}{setup}{sudo}{command}"]
@@ -134,7 +177,11 @@ def plan_pod(request: LaunchRequest, host: Host) -> LaunchPlan:
 def _note_of_slice(name: str, worker: str, tpu: TpuSlice | None) -> str:
     if tpu is None:
         return "gcloud did not report the number of hosts; if there are several, training raises an error"
-    numbering = "; each determines its number itself" if tpu.hosts > 1 and worker == "all" else ""
+    numbering = (
+        "; each determines its number itself"
+        if tpu.hosts > 1 and worker == "all"
+        else ""
+    )
     return f"{name} has {tpu.hosts} host(s), according to gcloud{numbering}"
 
 
@@ -157,11 +204,22 @@ def _rendezvous_flags(launch: LaunchConfig, name: str, tpu: TpuSlice) -> list[st
         raise ConfigError(
             f"gcloud reports no address for the first of {tpu.hosts} hosts of the TPU {name!r}. Give --main_process_ip."
         )
-    machine_flags = [] if launch.num_machines > 1 else ["--num_machines", str(tpu.hosts)]
-    return [*machine_flags, *(["--main_process_ip", tpu.first] if launch.main_process_ip is None and tpu.first else [])]
+    machine_flags = (
+        [] if launch.num_machines > 1 else ["--num_machines", str(tpu.hosts)]
+    )
+    return [
+        *machine_flags,
+        *(
+            ["--main_process_ip", tpu.first]
+            if launch.main_process_ip is None and tpu.first
+            else []
+        ),
+    ]
 
 
-def _refuse_subset(name: str, worker: str, tpu: TpuSlice | None, is_separate_world: bool) -> None:
+def _refuse_subset(
+    name: str, worker: str, tpu: TpuSlice | None, is_separate_world: bool
+) -> None:
     """Raise if a subset of a TPU's VMs was selected, which would wait for the others."""
     if _ONE_VM.fullmatch(worker) is None and worker != "all":
         raise ConfigError(
@@ -188,7 +246,9 @@ def _variables(items: Iterable[str]) -> dict[str, str]:
         elif variables:
             variables[list(variables)[-1]] += f",{item}"
         else:
-            raise ConfigError(f"tpu_env={item!r} sets no variable on the TPU VMs; write --env NAME=VALUE.")
+            raise ConfigError(
+                f"tpu_env={item!r} sets no variable on the TPU VMs; write --env NAME=VALUE."
+            )
     return variables
 
 
@@ -202,7 +262,11 @@ def _commands_of(command_file: str | None) -> list[str]:
         raise ConfigError(
             f"tpu_command_file={command_file!r} cannot be read: {error.strerror}. Correct the path, or remove it."
         ) from error
-    return [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return [
+        line
+        for line in text.splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
 
 
 _GCLOUD_TIMEOUT_S: Final = 60.0
@@ -217,28 +281,68 @@ def _find_slice(request: LaunchRequest, host: Host) -> TpuSlice | None:
     """Return the hosts of the TPU; None for a job without TPUs, or if they are unknown."""
     launch, xla = request.config.launch, request.config.section(XLAConfig)
     if is_pod(request):
-        return _ask_gcloud(xla.tpu_name, xla.tpu_zone) if xla.tpu_name and "gcloud" in host.programs else None
+        return (
+            _ask_gcloud(xla.tpu_name, xla.tpu_zone)
+            if xla.tpu_name and "gcloud" in host.programs
+            else None
+        )
     device = host.env.get("PJRT_DEVICE") or ("TPU" if host.device == "tpu" else None)
     if device != "TPU" or request.config.cpu:
         return None
-    if launch.num_machines > 1:  # this machine's worker index is only needed if no rank was given
-        return TpuSlice(launch.num_machines, worker=tpu_hosts.worker(host.env) if launch.machine_rank is None else None)
+    # this machine's worker index is only needed if no rank was given
+    if launch.num_machines > 1:
+        return TpuSlice(
+            launch.num_machines,
+            worker=tpu_hosts.worker(host.env) if launch.machine_rank is None else None,
+        )
     hosts = tpu_hosts.count(host.env)
     return None if hosts is None else TpuSlice(hosts)
 
 
 def _ask_gcloud(name: str, zone: str | None) -> TpuSlice | None:
     """Return the network endpoints of a TPU, one per host; None if gcloud fails (running the plan shows its error)."""
-    command = ["gcloud", "compute", "tpus", "tpu-vm", "describe", name, "--format", "json(networkEndpoints)", "--quiet"]
+    command = [
+        "gcloud",
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "describe",
+        name,
+        "--format",
+        "json(networkEndpoints)",
+        "--quiet",
+    ]
     command += ["--zone", zone] if zone else []
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_GCLOUD_TIMEOUT_S, check=True)
+        process = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_GCLOUD_TIMEOUT_S,
+            check=True,
+        )
         endpoints = json.loads(process.stdout)["networkEndpoints"]
-        return TpuSlice(len(endpoints), endpoints[0].get("ipAddress")) if endpoints else None
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
+        return (
+            TpuSlice(len(endpoints), endpoints[0].get("ipAddress"))
+            if endpoints
+            else None
+        )
+    except (
+        OSError,
+        subprocess.SubprocessError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):
         return None
 
 
 TARGET: Final = LaunchTarget(
-    name="xla", is_chosen=is_pod, plan=plan_pod, survey=find_slice, runs_in_image=True, plan_machine=plan_machine
+    name="xla",
+    is_chosen=is_pod,
+    plan=plan_pod,
+    survey=find_slice,
+    runs_in_image=True,
+    plan_machine=plan_machine,
 )

@@ -40,7 +40,10 @@ class Devices:
         runtime, spmd = need("torch_xla.runtime"), need("torch_xla.distributed.spmd")
         count = int(runtime.global_runtime_device_count())
         return cls(
-            count, str(runtime.device_type()), need("torch_xla").device(), spmd.Mesh(range(count), (count,), (AXIS,))
+            count,
+            str(runtime.device_type()),
+            need("torch_xla").device(),
+            spmd.Mesh(range(count), (count,), (AXIS,)),
         )
 
     def divides(self, size: int) -> bool:
@@ -50,14 +53,20 @@ class Devices:
     def shard(self, tensor: Tensor, dim: int = 0) -> None:
         """Shard a tensor along `dim` over the devices, if the dimension is divisible; values do not change."""
         if self.divides(tensor.shape[dim]):
-            need("torch_xla.distributed.spmd").mark_sharding(tensor, self.mesh, self._spec(tensor.ndim, dim))
+            need("torch_xla.distributed.spmd").mark_sharding(
+                tensor, self.mesh, self._spec(tensor.ndim, dim)
+            )
 
     def send(self, tensor: Tensor, dim: int | None = 0) -> Tensor:
         """Copy a host tensor to the devices, sharded along `dim` if it is divisible, else replicated."""
         sharding = None
         if dim is not None and tensor.ndim and self.divides(tensor.shape[dim]):
-            sharding = need("torch_xla.distributed.spmd").ShardingSpec(self.mesh, self._spec(tensor.ndim, dim))
-        sent: Tensor = need("torch_xla.core.xla_model").send_cpu_data_to_device([tensor], self.device, sharding)[0]
+            sharding = need("torch_xla.distributed.spmd").ShardingSpec(
+                self.mesh, self._spec(tensor.ndim, dim)
+            )
+        sent: Tensor = need("torch_xla.core.xla_model").send_cpu_data_to_device(
+            [tensor], self.device, sharding
+        )[0]
         return sent
 
     def _spec(self, ndim: int, dim: int) -> tuple[str | None, ...]:
@@ -73,13 +82,23 @@ class PlaceOnDevices:
         self._devices = devices
         self._shards = shards
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         model = PlaceOnDevice().apply(model, request, ctx, precision)
         if request.place:  # .to() makes a new tensor per name on this kind of device
-            _tie_again(model, parameters, dict(model.named_parameters(remove_duplicate=False)))
-            _tie_again(model, buffers, dict(model.named_buffers(remove_duplicate=False)))
+            _tie_again(
+                model, parameters, dict(model.named_parameters(remove_duplicate=False))
+            )
+            _tie_again(
+                model, buffers, dict(model.named_buffers(remove_duplicate=False))
+            )
         if self._shards and request.train and self._devices.count > 1:
             for parameter in model.parameters():
                 self._shard(parameter)
@@ -96,7 +115,11 @@ class PlaceOnDevices:
             return
         for parameter, values in optimizer.state.items():
             for value in values.values():
-                if isinstance(value, Tensor) and value.device == parameter.device and value.shape == parameter.shape:
+                if (
+                    isinstance(value, Tensor)
+                    and value.device == parameter.device
+                    and value.shape == parameter.shape
+                ):
                     self._shard(value)
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -109,7 +132,9 @@ class PlaceOnDevices:
 
     def _dim(self, tensor: Tensor) -> int | None:
         """Return the largest dimension that is divisible by the number of devices; None if there is none."""
-        dims = [dim for dim, size in enumerate(tensor.shape) if self._devices.divides(size)]
+        dims = [
+            dim for dim, size in enumerate(tensor.shape) if self._devices.divides(size)
+        ]
         return max(dims, key=lambda dim: tensor.shape[dim]) if dims else None
 
 
@@ -119,13 +144,16 @@ class ShardOutput:
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in trees.tensors(output):
             if tensor.ndim > 1 and tensor.device.type == "xla":
                 self._devices.shard(tensor)
 
 
-def _tie_again(model: nn.Module, old_tensors: dict[str, Any], new_tensors: dict[str, Any]) -> None:
+def _tie_again(
+    model: nn.Module, old_tensors: dict[str, Any], new_tensors: dict[str, Any]
+) -> None:
     """Tie the names again that shared a tensor before, and copy its attributes."""
     first_names: dict[int, str] = {}
     for name, old_tensor in old_tensors.items():
@@ -142,7 +170,9 @@ def _tie_again(model: nn.Module, old_tensors: dict[str, Any], new_tensors: dict[
 class Transfer:
     """Background copy of batches to the devices, `depth` batches ahead of the one in use."""
 
-    def __init__(self, devices: Devices, depth: int, skip_keys: Collection[str] = ()) -> None:
+    def __init__(
+        self, devices: Devices, depth: int, skip_keys: Collection[str] = ()
+    ) -> None:
         self._devices = devices
         self._depth = depth
         self._skip_keys = frozenset(skip_keys)
@@ -153,14 +183,21 @@ class Transfer:
         queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="hasten-xla") as pool:
             for batch, *batch_facts in items:
-                queue.append((pool.submit(self._send_batch, batch), (batch_facts[0], batch_facts[1], batch_facts[2])))
+                queue.append(
+                    (
+                        pool.submit(self._send_batch, batch),
+                        (batch_facts[0], batch_facts[1], batch_facts[2]),
+                    )
+                )
                 if len(queue) > self._depth:
                     yield self._next_item(queue)
             while queue:
                 yield self._next_item(queue)
         self._sync()
 
-    def _next_item(self, queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]]) -> Item:
+    def _next_item(
+        self, queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]]
+    ) -> Item:
         self._sync()
         sent_batch, batch_facts = queue.popleft()
         return sent_batch.result(), *batch_facts
@@ -171,6 +208,7 @@ class Transfer:
         if not trees.is_container(batch):
             return trees.to_device(batch, self._devices.device)
         sent_parts = [
-            member if key in self._skip_keys else self._send_batch(member) for key, member in trees.children(batch)
+            member if key in self._skip_keys else self._send_batch(member)
+            for key, member in trees.children(batch)
         ]
         return trees.rebuild(batch, sent_parts)

@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 from hasten.comm.base import Comm
 from hasten.config.base import given
 from hasten.config.root import Config
-from hasten.errors import ConfigError, DeviceError, MissingPackageError, PrepareError, StepError
+from hasten.errors import (
+    ConfigError,
+    DeviceError,
+    MissingPackageError,
+    PrepareError,
+    StepError,
+)
 from hasten.extensions.xla import tpu_hosts
 from hasten.extensions.xla.placing import Devices, PlaceOnDevices, Transfer
 from hasten.extensions.xla.settings import XLAConfig
@@ -28,7 +34,13 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.base import Caps, OfferedStrategy, PrepareRequest, Stage, is_trainable
+from hasten.strategies.base import (
+    Caps,
+    OfferedStrategy,
+    PrepareRequest,
+    Stage,
+    is_trainable,
+)
 from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert
 
@@ -37,7 +49,10 @@ log = get_logger(__name__)
 BUCKET_BYTES: Final = 64 * 2**20
 """Bytes of gradients in one message between hosts; host memory holds a few times as much."""
 
-_LAZY_CLASSES: Final = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+_LAZY_CLASSES: Final = (
+    nn.parameter.UninitializedParameter,
+    nn.parameter.UninitializedBuffer,
+)
 
 
 class FromFirstHost:
@@ -49,7 +64,13 @@ class FromFirstHost:
         self._hosts = hosts
 
     @torch.no_grad()
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if not request.train or not is_trainable(model):
             return model
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -59,7 +80,11 @@ class FromFirstHost:
                 "run one batch through the model before prepare()."
             )
         self._compare_models(
-            model, [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
+            model,
+            [
+                f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+                for name, tensor in tensors.items()
+            ],
         )
         for tensor in tensors.values():
             first_host_tensor = self._hosts.broadcast(tensor)
@@ -74,7 +99,9 @@ class FromFirstHost:
         """Raise on every host if one of them has built a different model."""
         tensors_of_hosts = self._hosts.all_gather_object(local_tensors)
         for host, host_tensors in enumerate(tensors_of_hosts):
-            for host_tensor, first_tensor in zip_longest(host_tensors, tensors_of_hosts[0], fillvalue="nothing more"):
+            for host_tensor, first_tensor in zip_longest(
+                host_tensors, tensors_of_hosts[0], fillvalue="nothing more"
+            ):
                 if host_tensor != first_tensor:
                     raise PrepareError(
                         f"in {type(model).__name__}, host {host} has {host_tensor} where host 0 has {first_tensor}; gradients of different models "
@@ -99,18 +126,32 @@ class AcrossHosts(Alone):
         self._current_pass = -1
         """Id of the backward pass that `_reached` belongs to, as torch numbers them."""
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if not request.train or not is_trainable(model) or model in self._model_indices:
             return model
         self._model_indices[model] = model_index = next(self._counter)
-        trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained_parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         for parameter in trained_parameters:
-            parameter.register_post_accumulate_grad_hook(self._hook_of_model(model_index))  # type: ignore[no-untyped-call]  # torch's
+            parameter.register_post_accumulate_grad_hook(
+                self._hook_of_model(model_index)
+            )  # type: ignore[no-untyped-call]  # torch's
         log.info(
             "xla: %d hosts average the gradients of %s through host memory, %.1f MiB to and from the devices of each at every update",
             self._hosts.size,
             type(model).__name__,
-            sum(parameter.numel() * parameter.element_size() for parameter in trained_parameters) / 2**20,
+            sum(
+                parameter.numel() * parameter.element_size()
+                for parameter in trained_parameters
+            )
+            / 2**20,
         )
         return model
 
@@ -123,15 +164,22 @@ class AcrossHosts(Alone):
             if strategy is None:
                 return
             current_pass = torch._C._current_graph_task_id()
-            if current_pass != strategy._current_pass:  # a failed pass never reached its end
+            # a failed pass never reached its end
+            if current_pass != strategy._current_pass:
                 strategy._current_pass, strategy._reached_models = current_pass, set()
-                torch.autograd.Variable._execution_engine.queue_callback(strategy._end_pass)
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    strategy._end_pass
+                )
             strategy._reached_models.add(model_index)
 
         return hook
 
     def _end_pass(self) -> None:
-        reached_models, self._reached_models, self._current_pass = self._reached_models, set(), -1
+        reached_models, self._reached_models, self._current_pass = (
+            self._reached_models,
+            set(),
+            -1,
+        )
         models = [
             model
             for model, model_index in self._model_indices.items()
@@ -141,23 +189,45 @@ class AcrossHosts(Alone):
             # gradients are read one by one, and each read would otherwise compile a separate program
             need("torch_xla").sync()
         for model in sorted(models, key=self._model_indices.__getitem__):
-            self._average_gradients([parameter for parameter in model.parameters() if parameter.requires_grad])
+            self._average_gradients(
+                [
+                    parameter
+                    for parameter in model.parameters()
+                    if parameter.requires_grad
+                ]
+            )
             self._copy_buffers(
-                [buffer for module in model.modules() for _, buffer in own_buffers(module, persistent_only=True)]
+                [
+                    buffer
+                    for module in model.modules()
+                    for _, buffer in own_buffers(module, persistent_only=True)
+                ]
             )
 
     @torch.no_grad()
     def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Replace every gradient by its mean; a host without a gradient that others have contributes zeros."""
-        has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        has_gradient = torch.tensor(
+            [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
+        )
         has_gradient_anywhere = self._hosts.all_reduce(has_gradient, "max").tolist()
         for bucket in _buckets_of(
-            [parameter for parameter, is_present in zip(parameters, has_gradient_anywhere, strict=True) if is_present]
+            [
+                parameter
+                for parameter, is_present in zip(
+                    parameters, has_gradient_anywhere, strict=True
+                )
+                if is_present
+            ]
         ):
-            flat_gradients = torch.cat([_host_gradient(parameter).reshape(-1) for parameter in bucket])
+            flat_gradients = torch.cat(
+                [_host_gradient(parameter).reshape(-1) for parameter in bucket]
+            )
             mean = self._hosts.all_reduce(flat_gradients, "mean")
             for parameter, mean_gradient in zip(
-                bucket, torch.split(mean, [member.numel() for member in bucket]), strict=True
+                bucket,
+                torch.split(mean, [member.numel() for member in bucket]),
+                strict=True,
             ):
                 parameter.grad = self._placing.send(mean_gradient.view(parameter.shape))
 
@@ -174,7 +244,9 @@ class AcrossHosts(Alone):
         for buffer, tensor, buffer_bytes in zip(
             buffers,
             host_buffers,
-            torch.split(first_host_bytes, [host_buffer.nbytes for host_buffer in host_buffers]),
+            torch.split(
+                first_host_bytes, [host_buffer.nbytes for host_buffer in host_buffers]
+            ),
             strict=True,
         ):
             buffer.copy_(buffer_bytes.clone().view(tensor.dtype).view(tensor.shape))
@@ -209,7 +281,9 @@ def _buckets_of(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     size = 0
     for parameter in parameters:
         num_bytes = parameter.numel() * parameter.element_size()
-        if bucket and (size + num_bytes > BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
+        if bucket and (
+            size + num_bytes > BUCKET_BYTES or parameter.dtype != bucket[0].dtype
+        ):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
@@ -296,10 +370,26 @@ def refuse_unsupported_settings(config: Config) -> None:
             config.cpu,
             "XLA chooses the device; remove it, and set PJRT_DEVICE=CPU to test XLA on the CPU",
         ),
-        ("dynamo.backend", config.dynamo.backend != "no", "XLA always compiles every step; remove it"),
-        ("recompute", bool(config.recompute), "it was not tested with XLA; remove it, or set xla.fsdp_v2"),
-        ("the section ddp", bool(given(config.ddp)), "XLA reduces gradients; remove it"),
-        ("performance", bool(given(config.performance)), "its optimizations are for other devices; remove it"),
+        (
+            "dynamo.backend",
+            config.dynamo.backend != "no",
+            "XLA always compiles every step; remove it",
+        ),
+        (
+            "recompute",
+            bool(config.recompute),
+            "it was not tested with XLA; remove it, or set xla.fsdp_v2",
+        ),
+        (
+            "the section ddp",
+            bool(given(config.ddp)),
+            "XLA reduces gradients; remove it",
+        ),
+        (
+            "performance",
+            bool(given(config.performance)),
+            "its optimizations are for other devices; remove it",
+        ),
     ):
         if is_set:
             raise ConfigError(f"{name} is not supported with strategy='xla': {remedy}.")
@@ -329,8 +419,15 @@ def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
     return NativeStrategy(
         "xla",
         AcrossHosts(hosts, placing) if has_several_hosts else Alone(),
-        [*([FromFirstHost(hosts)] if has_several_hosts else []), placing, Convert(config.master_weights)],
-        Caps(synchronises=has_several_hosts, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
+        [
+            *([FromFirstHost(hosts)] if has_several_hosts else []),
+            placing,
+            Convert(config.master_weights),
+        ],
+        Caps(
+            synchronises=has_several_hosts,
+            transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys),
+        ),
         on_optimizer=lambda optimizer: _run_after_updates(optimizer, placing),
     )
 
@@ -343,7 +440,8 @@ def _run_after_updates(optimizer: Optimizer, placing: PlaceOnDevices) -> None:
     """
     sync = need("torch_xla").sync
 
-    def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # Any: torch's signature of a hook
+    # Any: torch's signature of a hook
+    def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         sync()
 
     optimizer.register_step_post_hook(end)

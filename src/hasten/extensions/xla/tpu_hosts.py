@@ -32,12 +32,16 @@ def count(env: Mapping[str, str]) -> int | None:
     """Return the number of hosts in this host's slice: from variables, else from Google's metadata; None if unknown."""
     if tpu_runs_alone(env):
         return 1
-    return len(tpu_workers(env)) or (None if env.get("TPU_SKIP_MDS_QUERY") else _by_metadata(env))
+    return len(tpu_workers(env)) or (
+        None if env.get("TPU_SKIP_MDS_QUERY") else _by_metadata(env)
+    )
 
 
 def worker(env: Mapping[str, str]) -> int | None:
     """Return this host's index in its slice: from TPU_WORKER_ID, else from Google's metadata; None if unknown."""
-    text = env.get("TPU_WORKER_ID") or (None if env.get("TPU_SKIP_MDS_QUERY") else _ask(env, "agent-worker-number"))
+    text = env.get("TPU_WORKER_ID") or (
+        None if env.get("TPU_SKIP_MDS_QUERY") else _ask(env, "agent-worker-number")
+    )
     return int(text) if text is not None and text.strip().isdecimal() else None
 
 
@@ -45,8 +49,12 @@ def by_itself(env: Mapping[str, str], chips: int) -> dict[str, str]:
     """Return the variables that make a host with `chips` chips run alone; values in `env` take precedence."""
     own = {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}
     if chips in _CHIPS:
-        own["TPU_CHIPS_PER_PROCESS_BOUNDS"] = env.get("TPU_CHIPS_PER_PROCESS_BOUNDS") or _CHIPS[chips]
-        own["TPU_VISIBLE_CHIPS"] = env.get("TPU_VISIBLE_CHIPS") or ",".join(map(str, range(chips)))
+        own["TPU_CHIPS_PER_PROCESS_BOUNDS"] = (
+            env.get("TPU_CHIPS_PER_PROCESS_BOUNDS") or _CHIPS[chips]
+        )
+        own["TPU_VISIBLE_CHIPS"] = env.get("TPU_VISIBLE_CHIPS") or ",".join(
+            map(str, range(chips))
+        )
     return own
 
 

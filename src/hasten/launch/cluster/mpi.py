@@ -16,7 +16,9 @@ from hasten.runtime.topology import DEFAULT_PORT
 
 def _is_chosen(request: LaunchRequest) -> bool:
     launch = request.config.launch
-    return launch.launcher == "mpi" or (launch.launcher == "auto" and launch.mpirun_hostfile is not None)
+    return launch.launcher == "mpi" or (
+        launch.launcher == "auto" and launch.mpirun_hostfile is not None
+    )
 
 
 def _find_mpi(request: LaunchRequest, host: Host) -> Host:
@@ -25,10 +27,15 @@ def _find_mpi(request: LaunchRequest, host: Host) -> Host:
     try:
         hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()
     except OSError as error:
-        raise ConfigError(f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}.") from error
+        raise ConfigError(
+            f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}."
+        ) from error
     try:
-        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):  # not installed here: the plan can still be shown
+        done = subprocess.run(
+            ["mpirun", "--version"], capture_output=True, text=True, timeout=20
+        )
+    # not installed here: the plan can still be shown
+    except (OSError, subprocess.SubprocessError):
         return replace(host, mpi=Mpi(hosts=hosts))
     return replace(host, mpi=Mpi(kind_of(done.stdout + done.stderr), hosts))
 
@@ -39,12 +46,18 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     Raises: ConfigError without a number of processes or a rendezvous address.
     """
     launch, mpi = request.config.launch, host.mpi
-    machines = launch.num_machines if launch.num_machines > 1 else max(1, len(mpi.hosts))
+    machines = (
+        launch.num_machines if launch.num_machines > 1 else max(1, len(mpi.hosts))
+    )
     total = launch.num_processes or (launch.processes_per_machine or 0) * machines
     if not total:
-        raise ConfigError("mpirun needs the number of processes over all machines. Give --num_processes.")
+        raise ConfigError(
+            "mpirun needs the number of processes over all machines. Give --num_processes."
+        )
     if total % machines:
-        raise ConfigError(f"num_processes={total} cannot be split evenly over {machines} machines. Change one of them.")
+        raise ConfigError(
+            f"num_processes={total} cannot be split evenly over {machines} machines. Change one of them."
+        )
     address = launch.main_process_ip or (mpi.hosts[0] if mpi.hosts else None)
     if address is None and machines > 1:
         raise ConfigError(
@@ -69,19 +82,30 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
     return LaunchPlan(
         launcher="mpi",
         procs=(Proc(argv),),
-        notes=(f"{total} processes, {per_machine} on each machine ({machines}), by {mpi.kind}", *shape.notes),
+        notes=(
+            f"{total} processes, {per_machine} on each machine ({machines}), by {mpi.kind}",
+            *shape.notes,
+        ),
         supervision=supervision(request, shape),
         target=request.target,
     )
 
 
-TARGET: Final = LaunchTarget(name="mpi", is_chosen=_is_chosen, plan=plan, survey=_find_mpi)
+TARGET: Final = LaunchTarget(
+    name="mpi", is_chosen=_is_chosen, plan=plan, survey=_find_mpi
+)
 
 
-def _mpirun(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: dict[str, str]) -> list[str]:
+def _mpirun(
+    mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: dict[str, str]
+) -> list[str]:
     if mpi.kind == "openmpi":
         hosts = ["--hostfile", hostfile] if hostfile else []
-        variables = [word for name, value in sorted(env.items()) for word in ("-x", f"{name}={value}")]
+        variables = [
+            word
+            for name, value in sorted(env.items())
+            for word in ("-x", f"{name}={value}")
+        ]
         return [
             "mpirun",
             *hosts,
@@ -94,7 +118,9 @@ def _mpirun(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: d
             *variables,
         ]
     hosts = ["-f", hostfile] if hostfile else []
-    variables = [word for name, value in sorted(env.items()) for word in ("-genv", name, value)]
+    variables = [
+        word for name, value in sorted(env.items()) for word in ("-genv", name, value)
+    ]
     return ["mpirun", *hosts, "-n", str(total), "-ppn", str(per_machine), *variables]
 
 
@@ -106,4 +132,8 @@ def read_hostfile(text: str) -> tuple[str, ...]:
 
 def kind_of(version_text: str) -> str:
     """Return the MPI implementation that printed `version_text`."""
-    return "openmpi" if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower() else "mpich"
+    return (
+        "openmpi"
+        if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower()
+        else "mpich"
+    )

@@ -12,14 +12,31 @@ from typing import Any, Final
 from hasten import extension
 from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Host, JobShape, LaunchPlan, LaunchRequest, LaunchTarget, PlannedFile, Proc, Submitter
+from hasten.launch.base import (
+    Host,
+    JobShape,
+    LaunchPlan,
+    LaunchRequest,
+    LaunchTarget,
+    PlannedFile,
+    Proc,
+    Submitter,
+)
 from hasten.launch.failure import PREEMPTED
 from hasten.launch.shape import worker_argv
 from hasten.launch.torchrun import supervision
 
 # Defaults of the batch script; an option of the same name in submit_options overrides a default, false removes it.
-_DEFAULTS: Final = MappingProxyType({"ntasks-per-node": 1, "output": "%x-%j.log", "open-mode": "append"})
-_SCRIPT_FLAGS: Final = ("--submit", "--submit_options", "--submit-options", "--dry-run", "--dry_run")
+_DEFAULTS: Final = MappingProxyType(
+    {"ntasks-per-node": 1, "output": "%x-%j.log", "open-mode": "append"}
+)
+_SCRIPT_FLAGS: Final = (
+    "--submit",
+    "--submit_options",
+    "--submit-options",
+    "--dry-run",
+    "--dry_run",
+)
 
 
 # srun runs in the background because bash runs a trap only between commands; `wait` returns early when the trap has run.
@@ -40,7 +57,9 @@ _SRUN_OUTLIVING: Final = (
     "srun --no-kill --kill-on-bad-exit=0 --wait=0 \\",
     """    bash -c 'trap : TERM USR1; "$@"; code=$?; [ "$SLURM_PROCID" != 0 ] || echo "$code" > "$0"; exit "$code"' "$found" \\""",
 )
-_CODE_OF_MACHINE_0: Final = ('if [ -s "$found" ]; then code=$(cat "$found"); fi; rm -f "$found"',)
+_CODE_OF_MACHINE_0: Final = (
+    'if [ -s "$found" ]; then code=$(cat "$found"); fi; rm -f "$found"',
+)
 _REQUEUE: Final = f"""
 # {PREEMPTED}: the program ended by itself after a signal, so it has saved. It is requeued and continues from there; a cancelled job is not requeued.
 # 138 and 143: it was stopped before it could save, which is not a failure if SLURM preempted the job.
@@ -89,7 +108,9 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
         env.setdefault("OMP_NUM_THREADS", str(threads))
     return LaunchPlan(
         launcher="task",
-        procs=(Proc(worker_argv(request.target, host, "hasten.launch.cluster.task"), env),),
+        procs=(
+            Proc(worker_argv(request.target, host, "hasten.launch.cluster.task"), env),
+        ),
         notes=shape.notes[:1],
         supervision=supervision(request, shape),
         target=request.target,
@@ -99,22 +120,40 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
 def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a batch script that runs this command on every machine of a new job, and the command that submits it."""
     launch = request.config.launch
-    targets: list[LaunchTarget] = [offer.load() for offer in extension.offers("launch_targets").values()]
+    targets: list[LaunchTarget] = [
+        offer.load() for offer in extension.offers("launch_targets").values()
+    ]
     outlives_machines = any(
-        target.outlives_machines is not None and target.outlives_machines(request) for target in targets
+        target.outlives_machines is not None and target.outlives_machines(request)
+        for target in targets
     )
     user_options = _dashed(launch.submit_options)
-    if "nodes" in user_options and str(user_options["nodes"]) != (nodes := _nodes(launch)) and nodes != "1":
+    if (
+        "nodes" in user_options
+        and str(user_options["nodes"]) != (nodes := _nodes(launch))
+        and nodes != "1"
+    ):
         raise ConfigError(
             f"submit_options nodes={user_options['nodes']} contradicts num_machines={nodes}: the job would wait for machines that are not "
             "reserved, or reserve machines that it does not use. Remove nodes."
         )
     name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
-    options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **user_options}
+    options: dict[str, Any] = {
+        "job-name": name,
+        "nodes": _nodes(launch),
+        **_DEFAULTS,
+        **user_options,
+    }
     options.setdefault("requeue", not options.get("no-requeue"))
     if outlives_machines:
         options.setdefault("no-kill", True)
-    command = [host.python, "-m", "hasten.cli.main", "launch", *without_submit(request.flags)]
+    command = [
+        host.python,
+        "-m",
+        "hasten.cli.main",
+        "launch",
+        *without_submit(request.flags),
+    ]
     lines = [
         "#!/bin/bash",
         *_directives(options),
@@ -171,7 +210,9 @@ def without_submit(flags: tuple[str, ...]) -> list[str]:
 
 
 def _nodes(launch: LaunchConfig) -> str:
-    return launch.nnodes.replace(":", "-") if launch.nnodes else str(launch.num_machines)
+    return (
+        launch.nnodes.replace(":", "-") if launch.nnodes else str(launch.num_machines)
+    )
 
 
 def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,5 +230,7 @@ def _directives(options: Mapping[str, Any]) -> list[str]:
                 f"submit_options: {name}={value!r} contains a character that would end its #SBATCH line, and what follows would be read as "
                 f"another one; remove it."
             )
-        lines.append(f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}")
+        lines.append(
+            f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}"
+        )
     return lines

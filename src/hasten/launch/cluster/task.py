@@ -17,7 +17,14 @@ from torch.distributed import DistError, PrefixStore, TCPStore
 from hasten.errors import LaunchError
 from hasten.launch import worker
 from hasten.launch.base import Target
-from hasten.launch.checkin import Report, check_agreement, code_digest, gather_reports, package_versions, rank_table
+from hasten.launch.checkin import (
+    Report,
+    check_agreement,
+    code_digest,
+    gather_reports,
+    package_versions,
+    rank_table,
+)
 from hasten.launch.failure import PREEMPTED
 from hasten.launch.run import say
 from hasten.runtime import env as environment
@@ -56,16 +63,27 @@ def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
     )
     check_agreement(reports)
     if topology.is_main:
-        say(f"{len(reports)} processes ({topology.source})\n{rank_table(reports, 'task')}")
+        say(
+            f"{len(reports)} processes ({topology.source})\n{rank_table(reports, 'task')}"
+        )
     return store
 
 
 def _open_store(topology: Topology) -> TCPStore:
     """Return the store at the rendezvous address, served by rank 0; a second rank 0 joins it to get the error too."""
-    address, _, port_text = topology.meeting_point().removeprefix("tcp://").rpartition(":")
-    host, port, timeout = address.strip("[]"), int(port_text), timedelta(seconds=_TIMEOUT_S)
+    address, _, port_text = (
+        topology.meeting_point().removeprefix("tcp://").rpartition(":")
+    )
+    host, port, timeout = (
+        address.strip("[]"),
+        int(port_text),
+        timedelta(seconds=_TIMEOUT_S),
+    )
     try:
-        if topology.is_main and (served := _serve(topology, host, port, timeout)) is not None:
+        if (
+            topology.is_main
+            and (served := _serve(topology, host, port, timeout)) is not None
+        ):
             return served
         return join(host, port, timeout)
     except (DistError, OSError) as error:
@@ -76,10 +94,14 @@ def _open_store(topology: Topology) -> TCPStore:
         ) from error
 
 
-def _serve(topology: Topology, host: str, port: int, timeout: timedelta) -> TCPStore | None:
+def _serve(
+    topology: Topology, host: str, port: int, timeout: timedelta
+) -> TCPStore | None:
     """Return the store, or None if the port is in use; binding is the only test without a race."""
     try:
-        return serve(host, port, timeout, alone=topology.local_world_size == topology.world_size)
+        return serve(
+            host, port, timeout, alone=topology.local_world_size == topology.world_size
+        )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
@@ -93,11 +115,16 @@ def main() -> None:
     words = sys.argv[2:] if module else sys.argv[1:]
     topology = Topology.from_env(env)
     try:
-        store = check_in(topology, Target(words[0], tuple(words[1:]), module=module), env.get(environment.CONFIG, ""))
+        store = check_in(
+            topology,
+            Target(words[0], tuple(words[1:]), module=module),
+            env.get(environment.CONFIG, ""),
+        )
     except LaunchError as error:
         say(f"rank {topology.rank}: {error}")
         if topology.is_main:
-            time.sleep(_LAST_WORDS_S)  # rank 0 serves the store from which the others read the reason
+            # rank 0 serves the store from which the others read the reason
+            time.sleep(_LAST_WORDS_S)
         sys.exit(1)
     environment.replace(
         {
@@ -135,7 +162,8 @@ def _leave_together(store: PrefixStore, topology: Topology) -> None:
             time.sleep(0.02)
             saved = store.add("saved", 0)
         num_seen, last_wait_s = store.add("seen", 1), time.monotonic() + _LAST_WORDS_S
-        while topology.is_main and num_seen < count and time.monotonic() < last_wait_s:  # rank 0 serves the store
+        # rank 0 serves the store
+        while topology.is_main and num_seen < count and time.monotonic() < last_wait_s:
             time.sleep(0.02)
             num_seen = store.add("seen", 0)
     except DistError:  # rank 0 has exited, so it has seen all ranks

@@ -16,7 +16,11 @@ from pathlib import Path
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    SignalException,
+    Std,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from hasten.errors import LaunchError
@@ -33,7 +37,12 @@ from hasten.launch.elastic.peers import (
     with_others,
     within,
 )
-from hasten.launch.elastic.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
+from hasten.launch.elastic.rendezvous import (
+    CheckIn,
+    ElasticRendezvous,
+    FixedRendezvous,
+    with_address,
+)
 from hasten.launch.elastic.torch_agent import SHUTDOWN_S, End, TorchAgent
 from hasten.launch.failure import (
     PREEMPTED,
@@ -55,7 +64,9 @@ Handler = FixedRendezvous | ElasticRendezvous
 class MachineSupervisor:
     """Supervisor of one machine's processes: records their failures and kills their leftover children."""
 
-    def __init__(self, handler: Handler, supervision: Supervision, guard: SignalGuard, say: Say) -> None:
+    def __init__(
+        self, handler: Handler, supervision: Supervision, guard: SignalGuard, say: Say
+    ) -> None:
         self._handler = handler
         self._supervision = supervision
         self._guard = guard
@@ -74,7 +85,11 @@ class MachineSupervisor:
     def restarts_left(self, agent_restarts: int) -> int:
         """Return the restarts left: machines of a fixed set share one budget; elastic ones use the agent's count."""
         elastic = isinstance(self._handler, ElasticRendezvous)
-        return agent_restarts if elastic else max(0, self._supervision.max_restarts - self._handler.round)
+        return (
+            agent_restarts
+            if elastic
+            else max(0, self._supervision.max_restarts - self._handler.round)
+        )
 
     def started(self, pids: Collection[int]) -> None:
         """Record the process groups."""
@@ -87,17 +102,20 @@ class MachineSupervisor:
             return
         self._ended = codes
         if (peers := self._handler.peers) is not None and len(peers.hosts) > 1:
-            peers.ended.update(codes)  # exchanged by the thread that polls the other machines
+            # exchanged by the thread that polls the other machines
+            peers.ended.update(codes)
         else:
             launcher_files.write_ended(codes, environment.snapshot())
 
     def failed(self, result: RunResult, restarts_left: int) -> int:
         """Record the failures, kill leftover processes, and return the number of restarts left."""
         self.failures = _failures_of(result)
-        kill_groups(self.groups)  # loader workers of ranks that died without stopping them
+        # loader workers of ranks that died without stopping them
+        kill_groups(self.groups)
         self.groups.clear()
         if restarts_left > 0 and self._told_elsewhere():
-            return 0  # another machine received a stop signal; the scheduler restarts the whole job
+            # another machine received a stop signal; the scheduler restarts the whole job
+            return 0
         if restarts_left > 0:
             max_restarts = self._supervision.max_restarts
             self._say(render_failure(self.failures))
@@ -106,7 +124,9 @@ class MachineSupervisor:
 
     def _told_elsewhere(self) -> bool:
         peers, signalled = self._handler.peers, [False]
-        if peers is None or not all(f.code == PREEMPTED for f in self.failures if not f.stopped):
+        if peers is None or not all(
+            f.code == PREEMPTED for f in self.failures if not f.stopped
+        ):
             return False
 
         def ask() -> None:
@@ -149,12 +169,16 @@ class _Run:
         meeting, supervision = self.plan.meeting, self.plan.supervision
         assert meeting is not None, "a torchrun plan has a meeting"
         self.handler = _handler(meeting, self.check_in)
-        self.supervisor = MachineSupervisor(self.handler, supervision, self.guard, self.say)
+        self.supervisor = MachineSupervisor(
+            self.handler, supervision, self.guard, self.say
+        )
         spec, logs = _spec(self.plan, self.handler), _logs(supervision, scratch)
         self.agent = TorchAgent(spec, logs, self.supervisor, self.supervisor.some_ended)
         return self._outcome(self.agent, self.handler, self.supervisor)
 
-    def _outcome(self, agent: TorchAgent, handler: Handler, supervisor: MachineSupervisor) -> int:
+    def _outcome(
+        self, agent: TorchAgent, handler: Handler, supervisor: MachineSupervisor
+    ) -> int:
         """Run the processes, report their failures, and return the exit code."""
         try:
             result: RunResult | None = agent.run()
@@ -163,16 +187,24 @@ class _Run:
             if not (supervisor.failures or error.failures):
                 self._fail(str(error))
                 return error.code
-            return self._tell_failure([*supervisor.failures, *error.failures], handler.peers)
+            return self._tell_failure(
+                [*supervisor.failures, *error.failures], handler.peers
+            )
         except (LaunchError, RendezvousError, DistError) as error:
             self.guard.hold()
-            self._fail(f"{error}" if isinstance(error, LaunchError) else f"the rendezvous failed: {error}")
+            self._fail(
+                f"{error}"
+                if isinstance(error, LaunchError)
+                else f"the rendezvous failed: {error}"
+            )
             if supervisor.failures:
                 self.say(render_failure(supervisor.failures, python=sys.executable))
             return STALLED if isinstance(error, MachineLost) else 1
         self.guard.hold()
-        if result is None or not result.is_failed():  # None: the job ended while this machine was waiting to join
-            supervisor.groups.clear()  # background processes of a program that succeeded are left running
+        # None: the job ended while this machine was waiting to join
+        if result is None or not result.is_failed():
+            # background processes of a program that succeeded are left running
+            supervisor.groups.clear()
             return 0
         return self._tell_failure(supervisor.failures, handler.peers)
 
@@ -182,16 +214,31 @@ class _Run:
 
     def _tell_failure(self, failures: Sequence[Failure], peers: Peers | None) -> int:
         failures, silent = with_others([*failures, *self._left_early()], peers)
-        self.say(render_failure(failures, python=sys.executable, full=self.plan.supervision.debug, lost=silent))
+        self.say(
+            render_failure(
+                failures,
+                python=sys.executable,
+                full=self.plan.supervision.debug,
+                lost=silent,
+            )
+        )
         first = first_failure(failures)
-        verdict.leave(verdict.failure_words(first, many_machines=peers is not None and len(peers.hosts) > 1))
+        verdict.leave(
+            verdict.failure_words(
+                first, many_machines=peers is not None and len(peers.hosts) > 1
+            )
+        )
         return first.exit_code or 1
 
     def _left_early(self) -> list[Failure]:
         """Return this machine's processes that exited without an error while others still ran."""
         host, time_s = socket.gethostname(), time.time()
         process_ends = self.agent.ends() if self.agent is not None else []
-        return [Failure(end.rank, host, 0, time_s, end.pid) for end in process_ends if end.code == 0]
+        return [
+            Failure(end.rank, host, 0, time_s, end.pid)
+            for end in process_ends
+            if end.code == 0
+        ]
 
     def stopped(self, number: int) -> int:
         """Return the exit code after a signal."""
@@ -201,7 +248,9 @@ class _Run:
             self.say(f"{name}: the job has not started, and nothing was saved")
             return 128 + number
         codes = [end.code for end in self.agent.ends()]
-        code, end_words = end_after_signal(number, codes if len(codes) == self.agent.num_started else [])
+        code, end_words = end_after_signal(
+            number, codes if len(codes) == self.agent.num_started else []
+        )
         self.say(f"{name}: all processes of this machine {end_words}")
         return code
 
@@ -211,7 +260,9 @@ class _Run:
             return code
         self.guard.settle(code)
         peers = self.handler.peers if self.handler is not None else None
-        code = agreed_exit_code(peers, code, saving_s=self.plan.supervision.stop_grace_s)
+        code = agreed_exit_code(
+            peers, code, saving_s=self.plan.supervision.stop_grace_s
+        )
         self.guard.settle(code)
         return code
 
@@ -228,7 +279,9 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
     meeting, supervision = plan.meeting, plan.supervision
     assert meeting is not None, "a torchrun plan has a meeting"
     _quieten_torch(supervision)
-    check_in = CheckIn(with_address(report, meeting), supervision, say, meeting.join_timeout_s)
+    check_in = CheckIn(
+        with_address(report, meeting), supervision, say, meeting.join_timeout_s
+    )
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
         guard = SignalGuard(
             lambda: run.groups(),
@@ -241,10 +294,17 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
             try:
                 code = run.agreed(run.to_the_end(scratch))
                 if run.handler is not None:
-                    run.handler.shutdown()  # not after a signal: the other machines of an elastic job may continue
+                    # not after a signal: the other machines of an elastic job may continue
+                    run.handler.shutdown()
                 return code
             except (SignalException, Interrupted) as stop:
-                return run.agreed(run.stopped(stop.sigval if isinstance(stop, SignalException) else stop.number))
+                return run.agreed(
+                    run.stopped(
+                        stop.sigval
+                        if isinstance(stop, SignalException)
+                        else stop.number
+                    )
+                )
             finally:
                 kill_groups(run.groups())
 
@@ -253,7 +313,14 @@ def _failures_of(result: RunResult) -> list[Failure]:
     """Return the failures of this machine's ranks; torch lists ranks that died before ranks that it stopped."""
     host, time_s = socket.gethostname(), time.time()
     failures = [
-        read_failure(rank, host, f.exitcode, f.pid, error_file=str(f.error_file or ""), time=time_s)
+        read_failure(
+            rank,
+            host,
+            f.exitcode,
+            f.pid,
+            error_file=str(f.error_file or ""),
+            time=time_s,
+        )
         for rank, f in result.failures.items()
     ]
     return [replace(failures[0], stopped=False), *failures[1:]]
@@ -285,7 +352,9 @@ def _logs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
 def _handler(meeting: Meeting, check_in: CheckIn) -> Handler:
     if meeting.kind == "fixed":
         return FixedRendezvous(meeting, check_in)
-    return ElasticRendezvous(elastic_handler(meeting, check_in.report.address), check_in)
+    return ElasticRendezvous(
+        elastic_handler(meeting, check_in.report.address), check_in
+    )
 
 
 def _quieten_torch(supervision: Supervision) -> None:

@@ -12,8 +12,14 @@ from typing import Any, Final
 from torch.distributed import DistError, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    create_handler,
+)
 
 from hasten.errors import LaunchError
 from hasten.launch import network
@@ -22,7 +28,11 @@ from hasten.runtime.store import join, serve
 
 # Torch's timeouts suit thousands of machines; these detect a lost machine within seconds.
 _DEFAULTS: Final = MappingProxyType(
-    {"last_call_timeout": "5", "keep_alive_interval": "2", "keep_alive_max_attempt": "3"}
+    {
+        "last_call_timeout": "5",
+        "keep_alive_interval": "2",
+        "keep_alive_max_attempt": "3",
+    }
 )
 _STORE_TIMEOUT_S: Final = 60.0
 _STATE: Final = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -43,7 +53,11 @@ def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
 
     Raises: LaunchError if the store cannot be served or reached.
     """
-    options: dict[str, str] = {**_DEFAULTS, "join_timeout": f"{meeting.join_timeout_s:.0f}", **meeting.options}
+    options: dict[str, str] = {
+        **_DEFAULTS,
+        "join_timeout": f"{meeting.join_timeout_s:.0f}",
+        **meeting.options,
+    }
     options.setdefault("is_host", str(_hosts(meeting)))
     parameters = RendezvousParameters(
         backend="c10d",
@@ -56,7 +70,9 @@ def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
     )
     within = timedelta(seconds=float(parameters.get("read_timeout", _STORE_TIMEOUT_S)))
     store = _tcp_store(meeting, bool(parameters.get_as_bool("is_host", False)), within)
-    return create_handler(store, CheckedBackend(C10dRendezvousBackend(store, meeting.run_id)), parameters)
+    return create_handler(
+        store, CheckedBackend(C10dRendezvousBackend(store, meeting.run_id)), parameters
+    )
 
 
 class CheckedBackend(RendezvousBackend):
@@ -80,7 +96,9 @@ class CheckedBackend(RendezvousBackend):
             check_state(state_and_token[0])
         return state_and_token
 
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
         """Store `state` if `token` is current, and return the resulting state.
 
         Raises: as get_state.
@@ -130,7 +148,11 @@ def _tcp_store(meeting: Meeting, hosts: bool, within: timedelta) -> Store:
                 f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still alive. "
                 f"Choose another with --main_process_port."
             ) from error
-        words = "this machine cannot host the rendezvous at" if hosts else "no machine responds at"
+        words = (
+            "this machine cannot host the rendezvous at"
+            if hosts
+            else "no machine responds at"
+        )
         raise LaunchError(
             f"{words} {meeting.address}:{meeting.port} ({str(error).strip().splitlines()[0][:200]}). Start the job on the machine "
             f"that has this address, and check --main_process_ip, --main_process_port and the firewall."

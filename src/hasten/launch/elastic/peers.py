@@ -28,13 +28,16 @@ _NO_ANSWER_S: Final = 25.0
 _LOOK_EVERY_S: Final = 1.0
 _LOST_S: Final = 10.0
 _STOPPING: Final = "stopping"
-_CLOSE_S: Final = 0.5  # the thread is a daemon: one that is stuck in a dead connection is abandoned
+# the thread is a daemon: one that is stuck in a dead connection is abandoned
+_CLOSE_S: Final = 0.5
 
 
 class PeerMachineFailed(LaunchError):
     """Raised when another machine has failed; `failures` holds its failures."""
 
-    def __init__(self, message: str, failures: Sequence[Failure] = (), code: int = 1) -> None:
+    def __init__(
+        self, message: str, failures: Sequence[Failure] = (), code: int = 1
+    ) -> None:
         super().__init__(message)
         self.failures = tuple(failures)
         self.code = code
@@ -81,7 +84,9 @@ class Peers:
             last_beat, since_s = self._heard.setdefault(machine, (beat, now_s))
             if beat != last_beat:
                 self._heard[machine] = (beat, now_s)
-            elif now_s - since_s > _SUSPECT_S and not self.store.check([self._key("done", machine)]):
+            elif now_s - since_s > _SUSPECT_S and not self.store.check(
+                [self._key("done", machine)]
+            ):
                 suspects.append(host)
                 if now_s - since_s < _SILENCE_S:
                     continue
@@ -95,11 +100,18 @@ class Peers:
     def ended_anywhere(self) -> dict[int, int]:
         """Publish this machine's ended ranks, and return the exit codes of ended ranks on all machines."""
         exit_codes = dict(self.ended)
-        self.store.set(self._key("ended", self.index), json.dumps(list(exit_codes.items())))
+        self.store.set(
+            self._key("ended", self.index), json.dumps(list(exit_codes.items()))
+        )
         for machine in range(len(self.hosts)):
             key = self._key("ended", machine)
             if machine != self.index and self.store.check([key]):
-                exit_codes.update({int(rank): int(code) for rank, code in json.loads(self.store.get(key))})
+                exit_codes.update(
+                    {
+                        int(rank): int(code)
+                        for rank, code in json.loads(self.store.get(key))
+                    }
+                )
         return exit_codes
 
     def _hear_of_ends(self) -> None:
@@ -125,8 +137,13 @@ class Peers:
         Machines that publish nothing for `timeout_s`, or whose heartbeat stops, are not waited for.
         """
         self.store.set(_exit_key(self.index), str(code))
-        deadline, beats = time.monotonic() + timeout_s, dict.fromkeys(range(len(self.hosts)), ("", time.monotonic()))
-        while waited := [m for m in range(len(self.hosts)) if not self.store.check([_exit_key(m)])]:
+        deadline, beats = (
+            time.monotonic() + timeout_s,
+            dict.fromkeys(range(len(self.hosts)), ("", time.monotonic())),
+        )
+        while waited := [
+            m for m in range(len(self.hosts)) if not self.store.check([_exit_key(m)])
+        ]:
             now_s = time.monotonic()
             for machine in waited:
                 key = self._key("beat", machine)
@@ -141,11 +158,17 @@ class Peers:
     def _codes(self) -> dict[int, int]:
         """Return the exit codes of the machines that have published one."""
         keys = {m: _exit_key(m) for m in range(len(self.hosts))}
-        return {m: int(self.store.get(key)) for m, key in keys.items() if self.store.check([key])}
+        return {
+            m: int(self.store.get(key))
+            for m, key in keys.items()
+            if self.store.check([key])
+        }
 
     def publish(self, failures: Sequence[Failure]) -> None:
         """Publish the failures of this machine's ranks."""
-        self.store.set(self._key("failed", self.index), json.dumps([f.encode() for f in failures]))
+        self.store.set(
+            self._key("failed", self.index), json.dumps([f.encode() for f in failures])
+        )
 
     def published(self) -> list[Failure]:
         """Return the failures published by other machines."""
@@ -153,13 +176,17 @@ class Peers:
         for machine in range(len(self.hosts)):
             key = self._key("failed", machine)
             if machine != self.index and self.store.check([key]):
-                failures += [Failure.decode(item) for item in json.loads(self.store.get(key))]
+                failures += [
+                    Failure.decode(item) for item in json.loads(self.store.get(key))
+                ]
         return failures
 
     def collect(self, timeout_s: float) -> list[Failure]:
         """Return the failures of all other machines, waiting up to `timeout_s` for machines that are still stopping."""
         deadline = time.monotonic() + timeout_s
-        keys = [self._key("failed", m) for m in range(len(self.hosts)) if m != self.index]
+        keys = [
+            self._key("failed", m) for m in range(len(self.hosts)) if m != self.index
+        ]
         while time.monotonic() < deadline and not self.store.check(keys):
             time.sleep(0.05)
         return self.published()
@@ -188,7 +215,8 @@ class Peers:
 
     def leave(self, timeout_s: float) -> None:
         """Leave the store; machine 0, which serves it, waits until the others have finished reading."""
-        gone = [f"gone/{m}" for m in range(1, len(self.hosts))]  # shared by all rounds, like the exit codes
+        # shared by all rounds, like the exit codes
+        gone = [f"gone/{m}" for m in range(1, len(self.hosts))]
         if self.index != 0:
             self.store.set(f"gone/{self.index}", "1")
             return
@@ -222,7 +250,9 @@ class PeerWatch:
         self._finished = False
         self._all_done = False
         self._wake, self._stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hasten-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="hasten-watch", daemon=True
+        )
         self._thread.start()
 
     def waiting(self) -> int:
@@ -275,8 +305,11 @@ class PeerWatch:
             except LaunchError as error:
                 self._problem = error
                 return
-            except RuntimeError as error:  # torch's network errors; this file does not import torch
-                self._problem = MachineLost(f"{self._lost} ({str(error).strip().splitlines()[0][:200]})")
+            # torch's network errors; this file does not import torch
+            except RuntimeError as error:
+                self._problem = MachineLost(
+                    f"{self._lost} ({str(error).strip().splitlines()[0][:200]})"
+                )
                 return
             self._last_word = time.monotonic()
             if self._all_done:
@@ -285,7 +318,9 @@ class PeerWatch:
             self._wake.clear()
 
 
-def with_others(failures: Sequence[Failure], peers: Peers | None) -> tuple[list[Failure], list[str]]:
+def with_others(
+    failures: Sequence[Failure], peers: Peers | None
+) -> tuple[list[Failure], list[str]]:
     """Return the failures of all machines, and the machines that no longer respond."""
     if peers is None or len(peers.hosts) == 1:
         return list(failures), []
@@ -295,7 +330,9 @@ def with_others(failures: Sequence[Failure], peers: Peers | None) -> tuple[list[
 
     def exchange() -> None:
         peers.publish([f for f in failures if f.host == socket.gethostname()])
-        remote_failures.extend(f for f in peers.collect(COLLECT_S) if (f.host, f.rank) not in known_ranks)
+        remote_failures.extend(
+            f for f in peers.collect(COLLECT_S) if (f.host, f.rank) not in known_ranks
+        )
         silent[:] = peers.silent()
 
     # Machine 0 collects the others' failures while it waits; the others treat a late answer as no answer.
@@ -325,7 +362,8 @@ def within(seconds: float, talk: Callable[[], None]) -> None:
     """Run `talk` for at most `seconds`: a store call never returns once the network is down."""
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError):  # torch's network errors: machine 0 has exited; partial results count
+        # torch's network errors: machine 0 has exited; partial results count
+        with contextlib.suppress(RuntimeError):
             talk()
 
     thread = threading.Thread(target=run, name="hasten-ending", daemon=True)

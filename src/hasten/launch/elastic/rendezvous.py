@@ -15,7 +15,11 @@ from datetime import timedelta
 from typing import Final
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from hasten.errors import LaunchError
 from hasten.launch import network
@@ -124,22 +128,32 @@ class FixedRendezvous(RendezvousHandler):
         control.add(f"arrivals/{self.round}", 1)
         store = PrefixStore(f"round/{self.round}", control)
         reports = self._agreed_reports(control, store, self._index)
-        self._peers = Peers(control, self._index, tuple(r.host for r in reports), self.round)
+        self._peers = Peers(
+            control, self._index, tuple(r.host for r in reports), self.round
+        )
         self._start_watch(self._peers)
         address, port = self._serve_workers(store)
-        return RendezvousInfo(store, self._index, len(reports), RendezvousStoreInfo(address, port))
+        return RendezvousInfo(
+            store, self._index, len(reports), RendezvousStoreInfo(address, port)
+        )
 
     def _next_round(self, control: Store, index: int) -> int:
         """Return the next round that this machine has not joined; a rejoining machine has joined earlier rounds."""
         number, local_report = self.round + 1, self._check_in.report
         while control.check([f"round/{number}/report/{index}"]):
             stored_report = Report.decode(control.get(f"round/{number}/report/{index}"))
-            has_begun = control.check([f"round/{number}/report/{i}" for i in range(self._meeting.max_machines)])
+            has_begun = control.check(
+                [
+                    f"round/{number}/report/{i}"
+                    for i in range(self._meeting.max_machines)
+                ]
+            )
             if not has_begun and (stored_report.host, stored_report.address) != (
                 local_report.host,
                 local_report.address,
             ):
-                break  # two machines claim one rank at the start: the check-in reports it
+                # two machines claim one rank at the start: the check-in reports it
+                break
             number += 1
         return number
 
@@ -169,7 +183,9 @@ class FixedRendezvous(RendezvousHandler):
         except MachineLost as error:
             if not self._may_return:
                 raise
-            self._check_in.say(f"{error}. The processes are stopped until it is restarted")
+            self._check_in.say(
+                f"{error}. The processes are stopped until it is restarted"
+            )
             return 1
 
     def wait_done(self) -> None:
@@ -205,7 +221,8 @@ class FixedRendezvous(RendezvousHandler):
             f"lost contact with machine 0 at {where}: it ended, or the network is down. Check its output; the job cannot continue "
             "without it"
         )
-        watch_store = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())  # a connection used only by the watch
+        # a connection used only by the watch
+        watch_store = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())
         self._watch = PeerWatch(replace(peers, store=watch_store), lost)
 
     def _stop_watch(self) -> None:
@@ -225,9 +242,13 @@ class FixedRendezvous(RendezvousHandler):
             self._index = 0
         self._server.set_timeout(_OPERATION_TIMEOUT)
         self._control = PrefixStore(f"hasten/{meeting.run_id}", self._server)
-        if self._index is None and self._control.check([self._place_key()]):  # this machine is rejoining
+        # this machine is rejoining
+        if self._index is None and self._control.check([self._place_key()]):
             self._index = int(self._control.get(self._place_key()))
-        elif self._index is not None and self._control.add(f"taken/{self._index}", 1) == 1:
+        elif (
+            self._index is not None
+            and self._control.add(f"taken/{self._index}", 1) == 1
+        ):
             self._control.add("placed", 1)
         return self._control
 
@@ -235,7 +256,9 @@ class FixedRendezvous(RendezvousHandler):
         meeting = self._meeting
         network.check_resolves(meeting.address)
         try:
-            return serve(meeting.address, meeting.port, _SERVER_TIMEOUT, alone=meeting.alone)
+            return serve(
+                meeting.address, meeting.port, _SERVER_TIMEOUT, alone=meeting.alone
+            )
         except (DistError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 raise LaunchError(
@@ -256,7 +279,9 @@ class FixedRendezvous(RendezvousHandler):
             elapsed = time.monotonic() - start
             if elapsed > meeting.join_timeout_s:
                 network.check_resolves(meeting.address)
-                is_local_address = network.owns_address(meeting.address) and not network.is_loopback(meeting.address)
+                is_local_address = network.owns_address(
+                    meeting.address
+                ) and not network.is_loopback(meeting.address)
                 rank_hint = (
                     f" This machine has that address, but was started with --machine_rank {meeting.machine_rank}."
                     if is_local_address
@@ -292,7 +317,9 @@ class FixedRendezvous(RendezvousHandler):
                     f"Start the same command on the others, or lower --num_machines."
                 )
             time.sleep(0.05)
-        names = sorted(control.get(f"lobby/{i}").decode() for i in range(control.add("lobby", 0)))
+        names = sorted(
+            control.get(f"lobby/{i}").decode() for i in range(control.add("lobby", 0))
+        )
         free = [i for i in range(count) if not control.add(f"taken/{i}", 0)]
         if len(free) < len(names):
             raise LaunchError(
@@ -306,14 +333,19 @@ class FixedRendezvous(RendezvousHandler):
         try:
             return self._check_in.run(store, index, self._meeting.max_machines)
         except LaunchError:
-            with suppress(DistError):  # of two machines that claim rank 0, one serves the store and may exit first
+            # of two machines that claim rank 0, one serves the store and may exit first
+            with suppress(DistError):
                 self._wait_for_readers(control)
             raise
 
     def _wait_for_readers(self, control: Store) -> None:
         num_readers = control.add(f"heard/{self.round}", 1)
         deadline = time.monotonic() + _LAST_WORDS_S
-        while self._hosting and num_readers < control.add(f"arrivals/{self.round}", 0) and time.monotonic() < deadline:
+        while (
+            self._hosting
+            and num_readers < control.add(f"arrivals/{self.round}", 0)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
             num_readers = control.add(f"heard/{self.round}", 0)
 
@@ -322,7 +354,9 @@ class FixedRendezvous(RendezvousHandler):
         if self._index == 0:
             assert self._server is not None, "machine 0 serves the store"
             if self.round > 0:
-                self._worker_store = serve(self._meeting.address, 0, _SERVER_TIMEOUT, alone=self._meeting.alone)
+                self._worker_store = serve(
+                    self._meeting.address, 0, _SERVER_TIMEOUT, alone=self._meeting.alone
+                )
             port = (self._worker_store or self._server).port
             store.set("workers_meet", str(port))
         return self._meeting.address, int(store.get("workers_meet"))
@@ -364,7 +398,12 @@ class ElasticRendezvous(RendezvousHandler):
             self._worker_store = serve(address, 0, _SERVER_TIMEOUT)
             store.set("workers_meet", f"{address} {self._worker_store.port}")
         address, port = store.get("workers_meet").decode().split()
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+        return RendezvousInfo(
+            info.store,
+            info.rank,
+            info.world_size,
+            RendezvousStoreInfo(address, int(port)),
+        )
 
     def num_nodes_waiting(self) -> int:
         """Return the number of machines that wait to join."""
@@ -389,10 +428,18 @@ class ElasticRendezvous(RendezvousHandler):
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    return (
+        str(error).strip().splitlines()[0][:200]
+        if str(error).strip()
+        else type(error).__name__
+    )
 
 
 def with_address(report: Report, meeting: Meeting) -> Report:
     """Return the report with this machine's address as reachable by the others."""
-    address = meeting.address if meeting.alone else network.address_for_others(meeting.address)
+    address = (
+        meeting.address
+        if meeting.alone
+        else network.address_for_others(meeting.address)
+    )
     return replace(report, address=address)

@@ -80,8 +80,14 @@ class TorchAgent(LocalElasticAgent):
     def ends(self) -> list[End]:
         """Return the exit status of ended processes of the last start. Torch stores exit codes nowhere else."""
         started = getattr(self._pcontext, "subprocess_handlers", {})
-        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        process_ends = [End(ranks[local], handler.proc.pid, handler.proc.poll()) for local, handler in started.items()]
+        ranks = {
+            worker.local_rank: worker.global_rank
+            for worker in self._worker_group.workers
+        }
+        process_ends = [
+            End(ranks[local], handler.proc.pid, handler.proc.poll())
+            for local, handler in started.items()
+        ]
         return [end for end in process_ends if end.code is not None]
 
     @property
@@ -91,7 +97,9 @@ class TorchAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         agent_restarts = self._remaining_restarts
-        self._remaining_restarts = worker_group.spec.max_restarts - self._supervisor.restart_count()
+        self._remaining_restarts = (
+            worker_group.spec.max_restarts - self._supervisor.restart_count()
+        )
         with _signals_deferred():
             started: dict[int, int] = super()._start_workers(worker_group)
         self._remaining_restarts = self._supervisor.restarts_left(agent_restarts)
@@ -101,16 +109,21 @@ class TorchAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._remaining_restarts = self._supervisor.failed(result, self._remaining_restarts)
+            self._remaining_restarts = self._supervisor.failed(
+                result, self._remaining_restarts
+            )
         elif process_ends := self.ends():
             self._some_ended(process_ends)
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S) -> None:
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S
+    ) -> None:
         signalled = isinstance(sys.exception(), SignalException)
         seconds = self._supervisor.stopping(death_sig) if signalled else SHUTDOWN_S
         if self._pcontext is not None:
-            self._pcontext.close(death_sig, seconds)  # torch<2.12: _shutdown() does not accept a timeout
+            # torch<2.12: _shutdown() does not accept a timeout
+            self._pcontext.close(death_sig, seconds)
         super()._shutdown(death_sig)
 
     def _exit_barrier(self) -> None:

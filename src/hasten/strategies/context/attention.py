@@ -54,11 +54,14 @@ def causal_attention(
     outputs: list[Tensor] = []
     with _in_torch(attend):
         for chunk, queries in zip(
-            layout.chunks(sharing.group.rank()), query.chunk(layout.chunks_per_rank, -2), strict=True
+            layout.chunks(sharing.group.rank()),
+            query.chunk(layout.chunks_per_rank, -2),
+            strict=True,
         ):
             length = queries.shape[-2]
             num_keys = (chunk + 1) * length
-            with torch._C._DisableTorchDispatch():  # torch cannot create the mask while a mode counts operations
+            # torch cannot create the mask while a mode counts operations
+            with torch._C._DisableTorchDispatch():
                 mask = causal_lower_right(length, num_keys)
             outputs.append(
                 attend(

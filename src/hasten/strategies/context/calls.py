@@ -23,7 +23,14 @@ SPANNING_ATTENTION: Final = "sdpa_over_sequence_parts"
 """Name of an attention function of transformers that spans the shards of all ranks itself, outside a block too."""
 _LABELS: Final = ("labels", "targets")
 """Arguments from which a user's model may compute its loss."""
-_SEQUENCES: Final = ("attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds")
+_SEQUENCES: Final = (
+    "attention_mask",
+    "labels",
+    "shift_labels",
+    "position_ids",
+    "token_type_ids",
+    "inputs_embeds",
+)
 """Arguments of transformers' models with one entry per token."""
 _WRITE: Final = (
     "Write: with accelerator.context_parallel([tokens, labels], [1, 1]): around the forward and backward() of each batch, "
@@ -47,7 +54,14 @@ class OpenBlock:
 
     def whole(self, value: object) -> tuple[Tensor, int] | None:
         """Return the whole tensor of a buffer and its sequence dimension; None for other values."""
-        return next(((whole_tensor, dim) for tensor, whole_tensor, dim in self.buffers if tensor is value), None)
+        return next(
+            (
+                (whole_tensor, dim)
+                for tensor, whole_tensor, dim in self.buffers
+                if tensor is value
+            ),
+            None,
+        )
 
     def part(self, whole_tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a tensor."""
@@ -57,17 +71,26 @@ class OpenBlock:
 class CallHook:
     """Forward pre-hook of a prepared model; copies of the model share it."""
 
-    def __init__(self, inner: nn.Module, trainable: bool, ranks: int, opened: Callable[[], OpenBlock | None]) -> None:
+    def __init__(
+        self,
+        inner: nn.Module,
+        trainable: bool,
+        ranks: int,
+        opened: Callable[[], OpenBlock | None],
+    ) -> None:
         self._inner = inner
         self._trainable = trainable
         self._ranks = ranks
         self._opened = opened
-        get_base_model: Any = getattr(inner, "get_base_model", None)  # a model wrapped by peft
+        # a model wrapped by peft
+        get_base_model: Any = getattr(inner, "get_base_model", None)
         self._base: Any = get_base_model() if callable(get_base_model) else inner
         self._signature = inspect.signature(inner.forward)
         self._accepts = inspect.signature(self._base.forward).parameters
         causal_flags = [
-            module.is_causal for module in inner.modules() if isinstance(getattr(module, "is_causal", None), bool)
+            module.is_causal
+            for module in inner.modules()
+            if isinstance(getattr(module, "is_causal", None), bool)
         ]
         self._causal = bool(causal_flags) and all(causal_flags)
         self._checked = False
@@ -78,19 +101,33 @@ class CallHook:
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _no_hook, ()  # a pickled model is used outside this run
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
         block = self._opened()
         if block is None:
             self._refuse_outside(model)
             return None
         bound_arguments = self._signature.bind_partial(*args, **kwargs)
-        extra_name = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        arguments = {**bound_arguments.arguments, **bound_arguments.arguments.get(extra_name or "", {})}
+        extra_name = next(
+            (
+                p.name
+                for p in self._signature.parameters.values()
+                if p.kind is p.VAR_KEYWORD
+            ),
+            None,
+        )
+        arguments = {
+            **bound_arguments.arguments,
+            **bound_arguments.arguments.get(extra_name or "", {}),
+        }
         arguments.pop(extra_name or "", None)
         changed_arguments = self._complete_arguments(block, arguments)
         if not self._checked:
             self._checked = True
-            if "position_ids" not in changed_arguments and not self._has_positions(block, arguments):
+            if "position_ids" not in changed_arguments and not self._has_positions(
+                block, arguments
+            ):
                 self._refuse_unknown_positions()
             if not hasattr(self._base, "loss_function"):
                 self._refuse_labels(block, arguments)
@@ -100,7 +137,9 @@ class CallHook:
             if name in self._signature.parameters:
                 bound_arguments.arguments[name] = value
             else:
-                bound_arguments.arguments.setdefault(extra_name or name, {})[name] = value
+                bound_arguments.arguments.setdefault(extra_name or name, {})[name] = (
+                    value
+                )
         return bound_arguments.args, bound_arguments.kwargs
 
     def _refuse_unknown_positions(self) -> None:
@@ -122,8 +161,16 @@ class CallHook:
                 )
 
     def _refuse_outside(self, model: nn.Module) -> None:
-        spanned = getattr(getattr(self._base, "config", None), "_attn_implementation", None) == SPANNING_ATTENTION
-        if self._trainable and model.training and torch.is_grad_enabled() and not spanned:
+        spanned = (
+            getattr(getattr(self._base, "config", None), "_attn_implementation", None)
+            == SPANNING_ATTENTION
+        )
+        if (
+            self._trainable
+            and model.training
+            and torch.is_grad_enabled()
+            and not spanned
+        ):
             raise StepError(
                 f"{type(self._inner).__name__} was called for training outside accelerator.context_parallel(), although "
                 f"cp_size={self._ranks}: each of {self._ranks} ranks would compute whole sequences. "
@@ -140,17 +187,31 @@ class CallHook:
         for argument in arguments.values():
             if not isinstance(argument, Tensor):
                 continue
-            index = next((n for n, (tensor, _, _) in enumerate(block.buffers) if tensor is argument), None)
+            index = next(
+                (
+                    n
+                    for n, (tensor, _, _) in enumerate(block.buffers)
+                    if tensor is argument
+                ),
+                None,
+            )
             if index is None or counting[index]:
                 return True
             has_tokens = has_tokens or argument.dtype in (torch.int64, torch.int32)
         return not has_tokens
 
-    def _complete_arguments(self, block: OpenBlock, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _complete_arguments(
+        self, block: OpenBlock, arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the arguments to change, with their new values."""
         changed_arguments: dict[str, Any] = {}
         sequence = next(
-            (whole_buffer for name in arguments if (whole_buffer := block.whole(arguments[name])) is not None), None
+            (
+                whole_buffer
+                for name in arguments
+                if (whole_buffer := block.whole(arguments[name])) is not None
+            ),
+            None,
         )
         if sequence is None:
             return changed_arguments
@@ -164,15 +225,29 @@ class CallHook:
         labels = self._shift_labels(block, arguments)
         if labels is not None:
             changed_arguments["shift_labels"] = labels[0]
-        if (mask := block.whole(arguments.get("attention_mask"))) is not None and self._causal:
-            self._complete_mask(block, mask, self._whole_labels_of(block, arguments, labels), changed_arguments)
+        if (
+            mask := block.whole(arguments.get("attention_mask"))
+        ) is not None and self._causal:
+            self._complete_mask(
+                block,
+                mask,
+                self._whole_labels_of(block, arguments, labels),
+                changed_arguments,
+            )
         return changed_arguments
 
-    def _refuse_wholes(self, block: OpenBlock, arguments: Mapping[str, Any], length: int) -> None:
+    def _refuse_wholes(
+        self, block: OpenBlock, arguments: Mapping[str, Any], length: int
+    ) -> None:
         """Raise StepError for an argument that spans the whole sequence beside sharded ones."""
         for name in _SEQUENCES:
             value = arguments.get(name)
-            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length and block.whole(value) is None:
+            if (
+                isinstance(value, Tensor)
+                and value.ndim > 1
+                and value.shape[1] == length
+                and block.whole(value) is None
+            ):
                 raise StepError(
                     f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which spans whole sequences but "
                     "is not a buffer of the context-parallel block. Add it to the buffers, with its sequence dimension."
@@ -182,9 +257,16 @@ class CallHook:
         """Raise StepError for a model of transformers whose layers attend within a window that sharding would ignore."""
         config: Any = getattr(self._base, "config", None)
         layer_types = getattr(config, "layer_types", None)
-        for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
+        for name, kind in (
+            ("sliding_window", "sliding_attention"),
+            ("attention_chunk_size", "chunked_attention"),
+        ):
             window = getattr(config, name, None)
-            if isinstance(window, int) and window < length and (layer_types is None or kind in layer_types):
+            if (
+                isinstance(window, int)
+                and window < length
+                and (layer_types is None or kind in layer_types)
+            ):
                 raise StepError(
                     f"{type(self._base).__name__} has config.{name}={window}, and sequences of {length} tokens that are split over "
                     f"{self._ranks} ranks are attended to without a window. Use sequences of at most {window} tokens, or cp_size=1."
@@ -195,7 +277,9 @@ class CallHook:
         padded_embeddings = [
             name
             for name, module in self._base.named_modules()
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None and "position" in name
+            if isinstance(module, nn.Embedding)
+            and module.padding_idx is not None
+            and "position" in name
         ]
         if padded_embeddings or hasattr(self._base, "get_rope_index"):
             reason = (
@@ -208,22 +292,35 @@ class CallHook:
                 "a sequence they would be wrong. Compute position_ids of whole sequences and pass them as a buffer."
             )
 
-    def _shift_labels(self, block: OpenBlock, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    def _shift_labels(
+        self, block: OpenBlock, arguments: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor] | None:
         """Return this rank's labels and all labels, shifted by one, for a model that would shift its shard of them itself.
 
         Raises: StepError for a model that shifts labels and takes no shifted ones.
         """
         labels = block.whole(arguments.get("labels"))
-        if labels is None or arguments.get("shift_labels") is not None or not hasattr(self._base, "loss_function"):
+        if (
+            labels is None
+            or arguments.get("shift_labels") is not None
+            or not hasattr(self._base, "loss_function")
+        ):
             return None
         if getattr(self._base.loss_function, "__name__", "") != "ForCausalLMLoss":
             return None
-        if "loss_function" not in inspect.unwrap(type(self._base).forward).__code__.co_names:
+        if (
+            "loss_function"
+            not in inspect.unwrap(type(self._base).forward).__code__.co_names
+        ):
             raise StepError(
                 f"{type(self._base).__name__} shifts labels in its forward, so the tokens at the ends of each rank's part would be "
                 "lost. Shift the labels before the block and compute the loss from the logits."
             )
-        whole_labels = F.pad(labels[0].narrow(labels[1], 1, labels[0].shape[labels[1]] - 1), (0, 1), value=IGNORED)
+        whole_labels = F.pad(
+            labels[0].narrow(labels[1], 1, labels[0].shape[labels[1]] - 1),
+            (0, 1),
+            value=IGNORED,
+        )
         shard_labels = block.part(whole_labels, labels[1])
         block.attention.start()  # weighs by the unshifted labels, so it runs first
         if arguments.get("num_items_in_batch") is None:
@@ -231,7 +328,10 @@ class CallHook:
         return shard_labels, whole_labels
 
     def _whole_labels_of(
-        self, block: OpenBlock, arguments: Mapping[str, Any], shifted_labels: tuple[Tensor, Tensor] | None
+        self,
+        block: OpenBlock,
+        arguments: Mapping[str, Any],
+        shifted_labels: tuple[Tensor, Tensor] | None,
     ) -> Tensor | None:
         """Return the whole shifted labels, aligned with the tokens that predict them."""
         if shifted_labels is not None:
@@ -240,7 +340,11 @@ class CallHook:
         return None if whole_labels is None else whole_labels[0]
 
     def _complete_mask(
-        self, block: OpenBlock, mask: tuple[Tensor, int], labels: Tensor | None, changed_arguments: dict[str, Any]
+        self,
+        block: OpenBlock,
+        mask: tuple[Tensor, int],
+        labels: Tensor | None,
+        changed_arguments: dict[str, Any],
     ) -> None:
         """Remove a right-padding mask from the model's arguments, and hide the padding in attention where it matters."""
         whole_mask, dim = mask
@@ -249,7 +353,8 @@ class CallHook:
         is_real = whole_mask != 0
         padding_is_unused = torch.ones((), dtype=torch.bool, device=is_real.device)
         if labels is not None:
-            padding_is_unused = (is_real | (labels == IGNORED)).all()  # no label is predicted from padding
+            # no label is predicted from padding
+            padding_is_unused = (is_real | (labels == IGNORED)).all()
         pads_right, has_unused_padding = torch.stack(
             [(is_real[:, :-1] | ~is_real[:, 1:]).all(), padding_is_unused]
         ).tolist()

@@ -39,18 +39,27 @@ class MaskReader:
         self._read = (mask, meaning)
         return meaning
 
-    def _meaning(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
+    def _meaning(
+        self, mask: Tensor, queries: int, keys: int
+    ) -> Literal["causal"] | Tensor:
         if mask.shape[-1] == keys and mask.shape[-2] in (1, queries):
-            if mask.shape[-2] == 1 or mask.stride(-2) == 0 or bool((mask == mask[..., :1, :]).all()):
+            if (
+                mask.shape[-2] == 1
+                or mask.stride(-2) == 0
+                or bool((mask == mask[..., :1, :]).all())
+            ):
                 return mask[..., :1, :]
             if queries == keys and (allowed_keys := _allowed_keys(mask)) is not None:
-                causal_mask = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
+                causal_mask = torch.ones(
+                    queries, queries, dtype=torch.bool, device=mask.device
+                ).tril()
                 if bool((allowed_keys == causal_mask).all()):
                     return "causal"
                 if self._layout.chunks_per_rank == 2 and bool(
                     (allowed_keys == _causal_in_two_chunks(causal_mask)).all()
                 ):
-                    return "causal"  # made from positions that jump between the rank's two chunks
+                    # made from positions that jump between the rank's two chunks
+                    return "causal"
         raise StepError(
             f"attention was given a mask of shape {tuple(mask.shape)} for {queries} queries and {keys} keys of this "
             "rank, computed from a part of the sequence; what it masks on other ranks is unknown. Under context "
@@ -119,15 +128,25 @@ class PackedSamples:
         if mask is None:
             return is_causal, False
         length = self._shard_positions.shape[-1]
-        if mask.shape[-2:] != (length, length) or (allowed := _allowed_keys(mask)) is None:
+        if (
+            mask.shape[-2:] != (length, length)
+            or (allowed := _allowed_keys(mask)) is None
+        ):
             return None
-        causal_mask = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        causal_mask = torch.ones(
+            length, length, dtype=torch.bool, device=mask.device
+        ).tril()
         jumps = torch.ones_like(self._shard_positions, dtype=torch.bool)
         jumps[:, 1:] = self._shard_positions[:, 1:] != self._shard_positions[:, :-1] + 1
         for starts in (jumps, self._shard_positions == 0):
             sample_numbers = starts.long().cumsum(-1)
-            is_same_sample = (sample_numbers[:, None, :, None] == sample_numbers[:, None, None, :]).to(mask.device)
-            for causal, expected_mask in ((True, is_same_sample & causal_mask), (False, is_same_sample)):
+            is_same_sample = (
+                sample_numbers[:, None, :, None] == sample_numbers[:, None, None, :]
+            ).to(mask.device)
+            for causal, expected_mask in (
+                (True, is_same_sample & causal_mask),
+                (False, is_same_sample),
+            ):
                 if bool((allowed == expected_mask).all()):
                     return causal, True
         return (True, False) if bool((allowed == causal_mask).all()) else None
@@ -142,17 +161,27 @@ class PackedSamples:
             ranks = range(self._layout.ranks)
             whole_positions = list(range(self._length))
             key_positions = (
-                [position for rank in ranks for position in self._layout.positions(rank, self._length)]
+                [
+                    position
+                    for rank in ranks
+                    for position in self._layout.positions(rank, self._length)
+                ]
                 if by_rank
                 else whole_positions
             )
-            query_positions = self._layout.positions(self._rank, self._length) if by_rank else whole_positions
+            query_positions = (
+                self._layout.positions(self._rank, self._length)
+                if by_rank
+                else whole_positions
+            )
             allowed_keys = (
-                self._sample_numbers[:, query_positions, None] == self._sample_numbers[:, None, key_positions]
+                self._sample_numbers[:, query_positions, None]
+                == self._sample_numbers[:, None, key_positions]
             )
             if causal:
                 allowed_keys = allowed_keys & (
-                    torch.tensor(query_positions).unsqueeze(-1) >= torch.tensor(key_positions)
+                    torch.tensor(query_positions).unsqueeze(-1)
+                    >= torch.tensor(key_positions)
                 ).to(allowed_keys.device)
             self._masks[causal, by_rank] = allowed_keys[:, None].to(device)
         return self._masks[causal, by_rank]
@@ -165,12 +194,19 @@ def inspect_buffers(whole_buffers: list[tuple[Tensor, int]]) -> Callable[[], Con
     """
     is_integer = [not t.is_floating_point() for t, _ in whole_buffers]
     if not any(is_integer):
-        return lambda: Contents(False, tuple(is_integer), tuple(is_integer), tuple(is_integer))
+        return lambda: Contents(
+            False, tuple(is_integer), tuple(is_integer), tuple(is_integer)
+        )
     pairs = zip(whole_buffers, is_integer, strict=True)
     seen_flags = torch.stack(
         [
             torch.stack(
-                [_restarts_positions(t, d), _has_hidden_entries(t), _has_ignored_labels(t), _counts_positions(t, d)]
+                [
+                    _restarts_positions(t, d),
+                    _has_hidden_entries(t),
+                    _has_ignored_labels(t),
+                    _counts_positions(t, d),
+                ]
             )
             for (t, d), is_integer_buffer in pairs
             if is_integer_buffer
@@ -184,7 +220,8 @@ def _read_contents(is_integer: list[bool], seen_flags: Tensor) -> Contents:
     """Return the contents read from the device."""
     rows = iter(seen_flags.tolist())
     buffer_flags = [
-        next(rows) if is_integer_buffer else (False, False, False, False) for is_integer_buffer in is_integer
+        next(rows) if is_integer_buffer else (False, False, False, False)
+        for is_integer_buffer in is_integer
     ]
     return Contents(
         any(flags[1] for flags in buffer_flags),
@@ -215,7 +252,11 @@ def _counts_positions(buffer: Tensor, dim: int) -> Tensor:
 def _restarts_positions(buffer: Tensor, dim: int) -> Tensor:
     """Return whether a tensor holds positions counted from zero that restart within the sequence."""
     values = buffer.movedim(dim, -1).long()
-    first_position, later_positions, previous_positions = values[..., 0], values[..., 1:], values[..., :-1]
+    first_position, later_positions, previous_positions = (
+        values[..., 0],
+        values[..., 1:],
+        values[..., :-1],
+    )
     is_counted = (first_position == 0).all() & (
         (later_positions == previous_positions + 1) | (later_positions == 0)
     ).all()

@@ -17,7 +17,9 @@ class _Swap(torch.autograd.Function):
     """All-to-all from shards of one dimension to shards of another; the gradient takes the reverse direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.split, ctx.join, ctx.group = split, join, group
         return _swapped(x, split, join, group)
 
@@ -36,7 +38,11 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return summed_part(list(grad.chunk(ctx.group.size(), ctx.dim)), ctx.group), None, None
+        return (
+            summed_part(list(grad.chunk(ctx.group.size(), ctx.dim)), ctx.group),
+            None,
+            None,
+        )
 
 
 def swap(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
@@ -72,7 +78,11 @@ def summed_part(parts_by_rank: list[Tensor], group: dist.ProcessGroup) -> Tensor
     stacked_parts = torch.stack(parts_by_rank).contiguous()
     received = torch.empty_like(stacked_parts)
     dist.all_to_all_single(received, stacked_parts, group=group)
-    sum_dtype = torch.float32 if stacked_parts.dtype in (torch.bfloat16, torch.float16) else stacked_parts.dtype
+    sum_dtype = (
+        torch.float32
+        if stacked_parts.dtype in (torch.bfloat16, torch.float16)
+        else stacked_parts.dtype
+    )
     return received.sum(0, dtype=sum_dtype).to(stacked_parts.dtype)
 
 
@@ -83,7 +93,9 @@ def _swapped(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tens
     return torch.cat(received.unbind(0), join)
 
 
-def shard_of_rank(whole_tensor: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
+def shard_of_rank(
+    whole_tensor: Tensor, dim: int, layout: SequenceLayout, rank: int
+) -> Tensor:
     """Return the shard of a tensor that `rank` holds."""
     chunks = whole_tensor.chunk(layout.num_chunks, dim)
     return torch.cat([chunks[chunk_index] for chunk_index in layout.chunks(rank)], dim)

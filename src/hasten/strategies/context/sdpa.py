@@ -14,7 +14,11 @@ from torch.nn import functional as F
 
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.mesh_plan import divisors
-from hasten.strategies.context.attention import Attention, SequenceGroup, causal_attention
+from hasten.strategies.context.attention import (
+    Attention,
+    SequenceGroup,
+    causal_attention,
+)
 from hasten.strategies.context.masks import MaskReader, PackedSamples
 from hasten.strategies.context.ops import all_parts, collect, swap
 
@@ -40,7 +44,8 @@ class AttentionPatch:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         for names, name in self._find_holders(original):
             names[name] = stand_in
-        torch.backends.mha.set_fastpath_enabled(False)  # it computes attention without calling the function
+        # it computes attention without calling the function
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
@@ -50,13 +55,15 @@ class AttentionPatch:
             ):  # also in modules that were first imported inside the block
                 names[name] = original
 
-    def _find_holders(self, function: Attention) -> list[tuple[dict[str, Any], str]]:  # Any: globals of modules
+    # Any: globals of modules
+    def _find_holders(self, function: Attention) -> list[tuple[dict[str, Any], str]]:
         """Return the globals that hold the function; modules are searched again only if others were loaded since."""
         if len(sys.modules) != self._num_modules_seen:
             self._num_modules_seen = len(sys.modules)
             self._holders = []
             for module_name, module in list(sys.modules.items()):
-                if module_name == "torch._C._nn":  # where torch looks its own function up, to recognise causal masks
+                # where torch looks its own function up, to recognise causal masks
+                if module_name == "torch._C._nn":
                     continue
                 for name, value in list(getattr(module, "__dict__", {}).items()):
                     if value is function:
@@ -117,7 +124,10 @@ class SequenceAttention:
         queries, keys = query.shape[_LENGTH], key.shape[_LENGTH]
         self._check_lengths(queries, keys)
         if self.packed is not None:
-            is_causal, key_mask = self._agree_on_packing(self.packed, attn_mask, is_causal, query), None
+            is_causal, key_mask = (
+                self._agree_on_packing(self.packed, attn_mask, is_causal, query),
+                None,
+            )
         else:
             key_mask, is_causal = self._read_mask(attn_mask, is_causal, query, key)
         if is_causal and queries != keys:
@@ -126,18 +136,38 @@ class SequenceAttention:
                 "a causal mask needs queries and keys of one sequence. Use it for self-attention only."
             )
         if not enable_gqa and query.shape[_HEADS] != key.shape[_HEADS]:
-            key, value = (t.expand(*query.shape[: t.ndim - 2], *t.shape[-2:]) for t in (key, value))
+            key, value = (
+                t.expand(*query.shape[: t.ndim - 2], *t.shape[-2:])
+                for t in (key, value)
+            )
         query, key, value = _cast_for_autocast(query, key, value)
-        attention_call = AttentionCall(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+        attention_call = AttentionCall(
+            is_causal, query.shape[-1] ** -0.5 if scale is None else scale
+        )
         if (
             self.way == "ulysses" or self.sharing.group.size() == 1
         ):  # a single rank has all heads and the whole sequence
-            return self._attend_by_heads(query, key, value, key_mask, dropout_p, attention_call)
+            return self._attend_by_heads(
+                query, key, value, key_mask, dropout_p, attention_call
+            )
         if key_mask is not None or not is_causal or self.packed is not None:
-            return self._attend_to_all_keys(query, key, value, key_mask, dropout_p, attention_call)
+            return self._attend_to_all_keys(
+                query, key, value, key_mask, dropout_p, attention_call
+            )
         shape = query.shape
-        query, key, value = (t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None] for t in (query, key, value))
-        mixed = causal_attention(query, key, value, self.sharing, attention_call.scale, dropout_p, self.original)
+        query, key, value = (
+            t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None]
+            for t in (query, key, value)
+        )
+        mixed = causal_attention(
+            query,
+            key,
+            value,
+            self.sharing,
+            attention_call.scale,
+            dropout_p,
+            self.original,
+        )
         return mixed.reshape(*shape[:-1], value.shape[-1])
 
     def start(self) -> None:
@@ -145,7 +175,9 @@ class SequenceAttention:
         if self.padded is None:
             self.padded, self.packed = self.begin()
 
-    def _agree_on_packing(self, packed: PackedSamples, mask: Tensor | None, is_causal: bool, query: Tensor) -> bool:
+    def _agree_on_packing(
+        self, packed: PackedSamples, mask: Tensor | None, is_causal: bool, query: Tensor
+    ) -> bool:
         """Return whether attention within samples is causal, by the masks that the ranks' models made from their shards.
 
         Raises: StepError on every rank if a mask is unknown, or if the model lets samples attend to each other.
@@ -173,25 +205,40 @@ class SequenceAttention:
         self.packed_causal = causal
         return causal
 
-    def _read_mask(self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+    def _read_mask(
+        self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor
+    ) -> tuple[Tensor | None, bool]:
         """Return this rank's shard of a mask of keys, if any rank has one, and whether attention is causal."""
         problem: StepError | None = None
         meaning: Tensor | Literal["causal"] | None = None
         if mask is not None:
             try:
-                meaning = self.masks.read(mask, query.shape[_LENGTH], key.shape[_LENGTH])
+                meaning = self.masks.read(
+                    mask, query.shape[_LENGTH], key.shape[_LENGTH]
+                )
             except StepError as error:
                 if not self.padded:
                     raise
                 problem = error
-        key_mask = meaning if isinstance(meaning, Tensor) else self.hidden if causal and mask is None else None
+        key_mask = (
+            meaning
+            if isinstance(meaning, Tensor)
+            else self.hidden
+            if causal and mask is None
+            else None
+        )
         causal = causal or isinstance(meaning, str)
         if self.padded:
             key_mask = self._agree_on_mask(key_mask, causal, problem, query, key)
         return key_mask, causal
 
     def _agree_on_mask(
-        self, key_mask: Tensor | None, causal: bool, problem: StepError | None, query: Tensor, key: Tensor
+        self,
+        key_mask: Tensor | None,
+        causal: bool,
+        problem: StepError | None,
+        query: Tensor,
+        key: Tensor,
     ) -> Tensor | None:
         """Return the mask of keys in the same form on every rank; ranks without a mask get one that hides nothing.
 
@@ -200,9 +247,18 @@ class SequenceAttention:
         mask_sizes = (
             [0] * 6
             if key_mask is None
-            else [1, key_mask.dtype == torch.bool, *[1] * (4 - key_mask.ndim), *key_mask.shape]
+            else [
+                1,
+                key_mask.dtype == torch.bool,
+                *[1] * (4 - key_mask.ndim),
+                *key_mask.shape,
+            ]
         )
-        gathered = torch.tensor([problem is not None, *mask_sizes[:4], causal], dtype=torch.int64, device=query.device)
+        gathered = torch.tensor(
+            [problem is not None, *mask_sizes[:4], causal],
+            dtype=torch.int64,
+            device=query.device,
+        )
         rows_by_rank = torch.stack(all_parts(gathered, self.sharing.group)).tolist()
         if any(row[0] for row in rows_by_rank):
             raise problem or StepError(
@@ -218,13 +274,20 @@ class SequenceAttention:
         rows = [row for row in rows_by_rank if row[1]]
         if not rows or key_mask is not None:
             return key_mask
-        shape = (max(row[3] for row in rows), max(row[4] for row in rows), 1, key.shape[_LENGTH])
+        shape = (
+            max(row[3] for row in rows),
+            max(row[4] for row in rows),
+            1,
+            key.shape[_LENGTH],
+        )
         if rows[0][2]:
             return torch.ones(shape, dtype=torch.bool, device=query.device)
         return torch.zeros(shape, dtype=query.dtype, device=query.device)
 
     def _check_lengths(self, queries: int, keys: int) -> None:
-        wrong_length = next((length for length in (queries, keys) if length not in self.lengths), None)
+        wrong_length = next(
+            (length for length in (queries, keys) if length not in self.lengths), None
+        )
         if wrong_length is not None:
             raise StepError(
                 f"attention inside a context-parallel block was called with a length of {wrong_length}, but the buffers' parts "
@@ -249,19 +312,39 @@ class SequenceAttention:
             mask = self.packed.mask(attention_call.causal, True, query.device)
         elif attention_call.causal:
             length = key.shape[_LENGTH] * layout.ranks
-            positions_by_rank = [layout.positions(rank, length) for rank in range(layout.ranks)]
-            query_positions = torch.tensor(positions_by_rank[group.rank()], device=query.device).unsqueeze(-1)
+            positions_by_rank = [
+                layout.positions(rank, length) for rank in range(layout.ranks)
+            ]
+            query_positions = torch.tensor(
+                positions_by_rank[group.rank()], device=query.device
+            ).unsqueeze(-1)
             mask = _combine_masks(
                 mask,
                 query_positions
                 >= torch.tensor(
-                    [position for rank_positions in positions_by_rank for position in rank_positions],
+                    [
+                        position
+                        for rank_positions in positions_by_rank
+                        for position in rank_positions
+                    ],
                     device=query.device,
                 ),
             )
-        key, value = collect(key, key.ndim - 2, group), collect(value, value.ndim - 2, group)
+        key, value = (
+            collect(key, key.ndim - 2, group),
+            collect(value, value.ndim - 2, group),
+        )
         gqa = query.shape[_HEADS] != key.shape[_HEADS]
-        return self.original(query, key, value, mask, dropout_p, False, scale=attention_call.scale, enable_gqa=gqa)
+        return self.original(
+            query,
+            key,
+            value,
+            mask,
+            dropout_p,
+            False,
+            scale=attention_call.scale,
+            enable_gqa=gqa,
+        )
 
     def _attend_by_heads(
         self,
@@ -283,9 +366,14 @@ class SequenceAttention:
             )
         if key.shape[_HEADS] % ranks:
             repeats = heads // key.shape[_HEADS]
-            key, value = key.repeat_interleave(repeats, _HEADS), value.repeat_interleave(repeats, _HEADS)
+            key, value = (
+                key.repeat_interleave(repeats, _HEADS),
+                value.repeat_interleave(repeats, _HEADS),
+            )
         head_dim, length_dim = query.ndim + _HEADS, query.ndim + _LENGTH
-        query, key, value = (swap(t, head_dim, length_dim, group) for t in (query, key, value))
+        query, key, value = (
+            swap(t, head_dim, length_dim, group) for t in (query, key, value)
+        )
         mask = None if key_mask is None else torch.cat(all_parts(key_mask, group), -1)
         causal = attention_call.causal
         if self.packed is not None:
@@ -294,10 +382,24 @@ class SequenceAttention:
             mask = self._own_heads(mask)
             if causal:
                 length = query.shape[_LENGTH]
-                mask = _combine_masks(mask, torch.ones(length, length, dtype=torch.bool, device=query.device).tril())
+                mask = _combine_masks(
+                    mask,
+                    torch.ones(
+                        length, length, dtype=torch.bool, device=query.device
+                    ).tril(),
+                )
                 causal = False
         gqa = query.shape[_HEADS] != key.shape[_HEADS]
-        mixed = self.original(query, key, value, mask, dropout_p, causal, scale=attention_call.scale, enable_gqa=gqa)
+        mixed = self.original(
+            query,
+            key,
+            value,
+            mask,
+            dropout_p,
+            causal,
+            scale=attention_call.scale,
+            enable_gqa=gqa,
+        )
         return swap(mixed, length_dim, head_dim, group)
 
     def _own_heads(self, mask: Tensor) -> Tensor:
@@ -311,7 +413,11 @@ def _combine_masks(mask: Tensor | None, visible_keys: Tensor) -> Tensor:
     """Return a mask that also hides keys that are not visible."""
     if mask is None:
         return visible_keys
-    return mask & visible_keys if mask.dtype == torch.bool else mask.masked_fill(~visible_keys, float("-inf"))
+    return (
+        mask & visible_keys
+        if mask.dtype == torch.bool
+        else mask.masked_fill(~visible_keys, float("-inf"))
+    )
 
 
 def _cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

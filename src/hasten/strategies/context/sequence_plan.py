@@ -47,7 +47,9 @@ class SequenceLayout:
     def positions(self, rank: int, length: int) -> list[int]:
         """Return the positions of the sequence on `rank`, in their order there."""
         size = length // self.num_chunks
-        return [chunk * size + step for chunk in self.chunks(rank) for step in range(size)]
+        return [
+            chunk * size + step for chunk in self.chunks(rank) for step in range(size)
+        ]
 
     def check(self, length: int, what: str) -> None:
         """Check that a sequence of this length divides into equal chunks.
@@ -57,7 +59,11 @@ class SequenceLayout:
         unit = self.num_chunks
         if length > 0 and length % unit == 0:
             return
-        fits = divisors(length // self.chunks_per_rank) if length % self.chunks_per_rank == 0 else [1]
+        fits = (
+            divisors(length // self.chunks_per_rank)
+            if length % self.chunks_per_rank == 0
+            else [1]
+        )
         raise ConfigError(
             f"{what} has {length} positions along its sequence, which cp_size={self.ranks} cannot divide into {unit} "
             f"equal chunks{' (two per rank, for an equal share of a causal mask)' if self.chunks_per_rank == 2 else ''}; "

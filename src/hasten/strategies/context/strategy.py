@@ -19,7 +19,13 @@ from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
 from hasten.strategies.context.attention import SequenceGroup
 from hasten.strategies.context.calls import CallHook, OpenBlock
-from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, PackedSamples, inspect_buffers
+from hasten.strategies.context.masks import (
+    IGNORED,
+    Contents,
+    MaskReader,
+    PackedSamples,
+    inspect_buffers,
+)
 from hasten.strategies.context.ops import shard_of_rank
 from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
 from hasten.strategies.context.sequence_plan import SequenceLayout
@@ -28,7 +34,9 @@ from hasten.strategies.context.sequence_plan import SequenceLayout
 class SequenceShards:
     """Layout of a block's sequences over ranks, and the gathering of their shards."""
 
-    def __init__(self, layout: SequenceLayout, rank: int, comm: ProcessGroupComm | None) -> None:
+    def __init__(
+        self, layout: SequenceLayout, rank: int, comm: ProcessGroupComm | None
+    ) -> None:
         self._layout = layout
         self._rank = rank
         self._comm = comm
@@ -38,7 +46,9 @@ class SequenceShards:
         if self._comm is None:
             return torch.arange(length)
         self._layout.check(length, "the sequence")
-        return torch.tensor(self._layout.positions(self._rank, length), device=self._comm.device)
+        return torch.tensor(
+            self._layout.positions(self._rank, length), device=self._comm.device
+        )
 
     def gather(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return the whole sequence in its original order, gathered from the ranks' shards along `dim`; differentiable.
@@ -47,7 +57,9 @@ class SequenceShards:
         """
         if self._comm is None:
             return tensor
-        return SequenceGroup(self._comm.group, self._layout).whole(tensor, dim % tensor.ndim)
+        return SequenceGroup(self._comm.group, self._layout).whole(
+            tensor, dim % tensor.ndim
+        )
 
 
 class ContextParallel:
@@ -66,7 +78,9 @@ class ContextParallel:
         self._way: Way = "ulysses" if by_heads else "allgather"
         self._clock = clock
         self._models = models
-        self._layout = SequenceLayout(ranks, handler.load_balance and self._way != "ulysses")
+        self._layout = SequenceLayout(
+            ranks, handler.load_balance and self._way != "ulysses"
+        )
         self._rank = ctx.mesh.index(ctx.rank, Axis.CP)
         comm = ctx.groups(Axis.CP) if ranks > 1 else None
         self._comm = comm if isinstance(comm, ProcessGroupComm) else None
@@ -76,7 +90,9 @@ class ContextParallel:
     def follow(self, model: nn.Module, inner: nn.Module) -> None:
         """Complete the arguments of the model's calls inside blocks, and refuse training calls outside of them."""
         if self._comm is not None:
-            hook = CallHook(inner, is_trainable(inner), self._layout.ranks, lambda: self._opened)
+            hook = CallHook(
+                inner, is_trainable(inner), self._layout.ranks, lambda: self._opened
+            )
             model.register_forward_pre_hook(hook, with_kwargs=True)
 
     @contextmanager
@@ -100,12 +116,19 @@ class ContextParallel:
         group = sequence_comm.group
         kept_buffer_ids = {id(tensor) for tensor in keep_sharded}
         whole_buffers = [(tensor.data, dim) for tensor, dim in buffer_dims]
-        read_contents, given_labels = inspect_buffers(whole_buffers), self._check_labels(buffer_dims, labels)
+        read_contents, given_labels = (
+            inspect_buffers(whole_buffers),
+            self._check_labels(buffer_dims, labels),
+        )
 
         def begin() -> tuple[bool, PackedSamples | None]:
             contents = read_contents()
             finds_labels = isinstance(labels, str)
-            shard_labels = self._find_labels(buffer_dims, whole_buffers, contents) if finds_labels else given_labels
+            shard_labels = (
+                self._find_labels(buffer_dims, whole_buffers, contents)
+                if finds_labels
+                else given_labels
+            )
             return self._begin(whole_buffers, contents, shard_labels, sequence_comm)
 
         try:
@@ -119,26 +142,42 @@ class ContextParallel:
                 MaskReader(self._layout),
                 begin,
             )
-            if all(whole_buffer.is_cpu for whole_buffer, _ in whole_buffers):  # nothing to wait for
+            # nothing to wait for
+            if all(whole_buffer.is_cpu for whole_buffer, _ in whole_buffers):
                 attention.start()
             self._clock.weights.joined = True
             open_buffers = [
                 (tensor, whole_buffer, dim)
-                for (tensor, dim), (whole_buffer, _) in zip(buffer_dims, whole_buffers, strict=True)
+                for (tensor, dim), (whole_buffer, _) in zip(
+                    buffer_dims, whole_buffers, strict=True
+                )
             ]
             self._opened = OpenBlock(
-                self._layout, self._rank, open_buffers, attention, lambda: read_contents().counting, self._weigh_loss
+                self._layout,
+                self._rank,
+                open_buffers,
+                attention,
+                lambda: read_contents().counting,
+                self._weigh_loss,
             )
             with self._patch.replaced(attention):
                 yield shards
             self._check_used(attention)
         finally:
-            self._clock.weights.share, self._clock.weights.joined, self._opened = None, False, None
-            for (tensor, dim), (whole_buffer, _) in zip(buffer_dims, whole_buffers, strict=True):
+            self._clock.weights.share, self._clock.weights.joined, self._opened = (
+                None,
+                False,
+                None,
+            )
+            for (tensor, dim), (whole_buffer, _) in zip(
+                buffer_dims, whole_buffers, strict=True
+            ):
                 if id(tensor) not in kept_buffer_ids:
                     _restore_buffer(tensor, whole_buffer, dim)
 
-    def _check_buffers(self, buffers: list[Tensor], dims: list[int]) -> list[tuple[Tensor, int]]:
+    def _check_buffers(
+        self, buffers: list[Tensor], dims: list[int]
+    ) -> list[tuple[Tensor, int]]:
         """Return each buffer once, with its dimension. Raises: ConfigError for buffers that cannot be sharded."""
         if not buffers or len(buffers) != len(dims):
             raise ConfigError(
@@ -147,7 +186,9 @@ class ContextParallel:
                 "as ([tokens, labels], [1, 1])."
             )
         buffers_by_id: dict[int, tuple[Tensor, int]] = {}
-        for buffer_index, (tensor, given_dim) in enumerate(zip(buffers, dims, strict=True)):
+        for buffer_index, (tensor, given_dim) in enumerate(
+            zip(buffers, dims, strict=True)
+        ):
             if not -tensor.ndim <= given_dim < tensor.ndim:
                 raise ConfigError(
                     f"context_parallel(): buffer {buffer_index} of shape {tuple(tensor.shape)} has no dimension {given_dim} to split; pass its "
@@ -163,7 +204,10 @@ class ContextParallel:
                 raise ConfigError(
                     f"context_parallel(): buffer {buffer_index} is passed twice, with two dimensions; remove one."
                 )
-            self._layout.check(tensor.shape[dim], f"buffer {buffer_index} of shape {tuple(tensor.shape)}")
+            self._layout.check(
+                tensor.shape[dim],
+                f"buffer {buffer_index} of shape {tuple(tensor.shape)}",
+            )
             if tensor.shape[dim] // self._layout.ranks < 2:
                 raise ConfigError(
                     f"context_parallel(): buffer {buffer_index} of shape {tuple(tensor.shape)} leaves each of "
@@ -174,7 +218,11 @@ class ContextParallel:
         return list(buffers_by_id.values())
 
     def _refuse_copied(self, buffers_by_id: dict[int, tuple[Tensor, int]]) -> None:
-        ddp_models = [m for m in self._models() if isinstance(m, DistributedDataParallel) and m.broadcast_buffers]
+        ddp_models = [
+            m
+            for m in self._models()
+            if isinstance(m, DistributedDataParallel) and m.broadcast_buffers
+        ]
         for model in ddp_models:
             for name, buffer in model.module.named_buffers():
                 if id(buffer) in buffers_by_id:
@@ -185,7 +233,9 @@ class ContextParallel:
                     )
 
     def _check_labels(
-        self, buffer_dims: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None
+        self,
+        buffer_dims: list[tuple[Tensor, int]],
+        labels: Tensor | Literal["auto"] | None,
     ) -> Tensor | None:
         """Return the caller's labels, which determine the weight of this rank's loss; None without labels."""
         if not isinstance(labels, Tensor):
@@ -198,13 +248,21 @@ class ContextParallel:
         )
 
     def _find_labels(
-        self, buffer_dims: list[tuple[Tensor, int]], whole_buffers: list[tuple[Tensor, int]], contents: Contents
+        self,
+        buffer_dims: list[tuple[Tensor, int]],
+        whole_buffers: list[tuple[Tensor, int]],
+        contents: Contents,
     ) -> Tensor | None:
         """Return the buffer with ignored labels, which determines the weight of this rank's loss; None if there is none."""
-        label_indices = [buffer_index for buffer_index, is_ignoring in enumerate(contents.ignoring) if is_ignoring]
+        label_indices = [
+            buffer_index
+            for buffer_index, is_ignoring in enumerate(contents.ignoring)
+            if is_ignoring
+        ]
         if any(
             not torch.equal(
-                self._count_labels(*whole_buffers[label_index]), self._count_labels(*whole_buffers[label_indices[0]])
+                self._count_labels(*whole_buffers[label_index]),
+                self._count_labels(*whole_buffers[label_indices[0]]),
             )
             for label_index in label_indices[1:]
         ):
@@ -223,15 +281,23 @@ class ContextParallel:
     ) -> tuple[bool, PackedSamples | None]:
         """Set the weight of this rank's loss; return whether padding must be masked, and the packed samples. Ranks: the sequence's."""
         self._clock.weights.share = (
-            None if shard_labels is None else self._compute_label_share(shard_labels, sequence_comm)
+            None
+            if shard_labels is None
+            else self._compute_label_share(shard_labels, sequence_comm)
         )
         packed_samples = self._find_packed_samples(whole_buffers, contents)
         return contents.padded and packed_samples is None, packed_samples
 
-    def _find_packed_samples(self, whole_buffers: list[tuple[Tensor, int]], contents: Contents) -> PackedSamples | None:
+    def _find_packed_samples(
+        self, whole_buffers: list[tuple[Tensor, int]], contents: Contents
+    ) -> PackedSamples | None:
         """Return the samples packed into the sequences, by the positions that restart; None if no buffer has such positions."""
         position_buffers = [
-            whole_buffer for whole_buffer, one in zip(whole_buffers, contents.restarting, strict=True) if one
+            whole_buffer
+            for whole_buffer, one in zip(
+                whole_buffers, contents.restarting, strict=True
+            )
+            if one
         ]
         if not position_buffers:
             return None
@@ -253,17 +319,29 @@ class ContextParallel:
         chunks = whole_labels.chunk(self._layout.num_chunks, dim)
         return torch.stack([(chunk != IGNORED).sum() for chunk in chunks])
 
-    def _compute_label_share(self, shard_labels: Tensor, sequence_comm: ProcessGroupComm) -> Tensor:
+    def _compute_label_share(
+        self, shard_labels: Tensor, sequence_comm: ProcessGroupComm
+    ) -> Tensor:
         """Return this rank's share of the labels times the number of ranks: the weight of its mean loss. Ranks: the sequence's."""
-        num_labels = (shard_labels != IGNORED).sum().to(sequence_comm.device, torch.float32)
+        num_labels = (
+            (shard_labels != IGNORED).sum().to(sequence_comm.device, torch.float32)
+        )
         total_labels = sequence_comm.all_reduce(num_labels.clone())
-        return torch.where(total_labels == 0, total_labels, num_labels * self._layout.ranks / total_labels)
+        return torch.where(
+            total_labels == 0,
+            total_labels,
+            num_labels * self._layout.ranks / total_labels,
+        )
 
     def _weigh_loss(self, shard_labels: Tensor, all_labels: Tensor) -> None:
         """Weigh this rank's mean loss by its share of the labels; needs no collective, as each rank has all labels."""
-        label_counts = torch.stack([(shard_labels != IGNORED).sum(), (all_labels != IGNORED).sum()]).to(torch.float32)
+        label_counts = torch.stack(
+            [(shard_labels != IGNORED).sum(), (all_labels != IGNORED).sum()]
+        ).to(torch.float32)
         self._clock.weights.share = torch.where(
-            label_counts[1] == 0, label_counts[1], label_counts[0] * self._layout.ranks / label_counts[1]
+            label_counts[1] == 0,
+            label_counts[1],
+            label_counts[0] * self._layout.ranks / label_counts[1],
         )
 
     def _check_used(self, attention: SequenceAttention) -> None:
@@ -280,4 +358,5 @@ def _restore_buffer(tensor: Tensor, whole_data: Tensor, dim: int) -> None:
     """Make the tensor whole again; a backward that needs its shard then raises instead of using the whole tensor."""
     tensor.data = whole_data
     with torch.no_grad():
-        tensor.narrow(dim, 0, 0).zero_()  # writes nothing, but increments the tensor's version
+        # writes nothing, but increments the tensor's version
+        tensor.narrow(dim, 0, 0).zero_()

@@ -15,10 +15,16 @@ def fix_bucket_order(ddp: DistributedDataParallel) -> None:
 
     Otherwise the first step of every process packs gradients in another order than its later steps.
     """
-    if ddp.static_graph or ddp.find_unused_parameters or any(getattr(m, "sparse", False) for m in ddp.modules()):
+    if (
+        ddp.static_graph
+        or ddp.find_unused_parameters
+        or any(getattr(m, "sparse", False) for m in ddp.modules())
+    ):
         return
     model, training, sync = ddp.module, ddp.training, ddp.require_forward_param_sync
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
     ddp.module = _ZeroLoss(parameters)
     ddp.require_forward_param_sync = False  # no buffers to synchronise here
     try:
@@ -38,7 +44,8 @@ class _Touch(torch.autograd.Function):
     """Pass a loss on, with a gradient of zeros for one parameter."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, parameter: Tensor) -> Tensor:  # Any: torch's context
+    # Any: torch's context
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor) -> Tensor:
         ctx.save_for_backward(parameter)
         return loss.clone()
 
@@ -53,7 +60,8 @@ class _ZeroLoss(nn.Module):
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self._parameters_in_order = tuple(parameters)  # a tuple, so that the parameters are not registered again
+        # a tuple, so that the parameters are not registered again
+        self._parameters_in_order = tuple(parameters)
 
     def forward(self) -> Tensor:
         loss = torch.zeros((), device=self._parameters_in_order[0].device)

@@ -22,7 +22,12 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.base import given
 from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, PrepareError, StepError
-from hasten.modules.quantized import copy_inner_tensors, from_bytes, is_torchao, to_bytes
+from hasten.modules.quantized import (
+    copy_inner_tensors,
+    from_bytes,
+    is_torchao,
+    to_bytes,
+)
 from hasten.optim.gradients import drop_gradients
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
@@ -33,7 +38,8 @@ from hasten.strategies.ddp.buckets import fix_bucket_order
 
 log = get_logger(__name__)
 
-_LEAST_MB, _MOST_MB = 25, 100  # torch's default; larger buckets delay the first reduction
+# torch's default; larger buckets delay the first reduction
+_LEAST_MB, _MOST_MB = 25, 100
 _OURS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -55,7 +61,8 @@ class Replicated(DistributedDataParallel):
             return value
         return self._route(value) if name in self.routed else self._guard(name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's arguments and outputs
+    # Any: the user's arguments and outputs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         trains = torch.is_grad_enabled()
         if trains:
             self.require_forward_param_sync = self._syncs_buffers
@@ -77,7 +84,8 @@ class Replicated(DistributedDataParallel):
             inner, own = self.module, self.module.__dict__.get("forward")
 
             def stand_in(*args: Any, **kwargs: Any) -> Any:
-                _put_forward(inner, own)  # inside the method, forward is the model's again
+                # inside the method, forward is the model's again
+                _put_forward(inner, own)
                 return method(*args, **kwargs)
 
             inner.__dict__["forward"] = stand_in
@@ -94,7 +102,9 @@ class Replicated(DistributedDataParallel):
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
-            if torch.is_grad_enabled() and any(x.grad_fn is not None for x in trees.tensors(result)):
+            if torch.is_grad_enabled() and any(
+                x.grad_fn is not None for x in trees.tensors(result)
+            ):
                 raise StepError(
                     f"{type(self.module).__name__}.{name}() returned tensors with gradients, but it bypasses the model's forward, so "
                     "these gradients would not be synchronized between processes. Call "
@@ -109,8 +119,16 @@ class Replicated(DistributedDataParallel):
         """Return the message for torch's error about unused parameters, with their names."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         listed = re.search(r"did not receive grad for rank \d+:((?: \d+)+)", text)
-        unused = [names[int(i)] for i in listed[1].split() if int(i) < len(names)] if listed else []
-        who = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "") or "some parameters"
+        unused = (
+            [names[int(i)] for i in listed[1].split() if int(i) < len(names)]
+            if listed
+            else []
+        )
+        who = (
+            ", ".join(unused[:8])
+            + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+            or "some parameters"
+        )
         return (
             f"in the last step these parameters of {type(self.module).__name__} did not contribute to the loss: {who}. The processes "
             "would wait for their gradients forever. Use every output in the loss, freeze the "
@@ -119,7 +137,8 @@ class Replicated(DistributedDataParallel):
         )
 
 
-def _put_forward(module: nn.Module, own: Any) -> None:  # Any: the instance's forward, or None
+# Any: the instance's forward, or None
+def _put_forward(module: nn.Module, own: Any) -> None:
     if own is None:
         module.__dict__.pop("forward", None)
     else:
@@ -131,18 +150,33 @@ class Replicate:
 
     stage = Stage.DISTRIBUTE
 
-    def __init__(self, config: DistributedDataParallelKwargs, by_size: bool = False) -> None:
+    def __init__(
+        self, config: DistributedDataParallelKwargs, by_size: bool = False
+    ) -> None:
         self._config = config
         self._by_size = by_size
         self._wrapped = WeakSet[Replicated]()
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if not request.train or not is_trainable(model) or isinstance(model, DistributedDataParallel):
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
+        if (
+            not request.train
+            or not is_trainable(model)
+            or isinstance(model, DistributedDataParallel)
+        ):
             return model
         comm = ctx.groups(*LOSS)
         if not isinstance(comm, ProcessGroupComm):
             return model
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        if any(
+            isinstance(p, nn.parameter.UninitializedParameter)
+            for p in model.parameters()
+        ):
             raise PrepareError(
                 f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be "
                 "replicated; run one batch through the model before prepare()."
@@ -173,7 +207,9 @@ class Replicate:
             if not hasattr(model, "_get_ddp_logging_data"):
                 return 0.0
             times: dict[str, int] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            nanoseconds = times.get("backward_comm_time", 0) - times.get("backward_compute_comm_overlap_time", 0)
+            nanoseconds = times.get("backward_comm_time", 0) - times.get(
+                "backward_compute_comm_overlap_time", 0
+            )
             taken.append(max(nanoseconds, 0) / 1e9)
         return sum(taken) / len(taken) if taken else 0.0
 
@@ -181,9 +217,14 @@ class Replicate:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        return (
+            model.no_sync()
+            if isinstance(model, DistributedDataParallel)
+            else nullcontext()
+        )
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+    # Any: tensors and extra state
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         return dict(self.undo(model).state_dict())
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -193,7 +234,9 @@ class Replicate:
 
     @contextmanager
     def join(self, models: list[nn.Module]) -> Iterator[None]:
-        joinable: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
+        joinable: list[Joinable] = [
+            model for model in models if isinstance(model, DistributedDataParallel)
+        ]
         with Join(joinable) if joinable else nullcontext():
             yield
 
@@ -217,7 +260,10 @@ def _broadcast_quantized(model: nn.Module, comm: ProcessGroupComm) -> None:
 
 def _bucket_mb(model: nn.Module) -> int:
     """Return the bucket size in MiB: a tenth of all gradients, so that most of them are reduced during the backward."""
-    total = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
+    total = (
+        sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        / 2**20
+    )
     size = int(min(max(total / 10, _LEAST_MB), _MOST_MB))
     log.info(
         "performance: gradients of %s (%.0f MiB) are exchanged in buckets of %d MiB, about ten in total; performance={'buckets': False} "
@@ -229,20 +275,29 @@ def _bucket_mb(model: nn.Module) -> int:
     return size
 
 
-def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # Any: torch's keywords
+# Any: torch's keywords
+def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:
     """Return the user's settings as keywords of this torch. Raises: ConfigError for a keyword that torch does not know."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    chosen = {name: getattr(config, name) for name in sorted(given(config)) if name not in _OURS}
+    chosen = {
+        name: getattr(config, name)
+        for name in sorted(given(config))
+        if name not in _OURS
+    }
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise ConfigError(
             f"DistributedDataParallelKwargs({unknown[0]}=...) is not supported by torch {torch.__version__}, so it would be ignored; "
             "remove it, or install a newer torch."
         )
-    return {name: value for name, value in chosen.items() if value != known[name].default}
+    return {
+        name: value for name, value in chosen.items() if value != known[name].default
+    }
 
 
-def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: dist.ProcessGroup) -> None:
+def _add_hook(
+    model: Replicated, config: DistributedDataParallelKwargs, group: dist.ProcessGroup
+) -> None:
     """Register the communication hook of the settings, which compresses gradients."""
     if config.comm_hook == "no":
         return
@@ -272,7 +327,9 @@ def comm_hook(
     }
     hook = hooks[config.comm_hook]
     if config.comm_hook in ("power_sgd", "batched_power_sgd"):
-        state = powerSGD_hook.PowerSGDState(process_group=group, **dict(config.comm_state_option))
+        state = powerSGD_hook.PowerSGDState(
+            process_group=group, **dict(config.comm_state_option)
+        )
     wrappers: dict[str, Callable[..., Any]] = {
         "fp16": default_hooks.fp16_compress_wrapper,
         "bf16": default_hooks.bf16_compress_wrapper,

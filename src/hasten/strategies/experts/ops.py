@@ -16,7 +16,13 @@ class _ExchangeTokens(torch.autograd.Function):
     """All-to-all of rows with uneven sizes; gradients take the reverse direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _all_to_all(x, sent, received, group)
 
@@ -44,13 +50,17 @@ def share(x: Tensor, ranks: int) -> Tensor:
     return output
 
 
-def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
     """Send `sent[i]` consecutive rows to rank i and return the `received[i]` rows from each. Ranks: the group."""
     received_rows: Tensor = _ExchangeTokens.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return received_rows
 
 
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(
+    x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
     received_rows = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(received_rows, x.contiguous(), received, sent, group=group)
     return received_rows
@@ -87,7 +97,9 @@ def route(choices: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
     dist.all_to_all_single(
         received_counts, counts, group=group
     )  # for each rank, its number of choices of each expert here
-    local_numbers = torch.arange(experts_per_rank, device=choices.device).repeat(group.size())
+    local_numbers = torch.arange(experts_per_rank, device=choices.device).repeat(
+        group.size()
+    )
     return Route(
         order=torch.argsort(choices, stable=True),
         local=local_numbers.repeat_interleave(received_counts),

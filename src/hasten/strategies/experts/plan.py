@@ -23,7 +23,11 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
 
     Raises: ConfigError for a plan that names modules that cannot be sharded; PrepareError if nothing is found.
     """
-    experts_by_module = stacked_experts(model) if isinstance(plan, str) else _experts_by_plan(model, plan)
+    experts_by_module = (
+        stacked_experts(model)
+        if isinstance(plan, str)
+        else _experts_by_plan(model, plan)
+    )
     if not experts_by_module:
         raise PrepareError(
             f"no module of {type(model).__name__} has experts that can be split over {ranks} ranks: {_SAID}"
@@ -44,7 +48,12 @@ def stacked_experts(model: nn.Module) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for name, module in model.named_modules():
         number = getattr(module, "num_experts", None)
-        is_stack = name and isinstance(number, int) and number > 1 and reason_against_sharding(module) is None
+        is_stack = (
+            name
+            and isinstance(number, int)
+            and number > 1
+            and reason_against_sharding(module) is None
+        )
         if is_stack and next(module.parameters()).shape[0] == number:
             numbers[name] = number
     return numbers
@@ -81,7 +90,9 @@ def reason_against_sharding(module: nn.Module) -> str | None:
         return "it has no direct parameters"
     if len(direct_parameters) < len(list(module.parameters())):
         return "modules inside it have parameters too"
-    flat_names = [name for name, parameter in direct_parameters.items() if parameter.ndim < 2]
+    flat_names = [
+        name for name, parameter in direct_parameters.items() if parameter.ndim < 2
+    ]
     if flat_names:
         return f"{flat_names[0]!r} has {direct_parameters[flat_names[0]].ndim} dimension(s), and a stack of weights has at least two"
     sizes = {name: parameter.shape[0] for name, parameter in direct_parameters.items()}
@@ -97,7 +108,8 @@ def _wrong_arguments(module: nn.Module) -> str | None:
         parameter.name
         for parameter in inspect.signature(module.forward).parameters.values()
         if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.kind
+        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     return None if len(required) == 3 else f"its forward takes ({', '.join(required)})"
 
@@ -107,7 +119,11 @@ def _check_ties(model: nn.Module, experts_by_module: dict[str, int]) -> None:
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
-        inside = [known for known in (first, name) if known.rpartition(".")[0] in experts_by_module]
+        inside = [
+            known
+            for known in (first, name)
+            if known.rpartition(".")[0] in experts_by_module
+        ]
         if first != name and inside:
             raise ConfigError(
                 f"{first!r} and {name!r} are one tied tensor, and tied experts are not supported in this version. Untie the weights, or "
@@ -117,5 +133,11 @@ def _check_ties(model: nn.Module, experts_by_module: dict[str, int]) -> None:
 
 def _suggest_stacking(model: nn.Module) -> str:
     """Return a hint about a ModuleList named experts, for the error message; empty if there is none."""
-    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] == "experts"]
-    return f"; {lists[0]!r} is a list of modules, which cannot be split" if lists else ""
+    lists = [
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] == "experts"
+    ]
+    return (
+        f"; {lists[0]!r} is a list of modules, which cannot be split" if lists else ""
+    )

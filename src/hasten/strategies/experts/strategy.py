@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hasten.comm.agreement import agree
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
@@ -40,7 +43,8 @@ class CalledExperts(forwarding.Forward):
         self.group = group
         self.num_experts = num_experts
 
-    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:  # Any: the module's arguments
+    # Any: the module's arguments
+    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return hidden states, chosen experts and weights. Raises: StepError for unexpected shapes."""
         bound_arguments = inspect.signature(self.inner).bind(*args, **kwargs).arguments
         hidden, chosen_experts, weights = list(bound_arguments.values())[:3]
@@ -59,13 +63,22 @@ class CalledExperts(forwarding.Forward):
             )
         return hidden, chosen_experts, weights
 
-    def computed(self, rows: Tensor, local_experts: Tensor, weights: Tensor, ranks: int) -> Tensor:
+    def computed(
+        self, rows: Tensor, local_experts: Tensor, weights: Tensor, ranks: int
+    ) -> Tensor:
         """Compute this rank's experts for the rows routed to them; gradients of the weights are divided by `ranks`."""
         with self._with_own_experts(ranks) as stacks:
             if len(rows):
-                outputs: Tensor = self.inner(rows, local_experts.unsqueeze(1), weights.unsqueeze(1))
-            else:  # so that the weights get gradients, and every rank has the exchanges in its graph
-                outputs = rows + weights.sum() + sum(stack.reshape(-1)[:0].sum() for stack in stacks)
+                outputs: Tensor = self.inner(
+                    rows, local_experts.unsqueeze(1), weights.unsqueeze(1)
+                )
+            # so that the weights get gradients, and every rank has the exchanges in its graph
+            else:
+                outputs = (
+                    rows
+                    + weights.sum()
+                    + sum(stack.reshape(-1)[:0].sum() for stack in stacks)
+                )
         if outputs.shape != rows.shape:
             raise StepError(
                 f"{type(self.module).__name__} returned shape {tuple(outputs.shape)} for hidden states of shape "
@@ -98,7 +111,8 @@ class Dispatched(CalledExperts):
 
     tag = "experts"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: three tensors, by position or name
+    # Any: three tensors, by position or name
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, chosen_experts, weights = self.arguments(*args, **kwargs)
         k = chosen_experts.shape[1]
         token_route = route(chosen_experts.reshape(-1), self.num_experts, self.group)
@@ -106,8 +120,14 @@ class Dispatched(CalledExperts):
             token_route.there(hidden.repeat_interleave(k, 0)),
             token_route.there(weights.reshape(-1)),
         )
-        expert_outputs = self.computed(rows, token_route.local, received_weights, self.group.size())
-        return token_route.back(expert_outputs.to(hidden.dtype)).view(-1, k, hidden.shape[1]).sum(1)
+        expert_outputs = self.computed(
+            rows, token_route.local, received_weights, self.group.size()
+        )
+        return (
+            token_route.back(expert_outputs.to(hidden.dtype))
+            .view(-1, k, hidden.shape[1])
+            .sum(1)
+        )
 
 
 class DivideExperts:
@@ -115,12 +135,23 @@ class DivideExperts:
 
     stage = Stage.TENSOR
 
-    def __init__(self, config: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin, mesh: WorldMesh) -> None:
+    def __init__(
+        self,
+        config: ParallelismConfig,
+        fsdp: FullyShardedDataParallelPlugin,
+        mesh: WorldMesh,
+    ) -> None:
         self._config = config
         self._fsdp = fsdp
         self._mesh = mesh
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if not request.train or expert_groups(model):
             return model
         if precision.spec == "fp8":
@@ -153,7 +184,11 @@ class DivideExperts:
 
 def expert_groups(model: nn.Module) -> list[nn.Module]:
     """Return the modules whose experts are sharded over ranks."""
-    return [module for module in model.modules() if forwarding.find(module, Dispatched.tag) is not None]
+    return [
+        module
+        for module in model.modules()
+        if forwarding.find(module, Dispatched.tag) is not None
+    ]
 
 
 def sharded_dim(part: Tensor, shards: int) -> int | None:
@@ -172,9 +207,15 @@ def _check_shards(name: str, module: nn.Module, ranks: int, shards: int) -> None
             )
 
 
-def _divide_experts(module: nn.Module, number: int, mesh: DeviceMesh, device: torch.device) -> None:
+def _divide_experts(
+    module: nn.Module, number: int, mesh: DeviceMesh, device: torch.device
+) -> None:
     for name, whole_parameter in list(module.named_parameters(recurse=False)):
-        own_part = whole_parameter.detach().chunk(mesh.size(), 0)[mesh.get_local_rank()].clone()
+        own_part = (
+            whole_parameter.detach()
+            .chunk(mesh.size(), 0)[mesh.get_local_rank()]
+            .clone()
+        )
         shard = DTensor.from_local(
             own_part if whole_parameter.is_meta else own_part.to(device),
             mesh,
@@ -183,16 +224,26 @@ def _divide_experts(module: nn.Module, number: int, mesh: DeviceMesh, device: to
             shape=whole_parameter.shape,
             stride=whole_parameter.stride(),
         )
-        setattr(module, name, nn.Parameter(shard, requires_grad=whole_parameter.requires_grad))
+        setattr(
+            module,
+            name,
+            nn.Parameter(shard, requires_grad=whole_parameter.requires_grad),
+        )
     if getattr(module, _COUNT, None) == number:
         setattr(module, _COUNT, number // mesh.size())
     forwarding.replace(module, Dispatched(mesh.get_group(), number))
 
 
-def _describe_experts(model: nn.Module, experts_by_module: dict[str, int], mesh: MeshSpec) -> str:
+def _describe_experts(
+    model: nn.Module, experts_by_module: dict[str, int], mesh: MeshSpec
+) -> str:
     """Return a summary of the sharded experts and of the bytes on each rank."""
     ranks = mesh.ep
-    stacks = [stack for name in experts_by_module for stack in model.get_submodule(name).parameters()]
+    stacks = [
+        stack
+        for name in experts_by_module
+        for stack in model.get_submodule(name).parameters()
+    ]
     total_bytes = sum(stack.numel() * stack.element_size() for stack in stacks)
     numbers = sorted(set(experts_by_module.values()))
     return (

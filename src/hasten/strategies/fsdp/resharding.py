@@ -34,16 +34,21 @@ class ReshardWithoutGradients:
 
     def _reshard(self, module: nn.Module, inputs: object, output: object) -> None:
         if not torch.is_grad_enabled() and not self._is_generating:
-            assert isinstance(module, FSDPModule), "the hook is registered on shard groups"
+            assert isinstance(module, FSDPModule), (
+                "the hook is registered on shard groups"
+            )
             module.reshard()
 
-    def wrap_generate(self, model: FSDPModule, reshard_after_forward: bool | int) -> None:
+    def wrap_generate(
+        self, model: FSDPModule, reshard_after_forward: bool | int
+    ) -> None:
         """Keep the root group gathered while `generate` runs, which calls encoders beside the model's forward."""
         assert isinstance(model, nn.Module), "FSDP2 wraps modules"
         if not callable(getattr(model, GENERATE, None)):
             return
         register_fsdp_forward_method(model, GENERATE)
-        generate: Callable[..., Any] = getattr(model, GENERATE)  # Any: arguments and outputs of the model's own method
+        # Any: arguments and outputs of the model's own method
+        generate: Callable[..., Any] = getattr(model, GENERATE)
 
         @wraps(generate)
         def generate_gathered(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +58,9 @@ class ReshardWithoutGradients:
         setattr(model, GENERATE, generate_gathered)
 
     @contextmanager
-    def _keeping_gathered(self, model: FSDPModule, reshard_after_forward: bool) -> Iterator[None]:
+    def _keeping_gathered(
+        self, model: FSDPModule, reshard_after_forward: bool
+    ) -> Iterator[None]:
         self._is_generating = True
         model.set_reshard_after_forward(False, recurse=False)
         try:
@@ -70,7 +77,8 @@ def mark_forward_method(model: nn.Module, name: str) -> None:
     if not isinstance(model, FSDPModule) or name == GENERATE:
         return
     register_fsdp_forward_method(model, name)
-    method: Callable[..., Any] = getattr(model, name)  # Any: arguments and outputs of the user's method
+    # Any: arguments and outputs of the user's method
+    method: Callable[..., Any] = getattr(model, name)
 
     @wraps(method)
     def call_gathered(*args: Any, **kwargs: Any) -> Any:
@@ -86,10 +94,16 @@ def _gather_first_as_normal_tensors(module: FSDPModule) -> None:
     """Allocate the buffers of gathered parameters outside of inference mode, whose tensors no later backward could use."""
     assert isinstance(module, nn.Module), "FSDP2 wraps modules"
     handles: list[RemovableHandle] = []
-    handles.append(module.register_forward_pre_hook(partial(_gather_as_normal_tensors, handles), prepend=True))
+    handles.append(
+        module.register_forward_pre_hook(
+            partial(_gather_as_normal_tensors, handles), prepend=True
+        )
+    )
 
 
-def _gather_as_normal_tensors(handles: list[RemovableHandle], module: nn.Module, inputs: object) -> None:
+def _gather_as_normal_tensors(
+    handles: list[RemovableHandle], module: nn.Module, inputs: object
+) -> None:
     handles.pop().remove()
     if torch.is_inference_mode_enabled():
         assert isinstance(module, FSDPModule), "the hook is registered on shard groups"

@@ -18,7 +18,9 @@ CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Paramete
 """Modules that are never called, so that the parameters of a group would not be gathered."""
 
 
-def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+def blocks_to_shard(
+    model: nn.Module, config: FullyShardedDataParallelPlugin
+) -> list[nn.Module]:
     """Return the modules that form separate shard groups, innermost first; the root's group takes the rest."""
     policy = config.auto_wrap_policy
     if callable(policy):
@@ -32,27 +34,44 @@ def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) ->
         case "no_wrap":
             return []
         case "size_based_wrap":
-            return _deepest_first(model, _by_size(model, config.min_num_params or _DEFAULT_MIN_PARAMS))
+            return _deepest_first(
+                model, _by_size(model, config.min_num_params or _DEFAULT_MIN_PARAMS)
+            )
         case "transformer_based_wrap" | "auto":
             if names := config.transformer_cls_names_to_wrap:
-                blocks = blocks_by_class(model, names, "fsdp.transformer_cls_names_to_wrap")
+                blocks = blocks_by_class(
+                    model, names, "fsdp.transformer_cls_names_to_wrap"
+                )
             else:
-                class_names = tuple(getattr(model, "_no_split_modules", None) or ())  # set in transformers' models
-                blocks = [module for module in model.modules() if type(module).__name__ in class_names]
+                # set in transformers' models
+                class_names = tuple(getattr(model, "_no_split_modules", None) or ())
+                blocks = [
+                    module
+                    for module in model.modules()
+                    if type(module).__name__ in class_names
+                ]
                 blocks = blocks or [block for _, block in repeated_blocks(model)]
             return _deepest_first(model, blocks)
-    raise ConfigError(f"fsdp.auto_wrap_policy={policy!r} is unknown; see docs/sharding.md for the policies.")
+    raise ConfigError(
+        f"fsdp.auto_wrap_policy={policy!r} is unknown; see docs/sharding.md for the policies."
+    )
 
 
-def blocks_to_recompute(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+def blocks_to_recompute(
+    model: nn.Module, config: FullyShardedDataParallelPlugin
+) -> list[nn.Module]:
     """Return the modules that form separate shard groups, or else the repeated blocks."""
-    return blocks_to_shard(model, config) or [block for _, block in repeated_blocks(model)]
+    return blocks_to_shard(model, config) or [
+        block for _, block in repeated_blocks(model)
+    ]
 
 
 def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
     """Return the modules for which `policy(module)` is true."""
     chosen_modules = [
-        (name, module) for name, module in model.named_modules() if module is not model and policy(module)
+        (name, module)
+        for name, module in model.named_modules()
+        if module is not model and policy(module)
     ]
     for name, module in chosen_modules:
         if isinstance(module, CONTAINERS):
@@ -68,8 +87,14 @@ def _by_size(model: nn.Module, min_params: int) -> list[nn.Module]:
     chosen_modules: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
-        num_rest = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
-        if module is not model and num_rest >= min_params and not isinstance(module, CONTAINERS):
+        num_rest = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
+            map(visit, module.children())
+        )
+        if (
+            module is not model
+            and num_rest >= min_params
+            and not isinstance(module, CONTAINERS)
+        ):
             chosen_modules.append(module)
             return 0
         return num_rest
@@ -80,18 +105,28 @@ def _by_size(model: nn.Module, min_params: int) -> list[nn.Module]:
 
 def _deepest_first(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
     module_ids = {id(module) for module in modules}
-    order = [module for module in model.modules() if id(module) in module_ids and module is not model]
+    order = [
+        module
+        for module in model.modules()
+        if id(module) in module_ids and module is not model
+    ]
     depth = {id(module): name.count(".") for name, module in model.named_modules()}
     return sorted(order, key=lambda module: -depth[id(module)])
 
 
-def owned_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def owned_parameters(
+    model: nn.Module, blocks: Sequence[nn.Module]
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield each parameter under each of its names, with the block of its shard group (the model for the rest)."""
     block_ids = {id(block) for block in blocks}
 
-    def visit(module: nn.Module, prefix: str, owner: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    def visit(
+        module: nn.Module, prefix: str, owner: nn.Module
+    ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         owner = module if id(module) in block_ids else owner
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, parameter in module.named_parameters(
+            recurse=False, remove_duplicate=False
+        ):
             yield owner, prefix + name, parameter
         for name, child in module.named_children():
             yield from visit(child, f"{prefix}{name}.", owner)
@@ -114,13 +149,17 @@ def keep_ties_together(
                 owners.setdefault(id(parameter), {})[id(owner)] = owner
                 if len(owners[id(parameter)]) > 1:
                     tied_names.setdefault(id(parameter), name)
-        torn_groups = {key for groups in owners.values() if len(groups) > 1 for key in groups}
+        torn_groups = {
+            key for groups in owners.values() if len(groups) > 1 for key in groups
+        }
         if not torn_groups:
             return kept_blocks, list(tied_names.values())
         kept_blocks = [block for block in kept_blocks if id(block) not in torn_groups]
 
 
-def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
+def ignored_parameters(
+    model: nn.Module, config: FullyShardedDataParallelPlugin
+) -> set[nn.Parameter]:
     """Return the parameters of ignored modules, which stay whole on every rank.
 
     Raises: ConfigError if one of them is trained, because its gradients would not be synchronised.
@@ -129,11 +168,19 @@ def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin)
     if ignored is None:
         return set()
     if isinstance(ignored, str):
-        modules = [module for name, module in model.named_modules() if name and re.fullmatch(ignored, name)]
+        modules = [
+            module
+            for name, module in model.named_modules()
+            if name and re.fullmatch(ignored, name)
+        ]
     else:
         modules = list(ignored)
-    inside_ids = {id(parameter) for module in modules for parameter in module.parameters()}
-    inside_parameters = [(name, p) for name, p in model.named_parameters() if id(p) in inside_ids]
+    inside_ids = {
+        id(parameter) for module in modules for parameter in module.parameters()
+    }
+    inside_parameters = [
+        (name, p) for name, p in model.named_parameters() if id(p) in inside_ids
+    ]
     trained_names = [name for name, p in inside_parameters if p.requires_grad]
     if trained_names:
         raise ConfigError(

@@ -35,7 +35,10 @@ from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
 from hasten.strategies.base import PrepareRequest, Stage
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
-from hasten.strategies.fsdp.resharding import ReshardWithoutGradients, mark_forward_method
+from hasten.strategies.fsdp.resharding import (
+    ReshardWithoutGradients,
+    mark_forward_method,
+)
 from hasten.strategies.fsdp.shard_groups import (
     CONTAINERS,
     blocks_to_shard,
@@ -64,7 +67,11 @@ from hasten.strategies.whole import average_gradients, scalars, whole_on_main
 
 log = logging.getLogger(__name__)
 
-_DTYPES: Final = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+_DTYPES: Final = (
+    ("fp32", torch.float32),
+    ("bf16", torch.bfloat16),
+    ("fp16", torch.float16),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +94,36 @@ class ShardModel:
 
     stage = Stage.DISTRIBUTE
 
-    def __init__(self, config: FullyShardedDataParallelPlugin, mesh: WorldMesh, keep_outputs: bool = False) -> None:
+    def __init__(
+        self,
+        config: FullyShardedDataParallelPlugin,
+        mesh: WorldMesh,
+        keep_outputs: bool = False,
+    ) -> None:
         self._config = config
         self._world_mesh = mesh
         self._keep_outputs = keep_outputs
         self._mesh: DeviceMesh | None = None
         self._replicated = False
         self._is_main = True
-        self._sharded = WeakValueDictionary[int, nn.Parameter]()  # sharded parameters by id, while they exist
+        # sharded parameters by id, while they exist
+        self._sharded = WeakValueDictionary[int, nn.Parameter]()
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if isinstance(model, FSDPModule):
             return model
         if not request.train:
-            return model.to(ctx.device) if request.place and not hasattr(model, "hf_device_map") else model
+            return (
+                model.to(ctx.device)
+                if request.place and not hasattr(model, "hf_device_map")
+                else model
+            )
         mesh = self._mesh_for(ctx)
         with agree(ctx.world, f"sharding {type(model).__name__}"):
             packed = PackedLayers(model, ctx.device)
@@ -113,12 +136,16 @@ class ShardModel:
             copy_from_rank_0(model, ctx)
             copy_tensors(packed.tensors(), ctx)
         wholes = (
-            {name: t.data for name, t in named_tensors(model)} if source is WeightSource.RANK_0 and ctx.is_main else {}
+            {name: t.data for name, t in named_tensors(model)}
+            if source is WeightSource.RANK_0 and ctx.is_main
+            else {}
         )
         with frozen_integers() if packed.num_bytes else nullcontext():
             self._shard(model, layout, mesh, ctx)
         packed.attach_states()
-        allocate_meta(model, torch.device("cpu") if self._config.cpu_offload else ctx.device)
+        allocate_meta(
+            model, torch.device("cpu") if self._config.cpu_offload else ctx.device
+        )
         keep_rest_on_device(model, ctx)
         if source is WeightSource.RANK_0:
             scatter_from_rank_0(model, wholes, ctx)
@@ -129,15 +156,23 @@ class ShardModel:
         refuse_later_hooks(model)
         average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
         if ctx.is_main:
-            for note in (*layout.notes, *packed.notes, _banner(model, mesh, layout, self._config, source)):
+            for note in (
+                *layout.notes,
+                *packed.notes,
+                _banner(model, mesh, layout, self._config, source),
+            ):
                 log.info(note)
         return model
 
     def _remember(self, model: nn.Module) -> None:
         """Record the parameters before and after sharding, to recognise them if another model shares them."""
-        self._sharded.update((id(parameter), parameter) for parameter in model.parameters())
+        self._sharded.update(
+            (id(parameter), parameter) for parameter in model.parameters()
+        )
 
-    def _decide(self, model: nn.Module, precision: Precision, ctx: ProcessContext) -> ShardLayout:
+    def _decide(
+        self, model: nn.Module, precision: Precision, ctx: ProcessContext
+    ) -> ShardLayout:
         """Return the layout of a model. Raises: ConfigError or PrepareError for a model that cannot be sharded."""
         _refuse_unshardable(model, self._sharded)
         ignored = ignored_parameters(model, self._config)
@@ -150,7 +185,11 @@ class ShardModel:
         experts = expert_groups(model)
         chosen_blocks = [
             *experts,
-            *(block for block in chosen_blocks if not any(block is expert_module for expert_module in experts)),
+            *(
+                block
+                for block in chosen_blocks
+                if not any(block is expert_module for expert_module in experts)
+            ),
         ]
         blocks, tied = keep_ties_together(model, chosen_blocks, whole_parameters)
         _refuse_mixed_masters(model, blocks, whole_parameters)
@@ -162,20 +201,45 @@ class ShardModel:
                 "another block: they are sharded with the enclosing group"
             )
         if zero_dims:
-            notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and are replicated on every rank")
+            notes.append(
+                f"{', '.join(zero_dims)} cannot be sharded (no dimension) and are replicated on every rank"
+            )
         policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
-        return ShardLayout(type(model).__name__, blocks, whole_parameters, policy, notes, experts, inside_blocks)
+        return ShardLayout(
+            type(model).__name__,
+            blocks,
+            whole_parameters,
+            policy,
+            notes,
+            experts,
+            inside_blocks,
+        )
 
-    def _better_in_one_group(self, model: nn.Module, whole_parameters: set[nn.Parameter], ctx: ProcessContext) -> bool:
+    def _better_in_one_group(
+        self, model: nn.Module, whole_parameters: set[nn.Parameter], ctx: ProcessContext
+    ) -> bool:
         """Return whether one group is best: a single process gains nothing from several, unless parameters are offloaded."""
         config = self._config
-        automatic = config.auto_wrap_policy == "auto" and not config.transformer_cls_names_to_wrap
+        automatic = (
+            config.auto_wrap_policy == "auto"
+            and not config.transformer_cls_names_to_wrap
+        )
         if not automatic or config.cpu_offload or ctx.mesh.size(*LOSS) > 1:
             return False
-        trained_parameters = [p for p in model.parameters() if p.requires_grad and p not in whole_parameters]
+        trained_parameters = [
+            p
+            for p in model.parameters()
+            if p.requires_grad and p not in whole_parameters
+        ]
         return len({parameter.dtype for parameter in trained_parameters}) <= 1
 
-    def _shard(self, model: nn.Module, layout: ShardLayout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
+    def _shard(
+        self,
+        model: nn.Module,
+        layout: ShardLayout,
+        mesh: DeviceMesh,
+        ctx: ProcessContext,
+    ) -> None:
         block_policy = replace(
             layout.policy, output_dtype=None
         )  # between blocks, activations stay in the compute dtype
@@ -184,11 +248,16 @@ class ShardModel:
             "offload_policy": self._offload(ctx),
             "ignored_params": layout.whole,
             # a single rank holds everything: freeing and gathering would only copy
-            "reshard_after_forward": ctx.mesh.size(*SHARD) > 1 and self._config.reshard_after_forward,
+            "reshard_after_forward": ctx.mesh.size(*SHARD) > 1
+            and self._config.reshard_after_forward,
         }
         expert_options = self._for_experts(ctx, options) if layout.experts else {}
         for block in layout.blocks:
-            fully_shard(block, mp_policy=block_policy, **(expert_options if block in layout.experts else options))
+            fully_shard(
+                block,
+                mp_policy=block_policy,
+                **(expert_options if block in layout.experts else options),
+            )
         for block in layout.inside:
             block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=layout.policy, **options)
@@ -200,7 +269,9 @@ class ShardModel:
         self._prefetch(layout.blocks)
 
     # Any: keywords of fully_shard
-    def _for_experts(self, ctx: ProcessContext, options: dict[str, Any]) -> dict[str, Any]:
+    def _for_experts(
+        self, ctx: ProcessContext, options: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the options for experts, which have copies or shards on fewer ranks."""
         copies, shards, _ = ctx.mesh.expert_sizes
         names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if copies > 1 else (Axis.DP_SHARD,)
@@ -220,7 +291,8 @@ class ShardModel:
             return nullcontext()
         return _without_all_reduce(model)
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+    # Any: tensors and extra state
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
         return whole_on_main(model, self._is_main)
 
@@ -241,7 +313,11 @@ class ShardModel:
         if self._mesh is None:
             self._is_main = ctx.is_main
             self._replicated = ctx.mesh.size(Axis.DP_REPLICATE) > 1
-            names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if self._replicated else (Axis.DP_SHARD,)
+            names = (
+                (Axis.DP_REPLICATE, Axis.DP_SHARD)
+                if self._replicated
+                else (Axis.DP_SHARD,)
+            )
             self._mesh = self._world_mesh.along(ctx, *names)
         return self._mesh
 
@@ -252,20 +328,31 @@ class ShardModel:
         return CPUOffloadPolicy(pin_memory=pin)
 
     def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
-        ahead, behind = self._config.forward_prefetch_depth, self._config.backward_prefetch_depth
-        sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+        ahead, behind = (
+            self._config.forward_prefetch_depth,
+            self._config.backward_prefetch_depth,
+        )
+        sharded: list[FSDPModule] = [
+            block for block in blocks if isinstance(block, FSDPModule)
+        ]
         for index, block in enumerate(sharded):
             if ahead:
-                block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
+                block.set_modules_to_forward_prefetch(
+                    sharded[index + 1 : index + 1 + ahead]
+                )
             if behind:
-                block.set_modules_to_backward_prefetch(sharded[max(0, index - behind) : index][::-1])
+                block.set_modules_to_backward_prefetch(
+                    sharded[max(0, index - behind) : index][::-1]
+                )
 
 
 def _called_inside(block: nn.Module, inputs: object) -> None:
     """Raise if the block is called outside its model: only the whole model gathers its parameters."""
     first: Tensor | None = next(block.parameters(), None)
     # gathered parameters of split layers are DTensors too, but only along the tensor-parallel axis
-    if isinstance(first, DTensor) and first.device_mesh.mesh_dim_names != (str(Axis.TP),):
+    if isinstance(first, DTensor) and first.device_mesh.mesh_dim_names != (
+        str(Axis.TP),
+    ):
         raise StepError(
             f"a {type(block).__name__} was called outside its model's forward. With a world size of one all parameters are in one shard "
             "group, which is only gathered by a call of the model. Call the model, or shard the blocks as separate groups: "
@@ -290,24 +377,41 @@ def mixed_precision(
         return config.mixed_precision_policy
     given_dtypes = config.dtypes
     dtypes_by_name = dict(_DTYPES)
-    half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(spec)
+    half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(
+        spec
+    )
     output = None if half is None or keep_outputs else torch.float32
     return MixedPrecisionPolicy(
-        param_dtype=dtypes_by_name[given_dtypes.param_dtype] if given_dtypes.param_dtype else half,
+        param_dtype=dtypes_by_name[given_dtypes.param_dtype]
+        if given_dtypes.param_dtype
+        else half,
         reduce_dtype=dtypes_by_name[given_dtypes.reduce_dtype]
         if given_dtypes.reduce_dtype
         else (torch.float32 if half else None),
-        output_dtype=dtypes_by_name[given_dtypes.output_dtype] if given_dtypes.output_dtype else output,
+        output_dtype=dtypes_by_name[given_dtypes.output_dtype]
+        if given_dtypes.output_dtype
+        else output,
         cast_forward_inputs=given_dtypes.cast_forward_inputs,
     )
 
 
 def _note_late_heads(model: nn.Module) -> None:
     """Give heads whose logits are computed late the module that gathers their weight, which is freed when the model returns."""
-    owners = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    owners = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    ]
     for name, module in model.named_modules():
-        if isinstance(head := forwarding.find(module, forwarding.LateHead.tag), forwarding.LateHead):
-            enclosing_modules = [owner for prefix, owner in owners if not prefix or f"{name}.".startswith(f"{prefix}.")]
+        if isinstance(
+            head := forwarding.find(module, forwarding.LateHead.tag),
+            forwarding.LateHead,
+        ):
+            enclosing_modules = [
+                owner
+                for prefix, owner in owners
+                if not prefix or f"{name}.".startswith(f"{prefix}.")
+            ]
             head.gathered_by = ref(enclosing_modules[-1])
 
 
@@ -325,8 +429,12 @@ def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -
             f"a {name} has no forward, so its parameters would never be gathered. Put its modules into a module with a forward, or "
             "prepare each of them."
         )
-    sharded_names = [part for part, p in model.named_parameters() if sharded.get(id(p)) is p]
-    sharded_modules = [part for part, module in model.named_modules() if isinstance(module, FSDPModule)]
+    sharded_names = [
+        part for part, p in model.named_parameters() if sharded.get(id(p)) is p
+    ]
+    sharded_modules = [
+        part for part, module in model.named_modules() if isinstance(module, FSDPModule)
+    ]
     if sharded_names or sharded_modules:
         raise PrepareError(
             f"{(sharded_names or sharded_modules)[0]!r} of {name} is also part of a model that is already sharded, but a parameter can only be in one "
@@ -334,7 +442,9 @@ def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -
         )
 
 
-def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole_parameters: set[nn.Parameter]) -> None:
+def _refuse_mixed_masters(
+    model: nn.Module, blocks: Sequence[nn.Module], whole_parameters: set[nn.Parameter]
+) -> None:
     """Raise if trained parameters of a group have different dtypes: torch reduces their gradients together."""
     names_by_dtype: dict[int, dict[torch.dtype, str]] = {}
     for owner, name, parameter in owned_parameters(model, blocks):
@@ -357,7 +467,11 @@ def _banner(
     config: FullyShardedDataParallelPlugin,
     source: WeightSource,
 ) -> str:
-    trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    trained = {
+        str(p.dtype).removeprefix("torch.")
+        for p in model.parameters()
+        if p.requires_grad
+    }
     compute = layout.policy.param_dtype or "the same"
     place_text = "in host memory" if config.cpu_offload else "on the device"
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -394,5 +508,7 @@ def _all_groups(model: nn.Module) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             # torch<2.12 has one group per module, later versions a list of groups.
-            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            groups = getattr(state, "_fsdp_param_groups", None) or [
+                getattr(state, "_fsdp_param_group", None)
+            ]
             yield from (group for group in groups if group is not None)

@@ -12,7 +12,12 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import PrepareRequest
 from hasten.strategies.native import Alone
-from hasten.strategies.weight_sources import allocate_meta, fill_by_function, keep_rest_on_device, named_tensors
+from hasten.strategies.weight_sources import (
+    allocate_meta,
+    fill_by_function,
+    keep_rest_on_device,
+    named_tensors,
+)
 from hasten.strategies.whole import whole_on_main
 
 
@@ -27,7 +32,13 @@ class TensorParallelOnly(Alone):
         self._config = config
         self._is_main = True
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         self._is_main = ctx.is_main
         if not request.place or hasattr(model, "hf_device_map"):
             return model
@@ -38,7 +49,8 @@ class TensorParallelOnly(Alone):
             fill_by_function(model, self._config)
         return model
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+    # Any: tensors and extra state
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
         if not any(is_dtensor(parameter) for parameter in model.parameters()):
             return super().full_state_dict(model)

@@ -15,7 +15,14 @@ from hasten.errors import StepError
 from hasten.modules import forwarding
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import BLOCKS, matrix_of
-from hasten.strategies.tensor.ops import BlockShares, RankRandomStream, enter, gather, leave, split
+from hasten.strategies.tensor.ops import (
+    BlockShares,
+    RankRandomStream,
+    enter,
+    gather,
+    leave,
+    split,
+)
 from hasten.strategies.tensor.sequence import SequenceRegion
 
 
@@ -26,7 +33,12 @@ class SplitForward(forwarding.Forward):
     transposed = False
     """The layer stores its weight as [inputs, outputs]."""
 
-    def __init__(self, group: dist.ProcessGroup, apart: RankRandomStream, region: SequenceRegion | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        apart: RankRandomStream,
+        region: SequenceRegion | None = None,
+    ) -> None:
         self.group = group
         self.apart = apart
         self.region = region
@@ -47,7 +59,8 @@ class SplitForward(forwarding.Forward):
         """Call the module's overridden forward on `x`, with shards in place of its parameters."""
         module_dict = self.module.__dict__
         try:
-            module_dict.update(replacements)  # an entry of the module's __dict__ takes precedence over the parameter
+            # an entry of the module's __dict__ takes precedence over the parameter
+            module_dict.update(replacements)
             output: Tensor = self.inner(x)
             return output
         finally:
@@ -57,7 +70,10 @@ class SplitForward(forwarding.Forward):
 
     def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by rows or columns of the weight, with the forward of the layer's class."""
-        if isinstance(self.module, nn.Linear) and type(self.module).forward is not nn.Linear.forward:
+        if (
+            isinstance(self.module, nn.Linear)
+            and type(self.module).forward is not nn.Linear.forward
+        ):
             return self.applied(x, weight=weight, bias=bias)
         return F.linear(x, weight, bias)
 
@@ -79,7 +95,11 @@ class Colwise(SplitForward):
             x = enter(x, self.group)
         elif not self.gathered:
             x = self.region.gathered(x)
-        late_head = None if self.output == "part" else forwarding.find(self.module, forwarding.LateHead.tag)
+        late_head = (
+            None
+            if self.output == "part"
+            else forwarding.find(self.module, forwarding.LateHead.tag)
+        )
         if isinstance(late_head, forwarding.LateHead):
             return late_head.split_logits(x, weight, bias, self.group)
         out = self.multiplied(x, weight, bias)
@@ -101,8 +121,12 @@ class ColwiseBlocks(Colwise):
     def weights(self) -> tuple[Tensor, Tensor | None]:
         stored_rows, bias = self.matrix(), self.part("bias")
         if self._shares is None:
-            self._shares = BlockShares(stored_rows.shape[0], self.blocks, self.group, stored_rows.device)
-        return self._shares.exchanged(stored_rows), None if bias is None else self._shares.exchanged(bias)
+            self._shares = BlockShares(
+                stored_rows.shape[0], self.blocks, self.group, stored_rows.device
+            )
+        return self._shares.exchanged(
+            stored_rows
+        ), None if bias is None else self._shares.exchanged(bias)
 
 
 class Rowwise(SplitForward):
@@ -117,11 +141,19 @@ class Rowwise(SplitForward):
             self._refuse_features(x.shape[-1], weight.shape[-1])
         if self.region is not None:
             summed_output = self.region.scattered(self.multiplied(x, weight, None))
-            return summed_output if bias is None else summed_output + enter(bias, self.group).to(summed_output.dtype)
+            return (
+                summed_output
+                if bias is None
+                else summed_output + enter(bias, self.group).to(summed_output.dtype)
+            )
         self.apart.end()
         input_part = split(x, -1, self.group) if self.whole_input else x
         summed_output = leave(self.multiplied(input_part, weight, None), self.group)
-        return summed_output if bias is None else summed_output + bias.to(summed_output.dtype)
+        return (
+            summed_output
+            if bias is None
+            else summed_output + bias.to(summed_output.dtype)
+        )
 
     def _refuse_features(self, num_features: int, expected_features: int) -> None:
         if self.region is not None:
@@ -163,8 +195,14 @@ class VocabularyRows(_SplitEmbedding):
         local_tokens = tokens - first_row
         is_elsewhere = (local_tokens < 0) | (local_tokens >= weight.shape[0])
         padding = self.module.padding_idx
-        own_padding = None if padding is None or not 0 <= padding - first_row < weight.shape[0] else padding - first_row
-        rows = self.looked_up(local_tokens.masked_fill(is_elsewhere, 0), weight, own_padding)
+        own_padding = (
+            None
+            if padding is None or not 0 <= padding - first_row < weight.shape[0]
+            else padding - first_row
+        )
+        rows = self.looked_up(
+            local_tokens.masked_fill(is_elsewhere, 0), weight, own_padding
+        )
         return leave(rows.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.group)
 
 
@@ -183,15 +221,23 @@ class SplitExperts(CalledExperts):
 
     tag = "tensor"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: three tensors, by position or name
+    # Any: three tensors, by position or name
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, chosen_experts, weights = self.arguments(*args, **kwargs)
         hidden, weights = enter(hidden, self.group), enter(weights, self.group)
         experts_per_rank = self.num_experts // self.group.size()
         local_experts = chosen_experts - self.group.rank() * experts_per_rank
         is_own = (local_experts >= 0) & (local_experts < experts_per_rank)
         tokens = torch.where(is_own)[0]
-        expert_outputs = self.computed(hidden[tokens], local_experts[is_own], weights[is_own], 1)
-        return leave(hidden.new_zeros(hidden.shape).index_add(0, tokens, expert_outputs.to(hidden.dtype)), self.group)
+        expert_outputs = self.computed(
+            hidden[tokens], local_experts[is_own], weights[is_own], 1
+        )
+        return leave(
+            hidden.new_zeros(hidden.shape).index_add(
+                0, tokens, expert_outputs.to(hidden.dtype)
+            ),
+            self.group,
+        )
 
 
 def forward_of(
@@ -218,7 +264,10 @@ def forward_of(
             return colwise
         case "rowwise" | "rowwise_split_input":
             rowwise = Rowwise(group, apart, region)
-            rowwise.whole_input, rowwise.transposed = style == "rowwise_split_input", transposed
+            rowwise.whole_input, rowwise.transposed = (
+                style == "rowwise_split_input",
+                transposed,
+            )
             return rowwise
         case "embedding_rowwise":
             return VocabularyRows(group, apart)

@@ -15,8 +15,23 @@ from hasten.strategies.tensor.layers import LayerSplit, matrix_of
 QUERY: Final = re.compile(r"(^|_)(q|query|wq)(_|$)|^to_q$")
 KEY: Final = re.compile(r"(^|_)(k|key|wk|v|value|wv)(_|$)|^to_[kv]$")
 """Names of projections of keys and of values."""
-_SIZES: Final = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head", "dim_head", "d_k")
-_COUNTS: Final = ("n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhead")
+_SIZES: Final = (
+    "head_dim",
+    "attention_head_size",
+    "key_value_proj_dim",
+    "head_size",
+    "d_head",
+    "dim_head",
+    "d_k",
+)
+_COUNTS: Final = (
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "num_attention_heads",
+    "heads",
+    "nhead",
+)
 
 
 def first_positive_integer(module: nn.Module, names: Sequence[str]) -> int | None:
@@ -54,7 +69,9 @@ def _attention(model: nn.Module, split: LayerSplit) -> Iterator[tuple[int, list[
     """Yield the head size of each module with split projections, and the names of its projections of queries, keys and values."""
     projections: dict[str, list[str]] = {}
     for name, style in split.styles.items():
-        if style == "colwise" and (QUERY.search(_leaf(name)) or KEY.search(_leaf(name))):
+        if style == "colwise" and (
+            QUERY.search(_leaf(name)) or KEY.search(_leaf(name))
+        ):
             projections.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, names in projections.items():
         widths = [_width(model, name) for name in names if QUERY.search(_leaf(name))]
@@ -81,19 +98,38 @@ def norms_of_heads(model: nn.Module, split: LayerSplit) -> Iterator[str]:
             layers_by_parent.setdefault(name.rpartition(".")[0], []).append(name)
     for parent, layers in layers_by_parent.items():
         module = model.get_submodule(parent)
-        sizes = [size for attribute in _SIZES if isinstance(size := getattr(module, attribute, None), int) and size > 0]
-        inputs = {matrix.inputs for name in layers if (matrix := matrix_of(model.get_submodule(name)))}
+        sizes = [
+            size
+            for attribute in _SIZES
+            if isinstance(size := getattr(module, attribute, None), int) and size > 0
+        ]
+        inputs = {
+            matrix.inputs
+            for name in layers
+            if (matrix := matrix_of(model.get_submodule(name)))
+        }
         for leaf, norm in module.named_children():
             is_named = QUERY.search(leaf) or re.search(r"(^|_)(k|key|wk)(_|$)", leaf)
             widths = {parameter.numel() for parameter in norm.parameters(recurse=False)}
-            if is_named and "Norm" in type(norm).__name__ and widths and widths <= set(sizes[:1]) - inputs:
+            if (
+                is_named
+                and "Norm" in type(norm).__name__
+                and widths
+                and widths <= set(sizes[:1]) - inputs
+            ):
                 yield f"{parent}.{leaf}" if parent else leaf
 
 
-def divide_named(model: nn.Module, split: LayerSplit, divide: Sequence[str], ranks: int) -> None:
+def divide_named(
+    model: nn.Module, split: LayerSplit, divide: Sequence[str], ranks: int
+) -> None:
     """Record per-rank values of the attributes in `tp_divide`. Raises: ConfigError for a name that no such module has."""
     found_attributes: set[str] = set()
-    parents = {name.rpartition(".")[0]: None for name, style in split.styles.items() if style.startswith("colwise")}
+    parents = {
+        name.rpartition(".")[0]: None
+        for name, style in split.styles.items()
+        if style.startswith("colwise")
+    }
     for parent in parents:
         module = model.get_submodule(parent)
         for name in divide:

@@ -10,7 +10,10 @@ from torch import nn
 
 from hasten.config.sections.parallel import TensorStyle
 
-BLOCKS: Final[tuple[tuple[TensorStyle, int], ...]] = (("colwise_halves", 2), ("colwise_thirds", 3))
+BLOCKS: Final[tuple[tuple[TensorStyle, int], ...]] = (
+    ("colwise_halves", 2),
+    ("colwise_thirds", 3),
+)
 """Styles of layers that join several projections, with the number of projections."""
 _MULTIPLIED: Final = (nn.MultiheadAttention,)
 """Modules that use the weights of their layers without calling the layers."""
@@ -31,10 +34,18 @@ def matrix_of(module: nn.Module) -> Matrix | None:
     module = base_of(module)
     weight = getattr(module, "weight", None)
     shape = tuple(getattr(weight, "shape", ()))
-    if isinstance(module, nn.Linear) and shape == (module.out_features, module.in_features):
+    if isinstance(module, nn.Linear) and shape == (
+        module.out_features,
+        module.in_features,
+    ):
         return Matrix(module.in_features, module.out_features, 0)
     nx, nf = getattr(module, "nx", None), getattr(module, "nf", None)
-    if type(module).__name__ == "Conv1D" and isinstance(nx, int) and isinstance(nf, int) and shape == (nx, nf):
+    if (
+        type(module).__name__ == "Conv1D"
+        and isinstance(nx, int)
+        and isinstance(nf, int)
+        and shape == (nx, nf)
+    ):
         return Matrix(nx, nf, 1)
     return None
 

@@ -91,7 +91,9 @@ def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 class BlockShares:
     """Exchange that gives a rank, which stores consecutive rows of several joined blocks, its share of each block."""
 
-    def __init__(self, stored: int, blocks: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, stored: int, blocks: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self.group = group
         ranks, rank = group.size(), group.rank()
         rows_per_block = stored // blocks
@@ -148,11 +150,17 @@ class RankRandomStream:
 
     def begin(self, module: nn.Module) -> None:
         """Switch to this rank's random state; does nothing inside a region that has already started."""
-        if not self._needed or not module.training or self._outside is not None or torch.compiler.is_compiling():
+        if (
+            not self._needed
+            or not module.training
+            or self._outside is not None
+            or torch.compiler.is_compiling()
+        ):
             return
         seed = int(torch.randint(2**62, ()))
         weight = next(module.parameters(), None)
-        self._device = self._device if weight is None else weight.device  # a dropout has no parameters: keep the device
+        # a dropout has no parameters: keep the device
+        self._device = self._device if weight is None else weight.device
         self._outside = torch.get_rng_state(), self._on_device()
         torch.manual_seed(seed + self._rank)
 
@@ -183,7 +191,11 @@ class RankRandomStream:
                 torch.cuda.set_rng_state(inside_state[1], self._device)
 
     def _on_device(self) -> Tensor | None:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return (
+            torch.cuda.get_rng_state(self._device)
+            if self._device.type == "cuda"
+            else None
+        )
 
 
 class RankDropout(forwarding.Forward):
@@ -198,7 +210,8 @@ class RankDropout(forwarding.Forward):
         self.apart = apart
         self.by_part = by_part
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: a dropout's argument and result
+    # Any: a dropout's argument and result
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.by_part:
             with self.apart.paused():
                 return self.inner(*args, **kwargs)

@@ -15,7 +15,13 @@ from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.mesh_plan import divisors
 from hasten.strategies.experts.plan import reason_against_sharding
 from hasten.strategies.tensor import heads as tensor_heads
-from hasten.strategies.tensor.layers import BLOCKS, LayerSplit, base_of, linear_layers, matrix_of
+from hasten.strategies.tensor.layers import (
+    BLOCKS,
+    LayerSplit,
+    base_of,
+    linear_layers,
+    matrix_of,
+)
 
 # Any in this file: attributes of PEFT's modules; PEFT need not be installed.
 
@@ -44,21 +50,28 @@ def expand(model: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> No
     for name, style in list(split.styles.items()):
         module = model.get_submodule(name)
         trained_copies: Any = getattr(module, "modules_to_save", None)
-        if isinstance(getattr(module, "original_module", None), nn.Module) and isinstance(
-            trained_copies, nn.ModuleDict
-        ):
+        if isinstance(
+            getattr(module, "original_module", None), nn.Module
+        ) and isinstance(trained_copies, nn.ModuleDict):
             del split.styles[name]
-            layer_names = [f"{name}.original_module", *(f"{name}.modules_to_save.{key}" for key in trained_copies)]
+            layer_names = [
+                f"{name}.original_module",
+                *(f"{name}.modules_to_save.{key}" for key in trained_copies),
+            ]
             split.styles.update(dict.fromkeys(layer_names, style))
         elif isinstance(getattr(module, "base_layer", None), nn.Module):
             _expand_adapter(name, module, split, advice)
 
 
-def _expand_adapter(name: str, module: nn.Module, split: LayerSplit, advice: Callable[[], str]) -> None:
+def _expand_adapter(
+    name: str, module: nn.Module, split: LayerSplit, advice: Callable[[], str]
+) -> None:
     style = split.styles.pop(name)
     adapters: Any = getattr(module, "lora_A", None)
     is_plain_lora = isinstance(adapters, nn.ModuleDict) and not _uses_weight(module)
-    if not is_plain_lora or isinstance(getattr(module.get_submodule("base_layer"), "base_layer", None), nn.Module):
+    if not is_plain_lora or isinstance(
+        getattr(module.get_submodule("base_layer"), "base_layer", None), nn.Module
+    ):
         raise ConfigError(
             f"{name!r} is a {type(module).__module__.partition('.')[0]} {type(module).__name__}, an adapter other than plain LoRA, "
             f"which cannot be split {style} together with its base layer. {advice()}"
@@ -66,8 +79,12 @@ def _expand_adapter(name: str, module: nn.Module, split: LayerSplit, advice: Cal
     layer_names = [f"{name}.base_layer"]
     by_outputs = not style.startswith("rowwise")
     if not style.startswith("embedding"):
-        layer_names += [f"{name}.{'lora_B' if by_outputs else 'lora_A'}.{key}" for key in adapters]
-        split.dropouts.update({f"{name}.lora_dropout.{key}": not by_outputs for key in adapters})
+        layer_names += [
+            f"{name}.{'lora_B' if by_outputs else 'lora_A'}.{key}" for key in adapters
+        ]
+        split.dropouts.update(
+            {f"{name}.lora_dropout.{key}": not by_outputs for key in adapters}
+        )
     elif style == "embedding_colwise" and len(getattr(module, "lora_embedding_A", ())):
         raise ConfigError(
             f"{name!r} is an embedding with an adapter, which cannot be split by columns. Use 'embedding_rowwise'."
@@ -78,7 +95,9 @@ def _expand_adapter(name: str, module: nn.Module, split: LayerSplit, advice: Cal
 
 def _uses_weight(module: nn.Module) -> bool:
     """Return True for an adapter that computes with its base layer's weight, such as DoRA, or differs from plain LoRA."""
-    return bool(getattr(module, "lora_variant", None)) or bool(len(getattr(module, "lora_magnitude_vector", ())))
+    return bool(getattr(module, "lora_variant", None)) or bool(
+        len(getattr(module, "lora_magnitude_vector", ()))
+    )
 
 
 STYLES: Final = get_args(TensorStyle)
@@ -94,7 +113,11 @@ _ALIASES: Final = (
 
 
 def decide(
-    model: nn.Module, plan: Mapping[str, str] | str, divide: Sequence[str], ranks: int, experts: bool = True
+    model: nn.Module,
+    plan: Mapping[str, str] | str,
+    divide: Sequence[str],
+    ranks: int,
+    experts: bool = True,
 ) -> LayerSplit:
     """Return the layers to split, checked against their sizes; the model is not changed.
 
@@ -115,7 +138,9 @@ def decide(
     for name, style in split.styles.items():
         _check_layer(model, name, style, ranks, split)
     tensor_heads.refuse_split_heads(model, split, ranks)
-    split.summed = list(dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)]))
+    split.summed = list(
+        dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)])
+    )
     tensor_heads.divide_named(model, split, divide, ranks)
     expand(model, split, lambda: _suggest_plan(model, ranks))
     return split
@@ -131,12 +156,16 @@ def _split_by_carried_plans(model: nn.Module, ranks: int, experts: bool) -> Laye
         split.left |= submodule_split.left
         split.summed += submodule_split.summed
     if not experts:
-        for name in [name for name, style in split.styles.items() if style == "experts"]:
+        for name in [
+            name for name, style in split.styles.items() if style == "experts"
+        ]:
             split.drop(name, "its experts are split over ep")
     return split
 
 
-def _modules_with_plan(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
+def _modules_with_plan(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
     """Yield the outermost modules with a `tp_plan`, and torch's layers; a wrapper may expose that of the model inside it."""
     prefixes: list[str] = []
     for name, module in model.named_modules():
@@ -152,7 +181,8 @@ def _plan_of(module: nn.Module) -> Mapping[str, str]:
     if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return dict(_PLAN_OF_TORCH)
     has_plan = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
-    plan: Any = getattr(module, "tp_plan", None) if has_plan else None  # Any: an attribute of other code
+    # Any: an attribute of other code
+    plan: Any = getattr(module, "tp_plan", None) if has_plan else None
     return plan if isinstance(plan, Mapping) else {}
 
 
@@ -181,14 +211,22 @@ def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
         base_name = callable_base(model, name)
         if base_name is None:
             continue
-        is_untied = num_uses[id(model.get_submodule(base_name).get_parameter("weight"))] == 1
+        is_untied = (
+            num_uses[id(model.get_submodule(base_name).get_parameter("weight"))] == 1
+        )
         pattern = re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", base_name)
         names.setdefault(pattern, []).append(layer.outputs % ranks == 0 and is_untied)
-    return {pattern: "colwise_gather_output" for pattern, fits in names.items() if all(fits)}
+    return {
+        pattern: "colwise_gather_output" for pattern, fits in names.items() if all(fits)
+    }
 
 
 def _split_by_plan(
-    model: nn.Module, plan: Mapping[str, str], source: str, ranks: int, carrier: str | None = None
+    model: nn.Module,
+    plan: Mapping[str, str],
+    source: str,
+    ranks: int,
+    carrier: str | None = None,
 ) -> LayerSplit:
     """Return the modules that match the patterns; the first match decides.
 
@@ -201,7 +239,11 @@ def _split_by_plan(
     for pattern, style_name in plan.items():
         style = dict(_ALIASES).get(style_name, style_name)
         matches = re.compile(translate(pattern)).match
-        matching_names = [name for name in names if name.startswith(name_prefix) and matches(name[len(name_prefix) :])]
+        matching_names = [
+            name
+            for name in names
+            if name.startswith(name_prefix) and matches(name[len(name_prefix) :])
+        ]
         if carrier is None:
             _check_pattern(model, pattern, style_name, style, matching_names, source)
         for name in [name for name in matching_names if name not in decided_names]:
@@ -218,29 +260,44 @@ def _split_by_plan(
                 and carrier is not None
                 and reason_against_sharding(model.get_submodule(name)) is not None
             ):
-                split.left[name] = str(reason_against_sharding(model.get_submodule(name)))
+                split.left[name] = str(
+                    reason_against_sharding(model.get_submodule(name))
+                )
             elif style != "replicate":
                 split.styles[name] = cast(TensorStyle, style)
     return split
 
 
 def _check_pattern(
-    model: nn.Module, pattern: str, style_name: str, style: str, matching_names: list[str], source: str
+    model: nn.Module,
+    pattern: str,
+    style_name: str,
+    style: str,
+    matching_names: list[str],
+    source: str,
 ) -> None:
     if style not in STYLES:
         raise ConfigError(
             f"{source}: {pattern!r} has the style {style_name!r}, which is unknown; use one of {', '.join(STYLES)}."
         )
     if not matching_names:
-        embeddings = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
-        layer_names = ", ".join([*embeddings, *(name for name, _ in linear_layers(model, ""))])
+        embeddings = [
+            name
+            for name, part in model.named_modules()
+            if isinstance(part, nn.Embedding)
+        ]
+        layer_names = ", ".join(
+            [*embeddings, *(name for name, _ in linear_layers(model, ""))]
+        )
         raise ConfigError(
             f"{source}: {pattern!r} matches no module of {type(model).__name__}, so it would have no effect; layers that can be split "
             f"are {layer_names or 'none'}."
         )
 
 
-def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, split: LayerSplit) -> None:
+def _check_layer(
+    model: nn.Module, name: str, style: TensorStyle, ranks: int, split: LayerSplit
+) -> None:
     layer = layer_inside(model.get_submodule(name))
     if style == "experts":
         split.numbers[name] = _check_experts(name, layer, ranks)
@@ -255,9 +312,14 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
     num_blocks = dict(BLOCKS).get(style, 1)
     if isinstance(layer, nn.Embedding):
         size_name, size = (
-            ("rows", layer.num_embeddings) if style == "embedding_rowwise" else ("columns", layer.embedding_dim)
+            ("rows", layer.num_embeddings)
+            if style == "embedding_rowwise"
+            else ("columns", layer.embedding_dim)
         )
-        if type(layer).forward is not nn.Embedding.forward and len(signature(type(layer).forward).parameters) != 2:
+        if (
+            type(layer).forward is not nn.Embedding.forward
+            and len(signature(type(layer).forward).parameters) != 2
+        ):
             raise ConfigError(
                 f"{name!r} is a {type(layer).__name__}, whose forward has other arguments than tokens, so it is unclear which rows it "
                 "reads; do not split it."
@@ -269,9 +331,17 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
     else:
         assert sizes is not None, "checked above"
         by_columns = style.startswith("colwise")
-        size_name, size = ("output features", sizes.outputs) if by_columns else ("input features", sizes.inputs)
+        size_name, size = (
+            ("output features", sizes.outputs)
+            if by_columns
+            else ("input features", sizes.inputs)
+        )
     if size % (ranks * num_blocks):
-        joined_text = "" if num_blocks == 1 else f", which are {num_blocks} projections side by side"
+        joined_text = (
+            ""
+            if num_blocks == 1
+            else f", which are {num_blocks} projections side by side"
+        )
         raise ConfigError(
             f"tp_size={ranks} does not divide the {size} {size_name} of {name!r}{joined_text}; ranks would hold layers of different "
             f"widths. Set tp_size to one of {divisors(size // num_blocks)}, or remove this layer from the plan."

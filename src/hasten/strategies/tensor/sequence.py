@@ -55,7 +55,9 @@ class SequenceRegion:
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return all tokens of a split layer's input; layers with the same input share one gather. Ranks: the group."""
-        if self._last_gathered is not None and (x is self._last_gathered[0] or x is self._last_gathered[1]):
+        if self._last_gathered is not None and (
+            x is self._last_gathered[0] or x is self._last_gathered[1]
+        ):
             return self._last_gathered[1]
         if any(x is known for known in self._whole_inputs):
             return enter(x, self.group)
@@ -77,17 +79,28 @@ class SequenceInput(forwarding.Forward):
         self.region = region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = [
+            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
+        ]
         hidden = next((value for value in tensors if value.is_floating_point()), None)
         if hidden is None:
             return self.inner(*args, **kwargs)
 
         def gather_hidden(value: Any) -> Any:
-            is_alike = isinstance(value, Tensor) and value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1]
-            return self.region.gathered(value) if is_alike and value.is_floating_point() else value
+            is_alike = (
+                isinstance(value, Tensor)
+                and value.ndim == hidden.ndim
+                and value.shape[-1] == hidden.shape[-1]
+            )
+            return (
+                self.region.gathered(value)
+                if is_alike and value.is_floating_point()
+                else value
+            )
 
         return self.inner(
-            *(gather_hidden(value) for value in args), **{key: gather_hidden(value) for key, value in kwargs.items()}
+            *(gather_hidden(value) for value in args),
+            **{key: gather_hidden(value) for key, value in kwargs.items()},
         )
 
 
@@ -96,27 +109,43 @@ class SequenceBlock(forwarding.Forward):
 
     tag = "sequence"
 
-    def __init__(self, region: SequenceRegion, apart: RankRandomStream, first: bool, last: bool) -> None:
+    def __init__(
+        self, region: SequenceRegion, apart: RankRandomStream, first: bool, last: bool
+    ) -> None:
         self.region = region
         self.apart = apart
         self.first = first
         self.last = last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = None if args else next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
+        name = (
+            None
+            if args
+            else next(
+                (key for key, value in kwargs.items() if isinstance(value, Tensor)),
+                None,
+            )
+        )
         hidden = args[0] if args else kwargs.get(name or "")
         if not isinstance(hidden, Tensor) or hidden.ndim < 2:
             raise StepError(
                 f"{type(self.module).__name__} was called without hidden states as its first argument, so there are no tokens to split; "
                 "set sequence_parallel=False for this model."
             )
-        other_inputs = (args[1:], {key: value for key, value in kwargs.items() if key != name})
+        other_inputs = (
+            args[1:],
+            {key: value for key, value in kwargs.items() if key != name},
+        )
         if self.first:
             hidden = self._divided(hidden)
         self.region.open(trees.tensors(other_inputs))
         self.apart.begin(self.module)
         try:
-            outputs = self.inner(hidden, *args[1:], **kwargs) if args else self.inner(**{**kwargs, str(name): hidden})
+            outputs = (
+                self.inner(hidden, *args[1:], **kwargs)
+                if args
+                else self.inner(**{**kwargs, str(name): hidden})
+            )
         finally:
             self.apart.end()
             self.region.close()
@@ -136,7 +165,9 @@ class SequenceBlock(forwarding.Forward):
         if isinstance(out, Tensor):
             return gather(out, out.ndim - 2, self.region.group)
         if isinstance(out, (tuple, list)) and out and isinstance(out[0], Tensor):
-            return type(out)([gather(out[0], out[0].ndim - 2, self.region.group), *out[1:]])
+            return type(out)(
+                [gather(out[0], out[0].ndim - 2, self.region.group), *out[1:]]
+            )
         raise StepError(
             f"{type(self.module).__name__} returned a {type(out).__name__}, which contains no hidden states to gather; set "
             "sequence_parallel=False for this model."
@@ -153,9 +184,14 @@ class PerToken(forwarding.Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module_dict = self.module.__dict__
-        names = [name for name, value in self.module.named_parameters(recurse=False) if value.requires_grad]
+        names = [
+            name
+            for name, value in self.module.named_parameters(recurse=False)
+            if value.requires_grad
+        ]
         try:
-            for name in names:  # an entry of the module's __dict__ takes precedence over the parameter
+            # an entry of the module's __dict__ takes precedence over the parameter
+            for name in names:
                 module_dict[name] = enter(self.module.get_parameter(name), self.group)
             return self.inner(*args, **kwargs)
         finally:
@@ -163,7 +199,9 @@ class PerToken(forwarding.Forward):
                 module_dict.pop(name, None)
 
 
-def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tuple[str, nn.Module]]]:
+def check(
+    model: nn.Module, styles: Mapping[str, TensorStyle]
+) -> list[list[tuple[str, nn.Module]]]:
     """Return the stacks of blocks in which tokens can be sharded between split layers.
 
     Raises: ConfigError for a layer in a block that would need all tokens.
@@ -172,7 +210,9 @@ def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tupl
     for name, block in repeated_blocks(model):
         stacks.setdefault(name.rpartition(".")[0], []).append((name, block))
     split_stacks = [
-        stack for stack in stacks.values() if any(s.startswith(f"{name}.") for name, _ in stack for s in styles)
+        stack
+        for stack in stacks.values()
+        if any(s.startswith(f"{name}.") for name, _ in stack for s in styles)
     ]
     if not split_stacks:
         raise ConfigError(
@@ -183,7 +223,9 @@ def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tupl
         for relative_name, layer in block.named_modules():
             full_name = f"{name}.{relative_name}" if relative_name else name
             style = styles.get(full_name)
-            if style in (*_BY_COLUMNS, "rowwise") or not dict(layer.named_parameters(recurse=False)):
+            if style in (*_BY_COLUMNS, "rowwise") or not dict(
+                layer.named_parameters(recurse=False)
+            ):
                 continue
             if style is None and "Norm" in type(layer).__name__:
                 continue
@@ -227,7 +269,9 @@ def install(
                     forwarding.replace(layer, PerToken(group))
                 elif full_name != name and full_name in holders.values():
                     forwarding.replace(layer, SequenceInput(region))
-            forwarding.replace(block, SequenceBlock(region, apart, index == 0, index == len(stack) - 1))
+            forwarding.replace(
+                block, SequenceBlock(region, apart, index == 0, index == len(stack) - 1)
+            )
     return regions
 
 

@@ -10,7 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hasten.comm.agreement import agree
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from hasten.errors import ConfigError
 from hasten.extension import load
 from hasten.modules import forwarding
@@ -19,7 +22,11 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import PrepareRequest, Stage
-from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
+from hasten.strategies.gradient_hooks import (
+    carry_hooks,
+    hooks_to_carry,
+    refuse_gradient_hooks,
+)
 from hasten.strategies.tensor import sequence as tensor_sequence
 from hasten.strategies.tensor.forwards import SplitForward, forward_of
 from hasten.strategies.tensor.layers import LayerSplit, split_dims
@@ -35,13 +42,24 @@ class SplitLayers:
 
     stage = Stage.TENSOR
 
-    def __init__(self, config: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin, mesh: WorldMesh) -> None:
+    def __init__(
+        self,
+        config: ParallelismConfig,
+        fsdp: FullyShardedDataParallelPlugin,
+        mesh: WorldMesh,
+    ) -> None:
         self._config = config
         self._handler = config.tp_handler
         self._fsdp = fsdp
         self._mesh = mesh
 
-    def apply(self, model: nn.Module, request: PrepareRequest, ctx: ProcessContext, precision: Precision) -> nn.Module:
+    def apply(
+        self,
+        model: nn.Module,
+        request: PrepareRequest,
+        ctx: ProcessContext,
+        precision: Precision,
+    ) -> nn.Module:
         if any(isinstance(p, DTensor) for p in model.parameters()):
             return model
         if precision.spec == "fp8":
@@ -51,12 +69,25 @@ class SplitLayers:
             )
         ranks = ctx.mesh.size(Axis.TP)
         with agree(ctx.world, f"splitting {type(model).__name__}"):
-            split = decide(model, self._config.tp_plan, self._config.tp_divide, ranks, experts=ctx.mesh.ep == 1)
+            split = decide(
+                model,
+                self._config.tp_plan,
+                self._config.tp_divide,
+                ranks,
+                experts=ctx.mesh.ep == 1,
+            )
             _check_ties(model, split)
-            block_stacks = tensor_sequence.check(model, split.styles) if self._handler.sequence_parallel else []
+            block_stacks = (
+                tensor_sequence.check(model, split.styles)
+                if self._handler.sequence_parallel
+                else []
+            )
             if self._handler.loss_parallel:
                 head = _head_of(model, split)
-                if forwarding.find(model.get_submodule(head), forwarding.LateHead.tag) is None:
+                if (
+                    forwarding.find(model.get_submodule(head), forwarding.LateHead.tag)
+                    is None
+                ):
                     load("public_names", "use_chunked_loss")(model, head)
             whole_parameters = _unsplit_parameters(model, split)
             refuse_gradient_hooks(model, whole_parameters)
@@ -72,12 +103,17 @@ class SplitLayers:
         for layer in model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
                 layer.activation_relu_or_gelu = (
-                    0  # otherwise its inference reads whole weights without calling the layers
+                    # otherwise its inference reads whole weights without calling the layers
+                    0
                 )
         if ctx.is_main:
             log.info(
                 _describe_split(
-                    model, split, ranks, sum(len(stack) for stack in block_stacks), self._handler.loss_parallel
+                    model,
+                    split,
+                    ranks,
+                    sum(len(stack) for stack in block_stacks),
+                    self._handler.loss_parallel,
                 )
             )
         return model
@@ -91,8 +127,14 @@ def _unsplit_parameters(model: nn.Module, split: LayerSplit) -> set[nn.Parameter
     split_parameter_ids: set[int] = set()
     for name, style in split.styles.items():
         layer = model.get_submodule(name)
-        split_parameter_ids |= {id(layer.get_parameter(leaf)) for leaf in split_dims(layer, style)}
-    return {parameter for parameter in model.parameters() if id(parameter) not in split_parameter_ids}
+        split_parameter_ids |= {
+            id(layer.get_parameter(leaf)) for leaf in split_dims(layer, style)
+        }
+    return {
+        parameter
+        for parameter in model.parameters()
+        if id(parameter) not in split_parameter_ids
+    }
 
 
 def _allocate_meta_tensors(model: nn.Module, ctx: ProcessContext) -> None:
@@ -122,8 +164,14 @@ def _split_layers(
             _replace_by_shard(layer, leaf, dim, mesh, shards_by_id, device)
         if style == "experts" and getattr(layer, "num_experts", None) == num_experts:
             layer.num_experts = num_experts // mesh.size()  # type: ignore[assignment]  # an int, not a module
-        if forwarding.find(layer, SplitForward.tag) is None:  # a layer with two names is split once
-            forwarding.replace(layer, forward_of(layer, style, group, rank_stream, regions.get(name), num_experts))
+        # a layer with two names is split once
+        if forwarding.find(layer, SplitForward.tag) is None:
+            forwarding.replace(
+                layer,
+                forward_of(
+                    layer, style, group, rank_stream, regions.get(name), num_experts
+                ),
+            )
     for name, by_part in split.dropouts.items():
         forwarding.replace(model.get_submodule(name), RankDropout(rank_stream, by_part))
     for name in split.summed:
@@ -135,14 +183,23 @@ def _split_layers(
 
 
 def _replace_by_shard(
-    layer: nn.Module, name: str, dim: int, mesh: DeviceMesh, shards_by_id: dict[int, nn.Parameter], device: torch.device
+    layer: nn.Module,
+    name: str,
+    dim: int,
+    mesh: DeviceMesh,
+    shards_by_id: dict[int, nn.Parameter],
+    device: torch.device,
 ) -> None:
     """Replace a parameter by this rank's shard; a tied parameter gets the same shard under all names."""
     whole_parameter = layer.get_parameter(name)
     if isinstance(whole_parameter, DTensor):
         return
     if id(whole_parameter) not in shards_by_id:
-        own_part = whole_parameter.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
+        own_part = (
+            whole_parameter.detach()
+            .chunk(mesh.size(), dim)[mesh.get_local_rank()]
+            .clone()
+        )
         shard = DTensor.from_local(
             own_part if whole_parameter.is_meta else own_part.to(device),
             mesh,
@@ -151,8 +208,12 @@ def _replace_by_shard(
             shape=whole_parameter.shape,
             stride=whole_parameter.stride(),
         )
-        shards_by_id[id(whole_parameter)] = nn.Parameter(shard, requires_grad=whole_parameter.requires_grad)
-        shards_by_id[id(shards_by_id[id(whole_parameter)])] = shards_by_id[id(whole_parameter)]
+        shards_by_id[id(whole_parameter)] = nn.Parameter(
+            shard, requires_grad=whole_parameter.requires_grad
+        )
+        shards_by_id[id(shards_by_id[id(whole_parameter)])] = shards_by_id[
+            id(whole_parameter)
+        ]
     setattr(layer, name, shards_by_id[id(whole_parameter)])
 
 
@@ -177,7 +238,9 @@ def _check_ties(model: nn.Module, split: LayerSplit) -> None:
 
 def _head_of(model: nn.Module, split: LayerSplit) -> str:
     """Return the one layer that gathers its output, whose logits can stay sharded. Raises: ConfigError unless there is one."""
-    heads = [name for name, style in split.styles.items() if style == "colwise_gather_output"]
+    heads = [
+        name for name, style in split.styles.items() if style == "colwise_gather_output"
+    ]
     if len(heads) != 1:
         raise ConfigError(
             f"loss_parallel=True needs one head with sharded logits, but the plan of {type(model).__name__} "
@@ -187,13 +250,23 @@ def _head_of(model: nn.Module, split: LayerSplit) -> str:
     return heads[0]
 
 
-def _describe_split(model: nn.Module, split: LayerSplit, ranks: int, num_blocks: int, keep_logits: bool) -> str:
+def _describe_split(
+    model: nn.Module, split: LayerSplit, ranks: int, num_blocks: int, keep_logits: bool
+) -> str:
     """Return a summary of the split layers, the layers left whole, and the bytes on each rank."""
     by_style: dict[str, int] = {}
     for style in split.styles.values():
         by_style[style] = by_style.get(style, 0) + 1
-    split_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
-    whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not isinstance(p, DTensor))
+    split_bytes = sum(
+        p.numel() * p.element_size()
+        for p in model.parameters()
+        if isinstance(p, DTensor)
+    )
+    whole_bytes = sum(
+        p.numel() * p.element_size()
+        for p in model.parameters()
+        if not isinstance(p, DTensor)
+    )
     text = (
         f"{type(model).__name__} is split over tp {ranks} ({split.source}): "
         + ", ".join(f"{count} {style}" for style, count in sorted(by_style.items()))
@@ -207,7 +280,11 @@ def _describe_split(model: nn.Module, split: LayerSplit, ranks: int, num_blocks:
     if split.summed:
         text += f"; gradients summed over tp: {', '.join(split.summed[:8])}"
     if split.attributes:
-        text += "; divided: " + ", ".join(f"{name}.{a}" for name, names in split.attributes.items() for a in names)
+        text += "; divided: " + ", ".join(
+            f"{name}.{a}" for name, names in split.attributes.items() for a in names
+        )
     if split.left:
-        text += "; not split: " + ", ".join(f"{name} ({reason})" for name, reason in list(split.left.items())[:8])
+        text += "; not split: " + ", ".join(
+            f"{name} ({reason})" for name, reason in list(split.left.items())[:8]
+        )
     return text

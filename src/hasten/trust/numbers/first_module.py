@@ -46,10 +46,18 @@ class LastCalls:
         """Drop the calls and the batches that they hold."""
         self._calls.clear()
 
-    def _remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and model.training and not torch.compiler.is_compiling():
+    def _remember(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if (
+            torch.is_grad_enabled()
+            and model.training
+            and not torch.compiler.is_compiling()
+        ):
             plain_args, plain_kwargs = trees.map_tensors(Tensor.detach, (args, kwargs))
-            self._calls[id(model)] = ModuleCall(model, plain_args, plain_kwargs, _random_states(model))
+            self._calls[id(model)] = ModuleCall(
+                model, plain_args, plain_kwargs, _random_states(model)
+            )
 
 
 def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
@@ -63,19 +71,28 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
     def watch_output(name: str, kind: str) -> Any:  # Any: a hook of torch's
         def hook(_module: nn.Module, _args: object, output: object) -> None:
             if not bad_modules and not all_finite(trees.tensors(output)):
-                bad_modules.append(f"{name!r} ({kind})" if name else f"the model itself ({kind})")
+                bad_modules.append(
+                    f"{name!r} ({kind})" if name else f"the model itself ({kind})"
+                )
 
         return hook
 
-    input_words = "" if all_finite(trees.tensors((call.args, call.kwargs))) else "the batch contains nan or inf; "
+    input_words = (
+        ""
+        if all_finite(trees.tensors((call.args, call.kwargs)))
+        else "the batch contains nan or inf; "
+    )
     with torch.no_grad(), _as_before(module, call):
         try:
             handles += [
-                inner_module.register_forward_hook(watch_output(name, type(inner_module).__name__))
+                inner_module.register_forward_hook(
+                    watch_output(name, type(inner_module).__name__)
+                )
                 for name, inner_module in module.named_modules()
             ]
             module(*call.args, **call.kwargs)
-        except Exception as error:  # the user's forward may raise on such numbers, which is a result too
+        # the user's forward may raise on such numbers, which is a result too
+        except Exception as error:
             return f"{input_words}running the batch again raised {type(error).__name__}: {error}"
         finally:
             for handle in handles:
@@ -86,7 +103,9 @@ def first_bad_module(call: ModuleCall, module: nn.Module) -> str:
 def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors
     """Return whether every number of the tensors is finite."""
     return all(
-        bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()
+        bool(torch.isfinite(tensor).all())
+        for tensor in tensors
+        if tensor.is_floating_point() or tensor.is_complex()
     )
 
 
@@ -106,7 +125,9 @@ def _as_before(module: nn.Module, call: ModuleCall) -> Iterator[None]:
 
 def _random_states(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     device = _device(model)
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), torch.cuda.get_rng_state(
+        device
+    ) if device.type == "cuda" else None
 
 
 def _set_random_states(model: nn.Module, states: tuple[Tensor, Tensor | None]) -> None:
@@ -117,4 +138,6 @@ def _set_random_states(model: nn.Module, states: tuple[Tensor, Tensor | None]) -
 
 
 def _device(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return next(
+        (parameter.device for parameter in model.parameters()), torch.device("cpu")
+    )

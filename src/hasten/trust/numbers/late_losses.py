@@ -30,7 +30,9 @@ class Update(Generic[Origin]):
     """The losses of one update."""
 
     step: int = 0
-    losses: list[tuple[Tensor, float | Tensor | None, Origin]] = field(default_factory=list)
+    losses: list[tuple[Tensor, float | Tensor | None, Origin]] = field(
+        default_factory=list
+    )
     """Each loss with its weight and origin."""
     values: list[float] = field(default_factory=list)
     """The losses as numbers, after arrival; a loss of weight zero is 0."""
@@ -44,22 +46,40 @@ class LateLosses(Generic[Origin]):
     """True if the next step overwrites a loss, as with a compiler's CUDA graphs: it is copied at once."""
     odd_only: bool = False
     """True if losses matter only when one in the same copy is not finite."""
-    held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = field(default_factory=list)
+    held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = field(
+        default_factory=list
+    )
     """Losses with their weights, origins and update numbers."""
-    _copying: tuple[list[tuple[Tensor, float | Tensor | None, Origin, int]], HostCopy] | None = None
+    _copying: (
+        tuple[list[tuple[Tensor, float | Tensor | None, Origin, int]], HostCopy] | None
+    ) = None
     _copied_at: float = field(default_factory=time.monotonic)
 
-    def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int) -> bool:
+    def add(
+        self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int
+    ) -> bool:
         """Add a loss of update number `step`; return whether it is time to copy the collected losses."""
         # A view would keep its whole base tensor alive.
         needs_copy = self.overwritten or loss._is_view()
-        self.held.append((loss.detach().clone() if needs_copy else loss.detach(), weight, origin, step))
-        return len(self.held) >= _LOSSES_PER_COPY or time.monotonic() - self._copied_at >= _COPY_INTERVAL_S
+        self.held.append(
+            (
+                loss.detach().clone() if needs_copy else loss.detach(),
+                weight,
+                origin,
+                step,
+            )
+        )
+        return (
+            len(self.held) >= _LOSSES_PER_COPY
+            or time.monotonic() - self._copied_at >= _COPY_INTERVAL_S
+        )
 
     def take(self) -> Update[Origin]:
         """Return the collected losses as those of one update, and clear them."""
         collected, self.held = self.held, []
-        return Update(losses=[(loss, weight, origin) for loss, weight, origin, _ in collected])
+        return Update(
+            losses=[(loss, weight, origin) for loss, weight, origin, _ in collected]
+        )
 
     def rest(self) -> list[Update[Origin]]:
         """Return all losses that have not been read yet, waiting for them."""
@@ -76,9 +96,14 @@ class LateLosses(Generic[Origin]):
             # the latest loss is not computed yet, and reading it would split its step in two
             if ready_only:
                 collected, self.held = collected[:-1], collected[-1:]
-            collected = [(loss.cpu(), _move_to_host(weight), origin, step) for loss, weight, origin, step in collected]
+            collected = [
+                (loss.cpu(), _move_to_host(weight), origin, step)
+                for loss, weight, origin, step in collected
+            ]
         if collected:
-            joined_losses = _join_losses([(loss, weight) for loss, weight, _, _ in collected])
+            joined_losses = _join_losses(
+                [(loss, weight) for loss, weight, _, _ in collected]
+            )
             self._copying = collected, HostCopy(joined_losses)
         return arrived_updates
 
@@ -99,7 +124,9 @@ def _move_to_host(weight: float | Tensor | None) -> float | Tensor | None:
     return weight.cpu() if isinstance(weight, Tensor) else weight
 
 
-def _group_by_update(collected: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]]) -> list[Update[Origin]]:
+def _group_by_update(
+    collected: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]],
+) -> list[Update[Origin]]:
     """Group losses by update, in the same order."""
     updates: list[Update[Origin]] = []
     for loss, weight, origin, step in collected:
@@ -111,9 +138,15 @@ def _group_by_update(collected: Sequence[tuple[Tensor, float | Tensor | None, Or
 
 def read(update: Update[Origin]) -> list[float]:
     """Return the losses as numbers, synchronously."""
-    if len(update.losses) == 1 and update.losses[0][1] is None and update.losses[0][0].ndim == 0:
+    if (
+        len(update.losses) == 1
+        and update.losses[0][1] is None
+        and update.losses[0][0].ndim == 0
+    ):
         return [update.losses[0][0].item()]
-    values: list[float] = _join_losses([(loss, weight) for loss, weight, _ in update.losses]).tolist()
+    values: list[float] = _join_losses(
+        [(loss, weight) for loss, weight, _ in update.losses]
+    ).tolist()
     return values
 
 
@@ -127,13 +160,21 @@ def _join_losses(losses: Sequence[tuple[Tensor, float | Tensor | None]]) -> Tens
     weights = [weight for _, weight in losses]
     if all(isinstance(weight, Tensor) for weight in weights):
         has_weight = (
-            torch.stack([_sum_elements(weight).to(values.device) for weight in weights if isinstance(weight, Tensor)])
+            torch.stack(
+                [
+                    _sum_elements(weight).to(values.device)
+                    for weight in weights
+                    if isinstance(weight, Tensor)
+                ]
+            )
             != 0
         )
         return torch.where(has_weight, values, 0)
     for index, weight in enumerate(weights):
         if isinstance(weight, Tensor):
-            values[index] = torch.where(_sum_elements(weight).to(values.device) != 0, values[index], 0)
+            values[index] = torch.where(
+                _sum_elements(weight).to(values.device) != 0, values[index], 0
+            )
         elif weight == 0:
             values[index] = 0
     return values

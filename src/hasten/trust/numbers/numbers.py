@@ -52,7 +52,9 @@ class Rollback(RunPart):
         """Number of rollbacks so far, including a pending one."""
         self.target: str | None = None
         """Checkpoint of a pending rollback, from the decision until it is loaded."""
-        self._excluded_batches: WeakKeyDictionary[Loader, set[BatchRange]] = WeakKeyDictionary()
+        self._excluded_batches: WeakKeyDictionary[Loader, set[BatchRange]] = (
+            WeakKeyDictionary()
+        )
         self._bad_cursors: tuple[LoaderCursor, ...] = ()
 
     def refusal(self, knows_batches: bool) -> str:
@@ -77,7 +79,9 @@ class Rollback(RunPart):
         assert self.target is not None, "refusal() found a checkpoint"
         cursors = []
         for loader, start, number in batches:
-            self._excluded_batches.setdefault(loader, set()).add(loader.batch_range(start, number))
+            self._excluded_batches.setdefault(loader, set()).add(
+                loader.batch_range(start, number)
+            )
             cursors.append(loader.cursor)
         self._bad_cursors = tuple(cursors)
         self.times += 1
@@ -85,7 +89,9 @@ class Rollback(RunPart):
 
     def batch(self, cursor: LoaderCursor) -> None:
         """Perform a pending rollback before the next batch of a loader whose batches are left out."""
-        if self.target is not None and any(cursor is bad_cursor for bad_cursor in self._bad_cursors):
+        if self.target is not None and any(
+            cursor is bad_cursor for bad_cursor in self._bad_cursors
+        ):
             self.now()
 
     def before_save(self) -> str | None:
@@ -107,7 +113,8 @@ class Rollback(RunPart):
         self._bad_cursors = ()
         self._load_checkpoint(target)
         for loader, batches in self._excluded_batches.items():
-            loader.leave_out(batches)  # the checkpoint only has the batches excluded before it was saved
+            # the checkpoint only has the batches excluded before it was saved
+            loader.leave_out(batches)
         self._active_loaders.num_rollbacks += 1
         return True
 
@@ -177,7 +184,9 @@ class NumbersWatch(RunPart):
         self.rollback = rollback
         self._find_newest = newest
         self._last_calls = LastCalls()
-        self._losses: LateLosses[Batches] = LateLosses(settings.overwritten, odd_only=settings.spike is None)
+        self._losses: LateLosses[Batches] = LateLosses(
+            settings.overwritten, odd_only=settings.spike is None
+        )
         self._cursor: LoaderCursor | None = None
         self._loader: Callable[[], Loader | None] = lambda: None
         self._recent_losses: deque[float] = deque(maxlen=_NUM_RECENT_LOSSES)
@@ -199,17 +208,30 @@ class NumbersWatch(RunPart):
         if self._is_quiet:
             return
         if self._reports_later and loss.is_cpu:  # reading it does not wait for a device
-            if self._settings.spike is not None or loss.numel() != 1 or not math.isfinite(loss.item()):
+            if (
+                self._settings.spike is not None
+                or loss.numel() != 1
+                or not math.isfinite(loss.item())
+            ):
                 self._read_now(loss, weight)
             return
         watched = self._clock.loaders.watched
-        if len(watched) == 1 and watched[0] is self._cursor and (loader := self._loader()) is not None:
-            batches = [(loader, *loader.current())]  # the loop still iterates over the same loader
+        if (
+            len(watched) == 1
+            and watched[0] is self._cursor
+            and (loader := self._loader()) is not None
+        ):
+            # the loop still iterates over the same loader
+            batches = [(loader, *loader.current())]
         else:
             batches = self._current_batches()
-        is_copy_due = self._losses.add(loss, weight, batches, self._clock.num_updates + 1)
+        is_copy_due = self._losses.add(
+            loss, weight, batches, self._clock.num_updates + 1
+        )
         if self._reports_later:
-            if is_copy_due and not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if is_copy_due and not (
+                loss.is_cuda and torch.cuda.is_current_stream_capturing()
+            ):
                 self._report(self._losses.copy())
         elif (
             len(self._losses.held) > _MOST_COLLECTED_LOSSES
@@ -217,7 +239,10 @@ class NumbersWatch(RunPart):
             self._losses.take()
 
     def _read_now(self, loss: Tensor, weight: float | Tensor | None) -> None:
-        update = Update(self._clock.num_updates + 1, [(loss.detach(), weight, self._current_batches())])
+        update = Update(
+            self._clock.num_updates + 1,
+            [(loss.detach(), weight, self._current_batches())],
+        )
         update.values = read(update)
         self._report([update])
 
@@ -236,16 +261,23 @@ class NumbersWatch(RunPart):
 
         Raises: NumbersError on every rank when a number of any rank is not finite and the setting is "stop", or a rollback is not possible.
         """
-        if self.rollback is not None and self.rollback.target is not None:  # the update will be undone
+        # the update will be undone
+        if self.rollback is not None and self.rollback.target is not None:
             self._losses.take()
             return not optimizer.scaled
-        return self._check_update(self._losses.take(), self._clock.num_updates + 1, optimizer)
+        return self._check_update(
+            self._losses.take(), self._clock.num_updates + 1, optimizer
+        )
 
     def end(self) -> None:
         """Check the losses that have not been checked yet."""
         if self._settings.then == "report":
             self._report(self._losses.rest())
-        elif self.rollback is not None and self.rollback.target is not None and self._ctx.is_main:
+        elif (
+            self.rollback is not None
+            and self.rollback.target is not None
+            and self._ctx.is_main
+        ):
             warnings.warn(
                 f"the training ended before it was rolled back to {self.rollback.target}, because the loop read no further batch. The "
                 "bad update was skipped; nothing else was undone. Call accelerator.roll_back() if the loop may end after any update.",
@@ -271,7 +303,9 @@ class NumbersWatch(RunPart):
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     # -- checks of all ranks, before the update ---------------------------------------------------------------------
-    def _check_update(self, update: Update[Batches], step: int, optimizer: Holder) -> bool:
+    def _check_update(
+        self, update: Update[Batches], step: int, optimizer: Holder
+    ) -> bool:
         if update.losses:
             update.values = read(update)
         problem = self._describe_problem(update.values)
@@ -289,17 +323,30 @@ class NumbersWatch(RunPart):
             return False
         if (
             severity < worst_severity
-        ):  # averaged with the gradients of a rank whose loss is bad: not caused by this rank
+            # averaged with the gradients of a rank whose loss is bad: not caused by this rank
+        ):
             problem = ""
         finding = self._find_problem(update, problem, optimizer)
         self._last_calls.clear()
-        batches = [batch_of_rank for _, _, loss_batches in update.losses for batch_of_rank in loss_batches]
+        batches = [
+            batch_of_rank
+            for _, _, loss_batches in update.losses
+            for batch_of_rank in loss_batches
+        ]
         findings_by_rank = self._ctx.world.all_gather_object(
             (bool(batches), (finding.what, finding.samples, finding.lines))
         )
-        findings = {rank: BadValue(*batch_of_rank) for rank, (_, batch_of_rank) in enumerate(findings_by_rank)}
+        findings = {
+            rank: BadValue(*batch_of_rank)
+            for rank, (_, batch_of_rank) in enumerate(findings_by_rank)
+        }
         if self._settings.then == "rollback":
-            self._roll_back(step, findings, batches, all(knows_batches for knows_batches, _ in findings_by_rank))
+            self._roll_back(
+                step,
+                findings,
+                batches,
+                all(knows_batches for knows_batches, _ in findings_by_rank),
+            )
         else:
             self._react(step, findings, optimizer.scaled)
         return not optimizer.scaled
@@ -310,21 +357,41 @@ class NumbersWatch(RunPart):
         return (
             severity
             if world.size == 1
-            else int(world.all_reduce(torch.tensor([severity], dtype=torch.int32), "max").item())
+            else int(
+                world.all_reduce(
+                    torch.tensor([severity], dtype=torch.int32), "max"
+                ).item()
+            )
         )
 
     def _react(self, step: int, findings: Mapping[int, BadValue], scaled: bool) -> None:
         if self._settings.then == "stop":
             consequence = "every rank stops, before the update; trust.numbers=skip would skip the update and continue"
             raise _make_error(step, findings, consequence)
-        reaction = "the scaler skips the update" if scaled else "the update is skipped on every rank"
-        self._warn_on_main(_render_findings(step, findings, f"{reaction}; optimizer and scheduler are unchanged"))
+        reaction = (
+            "the scaler skips the update"
+            if scaled
+            else "the update is skipped on every rank"
+        )
+        self._warn_on_main(
+            _render_findings(
+                step, findings, f"{reaction}; optimizer and scheduler are unchanged"
+            )
+        )
 
-    def _roll_back(self, step: int, findings: Mapping[int, BadValue], batches: Batches, knows_batches: bool) -> None:
+    def _roll_back(
+        self,
+        step: int,
+        findings: Mapping[int, BadValue],
+        batches: Batches,
+        knows_batches: bool,
+    ) -> None:
         rollback = self.rollback
         assert rollback is not None, "made with the setting"
         if refusal := rollback.refusal(knows_batches):
-            raise _make_error(step, findings, f"every rank stops, before the update: {refusal}")
+            raise _make_error(
+                step, findings, f"every rank stops, before the update: {refusal}"
+            )
         checkpoint = rollback.decide(batches)
         self._recent_losses.clear()  # the losses of the undone updates will be repeated
         reaction = f"the run is rolled back to {checkpoint} and skips the batches of this update ({rollback.times} of at most {rollback.limit} times)"
@@ -334,22 +401,32 @@ class NumbersWatch(RunPart):
         if self._ctx.is_main:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
-    def _find_problem(self, update: Update[Batches], problem: str, optimizer: Holder) -> BadValue:
+    def _find_problem(
+        self, update: Update[Batches], problem: str, optimizer: Holder
+    ) -> BadValue:
         """Return this rank's finding. If a forward needs every rank, all ranks repeat theirs."""
         lines: list[str] = []
         if problem or self._settings.runs_together:
             for call in self._last_calls.all():
                 plain_model = self._unwrap(call.model)
                 if stage_part(plain_model) is None:
-                    lines.append(f"  first module whose output is not finite: {first_bad_module(call, plain_model)}")
+                    lines.append(
+                        f"  first module whose output is not finite: {first_bad_module(call, plain_model)}"
+                    )
         if not problem:
             return BadValue()
-        if not optimizer.scaled and optimizer.readable and (parameter_names := self._name_bad_gradients(optimizer)):
+        if (
+            not optimizer.scaled
+            and optimizer.readable
+            and (parameter_names := self._name_bad_gradients(optimizer))
+        ):
             lines.append(
                 f"  gradients that are not finite: {', '.join(parameter_names[:_MOST_SHOWN])}{' …' if len(parameter_names) > _MOST_SHOWN else ''}"
             )
         batch_description = self._describe_batches(update)
-        return BadValue(problem, batch_description.samples, [*batch_description.lines, *lines])
+        return BadValue(
+            problem, batch_description.samples, [*batch_description.lines, *lines]
+        )
 
     def _name_bad_gradients(self, optimizer: Holder) -> list[str]:
         parameter_ids = {id(parameter) for parameter in optimizer.parameters}
@@ -381,16 +458,26 @@ class NumbersWatch(RunPart):
         values = update.values
         lines: list[str] = []
         samples: list[int] = []
-        bad_losses = [batch_number for batch_number, value in enumerate(values) if not math.isfinite(value)]
+        bad_losses = [
+            batch_number
+            for batch_number, value in enumerate(values)
+            if not math.isfinite(value)
+        ]
         for index in bad_losses or range(len(values)):
             for loader, start, steps in update.losses[index][2]:
                 indices = loader.samples(start, steps)
                 batch_words = f"  loss {values[index]:.6g}: epoch {start.epoch}, batch {steps} of this pass"
                 if indices is None:
-                    lines.append(f"{batch_words}, of a stream or sampler whose order is unknown")
+                    lines.append(
+                        f"{batch_words}, of a stream or sampler whose order is unknown"
+                    )
                 else:
                     samples += indices
-                    remaining_words = f" and {len(indices) - _MOST_SHOWN} more" if len(indices) > _MOST_SHOWN else ""
+                    remaining_words = (
+                        f" and {len(indices) - _MOST_SHOWN} more"
+                        if len(indices) > _MOST_SHOWN
+                        else ""
+                    )
                     lines.append(
                         f"{batch_words}, dataset indices {', '.join(map(str, indices[:_MOST_SHOWN]))}{remaining_words}"
                     )
@@ -402,20 +489,29 @@ class NumbersWatch(RunPart):
         return BadValue("", samples, lines)
 
 
-def _render_findings(step: int, findings: Mapping[int, BadValue], consequence: str) -> str:
+def _render_findings(
+    step: int, findings: Mapping[int, BadValue], consequence: str
+) -> str:
     """Return the report: the findings by rank, and the consequence."""
     ranks = tuple(rank for rank, finding in findings.items() if finding.what)
-    problems = dict.fromkeys(finding.what for finding in findings.values() if finding.what)
+    problems = dict.fromkeys(
+        finding.what for finding in findings.values() if finding.what
+    )
     lines = [f"{' and '.join(problems)} in update {step} on {ranks_in_words(ranks)}"]
     for rank in ranks[:_MOST_SHOWN]:
         lines += [f"  rank {rank}:", *(f"  {line}" for line in findings[rank].lines)]
     return "\n".join([*lines, f"  why:  {_WHY}", f"  now:  {consequence}"])
 
 
-def _make_error(step: int, findings: Mapping[int, BadValue], consequence: str) -> NumbersError:
+def _make_error(
+    step: int, findings: Mapping[int, BadValue], consequence: str
+) -> NumbersError:
     ranks = tuple(rank for rank, finding in findings.items() if finding.what)
     return NumbersError(
-        _render_findings(step, findings, consequence), step, ranks, {rank: findings[rank].samples for rank in ranks}
+        _render_findings(step, findings, consequence),
+        step,
+        ranks,
+        {rank: findings[rank].samples for rank in ranks},
     )
 
 
@@ -425,7 +521,9 @@ def _has_finite_gradients(parameters: Sequence[Tensor]) -> bool:
     local_gradients: list[Tensor] = []
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
-            local_gradient_or_sparse = gradient.to_local() if is_dtensor(gradient) else gradient
+            local_gradient_or_sparse = (
+                gradient.to_local() if is_dtensor(gradient) else gradient
+            )
             local_gradients.append(
                 local_gradient_or_sparse.coalesce().values()
                 if local_gradient_or_sparse.is_sparse
@@ -439,10 +537,16 @@ def _has_finite_gradients(parameters: Sequence[Tensor]) -> bool:
     if not norms:
         return True
     device = norms[0].device
-    return math.isfinite(float(torch.stack([norm.to(device, torch.float32) for norm in norms]).sum()))
+    return math.isfinite(
+        float(torch.stack([norm.to(device, torch.float32) for norm in norms]).sum())
+    )
 
 
 def _median(values: Collection[float]) -> float:
     sorted_values = sorted(values)
     middle = len(sorted_values) // 2
-    return sorted_values[middle] if len(sorted_values) % 2 else (sorted_values[middle - 1] + sorted_values[middle]) / 2
+    return (
+        sorted_values[middle]
+        if len(sorted_values) % 2
+        else (sorted_values[middle - 1] + sorted_values[middle]) / 2
+    )

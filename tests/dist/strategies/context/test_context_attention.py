@@ -21,9 +21,16 @@ WAYS: tuple[Way, ...] = ("allgather", "ulysses")
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def accelerator(ctx: ProcessContext, way: Way, balance: bool = True, **more: Any) -> Accelerator:
+def accelerator(
+    ctx: ProcessContext, way: Way, balance: bool = True, **more: Any
+) -> Accelerator:
     handler = TorchContextParallelConfig(cp_comm_strategy=way, load_balance=balance)
-    return Accelerator(parallelism_config=ParallelismConfig(cp_size=ctx.world.size, cp_handler=handler), **more)
+    return Accelerator(
+        parallelism_config=ParallelismConfig(
+            cp_size=ctx.world.size, cp_handler=handler
+        ),
+        **more,
+    )
 
 
 def inputs(heads: int, kv_heads: int, length: int, keys: int | None = None) -> Inputs:
@@ -40,25 +47,43 @@ def with_gradients(attend: Any, given: Inputs, seed: Tensor) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def spread(made: Accelerator, given: Inputs, seed: Tensor, **options: Any) -> list[Tensor]:
+def spread(
+    made: Accelerator, given: Inputs, seed: Tensor, **options: Any
+) -> list[Tensor]:
     """What the ranks compute together, gathered."""
     q, k, v, weights = *(t.clone() for t in given), seed.clone()
     with made.context_parallel([q, k, v, weights], [2, 2, 2, 2], labels=None) as shards:
-        parts = with_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options), (q, k, v), weights)
+        parts = with_gradients(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options),
+            (q, k, v),
+            weights,
+        )
         return [shards.gather(part, 2) for part in parts]
 
 
 @ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("way", WAYS)
-def test_attention_and_its_gradients_equal_one_process(ctx: ProcessContext, way: Way) -> None:
-    sizes: tuple[tuple[int, int, float | None], ...] = ((4, 4, None), (8, 2, 0.3), (4, 1, None))
-    for balance, causal, (heads, kv_heads, scale) in product((True, False), (True, False), sizes):
+def test_attention_and_its_gradients_equal_one_process(
+    ctx: ProcessContext, way: Way
+) -> None:
+    sizes: tuple[tuple[int, int, float | None], ...] = (
+        (4, 4, None),
+        (8, 2, 0.3),
+        (4, 1, None),
+    )
+    for balance, causal, (heads, kv_heads, scale) in product(
+        (True, False), (True, False), sizes
+    ):
         made = accelerator(ctx, way, balance)
         given = inputs(heads, kv_heads, 16)
         seed = torch.randn(2, heads, 16, 8, generator=torch.Generator().manual_seed(7))
         options = {"is_causal": causal, "scale": scale, "enable_gqa": heads != kv_heads}
-        plain = with_gradients(lambda *t, o=options: F.scaled_dot_product_attention(*t, **o), given, seed)
-        for got, expected in zip(spread(made, given, seed, **options), plain, strict=True):
+        plain = with_gradients(
+            lambda *t, o=options: F.scaled_dot_product_attention(*t, **o), given, seed
+        )
+        for got, expected in zip(
+            spread(made, given, seed, **options), plain, strict=True
+        ):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -67,7 +92,9 @@ def test_attention_and_its_gradients_equal_one_process(ctx: ProcessContext, way:
 def test_queries_attend_to_another_sequence(ctx: ProcessContext, way: Way) -> None:
     given, seed = inputs(4, 4, 8, keys=24), torch.ones(2, 4, 8, 8)
     plain = with_gradients(F.scaled_dot_product_attention, given, seed)
-    for got, expected in zip(spread(accelerator(ctx, way), given, seed), plain, strict=True):
+    for got, expected in zip(
+        spread(accelerator(ctx, way), given, seed), plain, strict=True
+    ):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -78,19 +105,39 @@ def test_masks_of_keys_travel_with_the_keys(ctx: ProcessContext, way: Way) -> No
     keep = torch.ones(2, 1, 1, 8, dtype=torch.bool)
     keep[0, ..., 5:] = False
     keep[1, ..., :3] = False
-    for mask, causal in product((keep, torch.zeros(keep.shape).masked_fill(~keep, -1e30)), (False, True)):
+    for mask, causal in product(
+        (keep, torch.zeros(keep.shape).masked_fill(~keep, -1e30)), (False, True)
+    ):
         if causal:
             mask[..., 0] = mask[..., 7] = mask[0, ..., 0]  # every query has a key
         lower = torch.ones(8, 8, dtype=torch.bool).tril()
         whole = mask
         if causal:
-            whole = mask & lower if mask.dtype == torch.bool else mask.masked_fill(~lower, float("-inf"))
-        plain = with_gradients(lambda q, k, v, m=whole: F.scaled_dot_product_attention(q, k, v, m), given, seed)
+            whole = (
+                mask & lower
+                if mask.dtype == torch.bool
+                else mask.masked_fill(~lower, float("-inf"))
+            )
+        plain = with_gradients(
+            lambda q, k, v, m=whole: F.scaled_dot_product_attention(q, k, v, m),
+            given,
+            seed,
+        )
         q, k, v, weights, part = *(t.clone() for t in given), seed.clone(), mask.clone()
-        with accelerator(ctx, way).context_parallel([q, k, v, weights, part], [2, 2, 2, 2, 3]) as shards:
+        with accelerator(ctx, way).context_parallel(
+            [q, k, v, weights, part], [2, 2, 2, 2, 3]
+        ) as shards:
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, part: Tensor = part, causal: bool = causal) -> Tensor:
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=part, is_causal=causal)
+            def attend(
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                part: Tensor = part,
+                causal: bool = causal,
+            ) -> Tensor:
+                return F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=part, is_causal=causal
+                )
 
             parts = with_gradients(attend, (q, k, v), weights)
             got = [shards.gather(one, 2) for one in parts]
@@ -102,7 +149,11 @@ def test_masks_of_keys_travel_with_the_keys(ctx: ProcessContext, way: Way) -> No
 @pytest.mark.parametrize("way", WAYS)
 def test_a_causal_mask_written_out_is_recognised(ctx: ProcessContext, way: Way) -> None:
     given, seed = inputs(4, 4, 8), torch.ones(2, 4, 8, 8)
-    plain = with_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), given, seed)
+    plain = with_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        given,
+        seed,
+    )
     lower = torch.ones(4, 4, dtype=torch.bool).tril()
     for mask in (lower, torch.zeros(4, 4).masked_fill(~lower, float("-inf"))):
         got = spread(accelerator(ctx, way), given, seed, attn_mask=mask)
@@ -121,7 +172,9 @@ class Encoder(nn.Module):
 
 
 @ranks(2)
-def test_torchs_own_layers_attend_over_ranks_in_training_and_evaluation(ctx: ProcessContext) -> None:
+def test_torchs_own_layers_attend_over_ranks_in_training_and_evaluation(
+    ctx: ProcessContext,
+) -> None:
     torch.manual_seed(0)
     net, x = Encoder(), torch.randn(2, 8, 8)
     for way, training in product(WAYS, (True, False)):
@@ -129,20 +182,30 @@ def test_torchs_own_layers_attend_over_ranks_in_training_and_evaluation(ctx: Pro
         with torch.set_grad_enabled(training):
             expected, part = net(x).detach(), x.clone()
             with accelerator(ctx, way).context_parallel([part], [1]) as shards:
-                torch.testing.assert_close(shards.gather(net(part)), expected, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    shards.gather(net(part)), expected, rtol=1e-5, atol=1e-5
+                )
 
 
 @ranks(2)
 def test_what_cannot_be_right_is_refused(ctx: ProcessContext) -> None:
     made = accelerator(ctx, "allgather")
     with pytest.raises(
-        ConfigError, match=r"has 6 positions .* 4 equal chunks .* Pad sequences to 8, .*one of \[1, 3\]"
+        ConfigError,
+        match=r"has 6 positions .* 4 equal chunks .* Pad sequences to 8, .*one of \[1, 3\]",
     ):
         made.context_parallel([torch.zeros(1, 6)], [1]).__enter__()
-    with pytest.raises(ConfigError, match=r"Pad sequences to 8, a multiple of 2, or set cp_size to one of \[1, 7\]"):
-        accelerator(ctx, "ulysses").context_parallel([torch.zeros(1, 7)], [1]).__enter__()
+    with pytest.raises(
+        ConfigError,
+        match=r"Pad sequences to 8, a multiple of 2, or set cp_size to one of \[1, 7\]",
+    ):
+        accelerator(ctx, "ulysses").context_parallel(
+            [torch.zeros(1, 7)], [1]
+        ).__enter__()
     with pytest.raises(ConfigError, match="single token"):
-        accelerator(ctx, "ulysses").context_parallel([torch.zeros(1, 2)], [1]).__enter__()
+        accelerator(ctx, "ulysses").context_parallel(
+            [torch.zeros(1, 2)], [1]
+        ).__enter__()
     with pytest.raises(ConfigError, match="2 buffers and 1 sequence dim"):
         made.context_parallel([torch.zeros(1, 4)] * 2, [1]).__enter__()
     with pytest.raises(ConfigError, match="no dimension 2"):
@@ -150,23 +213,45 @@ def test_what_cannot_be_right_is_refused(ctx: ProcessContext) -> None:
     with pytest.raises(ConfigError, match="requires gradients"):
         made.context_parallel([torch.zeros(1, 4, requires_grad=True)], [1]).__enter__()
     with pytest.raises(ConfigError, match="is not one of the buffers"):
-        made.context_parallel([torch.zeros(1, 4)], [1], labels=torch.zeros(1, 4)).__enter__()
+        made.context_parallel(
+            [torch.zeros(1, 4)], [1], labels=torch.zeros(1, 4)
+        ).__enter__()
     first, second = torch.tensor([[-100, 1, 2, 3]]), torch.tensor([[-100, -100, 2, 3]])
     with pytest.raises(ConfigError, match=r"2 buffers .* hold labels of -100"):
         made.context_parallel([first, second], [1, 1]).__enter__()
     empty = made.context_parallel([torch.zeros(1, 4)], [1])
-    with pytest.raises(StepError, match="no scaled_dot_product_attention was called"), empty:
+    with (
+        pytest.raises(StepError, match="no scaled_dot_product_attention was called"),
+        empty,
+    ):
         pass
     q = torch.randn(1, 3, 8, 4)
     divided = accelerator(ctx, "ulysses").context_parallel([q], [2])
-    with pytest.raises(ConfigError, match=r"does not divide the 3 heads .* one of \[1, 3\]"), divided:
+    with (
+        pytest.raises(
+            ConfigError, match=r"does not divide the 3 heads .* one of \[1, 3\]"
+        ),
+        divided,
+    ):
         F.scaled_dot_product_attention(q, q, q)
-    with pytest.raises(ConfigError, match=r"cp_comm_strategy=ring.*use allgather, or ulysses"):
+    with pytest.raises(
+        ConfigError, match=r"cp_comm_strategy=ring.*use allgather, or ulysses"
+    ):
         accelerator(ctx, "ring")  # type: ignore[arg-type]  # what users may still write
-    with pytest.raises(StepError, match="with a length of 5"), made.context_parallel([q], [2]):
-        F.scaled_dot_product_attention(q, torch.zeros(1, 3, 5, 4), torch.zeros(1, 3, 5, 4))
-    with pytest.raises(StepError, match="what it masks on other ranks is unknown"), made.context_parallel([q], [2]):
-        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.eye(4, dtype=torch.bool))
+    with (
+        pytest.raises(StepError, match="with a length of 5"),
+        made.context_parallel([q], [2]),
+    ):
+        F.scaled_dot_product_attention(
+            q, torch.zeros(1, 3, 5, 4), torch.zeros(1, 3, 5, 4)
+        )
+    with (
+        pytest.raises(StepError, match="what it masks on other ranks is unknown"),
+        made.context_parallel([q], [2]),
+    ):
+        F.scaled_dot_product_attention(
+            q, q, q, attn_mask=torch.eye(4, dtype=torch.bool)
+        )
     assert q.shape[2] == 8
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != "hasten"
     with pytest.raises(ConfigError, match="attend within each rank's part"):
@@ -201,14 +286,23 @@ def test_buffers_that_ddp_copies_are_refused(ctx: ProcessContext) -> None:
 
 @ranks(2)
 def test_named_buffers_stay_parts(ctx: ProcessContext) -> None:
-    tokens, kept = torch.arange(8.0).view(1, 1, 8, 1), torch.arange(8.0).view(1, 1, 8, 1)
+    tokens, kept = (
+        torch.arange(8.0).view(1, 1, 8, 1),
+        torch.arange(8.0).view(1, 1, 8, 1),
+    )
     made = accelerator(ctx, "allgather")
-    block = made.context_parallel([tokens, kept], [2, 2], labels=None, no_restore_buffers={kept})
+    block = made.context_parallel(
+        [tokens, kept], [2, 2], labels=None, no_restore_buffers={kept}
+    )
     with block as shards:
         F.scaled_dot_product_attention(tokens, tokens, tokens)
         expected = shards.positions(8)
     assert tokens.shape[2] == 8
-    assert kept.flatten().tolist() == expected.tolist() == ([6, 7, 0, 1], [4, 5, 2, 3])[ctx.rank]
+    assert (
+        kept.flatten().tolist()
+        == expected.tolist()
+        == ([6, 7, 0, 1], [4, 5, 2, 3])[ctx.rank]
+    )
 
 
 @ranks(1)

@@ -32,10 +32,20 @@ LENGTH = 16
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+    }
     build: Any = LlamaForCausalLM
     made: nn.Module = build(
-        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH)
+        LlamaConfig(
+            **sizes,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+        )
     )
     return made
 
@@ -44,8 +54,17 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     build: Any = GPT2LMHeadModel
-    off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"}
-    made: nn.Module = build(GPT2Config(n_embd=8, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=LENGTH, **off))
+    off: dict[str, Any] = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "loss_type": "ForCausalLM",
+    }
+    made: nn.Module = build(
+        GPT2Config(
+            n_embd=8, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=LENGTH, **off
+        )
+    )
     return made
 
 
@@ -54,7 +73,9 @@ MODELS = {"llama": llama, "gpt2": gpt2}
 
 def spread(way: Way, size: int = 2, **more: Any) -> Accelerator:
     handler = TorchContextParallelConfig(cp_comm_strategy=way)
-    return Accelerator(parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler), **more)
+    return Accelerator(
+        parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler), **more
+    )
 
 
 def batch(g: torch.Generator, kind: str) -> dict[str, Tensor]:
@@ -71,7 +92,9 @@ def batch(g: torch.Generator, kind: str) -> dict[str, Tensor]:
     return made
 
 
-def trained(name: str, accelerator: Accelerator | None, kind: str, steps: int = 3) -> tuple[list[float], nn.Module]:
+def trained(
+    name: str, accelerator: Accelerator | None, kind: str, steps: int = 3
+) -> tuple[list[float], nn.Module]:
     net: nn.Module = seeded(MODELS[name])
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
     if accelerator is not None:
@@ -85,13 +108,15 @@ def trained(name: str, accelerator: Accelerator | None, kind: str, steps: int = 
         else:
             real = (given["labels"][:, 1:] != -100).sum()
             shifted = F.pad(given["labels"][:, 1:], (0, 1), value=-100)
-            with accelerator.context_parallel(list(given.values()), [1] * len(given)) as shards:
+            with accelerator.context_parallel(
+                list(given.values()), [1] * len(given)
+            ) as shards:
                 loss = net(**given).loss
                 accelerator.backward(loss)
             mine = (shifted[:, shards.positions(LENGTH)] != -100).sum()
-            loss = accelerator.reduce(loss.detach().nan_to_num() * mine / real, "sum") / (
-                accelerator.num_processes // accelerator.ctx.mesh.cp
-            )
+            loss = accelerator.reduce(
+                loss.detach().nan_to_num() * mine / real, "sum"
+            ) / (accelerator.num_processes // accelerator.ctx.mesh.cp)
         optimizer.step()
         optimizer.zero_grad()
         seen.append(float(loss.detach()))
@@ -147,7 +172,9 @@ def test_every_way_and_kind(ctx: ProcessContext, name: str, way: Way) -> None:
 def test_logits_without_positions_are_those_of_the_whole(ctx: ProcessContext) -> None:
     for name, build in MODELS.items():
         net: Any = seeded(build)
-        tokens = torch.randint(1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            1, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0)
+        )
         expected = net(input_ids=tokens).logits.detach()
         accelerator = spread("allgather")
         net = accelerator.prepare(net)
@@ -168,7 +195,10 @@ class Speller(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens) + self.learned(positions)
-        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (2, 4)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # a Linear
 
@@ -181,16 +211,28 @@ def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext) -> None:
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(3):
-        tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(step))
-        inputs, labels, positions = tokens[:, :-1].clone(), tokens[:, 1:].clone(), torch.arange(LENGTH)
-        F.cross_entropy(plain(inputs, positions).flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
+        tokens = torch.randint(
+            VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(step)
+        )
+        inputs, labels, positions = (
+            tokens[:, :-1].clone(),
+            tokens[:, 1:].clone(),
+            torch.arange(LENGTH),
+        )
+        F.cross_entropy(
+            plain(inputs, positions).flatten(0, 1), labels.flatten()
+        ).backward()  # type: ignore[no-untyped-call]
         theirs.step()
         theirs.zero_grad()
         with accelerator.context_parallel([inputs, labels, positions], [1, 1, 0]):
-            accelerator.backward(F.cross_entropy(net(inputs, positions).flatten(0, 1), labels.flatten()))
+            accelerator.backward(
+                F.cross_entropy(net(inputs, positions).flatten(0, 1), labels.flatten())
+            )
         optimizer.step()
         optimizer.zero_grad()
-    for a, b in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
+    for a, b in zip(
+        accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
@@ -198,7 +240,9 @@ def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext) -> None:
 def test_tokens_without_positions_are_refused(ctx: ProcessContext) -> None:
     accelerator = spread("allgather")
     net = accelerator.prepare(seeded(Speller))
-    tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     with (
         pytest.raises(StepError, match=r"without positions.*Pass the positions"),
         accelerator.context_parallel([tokens], [1]),
@@ -214,17 +258,26 @@ class WithLoss(nn.Module):
         self.net = Speller()
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(tokens, positions)[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        return F.cross_entropy(
+            self.net(tokens, positions)[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
+        )
 
 
 @ranks(2)
 def test_labels_of_a_plain_module_are_refused(ctx: ProcessContext) -> None:
-    tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     labels, positions = tokens.clone(), torch.arange(LENGTH).repeat(2, 1)
     accelerator = spread("allgather")
     net = accelerator.prepare(seeded(WithLoss))
     block = accelerator.context_parallel([tokens, labels, positions], [1, 1, 1])
-    with pytest.raises(StepError, match=r"called with 'targets'.*compute the loss from the logits"), block:
+    with (
+        pytest.raises(
+            StepError, match=r"called with 'targets'.*compute the loss from the logits"
+        ),
+        block,
+    ):
         net(tokens, positions, labels)
 
 
@@ -233,7 +286,10 @@ def test_training_without_the_block_says_what_to_write(ctx: ProcessContext) -> N
     accelerator = spread("allgather")
     net = accelerator.prepare(seeded(Speller))
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
-    with pytest.raises(StepError, match=r"outside accelerator.context_parallel\(\).*cp_size=2.*with accelerator"):
+    with pytest.raises(
+        StepError,
+        match=r"outside accelerator.context_parallel\(\).*cp_size=2.*with accelerator",
+    ):
         net(tokens)
     with torch.no_grad():
         assert net(tokens).shape == (2, LENGTH, VOCAB)
@@ -243,15 +299,26 @@ def test_training_without_the_block_says_what_to_write(ctx: ProcessContext) -> N
 
 
 @ranks(2)
-def test_models_with_positions_of_their_own_kind_are_refused(ctx: ProcessContext) -> None:
+def test_models_with_positions_of_their_own_kind_are_refused(
+    ctx: ProcessContext,
+) -> None:
     from transformers import RobertaConfig, RobertaForMaskedLM
 
     build: Any = RobertaForMaskedLM
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
     accelerator = spread("allgather")
-    net = accelerator.prepare(build(RobertaConfig(**sizes, num_attention_heads=2, vocab_size=VOCAB)))
+    net = accelerator.prepare(
+        build(RobertaConfig(**sizes, num_attention_heads=2, vocab_size=VOCAB))
+    )
     tokens = torch.full((2, LENGTH), 5)
-    with pytest.raises(StepError, match="padding_idx"), accelerator.context_parallel([tokens], [1]):
+    with (
+        pytest.raises(StepError, match="padding_idx"),
+        accelerator.context_parallel([tokens], [1]),
+    ):
         net(input_ids=tokens)
 
 
@@ -262,8 +329,14 @@ def test_what_a_part_does_not_show_is_refused(ctx: ProcessContext) -> None:
     inner: Any = llama()
     net = accelerator.prepare(inner)
     tokens, mask = torch.full((2, LENGTH), 5), torch.ones(2, LENGTH, dtype=torch.long)
-    with pytest.raises(StepError, match="Add it to the buffers"), accelerator.context_parallel([tokens], [1]):
+    with (
+        pytest.raises(StepError, match="Add it to the buffers"),
+        accelerator.context_parallel([tokens], [1]),
+    ):
         net(input_ids=tokens, attention_mask=mask)
     inner.config.sliding_window = LENGTH - 1
-    with pytest.raises(StepError, match="at most 15 tokens"), accelerator.context_parallel([tokens], [1]):
+    with (
+        pytest.raises(StepError, match="at most 15 tokens"),
+        accelerator.context_parallel([tokens], [1]),
+    ):
         net(input_ids=tokens)

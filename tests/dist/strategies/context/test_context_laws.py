@@ -28,13 +28,18 @@ VOCAB = 16
 LENGTH = 16
 PHASES = ((1, False), (1, True), (3, False), (3, True))  # (accumulation, clipping)
 WAYS = ("allgather", "ulysses")
-ALLGATHER_OR_ALL = [pytest.param(way, marks=() if way == "allgather" else pytest.mark.exhaustive) for way in WAYS]
+ALLGATHER_OR_ALL = [
+    pytest.param(way, marks=() if way == "allgather" else pytest.mark.exhaustive)
+    for way in WAYS
+]
 Way = Literal["allgather", "ulysses"]
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def model() -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=2, context=LENGTH))
+    return seeded(
+        lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=2, context=LENGTH)
+    )
 
 
 def batches(steps: int) -> list[Batch]:
@@ -44,9 +49,13 @@ def batches(steps: int) -> list[Batch]:
     for _ in range(steps):
         tokens = torch.randint(0, VOCAB, (6, LENGTH + 1), generator=g)
         labels = tokens[:, 1:].clone()
-        for row, length in enumerate(torch.randint(2, LENGTH + 1, (6,), generator=g).tolist()):
+        for row, length in enumerate(
+            torch.randint(2, LENGTH + 1, (6,), generator=g).tolist()
+        ):
             labels[row, length:] = -100
-        made.append((tokens[:, :-1].clone(), labels, torch.arange(LENGTH).expand(6, -1).clone()))
+        made.append(
+            (tokens[:, :-1].clone(), labels, torch.arange(LENGTH).expand(6, -1).clone())
+        )
     return made
 
 
@@ -64,9 +73,18 @@ def plain_losses(steps: int, readers: int) -> list[float]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
     for step, batch in enumerate(batches(steps)):
         every, clips = PHASES[step * len(PHASES) // steps]
-        parts = [micro for reader in range(readers) for micro in micro_batches(batch, readers, reader, every)]
+        parts = [
+            micro
+            for reader in range(readers)
+            for micro in micro_batches(batch, readers, reader, every)
+        ]
         optimizer.zero_grad()
-        loss = torch.stack([token_loss(net(tokens, places), labels) for tokens, labels, places in parts]).mean()
+        loss = torch.stack(
+            [
+                token_loss(net(tokens, places), labels)
+                for tokens, labels, places in parts
+            ]
+        ).mean()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if clips:
             nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -75,9 +93,13 @@ def plain_losses(steps: int, readers: int) -> list[float]:
     return losses
 
 
-def hasten_losses(accelerator: Accelerator, steps: int, counts_tokens: bool) -> list[float]:
+def hasten_losses(
+    accelerator: Accelerator, steps: int, counts_tokens: bool
+) -> list[float]:
     net = model()
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
+    )
     mesh, losses = accelerator.ctx.mesh, []
     readers, reader = mesh.size(*BATCH), mesh.index(accelerator.process_index, *BATCH)
     for step, batch in enumerate(batches(steps)):
@@ -86,17 +108,24 @@ def hasten_losses(accelerator: Accelerator, steps: int, counts_tokens: bool) -> 
         total = torch.zeros(())
         for tokens, labels, places in micro_batches(batch, readers, reader, every):
             real = (labels != -100).sum()
-            with accelerator.accumulate(net), accelerator.context_parallel([tokens, labels, places], [1, 1, 1]):
+            with (
+                accelerator.accumulate(net),
+                accelerator.context_parallel([tokens, labels, places], [1, 1, 1]),
+            ):
                 loss = token_loss(net(tokens, places), labels)
                 mine = (labels != -100).sum()
-                accelerator.backward(loss, **({"weight": mine} if counts_tokens else {}))
+                accelerator.backward(
+                    loss, **({"weight": mine} if counts_tokens else {})
+                )
                 if clips:
                     accelerator.clip_grad_norm_(net.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
             total += (loss.detach().nan_to_num() * mine / real) / every
         losses.append(float(total))
-    whole = torch.stack(accelerator.ctx.world.all_gather_object(torch.tensor(losses))).sum(0)
+    whole = torch.stack(
+        accelerator.ctx.world.all_gather_object(torch.tensor(losses))
+    ).sum(0)
     return (whole / (readers * accelerator.num_processes // mesh.size(*LOSS))).tolist()
 
 
@@ -118,50 +147,84 @@ def made_for(sizes: dict[str, Any], way: Way, precision: str) -> Accelerator:
     strategy = sizes.pop("strategy", None)
     handler = TorchContextParallelConfig(cp_comm_strategy=way)
     config = ParallelismConfig(**sizes, cp_handler=handler)
-    return Accelerator(mixed_precision=precision, strategy=strategy, parallelism_config=config)
+    return Accelerator(
+        mixed_precision=precision, strategy=strategy, parallelism_config=config
+    )
 
 
 @ranks(2)
 @pytest.mark.parametrize("way", ALLGATHER_OR_ALL)
 @pytest.mark.parametrize("steps", FEW_OR_ALL)
-def test_context_parallel_trains_like_plain_torch(ctx: ProcessContext, way: Way, steps: int) -> None:
+def test_context_parallel_trains_like_plain_torch(
+    ctx: ProcessContext, way: Way, steps: int
+) -> None:
     for sizes in layouts(2):
         for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
             accelerator = made_for(sizes, way, precision)
             got = hasten_losses(accelerator, number, counts_tokens=False)
-            assert got == pytest.approx(plain_losses(number, 1), abs=tolerance), f"{sizes} {precision}"
+            assert got == pytest.approx(plain_losses(number, 1), abs=tolerance), (
+                f"{sizes} {precision}"
+            )
 
 
 @ranks(2, exhaustive=(4,))
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2))])
-@pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed (pip install 'hasten[deepspeed]')")
-def test_under_deepspeed_it_trains_like_plain_torch(ctx: ProcessContext, stage: int) -> None:
+@pytest.mark.parametrize(
+    "stage",
+    [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2))],
+)
+@pytest.mark.skipif(
+    not available("deepspeed"),
+    reason="deepspeed is not installed (pip install 'hasten[deepspeed]')",
+)
+def test_under_deepspeed_it_trains_like_plain_torch(
+    ctx: ProcessContext, stage: int
+) -> None:
     """`sp_size` is Ulysses by hasten's own attention; on four ranks two sequences are split over two ranks each."""
     engine = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": stage}})
     for sizes in (ParallelismConfig(sp_size=2), ParallelismConfig(cp_size=2)):
-        accelerator = Accelerator(strategy="deepspeed", deepspeed_plugin=engine, parallelism_config=sizes)
-        assert (accelerator.ctx.mesh.cp, accelerator.num_processes) == (2, ctx.world.size)
+        accelerator = Accelerator(
+            strategy="deepspeed", deepspeed_plugin=engine, parallelism_config=sizes
+        )
+        assert (accelerator.ctx.mesh.cp, accelerator.num_processes) == (
+            2,
+            ctx.world.size,
+        )
         got = hasten_losses(accelerator, 8, counts_tokens=False)
-        assert got == pytest.approx(plain_losses(8, ctx.world.size // 2), abs=1e-5), sizes
+        assert got == pytest.approx(plain_losses(8, ctx.world.size // 2), abs=1e-5), (
+            sizes
+        )
 
 
 @ranks(4)
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == 3 else pytest.mark.exhaustive) for case in range(5)]
+    "case",
+    [
+        pytest.param(case, marks=() if case == 3 else pytest.mark.exhaustive)
+        for case in range(5)
+    ],
 )
-def test_with_other_axes_it_trains_like_plain_torch(ctx: ProcessContext, case: int) -> None:
-    sizes, way = layouts(4)[case], ("ulysses", "allgather", "allgather", "ulysses", "allgather")[case]
+def test_with_other_axes_it_trains_like_plain_torch(
+    ctx: ProcessContext, case: int
+) -> None:
+    sizes, way = (
+        layouts(4)[case],
+        ("ulysses", "allgather", "allgather", "ulysses", "allgather")[case],
+    )
     accelerator = made_for(sizes, way, "no")  # type: ignore[arg-type]  # one of the literals
     steps = 8  # two in each phase: four processes take their time
     got = hasten_losses(accelerator, steps, counts_tokens=False)
-    assert got == pytest.approx(plain_losses(steps, accelerator.ctx.mesh.size(*BATCH)), abs=1e-5)
+    assert got == pytest.approx(
+        plain_losses(steps, accelerator.ctx.mesh.size(*BATCH)), abs=1e-5
+    )
 
 
 @ranks(4)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", range(5))
-def test_every_way_with_every_axis_trains_like_plain_torch(ctx: ProcessContext, case: int, way: Way) -> None:
+def test_every_way_with_every_axis_trains_like_plain_torch(
+    ctx: ProcessContext, case: int, way: Way
+) -> None:
     for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 4, 5e-2)):
         accelerator = made_for(layouts(4)[case], way, precision)
         got = hasten_losses(accelerator, steps, counts_tokens=False)
@@ -170,7 +233,9 @@ def test_every_way_with_every_axis_trains_like_plain_torch(ctx: ProcessContext, 
 
 
 @ranks(2)
-def test_weights_of_losses_count_tokens_over_ranks_and_micro_steps(ctx: ProcessContext) -> None:
+def test_weights_of_losses_count_tokens_over_ranks_and_micro_steps(
+    ctx: ProcessContext,
+) -> None:
     """With weight=, one window is the mean over all its tokens, however they lie on ranks and in micro-steps."""
     grads = []
     for every in (1, 2):
@@ -179,8 +244,14 @@ def test_weights_of_losses_count_tokens_over_ranks_and_micro_steps(ctx: ProcessC
         accelerator.gradient_accumulation_steps = every
         optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=1.0))
         for tokens, labels, places in micro_batches(batches(1)[0], 1, 0, every):
-            with accelerator.accumulate(net), accelerator.context_parallel([tokens, labels, places], [1, 1, 1]):
-                accelerator.backward(token_loss(net(tokens, places), labels), weight=(labels != -100).sum())
+            with (
+                accelerator.accumulate(net),
+                accelerator.context_parallel([tokens, labels, places], [1, 1, 1]),
+            ):
+                accelerator.backward(
+                    token_loss(net(tokens, places), labels),
+                    weight=(labels != -100).sum(),
+                )
                 accelerator.unscale_gradients(optimizer)
         grads.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
     plain = model()
@@ -202,15 +273,27 @@ class EncoderDecoder(nn.Module):
         self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.head = nn.Linear(8, VOCAB)
 
-    def attend(self, index: int, x: Tensor, other: Tensor, causal: bool = False) -> Tensor:
-        made = [self.mix[index](t).view(*t.shape[:2], 3, 4, 2).transpose(1, 3) for t in (x, other, other)]
+    def attend(
+        self, index: int, x: Tensor, other: Tensor, causal: bool = False
+    ) -> Tensor:
+        made = [
+            self.mix[index](t).view(*t.shape[:2], 3, 4, 2).transpose(1, 3)
+            for t in (x, other, other)
+        ]
         q, k, v = (t[:, :, number] for number, t in enumerate(made))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         out: Tensor = self.out[index](mixed)
         return x + out
 
     def forward(self, source: Tensor, at: Tensor, target: Tensor, to: Tensor) -> Tensor:
-        memory, x = self.embed(source) + self.place(at), self.embed(target) + self.place(to)
+        memory, x = (
+            self.embed(source) + self.place(at),
+            self.embed(target) + self.place(to),
+        )
         memory = self.attend(0, memory, memory)
         x = self.attend(2, self.attend(1, x, x, causal=True), memory)
         out: Tensor = self.head(x)
@@ -230,8 +313,16 @@ def test_an_encoder_and_a_decoder_of_other_lengths_train_like_plain_torch(
             net, optimizer = accelerator.prepare(net, optimizer)
         g, losses = torch.Generator().manual_seed(2), []
         for _ in range(steps):
-            source, target = (torch.randint(0, VOCAB, (3, n), generator=g) for n in (24, 8))
-            given = [source, torch.arange(24).repeat(3, 1), target, torch.arange(8).repeat(3, 1), target.roll(-1, 1)]
+            source, target = (
+                torch.randint(0, VOCAB, (3, n), generator=g) for n in (24, 8)
+            )
+            given = [
+                source,
+                torch.arange(24).repeat(3, 1),
+                target,
+                torch.arange(8).repeat(3, 1),
+                target.roll(-1, 1),
+            ]
             optimizer.zero_grad()
             if accelerator is None:
                 loss = token_loss(net(*given[:4]), given[4])
@@ -245,4 +336,6 @@ def test_an_encoder_and_a_decoder_of_other_lengths_train_like_plain_torch(
             losses.append(float(loss.detach()))
         return losses
 
-    assert run(made_for({"cp_size": 2}, way, "no")) == pytest.approx(run(None), abs=1e-5)
+    assert run(made_for({"cp_size": 2}, way, "no")) == pytest.approx(
+        run(None), abs=1e-5
+    )

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hasten import Accelerator, FullyShardedDataParallelPlugin, TorchContextParallelConfig
+from hasten import (
+    Accelerator,
+    FullyShardedDataParallelPlugin,
+    TorchContextParallelConfig,
+)
 from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import StepError
 from hasten.runtime.context import ProcessContext
@@ -42,13 +46,17 @@ def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     build: Any = BertForMaskedLM
-    made: nn.Module = build(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    made: nn.Module = build(
+        BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
     return made
 
 
 def spread(way: Way, size: int = 2, **more: Any) -> Accelerator:
     handler = TorchContextParallelConfig(cp_comm_strategy=way)
-    return Accelerator(parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler), **more)
+    return Accelerator(
+        parallelism_config=ParallelismConfig(cp_size=size, cp_handler=handler), **more
+    )
 
 
 def llama_batch(g: torch.Generator, cache: bool) -> dict[str, Any]:
@@ -56,18 +64,33 @@ def llama_batch(g: torch.Generator, cache: bool) -> dict[str, Any]:
     labels = tokens[:, 1:].clone()
     labels[0, 3:] = -100
     positions = torch.arange(8).repeat(3, 1)
-    return {"input_ids": tokens[:, :-1].clone(), "position_ids": positions, "shift_labels": labels, "use_cache": cache}
+    return {
+        "input_ids": tokens[:, :-1].clone(),
+        "position_ids": positions,
+        "shift_labels": labels,
+        "use_cache": cache,
+    }
 
 
 def bert_batch(g: torch.Generator, cache: bool) -> dict[str, Any]:
-    tokens, keep = torch.randint(1, 16, (3, 8), generator=g), torch.ones(3, 8, dtype=torch.long)
+    tokens, keep = (
+        torch.randint(1, 16, (3, 8), generator=g),
+        torch.ones(3, 8, dtype=torch.long),
+    )
     keep[0, 5:] = 0
     labels = tokens.masked_fill(keep == 0, -100)
     positions = torch.arange(8).repeat(3, 1)
-    return {"input_ids": tokens, "position_ids": positions, "attention_mask": keep, "labels": labels}
+    return {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "attention_mask": keep,
+        "labels": labels,
+    }
 
 
-def losses(build: Any, batch_of: Any, accelerator: Accelerator | None, cache: bool) -> list[float]:
+def losses(
+    build: Any, batch_of: Any, accelerator: Accelerator | None, cache: bool
+) -> list[float]:
     net: nn.Module = seeded(build)
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
     if accelerator is not None:
@@ -97,32 +120,59 @@ def losses(build: Any, batch_of: Any, accelerator: Accelerator | None, cache: bo
 @ranks(2)
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("llama", "allgather"), ("llama", "ulysses"), ("bert", "allgather"), ("bert", "ulysses")],
+    [
+        ("llama", "allgather"),
+        ("llama", "ulysses"),
+        ("bert", "allgather"),
+        ("bert", "ulysses"),
+    ],
 )
-def test_models_of_transformers_train_unchanged(ctx: ProcessContext, name: str, way: Way) -> None:
+def test_models_of_transformers_train_unchanged(
+    ctx: ProcessContext, name: str, way: Way
+) -> None:
     build, batch_of = {"llama": (llama, llama_batch), "bert": (bert, bert_batch)}[name]
     for cache in (False, True) if name == "llama" else (False,):
         expected = losses(build, batch_of, None, cache)
-        assert losses(build, batch_of, spread(way), cache) == pytest.approx(expected, abs=1e-5)
+        assert losses(build, batch_of, spread(way), cache) == pytest.approx(
+            expected, abs=1e-5
+        )
 
 
 @ranks(2)
 def test_hidden_padding_is_refused(ctx: ProcessContext) -> None:
     net = llama()
     tokens = torch.ones(1, 8, dtype=torch.long)
-    keep = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])  # the first rank has no padding, and must not wait for the other
+    # the first rank has no padding, and must not wait for the other
+    keep = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
     positions = torch.arange(8).view(1, 8)
     block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
     with pytest.raises(StepError, match="do not pass attention_mask"), block:
-        net(input_ids=tokens, position_ids=positions, attention_mask=keep, use_cache=False)
+        net(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=keep,
+            use_cache=False,
+        )
     keep = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
     block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
-    with pytest.raises(StepError, match=("another rank", "do not pass attention_mask")[ctx.rank]), block:
-        net(input_ids=tokens, position_ids=positions, attention_mask=keep, use_cache=False)
+    with (
+        pytest.raises(
+            StepError, match=("another rank", "do not pass attention_mask")[ctx.rank]
+        ),
+        block,
+    ):
+        net(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=keep,
+            use_cache=False,
+        )
 
 
 @ranks(2)
-def test_ranks_of_one_sequence_read_the_same_samples_and_count_them_once(ctx: ProcessContext) -> None:
+def test_ranks_of_one_sequence_read_the_same_samples_and_count_them_once(
+    ctx: ProcessContext,
+) -> None:
     accelerator = spread("allgather")
     loader = accelerator.prepare(DataLoader(Numbers(11), batch_size=4))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
@@ -131,11 +181,15 @@ def test_ranks_of_one_sequence_read_the_same_samples_and_count_them_once(ctx: Pr
 
 @ranks(2)
 @pytest.mark.parametrize("way", ["allgather", "ulysses"])
-def test_recomputed_activations_attend_over_ranks_too(ctx: ProcessContext, way: Way) -> None:
+def test_recomputed_activations_attend_over_ranks_too(
+    ctx: ProcessContext, way: Way
+) -> None:
     fsdp = FullyShardedDataParallelPlugin(activation_checkpointing=True)
     grads = []
     for accelerator in (spread(way), spread(way, strategy="fsdp", fsdp_plugin=fsdp)):
-        net = accelerator.prepare(seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=8)))
+        net = accelerator.prepare(
+            seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=8))
+        )
         tokens, positions = torch.arange(16).view(2, 8), torch.arange(8)
         with accelerator.context_parallel([tokens, positions], [1, 0]) as shards:
             logits = shards.gather(net(tokens, positions))
@@ -149,14 +203,18 @@ def test_recomputed_activations_attend_over_ranks_too(ctx: ProcessContext, way: 
 
 
 @ranks(2)
-def test_a_loss_over_the_gathered_sequence_has_the_gradient_of_one_process(ctx: ProcessContext) -> None:
+def test_a_loss_over_the_gathered_sequence_has_the_gradient_of_one_process(
+    ctx: ProcessContext,
+) -> None:
     """Pooling over all tokens, as classifiers do."""
     plain = seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=8))
     tokens, positions = torch.arange(16).view(2, 8), torch.arange(8)
     loss = plain(tokens, positions).logsumexp((1, 2)).mean()
     loss.backward()
     accelerator = spread("allgather")
-    net = accelerator.prepare(seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=8)))
+    net = accelerator.prepare(
+        seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=8))
+    )
     with accelerator.context_parallel([tokens, positions], [1, 0]) as shards:
         mine = shards.gather(net(tokens, positions)).logsumexp((1, 2)).mean()
         accelerator.backward(mine)

@@ -34,11 +34,16 @@ class Run:
     def __init__(self, ctx: ProcessContext, **options: Any) -> None:
         self.rank = ctx.rank
         self.accelerator = Accelerator(
-            context=ctx, kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=0.012, **options)]
+            context=ctx,
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(bucket_cap_mb=0.012, **options)
+            ],
         )
         torch.manual_seed(0)
         net = Backwards()
-        self.model, self.optimizer = self.accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        self.model, self.optimizer = self.accelerator.prepare(
+            net, torch.optim.AdamW(net.parameters(), lr=0.01)
+        )
 
     def step(self, number: int) -> None:
         g = torch.Generator().manual_seed(100 * number + self.rank)
@@ -51,7 +56,11 @@ class Run:
         seen = []
         for number in range(first, last):
             self.step(number)
-            seen.append(torch.cat([p.detach().flatten().clone() for p in self.model.parameters()]))
+            seen.append(
+                torch.cat(
+                    [p.detach().flatten().clone() for p in self.model.parameters()]
+                )
+            )
         return seen
 
 
@@ -61,7 +70,9 @@ def equal(a: list[Tensor], b: list[Tensor]) -> None:
 
 
 @ranks(3, exhaustive=(4,))
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}], ids=["copies", "views"]
+)
 def test_a_return_to_before_the_first_update_is_bitwise(
     ctx: ProcessContext, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -70,7 +81,8 @@ def test_a_return_to_before_the_first_update_is_bitwise(
     whole = run.train(0, 4)
     run.accelerator.load_state(str(tmp_path / "start"))
     equal(run.train(0, 1), whole[:1])
-    run.accelerator.load_state(str(tmp_path / "start"))  # after one step, when DDP has not packed anew yet
+    # after one step, when DDP has not packed anew yet
+    run.accelerator.load_state(str(tmp_path / "start"))
     equal(run.train(0, 2), whole[:2])
     run.accelerator.save_state(str(tmp_path / "later"))
     equal(run.train(2, 4), whole[2:])
@@ -84,7 +96,9 @@ def test_a_return_to_before_the_first_update_is_bitwise(
 
 
 @ranks(3)
-def test_an_order_of_another_run_is_taken_over(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_an_order_of_another_run_is_taken_over(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     """Also by a model that has an order already, which the checkpoint's replaces."""
     first = Run(ctx)
     first.train(0, 2)
@@ -99,7 +113,9 @@ def test_an_order_of_another_run_is_taken_over(ctx: ProcessContext, tmp_path: Pa
 
 
 @ranks(3)
-def test_one_step_after_the_other_without_the_first_buckets(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_one_step_after_the_other_without_the_first_buckets(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     """What does not pack anew is left alone."""
     run = Run(ctx, find_unused_parameters=True)
     before = run.model.reducer

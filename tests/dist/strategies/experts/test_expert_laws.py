@@ -36,11 +36,16 @@ def loss_of(net: nn.Module, batch: Batch) -> Tensor:
     return next_token_loss(net(batch[0]), batch[0])
 
 
-TASK: Final = Task(lambda: seeded(lambda: TinyMixture(vocab=VOCAB, width=8)), batches, loss_of)
+TASK: Final = Task(
+    lambda: seeded(lambda: TinyMixture(vocab=VOCAB, width=8)), batches, loss_of
+)
 
 
 ON_TWO: Final = MappingProxyType[str, dict[str, Any]](
-    {"copies of the rest": {"ep_size": 2}, "shards of the rest": {"ep_size": 2, "dp_shard_size": 2}}
+    {
+        "copies of the rest": {"ep_size": 2},
+        "shards of the rest": {"ep_size": 2, "dp_shard_size": 2},
+    }
 )
 ON_FOUR: Final = MappingProxyType[str, dict[str, Any]](
     {
@@ -48,21 +53,37 @@ ON_FOUR: Final = MappingProxyType[str, dict[str, Any]](
         "four in shards": {"ep_size": 4, "dp_shard_size": 4},
         "pairs copied": {"ep_size": 2},
         "pairs sharded": {"ep_size": 2, "dp_shard_size": 4},
-        "pairs in hybrid shards": {"ep_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2},
-        "four in hybrid shards": {"ep_size": 4, "dp_shard_size": 2, "dp_replicate_size": 2},
+        "pairs in hybrid shards": {
+            "ep_size": 2,
+            "dp_shard_size": 2,
+            "dp_replicate_size": 2,
+        },
+        "four in hybrid shards": {
+            "ep_size": 4,
+            "dp_shard_size": 2,
+            "dp_replicate_size": 2,
+        },
     }
 )
 
 
-def compare(sizes: dict[str, Any], precision: str, steps: int, tolerance: float) -> None:
-    accelerator = Accelerator(mixed_precision=precision, parallelism_config=ParallelismConfig(**sizes))
-    assert hasten_losses(accelerator, TASK, steps) == pytest.approx(plain_losses(TASK, steps), abs=tolerance)
+def compare(
+    sizes: dict[str, Any], precision: str, steps: int, tolerance: float
+) -> None:
+    accelerator = Accelerator(
+        mixed_precision=precision, parallelism_config=ParallelismConfig(**sizes)
+    )
+    assert hasten_losses(accelerator, TASK, steps) == pytest.approx(
+        plain_losses(TASK, steps), abs=tolerance
+    )
 
 
 @ranks(2)
 @pytest.mark.parametrize("layout", ON_TWO)
 @pytest.mark.parametrize(
-    "runs", [SHORTER, pytest.param(PRECISIONS, marks=pytest.mark.exhaustive)], ids=["8 steps", "20 steps"]
+    "runs",
+    [SHORTER, pytest.param(PRECISIONS, marks=pytest.mark.exhaustive)],
+    ids=["8 steps", "20 steps"],
 )
 def test_divided_experts_train_like_plain_torch(
     ctx: ProcessContext, layout: str, runs: tuple[tuple[str, int, float], ...]
@@ -74,6 +95,8 @@ def test_divided_experts_train_like_plain_torch(
 @pytest.mark.exhaustive
 @ranks(4)
 @pytest.mark.parametrize("layout", ON_FOUR)
-def test_divided_experts_in_larger_worlds_train_like_plain_torch(ctx: ProcessContext, layout: str) -> None:
+def test_divided_experts_in_larger_worlds_train_like_plain_torch(
+    ctx: ProcessContext, layout: str
+) -> None:
     for precision, steps, tolerance in PRECISIONS:
         compare(ON_FOUR[layout], precision, steps, tolerance)

@@ -20,7 +20,12 @@ from tests.support.toys import Experts, TinyMixture
 PRELOAD: Final = ("transformers.modeling_utils",)
 
 SIZES: Final = (
-    *(("hidden_size", 8), ("intermediate_size", 16), ("num_hidden_layers", 2), ("num_attention_heads", 2)),
+    *(
+        ("hidden_size", 8),
+        ("intermediate_size", 16),
+        ("num_hidden_layers", 2),
+        ("num_attention_heads", 2),
+    ),
     *(("num_key_value_heads", 1), ("vocab_size", 16), ("max_position_embeddings", 16)),
 )
 
@@ -30,7 +35,9 @@ def mixtral() -> nn.Module:
 
     build: Any = MixtralForCausalLM
     config: Any = MixtralConfig
-    made: nn.Module = build(config(**dict(SIZES), num_local_experts=4, num_experts_per_tok=2))
+    made: nn.Module = build(
+        config(**dict(SIZES), num_local_experts=4, num_experts_per_tok=2)
+    )
     return made
 
 
@@ -39,35 +46,56 @@ def qwen() -> nn.Module:
 
     build: Any = Qwen3MoeForCausalLM
     config: Any = Qwen3MoeConfig
-    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
+    own = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "head_dim": 4,
+    }
     made: nn.Module = build(config(**dict(SIZES), **own))
     return made
 
 
-def train(net: nn.Module, batches: list[Tensor], accelerator: Accelerator | None) -> list[float]:
+def train(
+    net: nn.Module, batches: list[Tensor], accelerator: Accelerator | None
+) -> list[float]:
     """The mean losses of all ranks, clipped at every other step."""
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
     if accelerator is not None:
         net, optimizer = accelerator.prepare(net, optimizer)
     losses = []
     for step, batch in enumerate(batches):
-        mine = batch if accelerator is None else batch.chunk(accelerator.num_processes)[accelerator.process_index]
+        mine = (
+            batch
+            if accelerator is None
+            else batch.chunk(accelerator.num_processes)[accelerator.process_index]
+        )
         loss: Any = next_token_loss(net(mine).logits, mine)
         loss.backward() if accelerator is None else accelerator.backward(loss)
         if step % 2:
-            clip: Any = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+            clip: Any = (
+                nn.utils.clip_grad_norm_
+                if accelerator is None
+                else accelerator.clip_grad_norm_
+            )
             clip(net.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     if accelerator is None:
         return losses
-    return torch.stack(accelerator.ctx.world.all_gather_object(torch.tensor(losses))).mean(0).tolist()
+    return (
+        torch.stack(accelerator.ctx.world.all_gather_object(torch.tensor(losses)))
+        .mean(0)
+        .tolist()
+    )
 
 
 @ranks(2)
 @pytest.mark.parametrize("build", [mixtral, qwen])
-def test_mixtures_of_transformers_train_unchanged(ctx: ProcessContext, build: Any) -> None:
+def test_mixtures_of_transformers_train_unchanged(
+    ctx: ProcessContext, build: Any
+) -> None:
     g = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, 16, (4, 6), generator=g) for _ in range(8)]
     config = ParallelismConfig(ep_size=2, dp_shard_size=2)
@@ -102,8 +130,12 @@ def test_any_load_has_the_gradients_of_one_process(ctx: ProcessContext) -> None:
         plain.zero_grad()
         plain(x, chosen).pow(2).mean().backward()
         net.zero_grad()
-        accelerator.backward(net(x.chunk(2)[ctx.rank], chosen.chunk(2)[ctx.rank]).pow(2).mean())
-        for (name, own), (_, whole) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
+        accelerator.backward(
+            net(x.chunk(2)[ctx.rank], chosen.chunk(2)[ctx.rank]).pow(2).mean()
+        )
+        for (name, own), (_, whole) in zip(
+            net.named_parameters(), plain.named_parameters(), strict=True
+        ):
             grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
             assert whole.grad is not None, f"{name}, {load}"
             assert grad is not None, f"{name}, {load}"
@@ -138,17 +170,29 @@ class Listed(nn.Module):
 @ranks(2)
 def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
     def prepared(net: nn.Module, **sizes: Any) -> nn.Module:
-        made: nn.Module = Accelerator(parallelism_config=ParallelismConfig(ep_size=2, **sizes)).prepare(net)
+        made: nn.Module = Accelerator(
+            parallelism_config=ParallelismConfig(ep_size=2, **sizes)
+        ).prepare(net)
         return made
 
-    with pytest.raises(PrepareError, match=r"'experts' is a list of modules, which cannot be split.* or set ep_size=1"):
+    with pytest.raises(
+        PrepareError,
+        match=r"'experts' is a list of modules, which cannot be split.* or set ep_size=1",
+    ):
         prepared(Listed())
-    with pytest.raises(ConfigError, match=r"'experts' \(ModuleList\) cannot be split .*while the others wait"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'experts' \(ModuleList\) cannot be split .*while the others wait",
+    ):
         prepared(Listed(), ep_plan=("experts",))
-    with pytest.raises(ConfigError, match=r"has 3 experts, which ep_size=2 does not divide.* one of \[1, 3\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has 3 experts, which ep_size=2 does not divide.* one of \[1, 3\]",
+    ):
         prepared(TinyMixture(experts=3))
     with pytest.raises(
-        ConfigError, match=r"'nowhere' matches no module .*with experts are blocks.0.experts, blocks.1.experts"
+        ConfigError,
+        match=r"'nowhere' matches no module .*with experts are blocks.0.experts, blocks.1.experts",
     ):
         prepared(TinyMixture(), ep_plan=("nowhere",))
     with pytest.raises(ConfigError, match="its forward takes \\(input\\)"):
@@ -159,7 +203,9 @@ def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
         prepared(tied)
     net: Any = prepared(TinyMixture())
     with pytest.raises(StepError, match=r"called with hidden states \(2, 3, 8\)"):
-        net.blocks[0].experts(torch.zeros(2, 3, 8), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
+        net.blocks[0].experts(
+            torch.zeros(2, 3, 8), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1)
+        )
 
 
 @ranks(2)
@@ -170,6 +216,12 @@ def test_settings_that_cannot_hold_are_refused(ctx: ProcessContext) -> None:
 
     refused(r"ep=3 does not fit .*Set ep_size to one of \[1, 2\]", {"ep_size": 3})
     refused("ep=2 was asked for with tp=2", {"ep_size": 2, "tp_size": 2})
-    refused("'inductor' is not supported with ep_size=2", {"ep_size": 2}, dynamo_backend="inductor")
+    refused(
+        "'inductor' is not supported with ep_size=2",
+        {"ep_size": 2},
+        dynamo_backend="inductor",
+    )
     with pytest.raises(ConfigError, match="'fp8' has not been tested"):
-        Accelerator(parallelism_config=ParallelismConfig(ep_size=2), mixed_precision="fp8").prepare(TinyMixture())
+        Accelerator(
+            parallelism_config=ParallelismConfig(ep_size=2), mixed_precision="fp8"
+        ).prepare(TinyMixture())

@@ -15,7 +15,12 @@ from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
 WIDTH: Final = 128
-KINDS: Final = {"int8": "torchao", "int4": "torchao", "nf4": "bitsandbytes", "fp4": "bitsandbytes"}
+KINDS: Final = {
+    "int8": "torchao",
+    "int4": "torchao",
+    "nf4": "bitsandbytes",
+    "fp4": "bitsandbytes",
+}
 pytestmark = pytest.mark.exhaustive  # importing torchao and bitsandbytes takes long
 
 
@@ -52,8 +57,12 @@ class Run:
     def __init__(self, kind: str, strategy: Any, seed: int) -> None:
         self.accelerator = Accelerator(cpu=True, strategy=strategy)
         model = adapted_model(kind, seed)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+        trained = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
+        self.model, self.optimizer = self.accelerator.prepare(
+            model, torch.optim.AdamW(trained, lr=1e-2)
+        )
 
     def train(self, steps: range) -> list[float]:
         losses = []
@@ -68,7 +77,9 @@ class Run:
 
 @ranks(1, 2, timeout_s=300)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_quantization_resumes_under_every_strategy(ctx: ProcessContext, tmp_path: Path, kind: str) -> None:
+def test_every_quantization_resumes_under_every_strategy(
+    ctx: ProcessContext, tmp_path: Path, kind: str
+) -> None:
     if not available(KINDS[kind]):
         pytest.skip(f"{KINDS[kind]} is not installed")
     strategies = ("auto", "fsdp") if ctx.world.size == 1 else ("ddp", "fsdp")
@@ -79,6 +90,9 @@ def test_every_quantization_resumes_under_every_strategy(ctx: ProcessContext, tm
         first.accelerator.save_state(folder)
         expected = first.train(range(2, 4))
         for loading in strategies:
-            second = Run(kind, loading, seed=1)  # another base, which the checkpoint replaces
+            # another base, which the checkpoint replaces
+            second = Run(kind, loading, seed=1)
             second.accelerator.load_state(folder)
-            torch.testing.assert_close(second.train(range(2, 4)), expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                second.train(range(2, 4)), expected, rtol=1e-5, atol=1e-6
+            )

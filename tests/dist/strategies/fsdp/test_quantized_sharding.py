@@ -20,7 +20,8 @@ from hasten.testing.pool import ranks
 WIDTH, DEPTH, STEPS = 256, 3, 3
 pytestmark = (
     pytest.mark.exhaustive
-)  # importing peft, bitsandbytes and torchao takes long; docs/recipes.md runs in every suite
+    # importing peft, bitsandbytes and torchao takes long; docs/recipes.md runs in every suite
+)
 KINDS = ("nf4", "nf4-double", "torchao-nf4", "int4")
 
 
@@ -55,27 +56,41 @@ def quantized(kind: str, seed: int = 0) -> nn.Module:
     model = Stack().requires_grad_(False)
     if kind == "torchao-nf4":
         torchao = pytest.importorskip("torchao.quantization")
-        for layer in [part for part in model.blocks.modules() if isinstance(part, nn.Linear)]:
+        for layer in [
+            part for part in model.blocks.modules() if isinstance(part, nn.Linear)
+        ]:
             made = torchao.NF4Tensor.from_tensor(layer.weight.detach(), 64, 256)
             layer.weight = nn.Parameter(made, requires_grad=False)
         return model
     pytest.importorskip("torchao" if kind == "int4" else "bitsandbytes")
     if kind == "nf4-double":
-        from hasten.extensions.quantization.quantize import BnbSettings, chosen_linears, replace_linears
+        from hasten.extensions.quantization.quantize import (
+            BnbSettings,
+            chosen_linears,
+            replace_linears,
+        )
 
-        return replace_linears(model, chosen_linears(model, ("head",)), BnbSettings(double_quantization=True))
+        return replace_linears(
+            model,
+            chosen_linears(model, ("head",)),
+            BnbSettings(double_quantization=True),
+        )
     quantize_weights(model, kind, skip_modules=("head",))  # type: ignore[arg-type]
     return model.requires_grad_(False)
 
 
-def with_adapters(model: nn.Module, adapter: str | None = None) -> Any:  # Any: a model of peft
+# Any: a model of peft
+def with_adapters(model: nn.Module, adapter: str | None = None) -> Any:
     peft = pytest.importorskip("peft")
     if adapter is not None:
         return peft.PeftModel.from_pretrained(model, adapter)
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=["up", "down"], init_lora_weights=False
+    )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without")  # about merging in place
+        # about merging in place
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated without")
         return peft.get_peft_model(model, config)
 
 
@@ -87,7 +102,9 @@ def batch(step: int, ctx: ProcessContext | None = None) -> Tensor:
 def plain(kind: str) -> tuple[list[float], Any]:
     """Losses of plain torch on one process, and the trained model."""
     model = with_adapters(quantized(kind))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01
+    )
     losses = []
     for step in range(STEPS):
         loss = model(batch(step)).pow(2).mean()
@@ -98,7 +115,9 @@ def plain(kind: str) -> tuple[list[float], Any]:
     return losses, model
 
 
-def prepared(ctx: ProcessContext, kind: str, seed: int = 0, **options: Any) -> tuple[Accelerator, Any, Any]:
+def prepared(
+    ctx: ProcessContext, kind: str, seed: int = 0, **options: Any
+) -> tuple[Accelerator, Any, Any]:
     accelerator = Accelerator(cpu=True, strategy="fsdp", **options)
     model = with_adapters(quantized(kind, seed))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -106,7 +125,13 @@ def prepared(ctx: ProcessContext, kind: str, seed: int = 0, **options: Any) -> t
     return accelerator, model, optimizer
 
 
-def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range, ctx: ProcessContext) -> list[float]:
+def train(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    steps: range,
+    ctx: ProcessContext,
+) -> list[float]:
     losses = []
     for step in steps:
         loss = model(batch(step, ctx)).pow(2).mean()
@@ -118,12 +143,17 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range, ct
 
 
 def close(one: Any, other: Any) -> None:
-    torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6)  # sums in another order
+    # sums in another order
+    torch.testing.assert_close(
+        torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-6
+    )
 
 
 @ranks(1, 2, timeout_s=400)
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantized_weights_are_sharded_and_losses_equal_one_process(ctx: ProcessContext, kind: str) -> None:
+def test_quantized_weights_are_sharded_and_losses_equal_one_process(
+    ctx: ProcessContext, kind: str
+) -> None:
     expected, whole = plain(kind)
     accelerator, model, optimizer = prepared(ctx, kind)
     frozen = {name: p for name, p in model.named_parameters() if p.dtype == torch.uint8}
@@ -132,7 +162,9 @@ def test_quantized_weights_are_sharded_and_losses_equal_one_process(ctx: Process
     here = sum(p.to_local().numel() for p in frozen.values())
     total = sum(p.numel() for p in frozen.values())
     bits = 8 * total / (DEPTH * 4 * WIDTH * WIDTH)
-    assert bits < (9 if kind == "int4" else 4.3), "torchao's int4 on a CPU holds one value in a byte"
+    assert bits < (9 if kind == "int4" else 4.3), (
+        "torchao's int4 on a CPU holds one value in a byte"
+    )
     assert here == total // ctx.world.size
     close(train(accelerator, model, optimizer, range(STEPS), ctx), expected)
     trained = accelerator.get_state_dict(model)
@@ -146,7 +178,9 @@ def test_half_precision_leaves_the_bytes_alone(ctx: ProcessContext) -> None:
     accelerator, model, optimizer = prepared(ctx, "nf4-double", mixed_precision="bf16")
     expected, _ = plain("nf4-double")
     losses = train(accelerator, model, optimizer, range(STEPS), ctx)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.05, atol=0.0)
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(expected), rtol=0.05, atol=0.0
+    )
     model.eval()
     with torch.no_grad():
         one, two = model(batch(7)), model(batch(7))
@@ -155,14 +189,19 @@ def test_half_precision_leaves_the_bytes_alone(ctx: ProcessContext) -> None:
 
 @ranks(2, timeout_s=400)
 @pytest.mark.parametrize("kind", ["nf4-double", "torchao-nf4"])
-def test_a_resumed_run_equals_an_uninterrupted_one(ctx: ProcessContext, tmp_path: Path, kind: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    ctx: ProcessContext, tmp_path: Path, kind: str
+) -> None:
     where = ctx.world.broadcast_object(str(tmp_path))
     accelerator, model, optimizer = prepared(ctx, kind, project_dir=where)
     train(accelerator, model, optimizer, range(2), ctx)
     accelerator.save_state(f"{where}/state")
     after = train(accelerator, model, optimizer, range(2, 5), ctx)
-    expected = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator, model, optimizer = prepared(ctx, kind, seed=5)  # another base, which the checkpoint replaces
+    expected = {
+        name: value.clone() for name, value in accelerator.get_state_dict(model).items()
+    }
+    # another base, which the checkpoint replaces
+    accelerator, model, optimizer = prepared(ctx, kind, seed=5)
     accelerator.load_state(f"{where}/state")
     assert train(accelerator, model, optimizer, range(2, 5), ctx) == after
     found = accelerator.get_state_dict(model)
@@ -172,7 +211,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(ctx: ProcessContext, tmp_path
 
 @ranks(2, timeout_s=400)
 @pytest.mark.parametrize("kind", ["nf4", "torchao-nf4"])
-def test_adapters_are_saved_loaded_and_merged(ctx: ProcessContext, tmp_path: Path, kind: str) -> None:
+def test_adapters_are_saved_loaded_and_merged(
+    ctx: ProcessContext, tmp_path: Path, kind: str
+) -> None:
     where = ctx.world.broadcast_object(str(tmp_path))
     accelerator, model, optimizer = prepared(ctx, kind)
     train(accelerator, model, optimizer, range(STEPS), ctx)
@@ -189,8 +230,13 @@ def test_adapters_are_saved_loaded_and_merged(ctx: ProcessContext, tmp_path: Pat
         loaded = with_adapters(quantized(kind), f"{where}/adapter")
         with torch.no_grad():
             torch.testing.assert_close(loaded(batch(9)), wanted, rtol=1e-5, atol=1e-6)
-        merged = with_adapters(dequantize_weights(quantized(kind)), f"{where}/adapter").merge_and_unload()
-        assert all(type(p.data) is Tensor and p.dtype == torch.float32 for p in merged.parameters())
+        merged = with_adapters(
+            dequantize_weights(quantized(kind)), f"{where}/adapter"
+        ).merge_and_unload()
+        assert all(
+            type(p.data) is Tensor and p.dtype == torch.float32
+            for p in merged.parameters()
+        )
         with torch.no_grad():
             torch.testing.assert_close(merged(batch(9)), wanted, rtol=1e-4, atol=1e-5)
     accelerator.wait_for_everyone()
@@ -201,13 +247,19 @@ def test_trained_quantized_weights_are_refused(ctx: ProcessContext) -> None:
     model = quantized("torchao-nf4")
     model.get_parameter("blocks.0.up.weight").requires_grad_(True)
     accelerator = Accelerator(cpu=True, strategy="fsdp")
-    with pytest.raises(PrepareError, match=r"blocks\.0\.up\.weight is quantized and requires gradients.*freeze it"):
+    with pytest.raises(
+        PrepareError,
+        match=r"blocks\.0\.up\.weight is quantized and requires gradients.*freeze it",
+    ):
         accelerator.prepare(model)
     library = pytest.importorskip("bitsandbytes.nn")
     with torch.device("meta"):
         bare = nn.Sequential(library.Linear4bit(64, 64, bias=False), nn.Linear(64, 1))
     bare[0].requires_grad_(False)
-    with pytest.raises(PrepareError, match=r"0\.weight is a four-bit weight without values.*on every rank"):
+    with pytest.raises(
+        PrepareError,
+        match=r"0\.weight is a four-bit weight without values.*on every rank",
+    ):
         accelerator.prepare(bare)
 
 
@@ -223,7 +275,10 @@ def test_memory_of_one_rank_of_eight(ctx: ProcessContext) -> None:
         accelerator = Accelerator(cpu=True, strategy="fsdp")
         model = accelerator.prepare(with_adapters(quantized("nf4")))
         frozen = [p for p in model.parameters() if p.dtype == torch.uint8]
-        here, whole = sum(p.to_local().nbytes for p in frozen), sum(p.numel() for p in frozen)
+        here, whole = (
+            sum(p.to_local().nbytes for p in frozen),
+            sum(p.numel() for p in frozen),
+        )
         assert whole == DEPTH * 4 * WIDTH * WIDTH // 2
         assert here == whole // 8
     finally:

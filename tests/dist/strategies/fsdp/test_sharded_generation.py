@@ -19,7 +19,9 @@ from hasten.testing.pool import ranks
 from hasten.testing.toys import seeded
 from tests.support import hub_models
 
-pytestmark = pytest.mark.skipif(not available("transformers"), reason="transformers is not installed")
+pytestmark = pytest.mark.skipif(
+    not available("transformers"), reason="transformers is not installed"
+)
 
 NUM_NEW_TOKENS: Final = 4
 Inputs = dict[str, Tensor]
@@ -36,7 +38,9 @@ def speech(seed: int) -> Inputs:
     return {"input_features": torch.randn(2, 8, 16, generator=generator)}
 
 
-MODELS: Final = MappingProxyType[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs]]](
+MODELS: Final = MappingProxyType[
+    str, tuple[Callable[[], nn.Module], Callable[[int], Inputs]]
+](
     {
         "llama": (hub_models.llama, text),
         "t5": (hub_models.t5, text),
@@ -47,12 +51,20 @@ MODELS: Final = MappingProxyType[str, tuple[Callable[[], nn.Module], Callable[[i
 
 def generate(model: Any, inputs: Inputs) -> Tensor:  # Any: a model of transformers
     tokens: Tensor = model.generate(
-        **inputs, max_new_tokens=NUM_NEW_TOKENS, min_new_tokens=NUM_NEW_TOKENS, do_sample=False
+        **inputs,
+        max_new_tokens=NUM_NEW_TOKENS,
+        min_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
     )
     return tokens
 
 
-def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> None:
+def train(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Inputs,
+) -> None:
     labels = torch.arange(8).reshape(2, 4) % 16
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -67,7 +79,9 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Opt
 @ranks(1, 2)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_sharded_models_generate_as_one_process_does(ctx: ProcessContext, name: str, checkpointing: bool) -> None:
+def test_sharded_models_generate_as_one_process_does(
+    ctx: ProcessContext, name: str, checkpointing: bool
+) -> None:
     build, inputs_of = MODELS[name]
     inputs = inputs_of(0)
     plain: Any = seeded(build)  # Any: a model of transformers
@@ -79,7 +93,9 @@ def test_sharded_models_generate_as_one_process_does(ctx: ProcessContext, name: 
         )
         accelerator = Accelerator(fsdp_plugin=plugin)
         model: Any = seeded(build)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         average = accelerator.ema(model, decay=0.0)
         model.eval()
         assert torch.equal(generate(model, inputs), expected), "before any forward"
@@ -88,9 +104,13 @@ def test_sharded_models_generate_as_one_process_does(ctx: ProcessContext, name: 
         model.eval()
         trained = generate(model, inputs)
         plain_copy: Any = seeded(build)
-        plain_copy.load_state_dict(accelerator.ctx.world.broadcast_object(accelerator.get_state_dict(model)))
+        plain_copy.load_state_dict(
+            accelerator.ctx.world.broadcast_object(accelerator.get_state_dict(model))
+        )
         plain_copy.eval()
         assert torch.equal(trained, generate(plain_copy, inputs)), "after an update"
         with average.swapped():
-            assert torch.equal(generate(model, inputs), trained), "decay=0 averages to the weights"
+            assert torch.equal(generate(model, inputs), trained), (
+                "decay=0 averages to the weights"
+            )
         train(accelerator, model, optimizer, inputs)

@@ -13,25 +13,53 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten import Accelerator, ProjectConfiguration
-from hasten.config.sections.parallel import ParallelismConfig, TorchContextParallelConfig
+from hasten.config.sections.parallel import (
+    ParallelismConfig,
+    TorchContextParallelConfig,
+)
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 from tests.support.resharding import ReshardTrial, Run, check_pairs, held
 
 FEW: Final = (("auto 1", 1), ("fsdp 2", 2), ("tp+fsdp", 4))
-MESHES: Final = (("auto 1", 1), ("auto 2", 2), ("fsdp 4", 4), ("tp+fsdp", 4), ("pp+tp", 4), ("cp+fsdp", 4))
-ALL: Final = (*MESHES, ("auto 4", 4), ("fsdp 1", 1), ("fsdp 2", 2), ("tp", 2), ("tp+ddp", 4))
+MESHES: Final = (
+    ("auto 1", 1),
+    ("auto 2", 2),
+    ("fsdp 4", 4),
+    ("tp+fsdp", 4),
+    ("pp+tp", 4),
+    ("cp+fsdp", 4),
+)
+ALL: Final = (
+    *MESHES,
+    ("auto 4", 4),
+    ("fsdp 1", 1),
+    ("fsdp 2", 2),
+    ("tp", 2),
+    ("tp+ddp", 4),
+)
 SETTINGS: Final = MappingProxyType[str, dict[str, Any]](
     {
         "pp+tp": {"parallelism_config": ParallelismConfig(pp_size=2, tp_size=2)},
-        "hsdp": {"strategy": "fsdp", "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
+        "hsdp": {
+            "strategy": "fsdp",
+            "parallelism_config": ParallelismConfig(
+                dp_replicate_size=2, dp_shard_size=2
+            ),
+        },
         "tp": {"parallelism_config": ParallelismConfig(tp_size=2)},
-        "tp+fsdp": {"parallelism_config": ParallelismConfig(tp_size=2, dp_shard_size=2)},
-        "tp+ddp": {"parallelism_config": ParallelismConfig(tp_size=2, dp_replicate_size=2)},
+        "tp+fsdp": {
+            "parallelism_config": ParallelismConfig(tp_size=2, dp_shard_size=2)
+        },
+        "tp+ddp": {
+            "parallelism_config": ParallelismConfig(tp_size=2, dp_replicate_size=2)
+        },
         "cp+fsdp": {
             "parallelism_config": ParallelismConfig(
-                cp_size=2, dp_shard_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy="ulysses")
+                cp_size=2,
+                dp_shard_size=2,
+                cp_handler=TorchContextParallelConfig(cp_comm_strategy="ulysses"),
             )
         },
     }
@@ -39,16 +67,26 @@ SETTINGS: Final = MappingProxyType[str, dict[str, Any]](
 
 
 def run(layout: str, seed: int) -> Run:
-    accelerator = Accelerator(**SETTINGS.get(layout, {"strategy": layout.partition(" ")[0]}))
-    net: nn.Module = seeded(lambda: TinyLM(vocab=11, width=8, heads=2, depth=2, context=6, tied=True), seed)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True))
+    accelerator = Accelerator(
+        **SETTINGS.get(layout, {"strategy": layout.partition(" ")[0]})
+    )
+    net: nn.Module = seeded(
+        lambda: TinyLM(vocab=11, width=8, heads=2, depth=2, context=6, tied=True), seed
+    )
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True)
+    )
     return accelerator, net, optimizer
 
 
 def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None:
     batch, positions = torch.arange(24).reshape(4, 6) % 11, torch.arange(6)
     with accelerator.context_parallel([batch, positions], [1, 0]):
-        accelerator.forward_backward(net, (batch, positions), lambda net, given: next_token_loss(net(*given), given[0]))
+        accelerator.forward_backward(
+            net,
+            (batch, positions),
+            lambda net, given: next_token_loss(net(*given), given[0]),
+        )
     optimizer.step()
     optimizer.zero_grad()
 
@@ -88,15 +126,27 @@ def test_sharded_saves_in_the_background(ctx: ProcessContext, tmp_path: Path) ->
 def test_each_machine_saves_what_it_needs_on_a_disk_of_its_own(
     ctx: ProcessContext, tmp_path: Path, layout: str
 ) -> None:
-    place = replace(ctx.topology, node_rank=ctx.rank // 2, local_rank=ctx.rank % 2, local_world_size=2)
-    project = ProjectConfiguration(project_dir=str(tmp_path / f"disk{place.node_rank}"), save_on_each_node=True)
+    place = replace(
+        ctx.topology,
+        node_rank=ctx.rank // 2,
+        local_rank=ctx.rank % 2,
+        local_world_size=2,
+    )
+    project = ProjectConfiguration(
+        project_dir=str(tmp_path / f"disk{place.node_rank}"), save_on_each_node=True
+    )
     settings = SETTINGS.get(layout, {"strategy": layout})
     meshed = replace(Accelerator(**settings).ctx, topology=place)
 
     def begun(seed: int) -> Run:
         accelerator = Accelerator(context=meshed, project_config=project, **settings)
-        net: nn.Module = seeded(lambda: TinyLM(vocab=11, width=8, heads=2, depth=2, context=6, tied=True), seed)
-        net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True))
+        net: nn.Module = seeded(
+            lambda: TinyLM(vocab=11, width=8, heads=2, depth=2, context=6, tied=True),
+            seed,
+        )
+        net, optimizer = accelerator.prepare(
+            net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True)
+        )
         return accelerator, net, optimizer
 
     first = begun(1)

@@ -21,7 +21,10 @@ from torch.nn import functional as F
 
 from hasten import Accelerator
 from hasten.config.sections.loop import TorchDynamoPlugin
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -56,7 +59,9 @@ def layout(kind: str, world: int) -> dict[str, Any]:
             return {"strategy": "fsdp"}
         case "hsdp":
             return {
-                "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=world // 2),
+                "parallelism_config": ParallelismConfig(
+                    dp_replicate_size=2, dp_shard_size=world // 2
+                ),
                 "strategy": "fsdp",
             }
         case _:
@@ -69,9 +74,13 @@ def test_every_layout_trains_like_plain_torch(ctx: ProcessContext, kind: str) ->
     if kind == "hsdp" and ctx.world.size == 1:
         return
     for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 8, 5e-2)):
-        accelerator = Accelerator(mixed_precision=precision, **layout(kind, ctx.world.size))
+        accelerator = Accelerator(
+            mixed_precision=precision, **layout(kind, ctx.world.size)
+        )
         got = torch.tensor(hasten_losses(accelerator, TASK, steps))
-        torch.testing.assert_close(got, torch.tensor(plain_losses(TASK, steps)), rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            got, torch.tensor(plain_losses(TASK, steps)), rtol=0, atol=tolerance
+        )
 
 
 @ranks(2)
@@ -80,9 +89,9 @@ def test_two_models_with_two_optimizers(ctx: ProcessContext) -> None:
 
     def parts() -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Sequential(
-            nn.Linear(4, 8), nn.Linear(8, 1)
-        )
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)
+        ), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
 
     def losses(accelerator: Accelerator | None) -> list[float]:
         g, d = parts()
@@ -100,11 +109,20 @@ def test_two_models_with_two_optimizers(ctx: ProcessContext) -> None:
                 loss = sign * d(g(noise)).mean()
                 accelerator.backward(loss) if accelerator else loss.backward()
                 optimizer.step()
-            seen.append(float(accelerator.reduce(loss.detach(), "mean") if accelerator else loss.detach()))
+            seen.append(
+                float(
+                    accelerator.reduce(loss.detach(), "mean")
+                    if accelerator
+                    else loss.detach()
+                )
+            )
         return seen
 
     torch.testing.assert_close(
-        torch.tensor(losses(Accelerator(strategy="fsdp"))), torch.tensor(losses(None)), rtol=0, atol=1e-5
+        torch.tensor(losses(Accelerator(strategy="fsdp"))),
+        torch.tensor(losses(None)),
+        rtol=0,
+        atol=1e-5,
     )
 
 
@@ -116,24 +134,34 @@ def test_optimizers_made_before_or_after_and_with_state(ctx: ProcessContext) -> 
     next_token_loss(net(tokens()[0]), tokens()[0]).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     before.step()
     before.zero_grad()
-    moments = {name: before.state[p]["exp_avg"].clone() for name, p in net.named_parameters()}
+    moments = {
+        name: before.state[p]["exp_avg"].clone() for name, p in net.named_parameters()
+    }
     sharded, rebound = accelerator.prepare(net, before)
     assert FSDPModule in type(sharded).__mro__
     for name, parameter in sharded.named_parameters():
         assert isinstance(parameter, DTensor)
-        assert torch.equal(rebound.state[parameter]["exp_avg"].full_tensor(), moments[name])
+        assert torch.equal(
+            rebound.state[parameter]["exp_avg"].full_tensor(), moments[name]
+        )
     after = accelerator.prepare(torch.optim.SGD(sharded.parameters(), lr=0.1))
     accelerator.backward(next_token_loss(sharded(tokens()[0]), tokens()[0]))
     after.step()
-    assert all(isinstance(p, DTensor) for group in after.param_groups for p in group["params"])
+    assert all(
+        isinstance(p, DTensor) for group in after.param_groups for p in group["params"]
+    )
 
 
 @ranks(2)
-def test_frozen_half_weights_stay_and_trainable_ones_get_masters(ctx: ProcessContext) -> None:
+def test_frozen_half_weights_stay_and_trainable_ones_get_masters(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(strategy="fsdp", mixed_precision="bf16")
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
     net[0].requires_grad_(False)
-    wrap = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda module: isinstance(module, nn.Linear))
+    wrap = FullyShardedDataParallelPlugin(
+        auto_wrap_policy=lambda module: isinstance(module, nn.Linear)
+    )
     accelerator = Accelerator(fsdp_plugin=wrap, mixed_precision="bf16")
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net[1].parameters()))
     assert net[0].weight.dtype == torch.bfloat16
@@ -157,7 +185,9 @@ def test_ties_policies_and_ignored_modules(ctx: ProcessContext) -> None:
     plugins = {
         "no_wrap": FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"),
         "auto": FullyShardedDataParallelPlugin(),
-        "size_based_wrap": FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap", min_num_params=600),
+        "size_based_wrap": FullyShardedDataParallelPlugin(
+            auto_wrap_policy="size_based_wrap", min_num_params=600
+        ),
     }
     for policy, plugin in plugins.items():
         net = Accelerator(fsdp_plugin=plugin).prepare(model())
@@ -169,10 +199,14 @@ def test_ties_policies_and_ignored_modules(ctx: ProcessContext) -> None:
     with pytest.raises(ConfigError, match="has no module of that class"):
         Accelerator(fsdp_plugin=misspelt).prepare(model())
     with pytest.raises(ConfigError, match="diverge"):
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="embed")).prepare(model())
+        Accelerator(
+            fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="embed")
+        ).prepare(model())
     frozen = model()
     frozen.embed.requires_grad_(False)
-    whole = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="embed")).prepare(frozen)
+    whole = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="embed")
+    ).prepare(frozen)
     assert not isinstance(whole.embed.weight, DTensor)
 
 
@@ -190,10 +224,17 @@ def test_recompute_compile_prefetch_and_methods(ctx: ProcessContext) -> None:
         {"fsdp_plugin": plain(activation_checkpointing=True)},
         {"fsdp_plugin": plain(reshard_after_forward=False)},
         {"fsdp_plugin": plain(forward_prefetch_depth=1, backward_prefetch_depth=1)},
-        {"strategy": "fsdp", "dynamo_plugin": TorchDynamoPlugin(backend="eager", use_regional_compilation=True)},
+        {
+            "strategy": "fsdp",
+            "dynamo_plugin": TorchDynamoPlugin(
+                backend="eager", use_regional_compilation=True
+            ),
+        },
     ]
     # torch's compiler looks at the gradients of the tensors it traces, leaves or not, and torch warns about that
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )
     for settings in variants:
         for got, wanted in zip(grads(**settings), expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
@@ -251,7 +292,9 @@ def test_meta_models_are_filled_by_the_users_function(ctx: ProcessContext) -> No
         for parameter in module.parameters(recurse=False):
             nn.init.constant_(parameter, 0.5)
 
-    sharded = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=fill)).prepare(net)
+    sharded = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=fill)
+    ).prepare(net)
     assert torch.equal(sharded[0].weight.full_tensor(), torch.full((4, 4), 0.5))
     with torch.device("meta"):
         other = nn.Linear(4, 4)

@@ -20,13 +20,20 @@ WIDTH = 1024
 
 def model() -> nn.Module:
     """Two blocks whose every dimension is a multiple of 1024, so that shards are even at every world size here."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)))
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+    )
 
 
 def sharded_bytes(world_size: int) -> int:
     """Bytes of parameters, gradients and optimizer state that one of `world_size` ranks holds between two steps."""
     assert fake_pg.__name__, "importing it registers the backend"
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    dist.init_process_group(
+        "fake", store=dist.HashStore(), rank=0, world_size=world_size
+    )
     try:
         return held_bytes("fsdp")
     finally:
@@ -37,21 +44,31 @@ def sharded_bytes(world_size: int) -> int:
 def held_bytes(strategy: str) -> int:
     accelerator = Accelerator(strategy=strategy)
     net = model()
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), foreach=False))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), foreach=False)
+    )
     tracker = MemTracker()
     tracker.track_external(net, optimizer.optimizer)
     with tracker:
         accelerator.backward(net(torch.randn(1, WIDTH)).sum())
         optimizer.step()
     held = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
-    return sum(number for kind, number in held.items() if kind in ("Parameter", "Gradient", "Optstate"))
+    return sum(
+        number
+        for kind, number in held.items()
+        if kind in ("Parameter", "Gradient", "Optstate")
+    )
 
 
 @ranks(1)
 @pytest.mark.slow
-def test_parameters_gradients_and_optimizer_follow_one_over_world(ctx: ProcessContext) -> None:
-    whole = sum(p.numel() for p in model().parameters()) * 4 * 4  # weight, gradient and two moments in float32
-    replicated = held_bytes("none")  # what every rank of DDP holds too, before its buckets
+def test_parameters_gradients_and_optimizer_follow_one_over_world(
+    ctx: ProcessContext,
+) -> None:
+    # weight, gradient and two moments in float32
+    whole = sum(p.numel() for p in model().parameters()) * 4 * 4
+    # what every rank of DDP holds too, before its buckets
+    replicated = held_bytes("none")
     assert replicated >= whole * 0.99
     assert sharded_bytes(4) <= replicated * 0.4  # at four devices at least 60 % less
     for world_size in (8, 64, 1024):

@@ -16,8 +16,17 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from hasten import Accelerator
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
-from hasten.errors import ConfigError, MismatchError, PeerFailedError, PrepareError, StepError
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
+from hasten.errors import (
+    ConfigError,
+    MismatchError,
+    PeerFailedError,
+    PrepareError,
+    StepError,
+)
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.sharded_updates import ELEMENTWISE, update_own_shards
 from hasten.testing.pool import ranks
@@ -28,20 +37,28 @@ HALVES = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
 
 
 def model(tied: bool = False) -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=2, context=6, tied=tied))
+    return seeded(
+        lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=2, context=6, tied=tied)
+    )
 
 
 def tokens(step: int = 0) -> Tensor:
-    return torch.randint(0, VOCAB, (12, 6), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        0, VOCAB, (12, 6), generator=torch.Generator().manual_seed(step)
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def language_losses(net: nn.Module, accelerator: Accelerator | None = None, steps: int = 3) -> Tensor:
+def language_losses(
+    net: nn.Module, accelerator: Accelerator | None = None, steps: int = 3
+) -> Tensor:
     """The losses of a few steps on shares of the same batches; plain torch without an Accelerator."""
-    optimizer: Optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.05)
+    optimizer: Optimizer = torch.optim.AdamW(
+        [p for p in net.parameters() if p.requires_grad], lr=0.05
+    )
     if accelerator is not None:
         net, optimizer = accelerator.prepare(net, optimizer)
     losses = []
@@ -53,7 +70,11 @@ def language_losses(net: nn.Module, accelerator: Accelerator | None = None, step
         backward(loss, accelerator)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean") if accelerator is not None else loss.detach())
+        losses.append(
+            accelerator.reduce(loss.detach(), "mean")
+            if accelerator is not None
+            else loss.detach()
+        )
     return torch.stack(losses)
 
 
@@ -77,8 +98,13 @@ def test_ties_between_groups_hold(ctx: ProcessContext) -> None:
         net.get_submodule("blocks.1.q").weight = net.get_parameter("blocks.0.q.weight")
         return net
 
-    same(language_losses(tied_blocks(), Accelerator(strategy="fsdp")), language_losses(tied_blocks()))
-    apart = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda m: isinstance(m, (nn.Embedding, nn.LayerNorm)))
+    same(
+        language_losses(tied_blocks(), Accelerator(strategy="fsdp")),
+        language_losses(tied_blocks()),
+    )
+    apart = FullyShardedDataParallelPlugin(
+        auto_wrap_policy=lambda m: isinstance(m, (nn.Embedding, nn.LayerNorm))
+    )
     accelerator = Accelerator(fsdp_plugin=apart)
     net = model(tied=True)
     same(language_losses(net, accelerator), language_losses(model(tied=True)))
@@ -98,8 +124,12 @@ def test_what_was_decided_is_said_once(ctx: ProcessContext) -> None:
     logger = logging.getLogger("hasten.strategies.fsdp.strategy")
     logger.setLevel(logging.INFO)
     logger.addHandler(Ear())
-    apart = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda m: isinstance(m, nn.Embedding), cpu_offload=True)
-    Accelerator(fsdp_plugin=apart, mixed_precision="bf16").prepare(model(tied=True).bfloat16())
+    apart = FullyShardedDataParallelPlugin(
+        auto_wrap_policy=lambda m: isinstance(m, nn.Embedding), cpu_offload=True
+    )
+    Accelerator(fsdp_plugin=apart, mixed_precision="bf16").prepare(
+        model(tied=True).bfloat16()
+    )
     Accelerator(strategy="fsdp").prepare(Tempered().requires_grad_(False))
     assert heard == (
         [
@@ -141,7 +171,11 @@ def test_scalars_stay_whole_and_are_averaged(ctx: ProcessContext) -> None:
             if accelerator is not None:
                 batch = batch.chunk(ctx.world.size)[ctx.rank]
             for micro in batch.chunk(2):
-                with accelerator.accumulate(net) if accelerator is not None else nullcontext():
+                with (
+                    accelerator.accumulate(net)
+                    if accelerator is not None
+                    else nullcontext()
+                ):
                     loss = net(micro).pow(2).mean()
                     backward(loss if accelerator is not None else loss / 2, accelerator)
                     if accelerator is not None:
@@ -158,7 +192,9 @@ def test_scalars_stay_whole_and_are_averaged(ctx: ProcessContext) -> None:
     expected = path(None)
     same(path(Accelerator(strategy="fsdp", gradient_accumulation_steps=2)), expected)
     if ctx.world.size == 4:
-        replicas = Accelerator(strategy="fsdp", gradient_accumulation_steps=2, parallelism_config=HALVES)
+        replicas = Accelerator(
+            strategy="fsdp", gradient_accumulation_steps=2, parallelism_config=HALVES
+        )
         same(path(replicas), expected)
 
 
@@ -172,7 +208,9 @@ class LoRA(nn.Module):
         self.b = nn.Parameter(torch.randn(base.out_features, rank) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))  # type: ignore[no-any-return]
+        return self.base(x) + F.linear(  # type: ignore[no-any-return]
+            F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype)
+        )
 
 
 def adapted(dtype: torch.dtype) -> nn.Module:
@@ -191,7 +229,10 @@ def adapted(dtype: torch.dtype) -> nn.Module:
 @ranks(2)
 def test_lora_in_one_group_with_frozen_weights(ctx: ProcessContext) -> None:
     """float32 exactly; on a bf16 base the adapters train in float32 and the loss differs by bf16's rounding."""
-    same(language_losses(adapted(torch.float32), Accelerator(strategy="fsdp")), language_losses(adapted(torch.float32)))
+    same(
+        language_losses(adapted(torch.float32), Accelerator(strategy="fsdp")),
+        language_losses(adapted(torch.float32)),
+    )
     for settings in (
         {"mixed_precision": "bf16"},
         {},
@@ -215,8 +256,13 @@ def test_weights_on_rank_0_alone_reach_every_rank(ctx: ProcessContext) -> None:
             net = model(tied=True)
         if ctx.rank == 0:
             net = model(tied=True)
-        plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, cpu_offload=offload)
-        same(language_losses(net, Accelerator(fsdp_plugin=plugin)), language_losses(model(tied=True)))
+        plugin = FullyShardedDataParallelPlugin(
+            cpu_ram_efficient_loading=True, cpu_offload=offload
+        )
+        same(
+            language_losses(net, Accelerator(fsdp_plugin=plugin)),
+            language_losses(model(tied=True)),
+        )
     with elsewhere:
         other = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
         other.register_buffer("angles", torch.arange(3.0), persistent=False)
@@ -245,7 +291,10 @@ def test_ranks_that_disagree_fail_together(ctx: ProcessContext) -> None:
     net = model()
     if ctx.rank == 1:
         net.blocks[0].q = nn.Linear(8, 9)
-    with pytest.raises(MismatchError, match=r"rank 0 has blocks.0.q.bias \(8,\).*rank 1 has blocks.0.q.bias \(9,\)"):
+    with pytest.raises(
+        MismatchError,
+        match=r"rank 0 has blocks.0.q.bias \(8,\).*rank 1 has blocks.0.q.bias \(9,\)",
+    ):
         accelerator.prepare(net)
 
     def policy(module: nn.Module) -> bool:
@@ -253,13 +302,22 @@ def test_ranks_that_disagree_fail_together(ctx: ProcessContext) -> None:
             raise RuntimeError("no policy here")
         return False
 
-    with pytest.raises(PeerFailedError if ctx.rank == 0 else RuntimeError, match="no policy here"):
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=policy)).prepare(model())
-    for empty_rank, sync, message in ((0, True, "are sent by rank 0"), (1, False, "Set sync_module_states=True")):
+    with pytest.raises(
+        PeerFailedError if ctx.rank == 0 else RuntimeError, match="no policy here"
+    ):
+        Accelerator(
+            fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=policy)
+        ).prepare(model())
+    for empty_rank, sync, message in (
+        (0, True, "are sent by rank 0"),
+        (1, False, "Set sync_module_states=True"),
+    ):
         with torch.device("meta") if ctx.rank == empty_rank else nullcontext():
             layer = nn.Linear(3, 3)
         with pytest.raises(PrepareError, match=message):
-            Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(sync_module_states=sync)).prepare(layer)
+            Accelerator(
+                fsdp_plugin=FullyShardedDataParallelPlugin(sync_module_states=sync)
+            ).prepare(layer)
     accelerator.prepare(model())  # and the ranks still talk to each other
 
 
@@ -272,7 +330,10 @@ def test_what_cannot_be_sharded_is_said(ctx: ProcessContext) -> None:
             self.head = nn.Linear(4, 2)
 
     trunk = nn.Linear(4, 4)
-    with pytest.raises(PrepareError, match=r"'trunk.weight' of Actor is also part of a model that is already sharded"):
+    with pytest.raises(
+        PrepareError,
+        match=r"'trunk.weight' of Actor is also part of a model that is already sharded",
+    ):
         Accelerator(strategy="fsdp").prepare(Actor(trunk), Actor(trunk))
     one, two = nn.Linear(4, 4), nn.Linear(4, 4)
     two.weight = one.weight
@@ -280,12 +341,17 @@ def test_what_cannot_be_sharded_is_said(ctx: ProcessContext) -> None:
         Accelerator(strategy="fsdp").prepare(one, two)
     with pytest.raises(PrepareError, match="ModuleList has no forward"):
         Accelerator(strategy="fsdp").prepare(nn.ModuleList([nn.Linear(2, 2)]))
-    lists = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda module: isinstance(module, nn.ModuleList))
+    lists = FullyShardedDataParallelPlugin(
+        auto_wrap_policy=lambda module: isinstance(module, nn.ModuleList)
+    )
     with pytest.raises(ConfigError, match="chose 'blocks', a ModuleList"):
         Accelerator(fsdp_plugin=lists).prepare(model())
     mixed = model().bfloat16()
     mixed.norm.float()
-    with pytest.raises(PrepareError, match=r"'embed.weight' is torch.bfloat16 and 'norm.weight' is torch.float32"):
+    with pytest.raises(
+        PrepareError,
+        match=r"'embed.weight' is torch.bfloat16 and 'norm.weight' is torch.float32",
+    ):
         Accelerator(strategy="fsdp").prepare(mixed)
     half = Accelerator(strategy="fsdp", mixed_precision="bf16").prepare(mixed)
     assert {p.dtype for p in half.parameters()} == {torch.float32}
@@ -296,16 +362,26 @@ def test_shards_may_be_empty(ctx: ProcessContext) -> None:
     """More ranks than rows, clipped all the same; parameters of any memory format; no parameters at all."""
 
     def path(accelerator: Accelerator | None) -> list[float]:
-        net: nn.Module = seeded(lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1)))
+        net: nn.Module = seeded(
+            lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1))
+        )
         optimizer: Optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         if accelerator is not None:
             net, optimizer = accelerator.prepare(net, optimizer)
         norms = []
         for step in range(3):
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-            loss = net(x.chunk(4)[ctx.rank] if accelerator is not None else x).pow(2).mean()
+            loss = (
+                net(x.chunk(4)[ctx.rank] if accelerator is not None else x)
+                .pow(2)
+                .mean()
+            )
             backward(loss, accelerator)
-            clip: Any = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+            clip: Any = (
+                nn.utils.clip_grad_norm_
+                if accelerator is None
+                else accelerator.clip_grad_norm_
+            )
             norms.append(float(clip(net.parameters(), 0.1)))
             optimizer.step()
             optimizer.zero_grad()
@@ -338,7 +414,10 @@ def test_frozen_reference_models(ctx: ProcessContext) -> None:
 
 ELEMENTWISE_OPTIONS: tuple[tuple[Any, dict[str, Any]], ...] = (
     *((kind, {"lr": 0.1}) for kind in ELEMENTWISE),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
     (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True, "foreach": True}),
     (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
@@ -362,13 +441,19 @@ def test_optimizers_on_own_shards_equal_the_whole(ctx: ProcessContext) -> None:
             values = [torch.randn(shape) for shape in ((8, 3), (5,), (1, 2))]
             slopes = [[torch.randn_like(value) for value in values] for _ in range(4)]
             whole = [nn.Parameter(value.clone()) for value in values]
-            cut = [nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
+            cut = [
+                nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
+                for value in values
+            ]
             alone, sharded = kind(whole, **options), kind(cut, **options)
             for _ in range(2):
                 update_own_shards(sharded)
             for step, grads in enumerate(slopes):
                 for parameter, part, grad in zip(whole, cut, grads, strict=True):
-                    parameter.grad, part.grad = grad.clone(), distribute_tensor(grad, mesh, [Shard(0)])
+                    parameter.grad, part.grad = (
+                        grad.clone(),
+                        distribute_tensor(grad, mesh, [Shard(0)]),
+                    )
                 alone.step()
                 sharded.step()
                 if step == 1:
@@ -376,13 +461,19 @@ def test_optimizers_on_own_shards_equal_the_whole(ctx: ProcessContext) -> None:
             for parameter, part in zip(whole, cut, strict=True):
                 assert isinstance(part, DTensor)
                 close = torch.allclose if options.get("fused") else torch.equal
-                assert close(parameter, part.full_tensor()), f"{kind.__name__}({options})"
+                assert close(parameter, part.full_tensor()), (
+                    f"{kind.__name__}({options})"
+                )
                 for key, value in alone.state[parameter].items():
                     mine = sharded.state[part][key]
                     if isinstance(value, torch.Tensor) and value.ndim:
                         assert isinstance(mine, DTensor), f"{kind.__name__} {key}"
-                        assert mine.placements == part.placements, f"{kind.__name__} {key}"
-                        assert close(value, mine.full_tensor()), f"{kind.__name__}({options}) {key}"
+                        assert mine.placements == part.placements, (
+                            f"{kind.__name__} {key}"
+                        )
+                        assert close(value, mine.full_tensor()), (
+                            f"{kind.__name__}({options}) {key}"
+                        )
     finally:
         if ctx.world.size == 1:
             dist.destroy_process_group()
@@ -418,12 +509,16 @@ def test_a_world_of_one_needs_one_group(ctx: ProcessContext) -> None:
     def groups(net: nn.Module) -> int:
         return sum(isinstance(module, FSDPModule) for module in net.modules())
 
-    named = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=(type(model().blocks[0]).__name__,))
+    named = FullyShardedDataParallelPlugin(
+        transformer_cls_names_to_wrap=(type(model().blocks[0]).__name__,)
+    )
     offloaded = FullyShardedDataParallelPlugin(cpu_offload=True)
     blocks = len(model().blocks)
     usual = FullyShardedDataParallelPlugin()
     for plugin, expected in ((usual, 1), (named, blocks + 1), (offloaded, blocks + 1)):
-        assert groups(Accelerator(fsdp_plugin=plugin).prepare(model())) == expected, f"{plugin}"
+        assert groups(Accelerator(fsdp_plugin=plugin).prepare(model())) == expected, (
+            f"{plugin}"
+        )
     mixed = model()
     mixed.blocks[1].double()
     accelerator = Accelerator(fsdp_plugin=usual)

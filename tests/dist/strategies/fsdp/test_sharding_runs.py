@@ -24,7 +24,10 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator
 from hasten.checkpoint.export import read_model
 from hasten.config.sections.loop import TorchDynamoPlugin
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from hasten.errors import ConfigError
 from hasten.extensions.checkpoint_tools.command import main as ckpt
 from hasten.modules import forwarding
@@ -39,11 +42,15 @@ HALVES = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
 
 
 def model() -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=2, context=6, tied=True))
+    return seeded(
+        lambda: TinyLM(vocab=VOCAB, width=8, heads=2, depth=2, context=6, tied=True)
+    )
 
 
 def tokens(step: int = 0) -> Tensor:
-    return torch.randint(0, VOCAB, (4, 6), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        0, VOCAB, (4, 6), generator=torch.Generator().manual_seed(step)
+    )
 
 
 def step(accelerator: Accelerator, net: nn.Module, number: int = 0) -> float:
@@ -55,7 +62,9 @@ def step(accelerator: Accelerator, net: nn.Module, number: int = 0) -> float:
 
 def losses(steps: int = 3, **settings: Any) -> Tensor:
     accelerator = Accelerator(**settings)
-    net, optimizer = accelerator.prepare(model(), functools.partial(torch.optim.AdamW, lr=0.05))
+    net, optimizer = accelerator.prepare(
+        model(), functools.partial(torch.optim.AdamW, lr=0.05)
+    )
     found = []
     for number in range(steps):
         found.append(step(accelerator, net, number))
@@ -67,9 +76,14 @@ def losses(steps: int = 3, **settings: Any) -> Tensor:
 @ranks(4)
 def test_replicas_talk_only_where_the_window_ends(ctx: ProcessContext) -> None:
     """Shards are reduced in every micro-step; the all-reduce over the replicate axis waits for the boundary."""
-    accelerator = Accelerator(strategy="fsdp", parallelism_config=HALVES, gradient_accumulation_steps=3)
-    net, optimizer = accelerator.prepare(model(), functools.partial(torch.optim.SGD, lr=0.1))
-    warnings.filterwarnings("ignore", category=UserWarning)  # torch's counting mode makes outputs views
+    accelerator = Accelerator(
+        strategy="fsdp", parallelism_config=HALVES, gradient_accumulation_steps=3
+    )
+    net, optimizer = accelerator.prepare(
+        model(), functools.partial(torch.optim.SGD, lr=0.1)
+    )
+    # torch's counting mode makes outputs views
+    warnings.filterwarnings("ignore", category=UserWarning)
     seen = []
     for number in range(6):
         counter = CommDebugMode()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -77,30 +91,56 @@ def test_replicas_talk_only_where_the_window_ends(ctx: ProcessContext) -> None:
             step(accelerator, net, number)
         optimizer.step()
         optimizer.zero_grad()
-        counts = {str(op).rpartition(".")[2]: count for op, count in counter.get_comm_counts().items() if count}
-        seen.append((counts.get("_reduce_scatter_base_", 0), counts.get("allreduce_", 0)))
+        counts = {
+            str(op).rpartition(".")[2]: count
+            for op, count in counter.get_comm_counts().items()
+            if count
+        }
+        seen.append(
+            (counts.get("_reduce_scatter_base_", 0), counts.get("allreduce_", 0))
+        )
     groups = 3  # two blocks and the rest
     assert seen == [(groups, 0), (groups, 0), (groups, groups)] * 2
 
 
 @ranks(4)
-def test_shards_stay_inside_machines_and_samples_are_counted_once(ctx: ProcessContext) -> None:
+def test_shards_stay_inside_machines_and_samples_are_counted_once(
+    ctx: ProcessContext,
+) -> None:
     """Two machines of two processes, as a launcher's variables tell it."""
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(ctx.rank % 2), "GROUP_RANK": str(ctx.rank // 2)}
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(hybrid_shard=True))
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": str(ctx.rank % 2),
+        "GROUP_RANK": str(ctx.rank // 2),
+    }
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(hybrid_shard=True)
+    )
     net = accelerator.prepare(model())
-    assert dict(zip(net.embed.weight.device_mesh.mesh_dim_names, net.embed.weight.device_mesh.shape, strict=True)) == {
+    assert dict(
+        zip(
+            net.embed.weight.device_mesh.mesh_dim_names,
+            net.embed.weight.device_mesh.shape,
+            strict=True,
+        )
+    ) == {
         "dp_replicate": 2,
         "dp_shard": 2,
     }
     loader = accelerator.prepare(DataLoader(Numbers(13), batch_size=2))
-    seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+    seen = [
+        number
+        for batch in loader
+        for number in accelerator.gather_for_metrics(batch).tolist()
+    ]
     assert sorted(seen) == list(range(13))
 
 
 @ranks(4)
 def test_one_norm_over_models_on_different_meshes(ctx: ProcessContext) -> None:
-    def norm(first: Accelerator | None, second: Accelerator | None) -> tuple[float, list[Tensor]]:
+    def norm(
+        first: Accelerator | None, second: Accelerator | None
+    ) -> tuple[float, list[Tensor]]:
         a, b = seeded(lambda: nn.Linear(4, 4)), seeded(lambda: nn.Linear(4, 4), 1)
         x = torch.arange(16.0).reshape(4, 4)
         if first is None or second is None:
@@ -113,10 +153,17 @@ def test_one_norm_over_models_on_different_meshes(ctx: ProcessContext) -> None:
             assert clipped is not None
             total = clipped
         grads = [p.grad for p in (*a.parameters(), *b.parameters())]
-        return float(total), [g.full_tensor() if isinstance(g, DTensor) else g for g in grads if g is not None]
+        return float(total), [
+            g.full_tensor() if isinstance(g, DTensor) else g
+            for g in grads
+            if g is not None
+        ]
 
     expected = norm(None, None)
-    sharded, halves = Accelerator(strategy="fsdp"), Accelerator(strategy="fsdp", parallelism_config=HALVES)
+    sharded, halves = (
+        Accelerator(strategy="fsdp"),
+        Accelerator(strategy="fsdp", parallelism_config=HALVES),
+    )
     for pair in ((sharded, halves), (Accelerator(strategy="ddp"), sharded)):
         torch.testing.assert_close(norm(*pair), expected, rtol=1e-5, atol=1e-6)
 
@@ -128,11 +175,23 @@ def test_recompute_offload_compile_and_half_precision(ctx: ProcessContext) -> No
     blocks = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
     expected = losses(strategy="ddp")
     # torch's compiler looks at the gradients of the tensors it traces, leaves or not, and torch warns about that
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    recomputed = plugin(activation_checkpointing=True, activation_checkpointing_offload=True, cpu_offload=True)
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )
+    recomputed = plugin(
+        activation_checkpointing=True,
+        activation_checkpointing_offload=True,
+        cpu_offload=True,
+    )
     for settings, tolerance in (
         ({"fsdp_plugin": recomputed}, 1e-5),
-        ({"fsdp_plugin": plugin(activation_checkpointing=True), "dynamo_plugin": blocks}, 1e-5),
+        (
+            {
+                "fsdp_plugin": plugin(activation_checkpointing=True),
+                "dynamo_plugin": blocks,
+            },
+            1e-5,
+        ),
         ({"strategy": "fsdp", "mixed_precision": "fp16"}, 1e-2),
     ):
         torch.testing.assert_close(losses(**settings), expected, rtol=0, atol=tolerance)
@@ -143,14 +202,35 @@ def test_what_is_recomputed(ctx: ProcessContext) -> None:
     """The blocks that are sharded on their own, outermost first; a model without any says so."""
 
     def recomputed(**options: Any) -> list[str]:
-        plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True, **options)
+        plugin = FullyShardedDataParallelPlugin(
+            activation_checkpointing=True, **options
+        )
         net = Accelerator(fsdp_plugin=plugin).prepare(model())
-        return [name for name, part in net.named_modules() if forwarding.find(part, "recompute") is not None]
+        return [
+            name
+            for name, part in net.named_modules()
+            if forwarding.find(part, "recompute") is not None
+        ]
 
-    assert recomputed() == recomputed(auto_wrap_policy="no_wrap") == ["blocks.0", "blocks.1"]
-    assert recomputed(auto_wrap_policy=lambda m: isinstance(m, (nn.LayerNorm, nn.Linear))).count("norm") == 1
-    assert recomputed(transformer_cls_names_to_wrap=("Block", "LayerNorm")) == ["blocks.0", "blocks.1", "norm"]
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(activation_checkpointing=True))
+    assert (
+        recomputed()
+        == recomputed(auto_wrap_policy="no_wrap")
+        == ["blocks.0", "blocks.1"]
+    )
+    assert (
+        recomputed(
+            auto_wrap_policy=lambda m: isinstance(m, (nn.LayerNorm, nn.Linear))
+        ).count("norm")
+        == 1
+    )
+    assert recomputed(transformer_cls_names_to_wrap=("Block", "LayerNorm")) == [
+        "blocks.0",
+        "blocks.1",
+        "norm",
+    ]
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(activation_checkpointing=True)
+    )
     with pytest.raises(ConfigError, match="Linear has no repeated block"):
         accelerator.prepare(nn.Linear(2, 2))
     accelerator.prepare(nn.Linear(2, 2).requires_grad_(False))
@@ -167,7 +247,9 @@ def test_the_snippets_of_the_page_run(ctx: ProcessContext, tmp_path: Path) -> No
 @ranks(2)
 def test_evaluation_between_steps_and_freed_memory(ctx: ProcessContext) -> None:
     accelerator, other = Accelerator(strategy="fsdp"), Accelerator(strategy="ddp")
-    net, optimizer = accelerator.prepare(model(), functools.partial(torch.optim.AdamW, lr=0.05))
+    net, optimizer = accelerator.prepare(
+        model(), functools.partial(torch.optim.AdamW, lr=0.05)
+    )
     beside = other.prepare(model())  # another strategy in the same process
     for _ in range(2):
         net.eval()
@@ -181,7 +263,11 @@ def test_evaluation_between_steps_and_freed_memory(ctx: ProcessContext) -> None:
         step(other, beside)
         optimizer.step()
         optimizer.zero_grad()
-    gone = weakref.ref(net), weakref.ref(net.embed.weight), weakref.ref(optimizer.optimizer)
+    gone = (
+        weakref.ref(net),
+        weakref.ref(net.embed.weight),
+        weakref.ref(optimizer.optimizer),
+    )
     net, optimizer = accelerator.free_memory(net, optimizer)
     gc.collect()
     assert [ref() for ref in gone] == [None, None, None]
@@ -189,9 +275,15 @@ def test_evaluation_between_steps_and_freed_memory(ctx: ProcessContext) -> None:
 
 def save(ctx: ProcessContext, folder: Path, form: Form) -> dict[str, Tensor]:
     """Save on shards (with replicas when there are four ranks), load on shards over all ranks; the whole weights."""
-    layout: dict[str, Any] = {"parallelism_config": HALVES} if ctx.world.size == 4 else {}
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(state_dict_type=form), **layout)
-    net, optimizer = accelerator.prepare(model(), functools.partial(torch.optim.AdamW, lr=0.05))
+    layout: dict[str, Any] = (
+        {"parallelism_config": HALVES} if ctx.world.size == 4 else {}
+    )
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(state_dict_type=form), **layout
+    )
+    net, optimizer = accelerator.prepare(
+        model(), functools.partial(torch.optim.AdamW, lr=0.05)
+    )
     step(accelerator, net)
     optimizer.step()
     accelerator.save_state(folder)
@@ -209,13 +301,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def test_shards_are_merged_offline_and_whole_checkpoints_are_whole(rank_pool: Pool, tmp_path: Path) -> None:
+def test_shards_are_merged_offline_and_whole_checkpoints_are_whole(
+    rank_pool: Pool, tmp_path: Path
+) -> None:
     """`hasten ckpt merge` gives what gathering the model gives; FULL_STATE_DICT writes that at once."""
     state = rank_pool.run(save, 3, tmp_path / "shards", "SHARDED_STATE_DICT")[0]
     assert ckpt(["merge", str(tmp_path / "shards"), str(tmp_path / "merged")]) == 0
     merged = read_model(tmp_path / "merged")
     assert merged.keys() == state.keys()
-    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()  # still tied
+    # still tied
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
     assert all(torch.equal(merged[name], state[name]) for name in state)
     state = rank_pool.run(save, 4, tmp_path / "whole", "FULL_STATE_DICT")[0]
     written = load_file(tmp_path / "whole" / "model.safetensors")
@@ -268,10 +363,28 @@ def test_an_accelerate_file_of_fsdp1_launches_a_sharded_run(tmp_path: Path) -> N
     """Its keys are translated, which is said once, and decide how the model is sharded."""
     (tmp_path / "theirs.yaml").write_text(HF_FILE)
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "hasten.cli.main", "launch", "--config_file", "theirs.yaml", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "hasten.cli.main",
+        "launch",
+        "--config_file",
+        "theirs.yaml",
+        "train.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert "fsdp 3 False True MeshSpec(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1, ep=1)" in done.stdout
+    assert (
+        "fsdp 3 False True MeshSpec(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1, ep=1)"
+        in done.stdout
+    )
     said = done.stdout + done.stderr
-    assert said.count("fsdp_sharding_strategy SHARD_GRAD_OP is FSDP2's reshard_after_forward: false") == 1
+    assert (
+        said.count(
+            "fsdp_sharding_strategy SHARD_GRAD_OP is FSDP2's reshard_after_forward: false"
+        )
+        == 1
+    )
     assert said.count("fsdp_backward_prefetch_policy has no meaning any more") == 1

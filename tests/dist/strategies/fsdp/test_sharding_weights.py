@@ -20,15 +20,21 @@ from hasten.testing.toys import TinyLM, seeded
 
 
 def model(tied: bool = False) -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=17, width=8, heads=2, depth=2, context=6, tied=tied))
+    return seeded(
+        lambda: TinyLM(vocab=17, width=8, heads=2, depth=2, context=6, tied=tied)
+    )
 
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("size", ["10GB", "2KB"])
-def test_meta_models_read_their_own_slices(ctx: ProcessContext, tmp_path: Path, size: str) -> None:
+def test_meta_models_read_their_own_slices(
+    ctx: ProcessContext, tmp_path: Path, size: str
+) -> None:
     """Exported from plain data parallel in one or many files, loaded into a sharded model built on meta."""
     plain = Accelerator(strategy="auto")
-    plain.save_model(plain.prepare(model(tied=True)), tmp_path / "out", max_shard_size=size)
+    plain.save_model(
+        plain.prepare(model(tied=True)), tmp_path / "out", max_shard_size=size
+    )
     plain.wait_for_everyone()
     with torch.device("meta"):
         empty = TinyLM(vocab=17, width=8, heads=2, depth=2, context=6, tied=True)
@@ -48,22 +54,33 @@ def test_meta_models_read_their_own_slices(ctx: ProcessContext, tmp_path: Path, 
 
 
 @ranks(2)
-def test_files_of_another_model_are_refused_and_change_nothing(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_files_of_another_model_are_refused_and_change_nothing(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = Accelerator(strategy="fsdp")
     accelerator.save_model(accelerator.prepare(nn.Linear(3, 3)), tmp_path)
     accelerator.wait_for_everyone()
     other = accelerator.prepare(nn.Linear(3, 4))
     before = other.weight.full_tensor().clone()
-    with pytest.raises(CheckpointError, match=r"bias is \(3,\) in the files and \(4,\) in the model, and 1 more"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"bias is \(3,\) in the files and \(4,\) in the model, and 1 more",
+    ):
         accelerator.load_model(other, tmp_path)
-    with pytest.raises((CheckpointError, PeerFailedError), match="lack nothing and have bias"):
-        accelerator.load_model(accelerator.prepare(nn.Linear(3, 3, bias=False)), tmp_path)
+    with pytest.raises(
+        (CheckpointError, PeerFailedError), match="lack nothing and have bias"
+    ):
+        accelerator.load_model(
+            accelerator.prepare(nn.Linear(3, 3, bias=False)), tmp_path
+        )
     assert torch.equal(other.weight.full_tensor(), before)
 
 
 @ranks(4)
 @pytest.mark.slow
-def test_host_memory_stays_near_model_over_world(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_host_memory_stays_near_model_over_world(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     """256 MB of weights on four ranks: each grows by its quarter and what sharding needs, not by a whole copy."""
     rows, layers = 4096, 4
     if ctx.rank == 0:
@@ -72,14 +89,18 @@ def test_host_memory_stays_near_model_over_world(ctx: ProcessContext, tmp_path: 
         del weights
     ctx.world.barrier("written")
     with torch.device("meta"):
-        empty = nn.Sequential(*(nn.Linear(rows, rows, bias=False) for _ in range(layers)))
+        empty = nn.Sequential(
+            *(nn.Linear(rows, rows, bias=False) for _ in range(layers))
+        )
     accelerator = Accelerator(strategy="fsdp")
     before = anonymous_bytes()
     sharded = accelerator.prepare(empty)
     accelerator.load_model(sharded, tmp_path)
     grown = anonymous_bytes() - before
     whole = rows * rows * 4 * layers
-    assert grown < whole * 0.45, f"rank {ctx.rank} grew by {grown / 1e6:.0f} MB for a model of {whole / 1e6:.0f} MB"
+    assert grown < whole * 0.45, (
+        f"rank {ctx.rank} grew by {grown / 1e6:.0f} MB for a model of {whole / 1e6:.0f} MB"
+    )
 
 
 def anonymous_bytes() -> int:

@@ -17,7 +17,16 @@ from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor.plan import working_plan
 from hasten.testing.pool import ranks
-from tests.support.hub_models import GPT2_PLAN, T5_PLAN, gpt2, largest_difference, llama, share_of, t5, train
+from tests.support.hub_models import (
+    GPT2_PLAN,
+    T5_PLAN,
+    gpt2,
+    largest_difference,
+    llama,
+    share_of,
+    t5,
+    train,
+)
 
 PRELOAD: Final = ("peft",)
 
@@ -37,10 +46,19 @@ PLANS: dict[str, dict[str, Any]] = {
     "t5": {"tp_plan": T5_PLAN, "tp_divide": ("n_heads", "inner_dim")},
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "gpt2": (gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
-    "llama": (lambda: llama(2), {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
+    "gpt2": (
+        gpt2,
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    ),
+    "llama": (
+        lambda: llama(2),
+        {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+    ),
     "t5": (t5, {"target_modules": ["q", "v"]}),
-    "keys": (lambda: llama(4), {"target_modules": ["k_proj", "o_proj"], "lora_bias": True}),
+    "keys": (
+        lambda: llama(4),
+        {"target_modules": ["k_proj", "o_proj"], "lora_bias": True},
+    ),
     "embedding": (lambda: llama(2), {"target_modules": ["embed_tokens", "q_proj"]}),
 }
 
@@ -48,7 +66,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 def check_like_plain(name: str, ranks: int) -> None:
     build, options = CASES[name]
     plain, expected = train(with_lora(build, **options))
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=ranks, **PLANS.get(name, {})))
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(tp_size=ranks, **PLANS.get(name, {}))
+    )
     net, losses = train(with_lora(build, **options), accelerator)
     assert losses == pytest.approx(expected, abs=1e-5)
     assert share_of(net) < 0.4 + 0.5 / ranks
@@ -60,9 +80,16 @@ def check_like_plain(name: str, ranks: int) -> None:
 @ranks(2)
 @pytest.mark.timeout(300)  # the first of these tests imports transformers and peft
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in list(CASES)[2:])]
+    "name",
+    [
+        "gpt2",
+        "llama",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in list(CASES)[2:]),
+    ],
 )
-def test_lora_on_two_ranks_trains_like_plain_torch(ctx: ProcessContext, name: str) -> None:
+def test_lora_on_two_ranks_trains_like_plain_torch(
+    ctx: ProcessContext, name: str
+) -> None:
     check_like_plain(name, 2)
 
 
@@ -70,7 +97,9 @@ def test_lora_on_two_ranks_trains_like_plain_torch(ctx: ProcessContext, name: st
 @pytest.mark.timeout(300)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
-def test_lora_on_four_ranks_trains_like_plain_torch(ctx: ProcessContext, name: str) -> None:
+def test_lora_on_four_ranks_trains_like_plain_torch(
+    ctx: ProcessContext, name: str
+) -> None:
     check_like_plain(name, 4)
 
 
@@ -79,7 +108,10 @@ def test_lora_on_four_ranks_trains_like_plain_torch(ctx: ProcessContext, name: s
 def test_lora_dropout_leaves_the_ranks_equal(ctx: ProcessContext) -> None:
     """A whole input must lose the same elements on all ranks: else each would learn a matrix A of its own."""
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
-    net, _ = train(with_lora(lambda: llama(2), target_modules="all-linear", lora_dropout=0.3), accelerator)
+    net, _ = train(
+        with_lora(lambda: llama(2), target_modules="all-linear", lora_dropout=0.3),
+        accelerator,
+    )
     for name, parameter in net.named_parameters():
         if not isinstance(parameter, DTensor):
             there = accelerator.ctx.world.all_gather_object(parameter.detach())
@@ -93,11 +125,17 @@ def test_other_adapters_are_refused_with_a_plan_that_works(ctx: ProcessContext) 
 
     def scaled() -> nn.Module:
         torch.manual_seed(0)
-        targets: Any = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+        targets: Any = {
+            "target_modules": ["k_proj", "v_proj", "down_proj"],
+            "feedforward_modules": ["down_proj"],
+        }
         base: Any = llama(2)
         return get_peft_model(base, IA3Config(**targets))
 
-    for build in (scaled, lambda: with_lora(lambda: llama(2), target_modules=["q_proj"], use_dora=True)):
+    for build in (
+        scaled,
+        lambda: with_lora(lambda: llama(2), target_modules=["q_proj"], use_dora=True),
+    ):
         accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
         with pytest.raises(
             ConfigError,
@@ -107,6 +145,9 @@ def test_other_adapters_are_refused_with_a_plan_that_works(ctx: ProcessContext) 
         plan = working_plan(build(), 2)
         assert repr(plan) in str(raised.value)
         _, expected = train(build())
-        net, losses = train(build(), Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan)))
+        net, losses = train(
+            build(),
+            Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan)),
+        )
         assert losses == pytest.approx(expected, abs=1e-5)
         assert share_of(net) < 0.7

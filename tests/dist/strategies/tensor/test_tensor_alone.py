@@ -43,7 +43,11 @@ def test_weights_begin_as_those_of_rank_0_and_are_exported_whole(
     ctx: ProcessContext, kind: Callable[..., torch.optim.Optimizer]
 ) -> None:
     # the bias of keys has no gradient but rounding, which a small eps would turn into whole steps
-    make = partial(kind, lr=0.1) if kind is torch.optim.SGD else partial(kind, lr=0.1, eps=1e-3)
+    make = (
+        partial(kind, lr=0.1)
+        if kind is torch.optim.SGD
+        else partial(kind, lr=0.1, eps=1e-3)
+    )
     accelerator = split(ctx)
     net = built(seed=ctx.rank)
     model, optimizer = accelerator.prepare(net, make(net.parameters()))
@@ -53,14 +57,18 @@ def test_weights_begin_as_those_of_rank_0_and_are_exported_whole(
         accelerator.backward(next_token_loss(model(TOKENS), TOKENS))
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
         next_token_loss(plain(TOKENS), TOKENS).backward()  # type: ignore[no-untyped-call]
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        torch.testing.assert_close(
+            norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        )
         for one in (optimizer, reference):
             one.step()
             one.zero_grad()
     state = accelerator.get_state_dict(model)
     assert set(state) == (set(plain.state_dict()) if ctx.is_main else set())
     for name, value in state.items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            value, plain.state_dict()[name], rtol=0, atol=1e-5, msg=name
+        )
 
 
 @ranks(2)
@@ -72,7 +80,11 @@ def test_meta_weights_are_filled_by_a_load(ctx: ProcessContext, tmp_path: Path) 
     with init_empty_weights():
         empty = TinyLM(vocab=16, width=8, heads=4, depth=2, context=6)
     model = split(ctx).prepare(empty)
-    assert all(parameter.isnan().all() for parameter in model.parameters() if not is_dtensor(parameter))
+    assert all(
+        parameter.isnan().all()
+        for parameter in model.parameters()
+        if not is_dtensor(parameter)
+    )
     accelerator.load_model(model, tmp_path)
     torch.testing.assert_close(model(TOKENS), whole(TOKENS))
 

@@ -71,14 +71,18 @@ LARGEST_SHARE = {
 def check_like_plain(name: str, sizes: dict[str, Any], largest: float) -> None:
     build = MODELS[name]
     plain, expected = train(seeded(build))
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes, **PLANS.get(name, {})))
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(**sizes, **PLANS.get(name, {}))
+    )
     net, losses = train(seeded(build), accelerator)
     assert losses == pytest.approx(expected, abs=1e-5)
     assert share_of(net) < largest
     whole = accelerator.get_state_dict(net)
     if accelerator.is_main_process:
         of_keys = ("k_proj.bias", "c_attn.bias")  # see above
-        assert largest_difference(whole, plain, lambda name: name.endswith(of_keys)) < 2e-5
+        assert (
+            largest_difference(whole, plain, lambda name: name.endswith(of_keys)) < 2e-5
+        )
 
 
 @ranks(2)
@@ -104,17 +108,27 @@ def test_four_ranks_train_like_plain_torch(ctx: ProcessContext, name: str) -> No
 
 @ranks(4)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", pytest.param("t5", marks=pytest.mark.exhaustive)])
-def test_shards_of_split_layers_train_like_plain_torch(ctx: ProcessContext, name: str) -> None:
-    check_like_plain(name, {"tp_size": 2, "dp_shard_size": 2}, LARGEST_SHARE[name][0] / 1.5)
+@pytest.mark.parametrize(
+    "name", ["gpt2", "mixtral", pytest.param("t5", marks=pytest.mark.exhaustive)]
+)
+def test_shards_of_split_layers_train_like_plain_torch(
+    ctx: ProcessContext, name: str
+) -> None:
+    check_like_plain(
+        name, {"tp_size": 2, "dp_shard_size": 2}, LARGEST_SHARE[name][0] / 1.5
+    )
 
 
 def begin(layout: str, seed: int) -> Run:
     name, _, size = layout.partition(" on ")
     config = ParallelismConfig(tp_size=int(size), **PLANS.get(name, {}))
-    accelerator = Accelerator(parallelism_config=config) if size != "1" else Accelerator()
+    accelerator = (
+        Accelerator(parallelism_config=config) if size != "1" else Accelerator()
+    )
     net: nn.Module = seeded(MODELS[name], seed)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    net, optimizer = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.05)
+    )
     return accelerator, net, optimizer
 
 
@@ -124,7 +138,22 @@ def update(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> No
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", ["gpt2", "mixtral", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("t5", "few heads of keys"))]
+    "name",
+    [
+        "gpt2",
+        "mixtral",
+        *(
+            pytest.param(n, marks=pytest.mark.exhaustive)
+            for n in ("t5", "few heads of keys")
+        ),
+    ],
 )
-def test_checkpoints_move_between_two_ranks_and_one(rank_pool: Pool, tmp_path: Path, name: str) -> None:
-    check_pairs(rank_pool, tmp_path, ReshardTrial(begin, update), ((f"{name} on 1", 1), (f"{name} on 2", 2)))
+def test_checkpoints_move_between_two_ranks_and_one(
+    rank_pool: Pool, tmp_path: Path, name: str
+) -> None:
+    check_pairs(
+        rank_pool,
+        tmp_path,
+        ReshardTrial(begin, update),
+        ((f"{name} on 1", 1), (f"{name} on 2", 2)),
+    )

@@ -35,7 +35,9 @@ def loss_of(net: nn.Module, batch: Batch) -> Tensor:
 
 def task(tied: bool = False) -> Task:
     def build() -> TinyLM:
-        return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=2, context=6, tied=tied))
+        return seeded(
+            lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=2, context=6, tied=tied)
+        )
 
     return Task(build, batches, loss_of)
 
@@ -48,8 +50,12 @@ ON_FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(sizes: dict[str, Any], plan: str, precision: str, steps: int, tolerance: float) -> None:
-    config = ParallelismConfig(**sizes, tp_plan="auto" if plan == "auto" else TINY_LM_PLAN)
+def compare(
+    sizes: dict[str, Any], plan: str, precision: str, steps: int, tolerance: float
+) -> None:
+    config = ParallelismConfig(
+        **sizes, tp_plan="auto" if plan == "auto" else TINY_LM_PLAN
+    )
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
     got = torch.tensor(hasten_losses(accelerator, task(plan == "tied"), steps))
     expected = torch.tensor(plain_losses(task(plan == "tied"), steps))
@@ -57,9 +63,13 @@ def compare(sizes: dict[str, Any], plan: str, precision: str, steps: int, tolera
 
 
 @ranks(2)
-@pytest.mark.parametrize("plan", ["auto", "tied", pytest.param("full", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "plan", ["auto", "tied", pytest.param("full", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("steps", STEPS)
-def test_tensor_parallel_trains_like_plain_torch(ctx: ProcessContext, plan: str, steps: int) -> None:
+def test_tensor_parallel_trains_like_plain_torch(
+    ctx: ProcessContext, plan: str, steps: int
+) -> None:
     for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
         compare({"tp_size": 2}, plan, precision, number, tolerance)
 
@@ -68,35 +78,57 @@ def test_tensor_parallel_trains_like_plain_torch(ctx: ProcessContext, plan: str,
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=() if name == "pairs in shards" else pytest.mark.exhaustive) for name in ON_FOUR],
+    [
+        pytest.param(
+            name, marks=() if name == "pairs in shards" else pytest.mark.exhaustive
+        )
+        for name in ON_FOUR
+    ],
 )
 def test_tensor_parallel_beside_data_parallel_trains_like_plain_torch(
     ctx: ProcessContext, layout: str, steps: int
 ) -> None:
     for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
-        compare(ON_FOUR[layout], "tied", precision, number, tolerance)  # the plan that splits all the others do
+        # the plan that splits all the others do
+        compare(ON_FOUR[layout], "tied", precision, number, tolerance)
 
 
 @ranks(2)
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("steps", STEPS)
-def test_divided_tokens_and_logits_train_like_plain_torch(ctx: ProcessContext, tied: bool, steps: int) -> None:
+def test_divided_tokens_and_logits_train_like_plain_torch(
+    ctx: ProcessContext, tied: bool, steps: int
+) -> None:
     """Sequence parallel, and the loss from parts of the vocabulary."""
     for loss_parallel in (False, True):
-        handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=loss_parallel)
+        handler = TorchTensorParallelConfig(
+            sequence_parallel=True, loss_parallel=loss_parallel
+        )
         for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
-            config = ParallelismConfig(tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler)
-            accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
+            config = ParallelismConfig(
+                tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler
+            )
+            accelerator = Accelerator(
+                mixed_precision=precision, parallelism_config=config
+            )
             got = hasten_losses(accelerator, task(tied), number)
-            assert got == pytest.approx(plain_losses(task(tied), number), abs=tolerance), f"{handler} {precision}"
+            assert got == pytest.approx(
+                plain_losses(task(tied), number), abs=tolerance
+            ), f"{handler} {precision}"
 
 
 @ranks(4)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("around", ["dp_shard_size", "dp_replicate_size"])
-def test_divided_tokens_with_data_parallel_train_like_plain_torch(ctx: ProcessContext, around: str) -> None:
+def test_divided_tokens_with_data_parallel_train_like_plain_torch(
+    ctx: ProcessContext, around: str
+) -> None:
     handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=True)
     sizes: dict[str, Any] = {around: 2}
-    config = ParallelismConfig(tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler, **sizes)
+    config = ParallelismConfig(
+        tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler, **sizes
+    )
     got = hasten_losses(Accelerator(parallelism_config=config), task(), 8)
     assert got == pytest.approx(plain_losses(task(), 8), abs=1e-5)

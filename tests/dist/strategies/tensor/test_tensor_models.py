@@ -47,10 +47,20 @@ def llama() -> nn.Module:
 def qwen() -> nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 4,
+    }
     build: Any = Qwen3ForCausalLM
     config: Any = Qwen3Config
-    made: nn.Module = build(config(**sizes, num_key_value_heads=2, vocab_size=16, max_position_embeddings=16))
+    made: nn.Module = build(
+        config(
+            **sizes, num_key_value_heads=2, vocab_size=16, max_position_embeddings=16
+        )
+    )
     return made
 
 
@@ -78,7 +88,14 @@ def t5() -> nn.Module:
 
     config: Any = T5Config
     build: Any = T5ForConditionalGeneration
-    sizes = {"d_model": 8, "d_kv": 2, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 16}
+    sizes = {
+        "d_model": 8,
+        "d_kv": 2,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 16,
+    }
     made: nn.Module = build(config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
     return made
 
@@ -99,7 +116,9 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def losses(net: nn.Module, accelerator: Accelerator | None = None, steps: int = 6) -> list[float]:
+def losses(
+    net: nn.Module, accelerator: Accelerator | None = None, steps: int = 6
+) -> list[float]:
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2)
     if accelerator is not None:
         net, optimizer = accelerator.prepare(net, optimizer)
@@ -119,19 +138,32 @@ def losses(net: nn.Module, accelerator: Accelerator | None = None, steps: int = 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_train_unchanged(ctx: ProcessContext, name: str) -> None:
     build, options = MODELS[name]
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # of BERT's masked LM
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, **options))
+    # of BERT's masked LM
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(tp_size=2, **options)
+    )
     expected = losses(seeded(build))
     assert losses(seeded(build), accelerator) == pytest.approx(expected, abs=1e-5)
 
 
 @ranks(2)
-def test_llama_trains_unchanged_with_divided_tokens_and_logits(ctx: ProcessContext) -> None:
+def test_llama_trains_unchanged_with_divided_tokens_and_logits(
+    ctx: ProcessContext,
+) -> None:
     for loss_parallel in (False, True):
-        handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=loss_parallel)
+        handler = TorchTensorParallelConfig(
+            sequence_parallel=True, loss_parallel=loss_parallel
+        )
         options: dict[str, Any] = {"tp_plan": LLAMA_PLAN} if loss_parallel else {}
-        accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler, **options))
-        assert losses(seeded(llama), accelerator) == pytest.approx(losses(seeded(llama)), abs=1e-5)
+        accelerator = Accelerator(
+            parallelism_config=ParallelismConfig(
+                tp_size=2, tp_handler=handler, **options
+            )
+        )
+        assert losses(seeded(llama), accelerator) == pytest.approx(
+            losses(seeded(llama)), abs=1e-5
+        )
 
 
 @ranks(2)
@@ -141,11 +173,17 @@ def test_norms_of_heads_have_the_gradient_of_all_heads(ctx: ProcessContext) -> N
     batch = torch.arange(24).view(4, 6) % 15
     plain = seeded(qwen)
     plain(input_ids=batch, labels=batch).loss.backward()
-    expected = {name: p.grad for name, p in plain.named_parameters() if "q_norm" in name or "k_norm" in name}
+    expected = {
+        name: p.grad
+        for name, p in plain.named_parameters()
+        if "q_norm" in name or "k_norm" in name
+    }
     for given, divided in (("carried", False), ("own", False), ("own", True)):
         handler = TorchTensorParallelConfig(sequence_parallel=divided)
         plan: Any = {} if given == "carried" else {"tp_plan": LLAMA_PLAN}
-        accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler, **plan))
+        accelerator = Accelerator(
+            parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler, **plan)
+        )
         net = accelerator.prepare(seeded(qwen))
         accelerator.backward(net(input_ids=batch, labels=batch).loss)
         for name, gradient in expected.items():
@@ -157,7 +195,9 @@ def test_norms_of_heads_have_the_gradient_of_all_heads(ctx: ProcessContext) -> N
 
 
 @ranks(2)
-def test_ranks_of_one_group_read_the_same_samples_and_count_them_once(ctx: ProcessContext) -> None:
+def test_ranks_of_one_group_read_the_same_samples_and_count_them_once(
+    ctx: ProcessContext,
+) -> None:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
     loader = accelerator.prepare(DataLoader(Numbers(11), batch_size=4))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
@@ -183,9 +223,13 @@ class Dropped(nn.Module):
 
 
 @ranks(2)
-def test_dropout_is_equal_where_ranks_hold_the_same_and_different_where_they_do_not(ctx: ProcessContext) -> None:
+def test_dropout_is_equal_where_ranks_hold_the_same_and_different_where_they_do_not(
+    ctx: ProcessContext,
+) -> None:
     plan = {"up": "colwise", "down": "rowwise"}
-    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan))
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan)
+    )
     net = Dropped()
     net.dropout = 0.5  # type: ignore[assignment]  # what an attention module keeps for its kernel
     net = accelerator.prepare(net)
@@ -193,7 +237,8 @@ def test_dropout_is_equal_where_ranks_hold_the_same_and_different_where_they_do_
     for _ in range(3):
         net(torch.ones(64, 4))
     inside, outside = (
-        accelerator.ctx.world.all_gather_object(torch.stack(kept).to(torch.uint8)) for kept in (net.inside, net.outside)
+        accelerator.ctx.world.all_gather_object(torch.stack(kept).to(torch.uint8))
+        for kept in (net.inside, net.outside)
     )
     assert torch.equal(outside[0], outside[1])
     assert not torch.equal(inside[0], inside[1])
@@ -201,14 +246,21 @@ def test_dropout_is_equal_where_ranks_hold_the_same_and_different_where_they_do_
 
 
 @ranks(2)
-def test_weights_are_exported_whole_and_state_of_an_optimizer_moves_along(ctx: ProcessContext, tmp_path: Path) -> None:
-    net: nn.Module = seeded(lambda: TinyLM(vocab=16, width=8, heads=2, depth=2, context=6))
+def test_weights_are_exported_whole_and_state_of_an_optimizer_moves_along(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
+    net: nn.Module = seeded(
+        lambda: TinyLM(vocab=16, width=8, heads=2, depth=2, context=6)
+    )
     expected = {name: p.detach().clone() for name, p in net.named_parameters()}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
     batch = torch.arange(12).reshape(2, 6)
     next_token_loss(net(batch), batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     optimizer.step()
-    moments = {name: optimizer.state[p]["exp_avg"].clone() for name, p in net.named_parameters()}
+    moments = {
+        name: optimizer.state[p]["exp_avg"].clone()
+        for name, p in net.named_parameters()
+    }
     expected = {name: p.detach().clone() for name, p in net.named_parameters()}
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
     net, optimizer = accelerator.prepare(net, optimizer)
@@ -217,19 +269,29 @@ def test_weights_are_exported_whole_and_state_of_an_optimizer_moves_along(ctx: P
         assert all(torch.equal(whole[name], value) for name, value in expected.items())
     for name, parameter in accelerator.unwrap_model(net).named_parameters():
         moment = optimizer.state[parameter]["exp_avg"]
-        assert torch.equal(moment.full_tensor() if isinstance(moment, DTensor) else moment, moments[name]), name
+        assert torch.equal(
+            moment.full_tensor() if isinstance(moment, DTensor) else moment,
+            moments[name],
+        ), name
 
 
 @ranks(2)
-def test_what_cannot_be_split_is_refused_before_anything_changes(ctx: ProcessContext) -> None:
+def test_what_cannot_be_split_is_refused_before_anything_changes(
+    ctx: ProcessContext,
+) -> None:
     def prepare(net: nn.Module, **options: Any) -> nn.Module:
-        made: nn.Module = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, **options)).prepare(net)
+        made: nn.Module = Accelerator(
+            parallelism_config=ParallelismConfig(tp_size=2, **options)
+        ).prepare(net)
         return made
 
     def net() -> TinyLM:
         return TinyLM(vocab=9, width=9, heads=3, depth=2, context=6, tied=True)
 
-    with pytest.raises(ConfigError, match=r"does not divide the 9 output features of 'blocks.0.q'.*one of \[1, 3, 9\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not divide the 9 output features of 'blocks.0.q'.*one of \[1, 3, 9\]",
+    ):
         prepare(net())
     with pytest.raises(ConfigError, match=r"does not divide the 3 heads"):
         prepare(TinyLM(vocab=9, width=12, heads=3, depth=2, context=6))
@@ -243,14 +305,19 @@ def test_what_cannot_be_split_is_refused_before_anything_changes(ctx: ProcessCon
         prepare(net(), tp_plan={"norm": "colwise"})
     with pytest.raises(ConfigError, match=r"tp_divide names 'n_heads'"):
         prepare(TinyLM(), tp_divide=("n_heads",))
-    with pytest.raises(ConfigError, match=r"tp_handler.enable_async_tp=.*cannot be honoured"):
+    with pytest.raises(
+        ConfigError, match=r"tp_handler.enable_async_tp=.*cannot be honoured"
+    ):
         prepare(net(), tp_handler=TorchTensorParallelConfig(enable_async_tp=True))
     stack = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(
-        PrepareError, match=r"Sequential has no tensor-parallel plan .*tp_plan=\{'\*': 'colwise_gather_output'\}"
+        PrepareError,
+        match=r"Sequential has no tensor-parallel plan .*tp_plan=\{'\*': 'colwise_gather_output'\}",
     ):
         prepare(stack)
-    assert prepare(stack, tp_plan={"*": "colwise_gather_output"})(torch.ones(1, 4)).shape == (1, 4)
+    assert prepare(stack, tp_plan={"*": "colwise_gather_output"})(
+        torch.ones(1, 4)
+    ).shape == (1, 4)
 
 
 @ranks(2)

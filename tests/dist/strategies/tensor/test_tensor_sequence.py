@@ -26,7 +26,9 @@ BOTH = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=True)
 
 
 def made_for(handler: TorchTensorParallelConfig, **sizes: Any) -> Accelerator:
-    config = ParallelismConfig(**{"tp_size": 2, "tp_plan": TINY_LM_PLAN, **sizes}, tp_handler=handler)
+    config = ParallelismConfig(
+        **{"tp_size": 2, "tp_plan": TINY_LM_PLAN, **sizes}, tp_handler=handler
+    )
     return Accelerator(parallelism_config=config)
 
 
@@ -38,7 +40,9 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
         names = ("q", "k", "v", "cq", "ck", "cv") if crossing else ("q", "k", "v")
         self.inner = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
-        self.outer = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("o", *(("co",) if crossing else ()))})
+        self.outer = nn.ModuleDict(
+            {name: nn.Linear(8, 8) for name in ("o", *(("co",) if crossing else ()))}
+        )
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def attend(self, x: Tensor, other: Tensor, kind: str) -> Tensor:
@@ -46,7 +50,9 @@ class Layer(nn.Module):
             self.inner[kind + name](t).unflatten(-1, (-1, 2)).transpose(1, 2)
             for name, t in (("q", x), ("k", other), ("v", other))
         )
-        mixed: Tensor = self.outer[kind + "o"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        mixed: Tensor = self.outer[kind + "o"](
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
         return mixed
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -83,7 +89,9 @@ def test_an_encoder_and_a_decoder_train_like_plain_torch(ctx: ProcessContext) ->
             net, optimizer = accelerator.prepare(net, optimizer)
         g, seen = torch.Generator().manual_seed(2), []
         for _ in range(STEPS):
-            source, target = (torch.randint(0, 16, (3, n), generator=g) for n in (12, 6))
+            source, target = (
+                torch.randint(0, 16, (3, n), generator=g) for n in (12, 6)
+            )
             loss = next_token_loss(net(source, target), target.roll(-1, 1))
             optimizer.zero_grad()
             loss.backward() if accelerator is None else accelerator.backward(loss)  # type: ignore[no-untyped-call]
@@ -91,17 +99,26 @@ def test_an_encoder_and_a_decoder_train_like_plain_torch(ctx: ProcessContext) ->
             seen.append(float(loss.detach()))
         return seen
 
-    plan = {"*.inner.*": "colwise", "*.outer.*": "rowwise", "*.up": "colwise", "*.down": "rowwise"}
+    plan = {
+        "*.inner.*": "colwise",
+        "*.outer.*": "rowwise",
+        "*.up": "colwise",
+        "*.down": "rowwise",
+    }
     # the norm of a memory that no encoder layer has takes no part in the loss
     plan["head"] = "colwise_gather_output"
     assert run(made_for(BOTH, tp_plan=plan)) == pytest.approx(run(None), abs=1e-5)
 
 
 @ranks(2)
-def test_each_rank_computes_its_tokens_and_its_part_of_the_vocabulary(ctx: ProcessContext) -> None:
+def test_each_rank_computes_its_tokens_and_its_part_of_the_vocabulary(
+    ctx: ProcessContext,
+) -> None:
     seen: list[torch.Size] = []
     net: nn.Module = TinyLM(vocab=16, width=8, heads=4, depth=2, context=6)
-    net.blocks[0].norm1.register_forward_hook(lambda m, args, out: seen.append(out.shape))  # type: ignore[union-attr, index]
+    net.blocks[0].norm1.register_forward_hook(  # type: ignore[union-attr, index]
+        lambda m, args, out: seen.append(out.shape)
+    )
     net = made_for(BOTH).prepare(net)
     logits = net(torch.arange(12).view(2, 6))
     assert seen == [torch.Size([2, 3, 8])]
@@ -114,7 +131,11 @@ def test_each_rank_computes_its_tokens_and_its_part_of_the_vocabulary(ctx: Proce
 def split_logits(logits: Tensor, group: Any) -> LazyLogits:
     """Logits of a head that returns its input, split over two ranks."""
     head = Head(torch.eye(8).chunk(2)[group.rank()], None, group, 8, torch.float32)
-    return LazyLogits.of(enter(logits, group), head, LogitsSource(finish=lambda part: gather(part, -1, group)))
+    return LazyLogits.of(
+        enter(logits, group),
+        head,
+        LogitsSource(finish=lambda part: gather(part, -1, group)),
+    )
 
 
 @ranks(2)
@@ -131,7 +152,9 @@ def test_parts_of_logits_give_what_whole_logits_give(ctx: ProcessContext) -> Non
         return [
             F.cross_entropy(flat, labels),
             F.cross_entropy(flat.float(), labels, reduction="sum"),
-            F.cross_entropy(flat, labels, reduction="none", ignore_index=-100).exp().sum(),
+            F.cross_entropy(flat, labels, reduction="none", ignore_index=-100)
+            .exp()
+            .sum(),
             F.cross_entropy(flat, labels, label_smoothing=0.1),
             F.cross_entropy(flat, labels, weight=torch.arange(8.0) + 1),
             F.cross_entropy(flat, soft),
@@ -156,15 +179,26 @@ def test_parts_of_logits_give_what_whole_logits_give(ctx: ProcessContext) -> Non
         torch.testing.assert_close(hidden.grad, leaf.grad)
     logits = split_logits(whole, group)
     assert torch.equal(logits.argmax(-1), whole.argmax(-1))
-    assert (logits.ndim, len(logits), logits.numel(), logits.dtype) == (3, 2, 96, torch.float32)
+    assert (logits.ndim, len(logits), logits.numel(), logits.dtype) == (
+        3,
+        2,
+        96,
+        torch.float32,
+    )
 
 
 @ranks(2)
-def test_dropout_of_divided_tokens_differs_between_ranks_and_is_equal_outside(ctx: ProcessContext) -> None:
+def test_dropout_of_divided_tokens_differs_between_ranks_and_is_equal_outside(
+    ctx: ProcessContext,
+) -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.drop, self.up, self.down = nn.Dropout(0.5), nn.Linear(4, 8), nn.Linear(8, 4)
+            self.drop, self.up, self.down = (
+                nn.Dropout(0.5),
+                nn.Linear(4, 8),
+                nn.Linear(8, 4),
+            )
             self.kept: list[Tensor] = []
 
         def forward(self, x: Tensor) -> Tensor:
@@ -187,10 +221,15 @@ def test_dropout_of_divided_tokens_differs_between_ranks_and_is_equal_outside(ct
     accelerator = made_for(SEQUENCE, tp_plan={"*.up": "colwise", "*.down": "rowwise"})
     net = accelerator.prepare(Net())
     torch.manual_seed(0)
-    outside = [accelerator.ctx.world.all_gather_object(net(torch.ones(2, 64, 4)).detach()) for _ in range(2)]
+    outside = [
+        accelerator.ctx.world.all_gather_object(net(torch.ones(2, 64, 4)).detach())
+        for _ in range(2)
+    ]
     assert torch.equal(outside[0][0], outside[0][1])
     assert not torch.equal(outside[0][0], outside[1][0])
-    kept = accelerator.ctx.world.all_gather_object(net.layers[0].kept[0].to(torch.uint8))
+    kept = accelerator.ctx.world.all_gather_object(
+        net.layers[0].kept[0].to(torch.uint8)
+    )
     assert not torch.equal(kept[0], kept[1])
 
 
@@ -210,19 +249,39 @@ def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
     def net() -> nn.Module:
         return TinyLM(vocab=16, width=8, heads=4, depth=2, context=6)
 
-    attention = {name: style for name, style in TINY_LM_PLAN.items() if "up" not in name and "down" not in name}
-    with pytest.raises(ConfigError, match=r"'blocks.0.up' \(Linear\) in a block is whole; only norms"):
+    attention = {
+        name: style
+        for name, style in TINY_LM_PLAN.items()
+        if "up" not in name and "down" not in name
+    }
+    with pytest.raises(
+        ConfigError, match=r"'blocks.0.up' \(Linear\) in a block is whole; only norms"
+    ):
         made_for(SEQUENCE, tp_plan=attention).prepare(net())
     with pytest.raises(ConfigError, match="no list of repeated blocks"):
         made_for(SEQUENCE, tp_plan={"0": "colwise", "1": "rowwise"}).prepare(
             nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         )
-    with pytest.raises(ConfigError, match="gathers the output of no layer; name the one head"):
+    with pytest.raises(
+        ConfigError, match="gathers the output of no layer; name the one head"
+    ):
         made_for(BOTH, tp_plan="auto").prepare(net())
-    with pytest.raises(ConfigError, match=r"does not divide the 5 tokens .* Pad sequences to 6"):
+    with pytest.raises(
+        ConfigError, match=r"does not divide the 5 tokens .* Pad sequences to 6"
+    ):
         made_for(SEQUENCE).prepare(net())(torch.zeros(1, 5, dtype=torch.long))
     stack = nn.Sequential(nn.Sequential(Measured(), Measured()))
-    with pytest.raises(StepError, match=r"got 8 features instead of 4: .* Take the number of tokens from a projection"):
-        made_for(SEQUENCE, tp_plan={"*.up": "colwise", "*.down": "rowwise"}).prepare(stack)(torch.zeros(1, 4, 4))
-    with pytest.raises(ConfigError, match="compiling their communication has not been tested"):
-        Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=SEQUENCE), dynamo_backend="eager")
+    with pytest.raises(
+        StepError,
+        match=r"got 8 features instead of 4: .* Take the number of tokens from a projection",
+    ):
+        made_for(SEQUENCE, tp_plan={"*.up": "colwise", "*.down": "rowwise"}).prepare(
+            stack
+        )(torch.zeros(1, 4, 4))
+    with pytest.raises(
+        ConfigError, match="compiling their communication has not been tested"
+    ):
+        Accelerator(
+            parallelism_config=ParallelismConfig(tp_size=2, tp_handler=SEQUENCE),
+            dynamo_backend="eager",
+        )

@@ -18,7 +18,9 @@ def llama(layers: int = 80, width: int = 8192, sequence: int = 4096) -> ModelTra
     inner, keys, words = width * 7 // 2, width // 8, 128_256
 
     def block(*shape: int, number: int, split: int | None = None) -> ParameterKind:
-        return ParameterKind(shape=shape, count=number * layers, in_block=True, split=split)
+        return ParameterKind(
+            shape=shape, count=number * layers, in_block=True, split=split
+        )
 
     parameters = (
         block(width, width, number=1, split=0),
@@ -51,7 +53,9 @@ def llama(layers: int = 80, width: int = 8192, sequence: int = 4096) -> ModelTra
     )
 
 
-def _variant(precision: PrecisionName, recompute: bool, layers: int, width: int, sequence: int) -> Variant:
+def _variant(
+    precision: PrecisionName, recompute: bool, layers: int, width: int, sequence: int
+) -> Variant:
     item = 4 if precision == "no" else 2
     tokens = sequence * width * item
     kept = tokens * (layers + 20 if recompute else 17 * layers)
@@ -62,6 +66,9 @@ def _variant(precision: PrecisionName, recompute: bool, layers: int, width: int,
         flops={"fp32" if precision == "no" else precision: LinearCost(0, flops)},
         moved=LinearCost(0, tokens * 100 * layers),
         operations=60 * layers,
-        moments=(Moment(activations=LinearCost(0, kept)), Moment(activations=LinearCost(0, kept / 2), gradients=0.5)),
+        moments=(
+            Moment(activations=LinearCost(0, kept)),
+            Moment(activations=LinearCost(0, kept / 2), gradients=0.5),
+        ),
         peak_module="lm_head",
     )

@@ -29,12 +29,29 @@ def llama():
 @pytest.mark.exhaustive
 @pytest.mark.timed
 @pytest.mark.timeout(240)
-def test_seventy_billion_parameters_are_planned_within_two_minutes_and_8_gb(tmp_path: Path) -> None:
+def test_seventy_billion_parameters_are_planned_within_two_minutes_and_8_gb(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "big.py").write_text(MODEL)
-    words = ["plan", "big:llama", "--gpus", "512", "--gpu", "h200", "--global-batch", "4096", "--seq", "4096", "--json"]
+    words = [
+        "plan",
+        "big:llama",
+        "--gpus",
+        "512",
+        "--gpu",
+        "h200",
+        "--global-batch",
+        "4096",
+        "--seq",
+        "4096",
+        "--json",
+    ]
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "hasten.cli.main", *words], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "hasten.cli.main", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     seconds = time.perf_counter() - start
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,13 @@ from tests.extensions.planning.plan.llama import llama
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     for links in (
-        Links(device="NVIDIA H200", machines=2, per_machine=8, node_gb_s=301.5, network_gb_s=21.0),
+        Links(
+            device="NVIDIA H200",
+            machines=2,
+            per_machine=8,
+            node_gb_s=301.5,
+            network_gb_s=21.0,
+        ),
         Links(device="cpu", machines=1, per_machine=2, node_gb_s=0.3),
     ):
         links.write(tmp_path / "links.yaml")
@@ -33,18 +39,32 @@ def test_the_table_measured_exactly_changes_nothing() -> None:
         node_gb_s=table.node_gb_s * table.link_share,
         network_gb_s=table.network_gb_s * table.link_share,
     )
-    for links in (same, Links(device="cpu", machines=1, per_machine=1)):  # nothing measured: the table's speeds
-        for mesh in (MeshSpec(dp_shard=8), MeshSpec(dp_shard=64), MeshSpec(dp_shard=16, tp=4)):
+    # nothing measured: the table's speeds
+    for links in (same, Links(device="cpu", machines=1, per_machine=1)):
+        for mesh in (
+            MeshSpec(dp_shard=8),
+            MeshSpec(dp_shard=64),
+            MeshSpec(dp_shard=16, tp=4),
+        ):
             layout = Candidate(mesh=mesh, sharded=True, precision="bf16")
             expected = predict(llama(), layout, table).total
-            assert predict(llama(), layout, hardware.linked(table, links)).total == pytest.approx(expected)
+            assert predict(
+                llama(), layout, hardware.linked(table, links)
+            ).total == pytest.approx(expected)
 
 
 def test_a_slower_network_makes_a_slower_plan() -> None:
-    table, layout = hardware.find("h200"), Candidate(mesh=MeshSpec(dp_shard=64), sharded=True, precision="bf16")
+    table, layout = (
+        hardware.find("h200"),
+        Candidate(mesh=MeshSpec(dp_shard=64), sharded=True, precision="bf16"),
+    )
     times = [
         predict(
-            llama(), layout, hardware.linked(table, Links(device="", machines=8, per_machine=8, network_gb_s=speed))
+            llama(),
+            layout,
+            hardware.linked(
+                table, Links(device="", machines=8, per_machine=8, network_gb_s=speed)
+            ),
         )
         for speed in (30.0, 3.0, 0.3)
     ]
@@ -53,7 +73,13 @@ def test_a_slower_network_makes_a_slower_plan() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[1]", "node_gb_s: 3", "{", "device: a\nmachines: 1\nper_machine: 2\nnode_gb_s: -1\nnetwork_gb_s: null"],
+    [
+        "",
+        "[1]",
+        "node_gb_s: 3",
+        "{",
+        "device: a\nmachines: 1\nper_machine: 2\nnode_gb_s: -1\nnetwork_gb_s: null",
+    ],
 )
 def test_a_file_without_link_speeds_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "links.yaml").write_text(text)

@@ -33,23 +33,35 @@ def size(value: Any) -> int:  # Any: state of an optimizer
 def planned(net: nn.Module, facts: OptimizerFacts) -> ModelTrace:
     found = Findings()
     found.look([net])
-    return ModelTrace(name="toy", parameters=found.parameters, optimizer=facts, variants=())
+    return ModelTrace(
+        name="toy", parameters=found.parameters, optimizer=facts, variants=()
+    )
 
 
 @ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "sgd"])
-def test_each_rank_holds_exactly_what_is_planned(ctx: ProcessContext, strategy: str, kind: str) -> None:
+def test_each_rank_holds_exactly_what_is_planned(
+    ctx: ProcessContext, strategy: str, kind: str
+) -> None:
     net = uneven()
     states = {"adamw": (4, 4), "momentum": (4,), "sgd": ()}[kind]
-    trace = planned(net, OptimizerFacts(states=states, counter_bytes=4 if kind == "adamw" else 0))
+    trace = planned(
+        net, OptimizerFacts(states=states, counter_bytes=4 if kind == "adamw" else 0)
+    )
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(net.parameters())
         if kind == "adamw"
-        else torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9 if kind == "momentum" else 0.0)
+        else torch.optim.SGD(
+            net.parameters(), lr=0.1, momentum=0.9 if kind == "momentum" else 0.0
+        )
     )
-    accelerator = Accelerator(strategy=strategy, fsdp_plugin=FullyShardedDataParallelPlugin())
-    prepared: tuple[nn.Module, torch.optim.Optimizer] = accelerator.prepare(net, optimizer)
+    accelerator = Accelerator(
+        strategy=strategy, fsdp_plugin=FullyShardedDataParallelPlugin()
+    )
+    prepared: tuple[nn.Module, torch.optim.Optimizer] = accelerator.prepare(
+        net, optimizer
+    )
     model, optimizer = prepared
     batch = torch.arange(20).view(4, 5) % 19
     accelerator.backward(next_token_loss(model(batch), batch))
@@ -58,7 +70,11 @@ def test_each_rank_holds_exactly_what_is_planned(ctx: ProcessContext, strategy: 
     got: tuple[float, float, float] = (
         sum(map(size, parameters)),
         sum(size(p.grad) for p in parameters if p.grad is not None),
-        sum(size(value) for state in optimizer.state.values() for value in state.values()),
+        sum(
+            size(value)
+            for state in optimizer.state.values()
+            for value in state.values()
+        ),
     )
     candidate = Candidate(mesh=accelerator.ctx.mesh, sharded=strategy == "fsdp")
     assert held(trace, candidate, accelerator.ctx.mesh.index(ctx.rank, *SHARD)) == got

@@ -11,7 +11,14 @@ from hasten.config import files
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan import hardware, report
 from hasten.extensions.planning.plan.memory import held, local_numel, need
-from hasten.extensions.planning.plan.search import SIMPLER, LayoutPlan, Option, PlanRequest, layouts, search
+from hasten.extensions.planning.plan.search import (
+    SIMPLER,
+    LayoutPlan,
+    Option,
+    PlanRequest,
+    layouts,
+    search,
+)
 from hasten.extensions.planning.plan.traced import Candidate, ParameterKind
 from hasten.extensions.planning.plan.traffic import sent, weights
 from hasten.runtime.bytes_plan import data_traffic, held_bytes
@@ -22,7 +29,9 @@ SMALL = llama(layers=8, width=1024, sequence=1024)
 
 
 def request(gpus: int, gpu: str = "h200", batch: int | None = None) -> PlanRequest:
-    return PlanRequest(gpus=gpus, accelerator=hardware.find(gpu), global_batch=batch or 4 * gpus)
+    return PlanRequest(
+        gpus=gpus, accelerator=hardware.find(gpu), global_batch=batch or 4 * gpus
+    )
 
 
 def test_every_layout_has_the_asked_number_of_ranks_and_samples() -> None:
@@ -38,18 +47,29 @@ def test_shards_of_all_ranks_make_the_whole_parameter() -> None:
         layout = Candidate(mesh=MeshSpec(dp_shard=ranks), sharded=True)
         for shape in ((1,), (7, 3), (16,), (1000, 2), (4096, 4)):
             kind = ParameterKind(shape=shape)
-            assert sum(local_numel(kind, layout, rank) for rank in range(ranks)) == kind.numel
+            assert (
+                sum(local_numel(kind, layout, rank) for rank in range(ranks))
+                == kind.numel
+            )
 
 
 def test_even_shards_agree_with_the_formulas_of_the_runtime() -> None:
     """Two descriptions of the same thing: bytes per rank from shapes, and from sums of numbers."""
     trace = llama()
-    for mesh in (MeshSpec(dp_shard=1024), MeshSpec(dp_shard=256, tp=4), MeshSpec(dp_replicate=8, dp_shard=128)):
+    for mesh in (
+        MeshSpec(dp_shard=1024),
+        MeshSpec(dp_shard=256, tp=4),
+        MeshSpec(dp_replicate=8, dp_shard=128),
+    ):
         layout = Candidate(mesh=mesh, sharded=True)
         parameters, gradients, optimizer = held(trace, layout)
-        counters = sum(kind.count for kind in trace.parameters) * trace.optimizer.counter_bytes
+        counters = (
+            sum(kind.count for kind in trace.parameters) * trace.optimizer.counter_bytes
+        )
         expected = held_bytes(mesh, weights(trace, layout))
-        assert (parameters, gradients) == pytest.approx((expected.parameters, expected.gradients), rel=0.01)
+        assert (parameters, gradients) == pytest.approx(
+            (expected.parameters, expected.gradients), rel=0.01
+        )
         assert optimizer - counters == pytest.approx(expected.optimizer, rel=0.01)
         wire = sent(trace, layout)
         own = data_traffic(mesh, weights(trace, layout), item=2)
@@ -60,7 +80,10 @@ def test_memory_grows_with_the_micro_batch_and_falls_with_shards() -> None:
     for layout in layouts(SMALL, request(16)):
         sizes = [need(SMALL, _with(layout, micro)).total for micro in (1, 2, 4, 8)]
         assert sizes == sorted(sizes), layout.words
-    shards = [held(SMALL, Candidate(mesh=MeshSpec(dp_shard=ranks), sharded=True)) for ranks in (1, 2, 4, 1024)]
+    shards = [
+        held(SMALL, Candidate(mesh=MeshSpec(dp_shard=ranks), sharded=True))
+        for ranks in (1, 2, 4, 1024)
+    ]
     assert shards == sorted(shards, reverse=True)
 
 
@@ -78,35 +101,51 @@ def _with(layout: Candidate, micro: int) -> Candidate:
 @pytest.fixture(scope="module")
 def plans() -> list[LayoutPlan]:
     """A small model on few GPUs and many, and a large one."""
-    return [search(SMALL, request(gpus)) for gpus in (1, 8, 64)] + [search(llama(), request(512))]
+    return [search(SMALL, request(gpus)) for gpus in (1, 8, 64)] + [
+        search(llama(), request(512))
+    ]
 
 
 def test_the_best_is_the_fastest_that_fits(plans: list[LayoutPlan]) -> None:
     for plan in plans:
         usable = [option for option in plan.options if option.fits]
         assert plan.best in usable
-        assert plan.fastest.time.total <= min(option.time.total for option in usable) + 1e-6
+        assert (
+            plan.fastest.time.total
+            <= min(option.time.total for option in usable) + 1e-6
+        )
         assert plan.best.time.total <= plan.fastest.time.total * (1 + SIMPLER)
         words = " ".join(report.why(plan))
-        assert ("simpler than" in words) == ("simpler than" in report.rows(plan, 1)[0]["why"])
+        assert ("simpler than" in words) == (
+            "simpler than" in report.rows(plan, 1)[0]["why"]
+        )
         assert ("simpler than" in words) == (plan.fastest is not plan.best)
-        assert all(option.need.total <= plan.request.accelerator.memory_bytes for option in usable)
+        assert all(
+            option.need.total <= plan.request.accelerator.memory_bytes
+            for option in usable
+        )
         best = plan.best.time
         assert best.total == pytest.approx(best.compute + best.update + best.exposed)
         assert 0 < best.mfu(plan.request.accelerator, plan.best.candidate) < 1
 
 
-def test_copies_are_taken_where_shards_gain_next_to_nothing(plans: list[LayoutPlan]) -> None:
+def test_copies_are_taken_where_shards_gain_next_to_nothing(
+    plans: list[LayoutPlan],
+) -> None:
     for plan in plans:
         copies = [one for one in plan.options if one.fits and _is_plain(one)]
-        if copies and min(one.time.total for one in copies) <= plan.fastest.time.total * (1 + SIMPLER):
+        if copies and min(
+            one.time.total for one in copies
+        ) <= plan.fastest.time.total * (1 + SIMPLER):
             assert _is_plain(plan.best)
     assert _is_plain(plans[0].best), "one GPU"
 
 
 def _is_plain(option: Option) -> bool:
     chosen = option.candidate
-    return not (chosen.sharded or chosen.recompute or chosen.offload or chosen.mesh.tp > 1)
+    return not (
+        chosen.sharded or chosen.recompute or chosen.offload or chosen.mesh.tp > 1
+    )
 
 
 def test_a_plan_for_4096_gpus_takes_seconds() -> None:
@@ -114,10 +153,14 @@ def test_a_plan_for_4096_gpus_takes_seconds() -> None:
     plan = search(llama(), request(4096))
     assert time.perf_counter() - start < 20
     assert plan.best.candidate.mesh.world_size == 4096
-    assert plan.best.candidate.sharded, "70 billion parameters with their optimizer state fit no GPU"
+    assert plan.best.candidate.sharded, (
+        "70 billion parameters with their optimizer state fit no GPU"
+    )
 
 
-def test_the_best_becomes_settings_that_are_read_back(plans: list[LayoutPlan], tmp_path: Path) -> None:
+def test_the_best_becomes_settings_that_are_read_back(
+    plans: list[LayoutPlan], tmp_path: Path
+) -> None:
     for plan in plans:
         config = report.config_of(plan, plan.best)
         path = files.write(config, tmp_path / "config.yaml")
@@ -129,34 +172,50 @@ def test_the_best_becomes_settings_that_are_read_back(plans: list[LayoutPlan], t
         assert all([report.why(plan), report.notes(plan, plan.best)])
 
 
-def test_copies_are_offered_where_they_fit_and_only_there(plans: list[LayoutPlan]) -> None:
+def test_copies_are_offered_where_they_fit_and_only_there(
+    plans: list[LayoutPlan],
+) -> None:
     for plan in plans:
-        copies = [option for option in plan.options if option.candidate.strategy in ("none", "ddp")]
+        copies = [
+            option
+            for option in plan.options
+            if option.candidate.strategy in ("none", "ddp")
+        ]
         assert any(option.fits for option in copies) == (plan.trace is SMALL)
 
 
 def test_what_cannot_be_planned_is_said_in_one_sentence() -> None:
     with pytest.raises(
-        ConfigError, match=r"fits no layout on 2 x l4.*recompute, offload to host memory\).*use at least [0-9]+ GPUs"
+        ConfigError,
+        match=r"fits no layout on 2 x l4.*recompute, offload to host memory\).*use at least [0-9]+ GPUs",
     ):
-        search(llama(), PlanRequest(gpus=2, accelerator=hardware.find("l4"), global_batch=2))
+        search(
+            llama(),
+            PlanRequest(gpus=2, accelerator=hardware.find("l4"), global_batch=2),
+        )
     with pytest.raises(ConfigError, match="global batch 7 cannot be split over 4 GPUs"):
         search(
             llama(layers=7, width=1000, sequence=1023),
-            PlanRequest(gpus=4, accelerator=hardware.find("h100"), global_batch=7, micro_batch=3),
+            PlanRequest(
+                gpus=4, accelerator=hardware.find("h100"), global_batch=7, micro_batch=3
+            ),
         )
     with pytest.raises(ConfigError, match="gpus=0 is not a number to plan for"):
         request(0, batch=1)
 
 
-def test_accelerators_are_found_by_the_names_people_and_drivers_use(tmp_path: Path) -> None:
+def test_accelerators_are_found_by_the_names_people_and_drivers_use(
+    tmp_path: Path,
+) -> None:
     for name in ("a100", "h100", "h200", "b200", "l4", "rtx4090", "mi300x", "tpu-v5e"):
         assert hardware.find(name.upper()).name == name
     assert hardware.find("NVIDIA H200").name == "h200"
     assert hardware.find("NVIDIA A100-SXM4-40GB").name == "a100-40gb"
     assert hardware.find("NVIDIA A100-SXM4-80GB").name == "a100"
     assert hardware.find("NVIDIA GeForce RTX 4090").name == "rtx4090"
-    with pytest.raises(ConfigError, match=r"the accelerator 'hh20' is unknown.*did you mean 'h200'"):
+    with pytest.raises(
+        ConfigError, match=r"the accelerator 'hh20' is unknown.*did you mean 'h200'"
+    ):
         hardware.find("hh20")
     file = tmp_path / "own.yaml"
     file.write_text("mine: {like: h100, memory_gib: 96}\n")
@@ -178,5 +237,8 @@ def test_accelerators_are_found_by_the_names_people_and_drivers_use(tmp_path: Pa
 
 
 def test_divisors_are_the_micro_batches_offered() -> None:
-    found = {option.candidate.micro_batch for option in search(SMALL, request(1, batch=12)).options}
+    found = {
+        option.candidate.micro_batch
+        for option in search(SMALL, request(1, batch=12)).options
+    }
     assert found <= set(divisors(12))

@@ -37,8 +37,13 @@ def loop() -> None:
     """A plain training loop; planning never lets it reach its end."""
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     model = net()
-    loader: DataLoader[Tensor] = DataLoader([torch.zeros(LENGTH, dtype=torch.long)] * 8, batch_size=4)  # type: ignore[arg-type]
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    loader: DataLoader[Tensor] = DataLoader(
+        [torch.zeros(LENGTH, dtype=torch.long)] * 8,  # type: ignore[arg-type]
+        batch_size=4,
+    )
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters()), loader
+    )
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(next_token_loss(model(batch), batch))
@@ -61,9 +66,13 @@ def test_a_fake_step_keeps_what_a_real_one_keeps(traced: ModelTrace) -> None:
     real = max(sum(alive[:2]) for alive in watch.seen.alive)
     variant = traced.variant("no", recompute=False)
     assert variant is not None
-    planned = max(moment.activations.at(1) + moment.copies.at(1) for moment in variant.moments)
+    planned = max(
+        moment.activations.at(1) + moment.copies.at(1) for moment in variant.moments
+    )
     assert planned == pytest.approx(real, rel=0.02)
-    assert sum(line.at(1) for line in variant.flops.values()) >= sum(watch.seen.flops.values())
+    assert sum(line.at(1) for line in variant.flops.values()) >= sum(
+        watch.seen.flops.values()
+    )
 
 
 def test_the_trace_knows_the_model_and_its_optimizer(traced: ModelTrace) -> None:
@@ -74,11 +83,18 @@ def test_the_trace_knows_the_model_and_its_optimizer(traced: ModelTrace) -> None
     assert (traced.sequence, traced.width) == (LENGTH, 16)
     assert traced.optimizer.states == (4, 4)
     assert 0 < traced.split_share < 1
-    plain, again = traced.variant("no", recompute=False), traced.variant("no", recompute=True)
+    plain, again = (
+        traced.variant("no", recompute=False),
+        traced.variant("no", recompute=True),
+    )
     assert plain is not None
     assert again is not None
-    assert max(m.activations.slope for m in again.moments) < max(m.activations.slope for m in plain.moments)
-    assert sum(line.slope for line in again.flops.values()) > sum(line.slope for line in plain.flops.values())
+    assert max(m.activations.slope for m in again.moments) < max(
+        m.activations.slope for m in plain.moments
+    )
+    assert sum(line.slope for line in again.flops.values()) > sum(
+        line.slope for line in plain.flops.values()
+    )
 
 
 def test_products_are_counted_as_they_are() -> None:
@@ -86,14 +102,18 @@ def test_products_are_counted_as_they_are() -> None:
         accelerator = Accelerator()
         model: nn.Module = nn.Linear(8, 4, bias=False)
         loader: DataLoader[Tensor] = DataLoader([torch.zeros(8)] * 4, batch_size=2)  # type: ignore[arg-type]
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+        )
         for batch in loader:
             accelerator.backward(model(batch).sum())
             optimizer.step()
 
     found = trace(one_layer, "layer", ("no",), workers=1)
     (variant,) = found.variants
-    assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4, "forward, and the gradient of the weights"
+    assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4, (
+        "forward, and the gradient of the weights"
+    )
     assert found.optimizer.states == ()
 
 
@@ -122,19 +142,26 @@ def test_objects_may_be_prepared_in_any_order(way: str) -> None:
 
 
 def test_loops_that_never_train_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"never called Accelerator.prepare\(\) with a model"):
+    with pytest.raises(
+        ConfigError, match=r"never called Accelerator.prepare\(\) with a model"
+    ):
         trace(lambda: None, "nothing")
 
     def without_data() -> None:
         raise FileNotFoundError("data/train.bin")
 
-    with pytest.raises(ConfigError, match=r"stopped before its first batch.*FileNotFoundError: data/train.bin"):
+    with pytest.raises(
+        ConfigError,
+        match=r"stopped before its first batch.*FileNotFoundError: data/train.bin",
+    ):
         trace(without_data, "empty")
 
     def asks_for_data() -> None:
         sys.exit("give --data")
 
-    with pytest.raises(ConfigError, match=r"it ended, saying 'give --data'\. Run it directly"):
+    with pytest.raises(
+        ConfigError, match=r"it ended, saying 'give --data'\. Run it directly"
+    ):
         trace(asks_for_data, "asking")
 
     def with_a_wrong_setting() -> None:
@@ -167,32 +194,66 @@ def test_a_model_of_a_script_takes_no_memory_while_it_is_built() -> None:
 
 
 def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
-    assert dict(traced.own) == {"mixed_precision": "bf16", "gradient_accumulation_steps": 4}
-    plan = search(traced, PlanRequest(gpus=2, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
+    assert dict(traced.own) == {
+        "mixed_precision": "bf16",
+        "gradient_accumulation_steps": 4,
+    }
+    plan = search(
+        traced,
+        PlanRequest(
+            gpus=2, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)
+        ),
+    )
     notes = "\n".join(report.notes(plan, plan.best))
     assert "remove mixed_precision='bf16' from the script's Accelerator()" in notes
     assert "remove gradient_accumulation_steps=4 from" in notes
-    same = replace(traced, own=(("mixed_precision", "no"), ("strategy", plan.best.candidate.strategy)))
+    same = replace(
+        traced,
+        own=(("mixed_precision", "no"), ("strategy", plan.best.candidate.strategy)),
+    )
     assert "take " not in "\n".join(report.notes(replace(plan, trace=same), plan.best))
 
 
 def test_a_batch_that_cannot_be_split_is_refused(traced: ModelTrace) -> None:
     with pytest.raises(ConfigError, match="global batch 8 cannot be split over 3 GPUs"):
-        search(traced, PlanRequest(gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
+        search(
+            traced,
+            PlanRequest(
+                gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)
+            ),
+        )
 
 
-@pytest.mark.parametrize(("value", "shown"), [(0.000712, "0.71 ms"), (0.0707, "70.7 ms"), (1.19, "1.19 s")])
-def test_times_are_shown_with_digits_that_tell_them_apart(value: float, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.000712, "0.71 ms"), (0.0707, "70.7 ms"), (1.19, "1.19 s")]
+)
+def test_times_are_shown_with_digits_that_tell_them_apart(
+    value: float, shown: str
+) -> None:
     assert report.seconds(value) == shown
 
 
-def test_the_command_plans_a_script_and_writes_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_a_script_and_writes_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_trace\ntest_trace.loop()\n"
     )
     out = tmp_path / "config.yaml"
-    asked = ["plan", str(script), "--gpus", "8", "--gpu", "h100", "--global-batch", "64", "--json", "-o", str(out)]
+    asked = [
+        "plan",
+        str(script),
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100",
+        "--global-batch",
+        "64",
+        "--json",
+        "-o",
+        str(out),
+    ]
     assert main(asked) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == sum(p.numel() for p in net().parameters())
@@ -204,18 +265,55 @@ def test_the_command_plans_a_script_and_writes_settings(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train.py", "--gpus", "8", "--gpu", "h1000", "--global-batch", "64"], "the accelerator"),
-        (["absent.py", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "'absent.py' does not exist"),
-        (["builtins:int", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "returns int; return the model"),
-        (["no.such:thing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "cannot be built"),
-        (["nothing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "neither a script"),
-        (["x:y", "--gpus", "0", "--gpu", "h100", "--global-batch", "64"], "'0' is not an integer from 1"),
-        (["x:y", "--gpus", "1", "--gpu", "h100", "--global-batch", "64", "--sequence", "3"], "not an option"),
+        (
+            ["train.py", "--gpus", "8", "--gpu", "h1000", "--global-batch", "64"],
+            "the accelerator",
+        ),
+        (
+            ["absent.py", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"],
+            "'absent.py' does not exist",
+        ),
+        (
+            ["builtins:int", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"],
+            "returns int; return the model",
+        ),
+        (
+            ["no.such:thing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"],
+            "cannot be built",
+        ),
+        (
+            ["nothing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"],
+            "neither a script",
+        ),
+        (
+            ["x:y", "--gpus", "0", "--gpu", "h100", "--global-batch", "64"],
+            "'0' is not an integer from 1",
+        ),
+        (
+            [
+                "x:y",
+                "--gpus",
+                "1",
+                "--gpu",
+                "h100",
+                "--global-batch",
+                "64",
+                "--sequence",
+                "3",
+            ],
+            "not an option",
+        ),
     ],
 )
-def test_wrong_requests_end_in_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_requests_end_in_one_sentence(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *words]) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[hasten]")]
+    error = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if not line.startswith("[hasten]")
+    ]
     assert len(error) == 1
     assert said in error[0]
     assert ".." not in error[0]

@@ -35,9 +35,13 @@ def test_an_exception_is_its_kind_and_the_first_line() -> None:
 
 def test_a_long_line_ends_with_a_sentence_or_a_word() -> None:
     full = (
-        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB" + " of which" * 20
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB"
+        + " of which" * 20
     )
-    assert happened(MemoryError(full)) == "MemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."
+    assert (
+        happened(MemoryError(full))
+        == "MemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."
+    )
     words = happened(ValueError("word " * 100))
     assert len(words) < 170
     assert words.endswith("word …")
@@ -45,7 +49,10 @@ def test_a_long_line_ends_with_a_sentence_or_a_word() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "[rank1]: ", "[1] "])
 def test_the_last_traceback_of_a_process_says_why_it_ended(prefix: str) -> None:
-    assert in_output("\n".join(prefix + line for line in TRACEBACK.splitlines()), 1) == SAID
+    assert (
+        in_output("\n".join(prefix + line for line in TRACEBACK.splitlines()), 1)
+        == SAID
+    )
 
 
 def test_a_process_without_a_traceback() -> None:
@@ -53,6 +60,9 @@ def test_a_process_without_a_traceback() -> None:
     assert in_output("", 3) == "exit code 3"
     assert in_output("loading\n", -9) == "killed by SIGKILL"
     assert (
-        in_output("Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.", 1)
+        in_output(
+            "Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.",
+            1,
+        )
         == "OutOfMemoryError: CUDA out of memory."
     )

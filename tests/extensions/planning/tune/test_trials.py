@@ -34,13 +34,36 @@ ALONE: tuple[tuple[dict[str, Any], float], ...] = (  # Any: numbers, names and f
 def tried(values: dict[str, Any], folder: Path, processes: int = 1) -> TrialOutcome:
     """What a trial with these values measures."""
     told, result = folder / "spec.json", folder / "result.json"
-    spec = {"values": values, "result": str(result), "warmup": WARM_UP, "updates": UPDATES}
+    spec = {
+        "values": values,
+        "result": str(result),
+        "warmup": WARM_UP,
+        "updates": UPDATES,
+    }
     told.write_bytes(msgspec.json.encode(spec))
     command = [sys.executable, "-m", "hasten.extensions.planning.tune.trial"]
     if processes > 1:
-        launch = ["hasten.cli.main", "launch", "--cpu", "--num_processes", str(processes), "--module"]
-        command = [sys.executable, "-m", *launch, "hasten.extensions.planning.tune.trial"]
-    done = subprocess.run([*command, str(told), str(SCRIPT)], capture_output=True, text=True, timeout=300, cwd=folder)
+        launch = [
+            "hasten.cli.main",
+            "launch",
+            "--cpu",
+            "--num_processes",
+            str(processes),
+            "--module",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            *launch,
+            "hasten.extensions.planning.tune.trial",
+        ]
+    done = subprocess.run(
+        [*command, str(told), str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+    )
     assert result.is_file(), done.stderr
     return msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
 
@@ -54,7 +77,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TrialOutcome:
 def test_the_script_as_it_is(base: TrialOutcome) -> None:
     assert not base.error
     assert len(base.losses) == WARM_UP + UPDATES + 1
-    assert (base.batch_size, base.convolutions, base.captures_step, base.precision) == (4, True, True, "no")
+    assert (base.batch_size, base.convolutions, base.captures_step, base.precision) == (
+        4,
+        True,
+        True,
+        "no",
+    )
     assert base.step_s > 0
 
 
@@ -71,7 +99,10 @@ def test_a_value_trains_to_the_same_losses(
 
 def test_bucket_sizes_on_two_processes(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    plain, found = tried({}, tmp_path / "a", 2), tried({"bucket_cap_mb": 50}, tmp_path, 2)
+    plain, found = (
+        tried({}, tmp_path / "a", 2),
+        tried({"bucket_cap_mb": 50}, tmp_path, 2),
+    )
     assert not plain.error
     assert not found.error
     assert difference(plain.losses, found.losses) <= SAME

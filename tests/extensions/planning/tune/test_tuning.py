@@ -16,9 +16,18 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.extensions.planning.tune import tuning
 from hasten.extensions.planning.tune.command import conclusion
-from hasten.extensions.planning.tune.tuning import HOPELESS, Knob, TrialOutcome, TunedMachine, Tuning, Values
+from hasten.extensions.planning.tune.tuning import (
+    HOPELESS,
+    Knob,
+    TrialOutcome,
+    TunedMachine,
+    Tuning,
+    Values,
+)
 
-BASE = TrialOutcome(step_s=1.0, samples_per_s=32, losses=(2.0, 1.0), batch_size=32, convolutions=True)
+BASE = TrialOutcome(
+    step_s=1.0, samples_per_s=32, losses=(2.0, 1.0), batch_size=32, convolutions=True
+)
 
 
 def course(results: dict[str, TrialOutcome], *knobs: Knob, trials: int = 99) -> Tuning:
@@ -36,7 +45,10 @@ def course(results: dict[str, TrialOutcome], *knobs: Knob, trials: int = 99) -> 
 
 def test_faster_values_are_taken_on_top_of_each_other() -> None:
     found = course(
-        {"a": TrialOutcome(step_s=0.8, losses=(2.0, 1.0)), "b": TrialOutcome(step_s=0.5, losses=(2.0, 1.0005))},
+        {
+            "a": TrialOutcome(step_s=0.8, losses=(2.0, 1.0)),
+            "b": TrialOutcome(step_s=0.5, losses=(2.0, 1.0005)),
+        },
         Knob("a", (1,)),
         Knob("b", (True,)),
     )
@@ -46,7 +58,10 @@ def test_faster_values_are_taken_on_top_of_each_other() -> None:
 
 
 def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
-    plain = [TrialOutcome(step_s=1.0, losses=(2.0,)), TrialOutcome(step_s=0.7, losses=(2.0,))]
+    plain = [
+        TrialOutcome(step_s=1.0, losses=(2.0,)),
+        TrialOutcome(step_s=0.7, losses=(2.0,)),
+    ]
 
     def measure(values: Values, hopeless: float | None) -> TrialOutcome:
         return TrialOutcome(step_s=0.7, losses=(2.0,)) if values else plain.pop(0)
@@ -67,14 +82,19 @@ def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
         (TrialOutcome(error="out of memory"), "failed: out of memory"),
     ],
 )
-def test_everything_else_is_marked_and_left_out(outcome: TrialOutcome, said: str) -> None:
+def test_everything_else_is_marked_and_left_out(
+    outcome: TrialOutcome, said: str
+) -> None:
     found = course({"a": outcome}, Knob("a", (1,)))
     assert found.best is found.trials[0]
     assert said in found.trials[1].verdict
 
 
 def test_a_script_without_losses_is_not_tuned() -> None:
-    with pytest.raises(ConfigError, match=r"no loss of the script went through accelerator.backward\(\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no loss of the script went through accelerator.backward\(\)",
+    ):
         Tuning([]).run(lambda values, hopeless: TrialOutcome(step_s=1.0), lambda: True)
 
 
@@ -89,7 +109,9 @@ def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> No
         "written: c.yaml, which changes no setting",
     ]
     with pytest.raises(ConfigError, match="no data"):
-        Tuning([]).run(lambda values, hopeless: TrialOutcome(error="no data"), lambda: True)
+        Tuning([]).run(
+            lambda values, hopeless: TrialOutcome(error="no data"), lambda: True
+        )
     limits: list[float | None] = []
 
     def measure(values: Values, hopeless: float | None) -> TrialOutcome:
@@ -107,21 +129,34 @@ def test_a_speedup_is_confirmed_by_a_second_run_even_if_the_budget_is_used_up() 
         runs = [BASE, second]
         tuned = Tuning([Knob("a", (1, 2))])
         in_time = iter([True, False])
-        tuned.run(lambda values, hopeless: faster if values else runs.pop(0), lambda: next(in_time))
+        tuned.run(
+            lambda values, hopeless: faster if values else runs.pop(0),
+            lambda: next(in_time),
+        )
         assert not runs
         return tuned.gain, " ".join(conclusion(tuned, [], None, changed=False))
 
     assert gain(BASE)[0] == pytest.approx(6)
     assert gain(faster)[0] == 1.0  # the machine was busy during the first run
     assert (
-        "not confirmed: the second run of the unchanged script failed (killed)" in gain(TrialOutcome(error="killed"))[1]
+        "not confirmed: the second run of the unchanged script failed (killed)"
+        in gain(TrialOutcome(error="killed"))[1]
     )
 
 
 def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
     knobs = (Knob("a", (1,)), Knob("num_workers", (1, 2, 4)), Knob("b", (True,)))
-    found = course({"a": replace(BASE, step_s=BASE.step_s / 2), "num_workers": BASE}, *knobs, trials=3)
-    assert [dict(trial.values) for trial in found.trials] == [{}, {"a": 1}, {"a": 1, "num_workers": 1}, {}]
+    found = course(
+        {"a": replace(BASE, step_s=BASE.step_s / 2), "num_workers": BASE},
+        *knobs,
+        trials=3,
+    )
+    assert [dict(trial.values) for trial in found.trials] == [
+        {},
+        {"a": 1},
+        {"a": 1, "num_workers": 1},
+        {},
+    ]
     assert found.not_tried_words == ["num_workers (2, 4)", "b"]
     nothing = course({}, Knob("a", (1, 2)), trials=1)
     assert conclusion(nothing, [], None, changed=False) == [
@@ -132,7 +167,11 @@ def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [("--updates=0", "from 2"), ("--warmup=-1", "from 0"), ("--num_processes=0", "from 1")],
+    [
+        ("--updates=0", "from 2"),
+        ("--warmup=-1", "from 0"),
+        ("--num_processes=0", "from 1"),
+    ],
 )
 def test_numbers_out_of_range_are_refused_before_anything_runs(
     flag: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -147,7 +186,10 @@ def test_numbers_out_of_range_are_refused_before_anything_runs(
     ("text", "said"),
     [
         ("print(1)", "it made no update with an Accelerator"),
-        ("raise SystemExit('ends with a point.')", "ends with a point. Run it directly first."),
+        (
+            "raise SystemExit('ends with a point.')",
+            "ends with a point. Run it directly first.",
+        ),
     ],
 )
 def test_a_script_that_trains_nothing_is_named(
@@ -162,28 +204,41 @@ def test_a_script_that_trains_nothing_is_named(
 def test_knobs_are_those_that_make_sense() -> None:
     on_cpu = {knob.name for knob in tuning.knobs(TunedMachine(cores=2), BASE)}
     assert on_cpu == {"num_workers", "fused", "channels_last"}
-    on_gpu = {knob.name for knob in tuning.knobs(TunedMachine(cuda=True, cores=16, processes=2), BASE)}
+    on_gpu = {
+        knob.name
+        for knob in tuning.knobs(TunedMachine(cuda=True, cores=16, processes=2), BASE)
+    }
     assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch", "bucket_cap_mb"}
     assert "mixed_precision" not in {
-        k.name for k in tuning.knobs(TunedMachine(cuda=True), replace(BASE, precision="bf16"))
+        k.name
+        for k in tuning.knobs(TunedMachine(cuda=True), replace(BASE, precision="bf16"))
     }
 
 
 def test_names_of_knobs_are_checked_before_anything_runs() -> None:
     everywhere = TunedMachine(cuda=True, cores=16, processes=2, has_compiler=True)
     captured = replace(BASE, captures_step=True)
-    assert {knob.name for knob in tuning.knobs(everywhere, captured)} == set(tuning.NAMES)
-    with pytest.raises(ConfigError, match=r"--only fusd: unknown candidate; did you mean fused\?"):
+    assert {knob.name for knob in tuning.knobs(everywhere, captured)} == set(
+        tuning.NAMES
+    )
+    with pytest.raises(
+        ConfigError, match=r"--only fusd: unknown candidate; did you mean fused\?"
+    ):
         tuning.check_names(["compile", "fusd"])
     for name, instead in tuning.UNTRIED.items():
         with pytest.raises(ConfigError, match=re.escape(instead)):
             tuning.check_names([name])
-    with pytest.raises(ConfigError, match="--only tf32: it does not apply to this script on this machine"):
+    with pytest.raises(
+        ConfigError,
+        match="--only tf32: it does not apply to this script on this machine",
+    ):
         tuning.chosen(tuning.knobs(TunedMachine(), BASE), ["tf32"])
 
 
 def test_values_become_settings_or_advice() -> None:
-    config = tuning.config_of({"mixed_precision": "bf16", "compile": "regional", "prefetch": 4})
+    config = tuning.config_of(
+        {"mixed_precision": "bf16", "compile": "regional", "prefetch": 4}
+    )
     assert config.mixed_precision == "bf16"
     assert config.dynamo.use_regional_compilation
     assert config.dataloader.prefetch == 4
@@ -194,19 +249,30 @@ def test_values_become_settings_or_advice() -> None:
 
 def test_ways_of_compiling_depend_on_the_step() -> None:
     def ways(base: TrialOutcome) -> tuple[str, ...]:
-        (knob,) = [knob for knob in tuning.knobs(TunedMachine(cuda=True), base) if knob.name == "compile"]
+        (knob,) = [
+            knob
+            for knob in tuning.knobs(TunedMachine(cuda=True), base)
+            if knob.name == "compile"
+        ]
         return knob.values
 
     quick = replace(BASE, step_s=0.002)
     assert ways(quick) == ("regional", "whole", "cuda graph")
     assert ways(replace(quick, step_s=0.2)) == ("regional", "whole")
-    assert ways(replace(quick, captures_step=True)) == ("regional", "whole"), "the captured step is one graph already"
+    assert ways(replace(quick, captures_step=True)) == ("regional", "whole"), (
+        "the captured step is one graph already"
+    )
     assert ways(replace(quick, computes_loss=True))[0] == "regional and loss"
     assert tuning.config_of({"compile": "regional and loss"}).dynamo.compile_loss
 
 
 def test_budgets_are_durations() -> None:
-    assert [tuning.seconds(text) for text in ("90", "90s", "10m", "1.5h")] == [90, 90, 600, 5400]
+    assert [tuning.seconds(text) for text in ("90", "90s", "10m", "1.5h")] == [
+        90,
+        90,
+        600,
+        5400,
+    ]
     for text in ("soon", "0m", "-3s", "10 minutes"):
         with pytest.raises(ConfigError, match="is not a duration"):
             tuning.seconds(text)
@@ -217,7 +283,15 @@ def test_budgets_are_durations() -> None:
 def test_the_digits_example_is_tuned_from_end_to_end(tmp_path: Path) -> None:
     """Real runs of a real script: the table has the script as it is and candidates, and the settings are written."""
     script = Path(__file__).parents[4] / "examples" / "digits.py"
-    options = ["--budget", "90s", "--updates", "10", "--json", "-o", str(tmp_path / "config.yaml")]
+    options = [
+        "--budget",
+        "90s",
+        "--updates",
+        "10",
+        "--json",
+        "-o",
+        str(tmp_path / "config.yaml"),
+    ]
     command = [
         sys.executable,
         "-m",

@@ -26,10 +26,17 @@ def main() -> None:
     """Train for some hundred steps."""
     torch.manual_seed(0)
     accelerator = Accelerator()
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(Block(), Block()), nn.Flatten(), nn.Linear(4 * 64, 5))
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 1),
+        nn.Sequential(Block(), Block()),
+        nn.Flatten(),
+        nn.Linear(4 * 64, 5),
+    )
     data = TensorDataset(torch.randn(800, 3, 8, 8), torch.randint(5, (800,)))
     loader = DataLoader(data, batch_size=4)
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3), loader)
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-3), loader
+    )
 
     @accelerator.capture_step
     def train_step(x: Tensor, y: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ def test_balanced_ranks_have_equal_work(ranks: int) -> None:
     """A chunk of queries attends to its chunk of keys and to those before it."""
 
     def work(layout: SequenceLayout) -> list[int]:
-        return [sum(chunk + 1 for chunk in layout.chunks(rank)) for rank in range(ranks)]
+        return [
+            sum(chunk + 1 for chunk in layout.chunks(rank)) for rank in range(ranks)
+        ]
 
     assert len(set(work(SequenceLayout(ranks, balanced=True)))) == 1
     uneven = work(SequenceLayout(ranks, balanced=False))
@@ -42,16 +44,22 @@ def test_the_positions_of_every_balanced_rank_jump() -> None:
         layout = SequenceLayout(ranks, balanced=True)
         for rank in range(ranks):
             places = layout.positions(rank, 4 * ranks)
-            assert any(after != before + 1 for before, after in itertools.pairwise(places))
+            assert any(
+                after != before + 1 for before, after in itertools.pairwise(places)
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_lengths_that_do_not_divide_are_refused_with_one_that_does(layout: SequenceLayout) -> None:
+def test_lengths_that_do_not_divide_are_refused_with_one_that_does(
+    layout: SequenceLayout,
+) -> None:
     for length in range(1, 70):
         if length % layout.num_chunks == 0:
             layout.check(length, "it")
             continue
-        with pytest.raises(ConfigError, match=rf"it has {length} positions .*Pad sequences to (\d+)") as refusal:
+        with pytest.raises(
+            ConfigError, match=rf"it has {length} positions .*Pad sequences to (\d+)"
+        ) as refusal:
             layout.check(length, "it")
         words = str(refusal.value)
         padded = int(words.split("Pad sequences to ")[1].split(",")[0])

@@ -21,8 +21,14 @@ from hasten.strategies.sharded_updates import update_own_shards
 
 def on_the_host(tensor: Tensor) -> DTensor:
     """A shard in host memory, as CPU offload makes it; the mesh is one of meta devices, in place of an accelerator's."""
-    mesh = DeviceMesh("meta", [0], mesh_dim_names=("dp_shard",), _init_backend=False, _rank=0)
-    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
+    mesh = DeviceMesh(
+        "meta", [0], mesh_dim_names=("dp_shard",), _init_backend=False, _rank=0
+    )
+    spec = DTensorSpec(
+        mesh,
+        (Shard(0),),
+        tensor_meta=TensorMeta(tensor.shape, tensor.stride(), tensor.dtype),
+    )
     return DTensor(tensor, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
@@ -30,14 +36,19 @@ def trained(parameter: nn.Parameter, gradients: list[Tensor]) -> torch.optim.Opt
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     update_own_shards(optimizer)
     for gradient in gradients:
-        parameter.grad = on_the_host(gradient) if isinstance(parameter, DTensor) else gradient
+        parameter.grad = (
+            on_the_host(gradient) if isinstance(parameter, DTensor) else gradient
+        )
         optimizer.step()
     return optimizer
 
 
 def test_momentum_stays_beside_its_parameter() -> None:
     start, gradients = torch.randn(4, 3), [torch.randn(4, 3) for _ in range(3)]
-    sharded, plain = nn.Parameter(on_the_host(start.clone())), nn.Parameter(start.clone())
+    sharded, plain = (
+        nn.Parameter(on_the_host(start.clone())),
+        nn.Parameter(start.clone()),
+    )
     optimizer = trained(sharded, copy.deepcopy(gradients))
     trained(plain, gradients)
     momentum = optimizer.state[sharded]["momentum_buffer"]
@@ -49,7 +60,9 @@ def test_momentum_stays_beside_its_parameter() -> None:
 def test_only_shards_that_share_memory_are_tied() -> None:
     weight, bias = on_the_host(torch.ones(4)), on_the_host(torch.zeros(4))
     assert tied({"weight": weight, "bias": bias}) == {}
-    assert tied({"weight": weight, "bias": bias, "other": weight.detach()}) == {"other": "weight"}
+    assert tied({"weight": weight, "bias": bias, "other": weight.detach()}) == {
+        "other": "weight"
+    }
 
 
 def test_no_shard_is_lost_in_a_file(tmp_path: Path) -> None:

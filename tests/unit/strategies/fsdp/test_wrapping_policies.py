@@ -10,7 +10,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import ConfigError
-from hasten.strategies.fsdp.shard_groups import blocks_to_shard, keep_ties_together, owned_parameters
+from hasten.strategies.fsdp.shard_groups import (
+    blocks_to_shard,
+    keep_ties_together,
+    owned_parameters,
+)
 from hasten.testing.toys import Block, TinyLM
 
 
@@ -23,7 +27,9 @@ def test_policies_choose_modules_innermost_first() -> None:
     model = TinyLM(width=8)
 
     def chosen(**settings: Any) -> list[str]:
-        return names(model, blocks_to_shard(model, FullyShardedDataParallelPlugin(**settings)))
+        return names(
+            model, blocks_to_shard(model, FullyShardedDataParallelPlugin(**settings))
+        )
 
     assert chosen() == ["blocks.0", "blocks.1"]
     assert chosen(auto_wrap_policy="no_wrap") == []
@@ -33,14 +39,22 @@ def test_policies_choose_modules_innermost_first() -> None:
         "blocks.1",
         "norm",
     ]
-    assert chosen(auto_wrap_policy="size_based_wrap", min_num_params=600) == ["blocks.0", "blocks.1"]
+    assert chosen(auto_wrap_policy="size_based_wrap", min_num_params=600) == [
+        "blocks.0",
+        "blocks.1",
+    ]
     assert chosen(auto_wrap_policy="size_based_wrap", min_num_params=10**9) == []
-    assert chosen(auto_wrap_policy=lambda module: isinstance(module, nn.Embedding)) == ["embed", "position"]
+    assert chosen(auto_wrap_policy=lambda module: isinstance(module, nn.Embedding)) == [
+        "embed",
+        "position",
+    ]
 
 
 def test_policies_of_fsdp1_are_refused() -> None:
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=ModuleWrapPolicy({Block}))
-    with pytest.raises(ConfigError, match=r"policy of FSDP1.*transformer_cls_names_to_wrap"):
+    with pytest.raises(
+        ConfigError, match=r"policy of FSDP1.*transformer_cls_names_to_wrap"
+    ):
         blocks_to_shard(TinyLM(width=8), plugin)
 
 
@@ -49,11 +63,15 @@ def test_every_parameter_has_one_owner() -> None:
     blocks: list[nn.Module] = [model.blocks[1]]
     owners = {name: owner for owner, name, _ in owned_parameters(model, blocks)}
     assert owners["blocks.1.q.weight"] is model.blocks[1]
-    assert {id(owner) for name, owner in owners.items() if not name.startswith("blocks.1.")} == {id(model)}
+    assert {
+        id(owner) for name, owner in owners.items() if not name.startswith("blocks.1.")
+    } == {id(model)}
 
 
 def test_blocks_that_share_a_parameter_join_the_group_around_them() -> None:
-    outer = nn.ModuleDict({"a": nn.Sequential(Block(4, 1), Block(4, 1)), "b": nn.Sequential(Block(4, 1))})
+    outer = nn.ModuleDict(
+        {"a": nn.Sequential(Block(4, 1), Block(4, 1)), "b": nn.Sequential(Block(4, 1))}
+    )
     weight = outer.get_parameter("a.0.q.weight")
     outer.get_submodule("b.0.q").weight = weight
     inner = [outer.get_submodule(name) for name in ("a.0", "a.1", "b.0")]
@@ -64,5 +82,6 @@ def test_blocks_that_share_a_parameter_join_the_group_around_them() -> None:
     assert keep_ties_together(outer, inner, {weight}) == (inner, [])
     shared = Block(4, 1)
     both = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
-    assert keep_ties_together(both, [shared], set()) == ([shared], [])  # one module in two places is one group
+    # one module in two places is one group
+    assert keep_ties_together(both, [shared], set()) == ([shared], [])
     assert keep_ties_together(both, [both["a"], both["b"]], set())[0] == []

@@ -27,7 +27,9 @@ class Attention(nn.Module):
             layer(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        mixed = nn.functional.scaled_dot_product_attention(one, two, three, enable_gqa=True)
+        mixed = nn.functional.scaled_dot_product_attention(
+            one, two, three, enable_gqa=True
+        )
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -37,7 +39,11 @@ class Gated(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.w1, self.w2, self.w3 = nn.Linear(width, 16), nn.Linear(16, width), nn.Linear(width, 16)
+        self.w1, self.w2, self.w3 = (
+            nn.Linear(width, 16),
+            nn.Linear(16, width),
+            nn.Linear(width, 16),
+        )
 
 
 class Block(nn.Module):
@@ -50,13 +56,20 @@ def model(*parts: Any) -> nn.Module:
     return nn.ModuleList(Block(*(part() for part in parts)) for _ in range(2))
 
 
-PLAN = {"*.query": "colwise", "*.key": "colwise", "*.value": "colwise", "*.out": "rowwise"}
+PLAN = {
+    "*.query": "colwise",
+    "*.key": "colwise",
+    "*.value": "colwise",
+    "*.out": "rowwise",
+}
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     styles = set(decide(model(Attention), PLAN, (), 4).styles.values())
     assert styles == {"colwise", "rowwise"}
-    with pytest.raises(ConfigError, match=r"does not divide the 2 heads of .*key.*one of \[1, 2\]"):
+    with pytest.raises(
+        ConfigError, match=r"does not divide the 2 heads of .*key.*one of \[1, 2\]"
+    ):
         decide(model(lambda: Attention(key_heads=2)), PLAN, (), 4)
     with pytest.raises(ConfigError, match=r"tp_size=3 does not divide the 4 heads"):
         decide(model(lambda: Attention(width=12, key_heads=2)), PLAN, (), 3)
@@ -73,24 +86,35 @@ class Joined(nn.Module):
 
 def test_nothing_to_split_names_a_plan_for_this_very_model() -> None:
     net = model(Joined)
-    with pytest.raises(PrepareError, match=r"ModuleList has no tensor-parallel plan") as raised:
+    with pytest.raises(
+        PrepareError, match=r"ModuleList has no tensor-parallel plan"
+    ) as raised:
         decide(net, "auto", (), 2)
     plan = working_plan(net, 2)
-    assert plan == {"*.parts.*.qkv": "colwise_gather_output", "*.parts.*.proj": "colwise_gather_output"}
+    assert plan == {
+        "*.parts.*.qkv": "colwise_gather_output",
+        "*.parts.*.proj": "colwise_gather_output",
+    }
     assert repr(plan) in str(raised.value)
     assert len(decide(net, plan, (), 2).styles) == 4
 
 
 def test_joined_projections_need_a_whole_share_of_each() -> None:
-    assert set(decide(model(Joined), {"*.qkv": "colwise_thirds"}, (), 4).styles.values()) == {"colwise_thirds"}
-    with pytest.raises(ConfigError, match=r"3 projections side by side.*one of \[1, 2, 4, 8\]"):
+    assert set(
+        decide(model(Joined), {"*.qkv": "colwise_thirds"}, (), 4).styles.values()
+    ) == {"colwise_thirds"}
+    with pytest.raises(
+        ConfigError, match=r"3 projections side by side.*one of \[1, 2, 4, 8\]"
+    ):
         decide(model(Joined), {"*.qkv": "colwise_thirds"}, (), 3)
 
 
 def test_a_carried_plan_that_cannot_be_honoured_is_refused() -> None:
     net: Any = model(Gated)
     net.tp_plan = {"*.w1": "some_other_style"}
-    with pytest.raises(ConfigError, match=r"uses 'some_other_style' for '0.parts.0.w1', .*tp_plan=\{"):
+    with pytest.raises(
+        ConfigError, match=r"uses 'some_other_style' for '0.parts.0.w1', .*tp_plan=\{"
+    ):
         decide(net, "auto", (), 2)
 
 
@@ -105,7 +129,11 @@ def test_a_plan_is_found_below_a_wrapper() -> None:
 
 
 def test_the_first_pattern_decides() -> None:
-    plan = {"0.*.w1": "replicate", "*.w1": "colwise_gather_output", "*.w?": "rowwise_split_input"}
+    plan = {
+        "0.*.w1": "replicate",
+        "*.w1": "colwise_gather_output",
+        "*.w?": "rowwise_split_input",
+    }
     found = decide(model(Gated), plan, (), 2)
     assert "0.parts.0.w1" not in found.styles
     assert found.styles["1.parts.0.w1"] == "colwise_gather_output"

@@ -23,7 +23,11 @@ from accelerate._impl.enums import DistributedType
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
 from accelerate._impl.loaders.share import prepare_data_loader, skip_first_batches
 from accelerate._impl.models.memory import release_memory
-from accelerate._impl.models.other import check_os_kernel, extract_model_from_parallel, wait_for_everyone
+from accelerate._impl.models.other import (
+    check_os_kernel,
+    extract_model_from_parallel,
+    wait_for_everyone,
+)
 from accelerate._impl.preparing import EstablishedPreparer, check_quantized, step_of
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
@@ -34,7 +38,12 @@ from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import gather, gather_object, pad_across_processes, reduce
 from accelerate._impl.trackers import GeneralTracker, begin, filter_trackers
 from accelerate._impl.views.logging import get_logger
-from accelerate._impl.views.state import AcceleratorState, GradientState, fill_partial, fill_whole
+from accelerate._impl.views.state import (
+    AcceleratorState,
+    GradientState,
+    fill_partial,
+    fill_whole,
+)
 from hasten import trees
 from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
@@ -63,7 +72,8 @@ class Accelerator(SavingFace):
     _cp_context: Callable[..., AbstractContextManager[Any]]
     _placement: Any = ()
     autocast_handler: AutocastKwargs | None
-    trackers: Any = ()  # set below: those that run on this process, users' own classes among them
+    # set below: those that run on this process, users' own classes among them
+    trackers: Any = ()
 
     def __init__(
         self,
@@ -89,7 +99,11 @@ class Accelerator(SavingFace):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        given = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "__class__")
+        }
         self._given, sorted_ = given, sort_arguments(given)
         hasten.Accelerator.__init__(self, **sorted_.settings)
         self._show(sorted_, given)
@@ -102,12 +116,23 @@ class Accelerator(SavingFace):
 
     def _show(self, sorted_: Arguments, given: dict[str, Any]) -> None:
         """Keep what was given where scripts look for it."""
-        self.device_placement, self.dataloader_config = given["device_placement"], sorted_.data
+        self.device_placement, self.dataloader_config = (
+            given["device_placement"],
+            sorted_.data,
+        )
         self.project_configuration = sorted_.project
-        self.step_scheduler_with_optimizer, self.step = given["step_scheduler_with_optimizer"], 0
-        self.rng_types = given["rng_types"] if given["rng_types"] is not None else ["generator"]
-        vars(self).update({name: sorted_.handlers.get(name) for name in HANDLERS.values()})
-        self._precision.takes_half_weights = True  # for inference: an error when they are trained
+        self.step_scheduler_with_optimizer, self.step = (
+            given["step_scheduler_with_optimizer"],
+            0,
+        )
+        self.rng_types = (
+            given["rng_types"] if given["rng_types"] is not None else ["generator"]
+        )
+        vars(self).update(
+            {name: sorted_.handlers.get(name) for name in HANDLERS.values()}
+        )
+        # for inference: an error when they are trained
+        self._precision.takes_half_weights = True
         self.delayed_fp8_autocast, self.trackers = False, []
         if named(self.config.trust).isdisjoint(("numbers", "numbers_spike")):
             for part in self._clock.parts.members:  # quirk: NAN_IS_SILENT
@@ -117,7 +142,8 @@ class Accelerator(SavingFace):
     def __copy__(self) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
         made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__, copied_from=self)  # to which the preparer belongs
+        # to which the preparer belongs
+        made.__dict__.update(self.__dict__, copied_from=self)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -127,8 +153,14 @@ class Accelerator(SavingFace):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return an Accelerator with the same arguments and prepared loaders over the processes that read the pickle."""
-        given = {name: value for name, value in self._given.items() if value is not UNSET}
-        return partial(type(self), **given), (), {"loaders": list(self._prepared.loaders)}
+        given = {
+            name: value for name, value in self._given.items() if value is not UNSET
+        }
+        return (
+            partial(type(self), **given),
+            (),
+            {"loaders": list(self._prepared.loaders)},
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._prepared.loaders.extend(state["loaders"])
@@ -139,15 +171,27 @@ class Accelerator(SavingFace):
         self.process, AMBIENT.clock = ambient.process(), self._clock
         self._clock.full_divisor = True  # quirk: SHORT_WINDOW_FULL_DIVISOR
         self._clock.checks_models = False
-        self._clock.read_position = None  # a save stores what there is at that moment, as the original's does
+        # a save stores what there is at that moment, as the original's does
+        self._clock.read_position = None
         fill_partial(self.config.cpu, strategy=self._strategy.name)
-        sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
+        sizes = given["parallelism_config"] or ParallelismConfig.launched(
+            self.config.parallelism, self.ctx.mesh
+        )
         handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
         self._sequences = handler and sequences.SplitSequences(self, handler)
-        plugins = {"torch_tp_plugin": given["torch_tp_plugin"], "parallelism_config": sizes}
-        plugins |= {"deepspeed_plugins": self._engine.plugins, "dynamo_plugin": sorted_.dynamo}
+        plugins = {
+            "torch_tp_plugin": given["torch_tp_plugin"],
+            "parallelism_config": sizes,
+        }
+        plugins |= {
+            "deepspeed_plugins": self._engine.plugins,
+            "dynamo_plugin": sorted_.dynamo,
+        }
         fill_whole(self.config.mixed_precision, self._sharding.plugin, **plugins)
-        self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
+        self.state, self.gradient_state = (
+            AcceleratorState(),
+            GradientState(sorted_.accumulation),
+        )
         self.gradient_state.plugin_kwargs.setdefault("num_steps", self._clock.every)
         check_os_kernel()
         self.log_with = filter_trackers(given["log_with"], self.logging_dir)
@@ -157,7 +201,9 @@ class Accelerator(SavingFace):
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Models, optimizers, schedulers and loaders ready for this run, in the order given; the rest as it is."""
-        spread = any(self.verify_device_map(one) for one in args if isinstance(one, nn.Module))
+        spread = any(
+            self.verify_device_map(one) for one in args if isinstance(one, nn.Module)
+        )
         if spread and self.distributed_type != DistributedType.NO:
             raise ValueError(message("map_on_several"))
         if device_placement is not None and len(device_placement) != len(args):
@@ -193,31 +239,46 @@ class Accelerator(SavingFace):
         return self._prepare_each(*args, engine=True)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
-        replaced = vars(sys.modules.get("accelerate.accelerator", sys)).get("fsdp2_prepare_model")
+        replaced = vars(sys.modules.get("accelerate.accelerator", sys)).get(
+            "fsdp2_prepare_model"
+        )
         if replaced is None or replaced is fsdp.fsdp2_prepare_model:
             return self._prepare_each(*args)
-        device_mesh(self.ctx.mesh, self.ctx.device)  # starts the group of a process that is alone
+        # starts the group of a process that is alone
+        device_mesh(self.ctx.mesh, self.ctx.device)
         return self._preparer.prepare_sharded_by(partial(replaced, self), args)
 
     def _prepare_each(self, *args: Any, engine: bool = False) -> tuple[Any, ...]:
         """Prepare together what no subclass and no patch has a method of its own for, and the others by these methods."""
         places = dict(zip(map(id, args), self._placement, strict=False))
         own_steps = [self._has_own_step(value, engine) for value in args]
-        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
+        optimizers = [
+            value for value in args if isinstance(value, torch.optim.Optimizer)
+        ]
         prepared = list(args)
         for index, value in enumerate(args):
-            prepare = partial(self._prepare_one, first_pass=True, device_placement=places.get(id(value)))
+            prepare = partial(
+                self._prepare_one,
+                first_pass=True,
+                device_placement=places.get(id(value)),
+            )
             if own_steps[index] and self.is_fsdp2 and isinstance(value, nn.Module):
-                prepared[index] = self._preparer.with_renewed_optimizers(prepare, value, optimizers)
+                prepared[index] = self._preparer.with_renewed_optimizers(
+                    prepare, value, optimizers
+                )
             elif own_steps[index]:
                 prepared[index] = prepare(value)
         joint = [index for index, is_own in enumerate(own_steps) if not is_own]
         joint_places = [places.get(id(args[index])) for index in joint]
-        together = self._preparer.prepare(tuple(args[index] for index in joint), joint_places)
+        together = self._preparer.prepare(
+            tuple(args[index] for index in joint), joint_places
+        )
         for index, value in zip(joint, together, strict=True):
             prepared[index] = value
         return tuple(
-            self._prepare_one(value, device_placement=places.get(id(given))) if is_own else value
+            self._prepare_one(value, device_placement=places.get(id(given)))
+            if is_own
+            else value
             for value, given, is_own in zip(prepared, args, own_steps, strict=True)
         )
 
@@ -231,7 +292,9 @@ class Accelerator(SavingFace):
             for name in ("_prepare_one", step)
         )
 
-    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+    def _prepare_one(
+        self, obj: Any, first_pass: bool = False, device_placement: bool | None = None
+    ) -> Any:
         """Prepare one object by its method: schedulers in the second pass, all others in the first."""
         step = step_of(obj)
         if step is None or first_pass == (step == "prepare_scheduler"):
@@ -240,27 +303,42 @@ class Accelerator(SavingFace):
             return self.prepare_scheduler(obj)
         return getattr(self, step)(obj, device_placement=device_placement)
 
-    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+    def prepare_model(
+        self,
+        model: Any,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
         check_quantized(model, self.device)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(
+        self, optimizer: Any, device_placement: bool | None = None
+    ) -> Any:
         """Return the optimizer, updating where a window ends; its state lies where its parameters do."""
         return self._preparer.prepare((optimizer,), [device_placement])[0]
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Return the schedule, also of a class of one's own, following its optimizer's updates."""
         prepared = self._preparer.prepare((scheduler,))[0]
-        return prepared if isinstance(prepared, PreparedScheduler) else self._preparer._scheduler(scheduler)
+        return (
+            prepared
+            if isinstance(prepared, PreparedScheduler)
+            else self._preparer._scheduler(scheduler)
+        )
 
     def prepare_data_loader(  # type: ignore[override] # the original's arguments
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
     ) -> Any:
         place = self.device_placement if device_placement is None else device_placement
         return self._preparer.loader(data_loader, place, 0, slice_fn_for_dispatch)
 
     def share_loader(self, data_loader: Any, *args: Any, **how: Any) -> Any:
-        return prepare_data_loader(data_loader, *args, **how)  # the name of this module, which clients replace
+        # the name of this module, which clients replace
+        return prepare_data_loader(data_loader, *args, **how)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         return skip_first_batches(dataloader, num_batches=num_batches)
@@ -269,25 +347,41 @@ class Accelerator(SavingFace):
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
         """Return one micro-step over these models; models that were not prepared take part without a window of their own."""
         self._check_others_have_batches()
-        known = [model for model in models if any(model is one for one in self._prepared.models)]
+        known = [
+            model
+            for model in models
+            if any(model is one for one in self._prepared.models)
+        ]
         each = self.config.gradient_accumulation.sync_each_batch
         if self.step != self._counted:  # the script has set it
             self._clock.begin_at(self.step % self._clock.every)
-        ends = self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
+        ends = (
+            self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
+        )
         self.step = self._counted = 0 if ends else self.step + 1
-        return Accumulation(self._clock, self._strategy, tuple(known or self._prepared.models), each)
+        return Accumulation(
+            self._clock, self._strategy, tuple(known or self._prepared.models), each
+        )
 
     def _do_sync(self) -> None:
         """Count a micro-step outside of accumulate() and synchronise gradients where a window or loader ends."""
-        ends: bool = self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
+        ends: bool = (
+            self._clock.sync_with_dataloader and self.gradient_state.end_of_dataloader
+        )
         self.step = 0 if ends else self.step + 1
-        self.gradient_state._set_sync_gradients(ends or self.step % self._clock.every == 0)
+        self.gradient_state._set_sync_gradients(
+            ends or self.step % self._clock.every == 0
+        )
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Return a block in which backward leaves this model's gradients unsynchronised."""
         if any(model is one for one in self._prepared.models):
             return self._strategy.no_sync(model)
-        return model.no_sync() if self.num_processes > 1 and hasattr(model, "no_sync") else nullcontext()
+        return (
+            model.no_sync()
+            if self.num_processes > 1 and hasattr(model, "no_sync")
+            else nullcontext()
+        )
 
     @staticmethod
     @contextmanager
@@ -312,42 +406,74 @@ class Accelerator(SavingFace):
         elif not isinstance(loss, torch.Tensor) and hasattr(loss, "backward"):
             (loss / self._clock.every).backward(**kwargs)
             return
-        if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
+        # the loss has been divided by the window's length already
+        if not kwargs.pop("scale_wrt_gas", True):
             loss = loss * self._clock.every
         super().backward(loss, **kwargs)
 
     def _check_others_have_batches(self) -> None:
         """Raise before gradients are synchronised with a process that has no batch left, which gloo ends without words."""
         loader = self.gradient_state.active_dataloader
-        if loader is None or not getattr(loader, "outlasts_others", False) or self._clock.apart:
+        if (
+            loader is None
+            or not getattr(loader, "outlasts_others", False)
+            or self._clock.apart
+        ):
             return
-        if all(getattr(model, "require_backward_grad_sync", True) for model in self._prepared.models):
+        if all(
+            getattr(model, "require_backward_grad_sync", True)
+            for model in self._prepared.models
+        ):
             raise RuntimeError(message("batch_of_one_process", self.process_index))
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
         if learning_rate is None:
-            raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
+            raise ValueError(
+                "A learning rate must be passed in order to call backward pass with LOMO optimizers."
+            )
         if not (known := self._fused_backwards()):
             raise ValueError(message("lomo_without_backward"))
         for fused in known:
             fused(loss, learning_rate)
 
     def _fused_backwards(self) -> list[Any]:
-        return list(filter(None, (getattr(one.optimizer, "fused_backward", None) for one in self._prepared.optimizers)))
+        return list(
+            filter(
+                None,
+                (
+                    getattr(one.optimizer, "fused_backward", None)
+                    for one in self._prepared.optimizers
+                ),
+            )
+        )
 
-    has_lomo_optimizer = shown(lambda self: bool(self._fused_backwards()), "Whether an optimizer updates in backward.")
+    has_lomo_optimizer = shown(
+        lambda self: bool(self._fused_backwards()),
+        "Whether an optimizer updates in backward.",
+    )
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
+    def autocast(
+        self,
+        autocast_handler: AutocastKwargs | None = None,  # type: ignore[override]  # this package's class
+    ) -> AbstractContextManager[Any]:
         chosen = autocast_handler or self.autocast_handler
         return super().autocast(None if chosen is None else chosen.to_hasten())
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
         chosen = clip.as_list(parameters)
         norm = super().clip_grad_norm_(chosen, max_norm, float(norm_type))
-        return self._clip_grad_norm_dtensor_aware(chosen, float("inf"), norm_type) if norm is None else norm
+        return (
+            self._clip_grad_norm_dtensor_aware(chosen, float("inf"), norm_type)
+            if norm is None
+            else norm
+        )
 
-    def _clip_grad_norm_dtensor_aware(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def _clip_grad_norm_dtensor_aware(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
         return clip.clip_norm(clip.as_list(parameters), max_norm, float(norm_type))
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
@@ -356,14 +482,20 @@ class Accelerator(SavingFace):
             raise ValueError(message("no_shared_sequences"))
         return self._sequences.split(dl)
 
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
+    def join_uneven_inputs(
+        self, joinables: Any, even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
         """Return a block in which processes may run out of batches at different times."""
         if self.num_processes == 1:
             return nullcontext()
-        if not all(isinstance(one, nn.Module | torch.optim.Optimizer) for one in joinables):
+        if not all(
+            isinstance(one, nn.Module | torch.optim.Optimizer) for one in joinables
+        ):
             warnings.warn(message("nothing_to_join"), stacklevel=2)
             return nullcontext()
-        if even_batches is not None and any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
+        if even_batches is not None and any(
+            isinstance(one.dataset, IterableDataset) for one in self._dataloaders
+        ):
             warnings.warn(message("streams_stay_even"), stacklevel=2)
         return super().join_uneven_inputs(joinables, even_batches)
 
@@ -378,27 +510,42 @@ class Accelerator(SavingFace):
         """Tensors summed or averaged over processes; `scale` acts on TPUs only."""
         return reduce(tensor, reduction, scale)
 
-    flag_tensor = shown(lambda self: torch.tensor(int(self.process._trigger._raised)), "The flag of set_trigger().")
+    flag_tensor = shown(
+        lambda self: torch.tensor(int(self.process._trigger._raised)),
+        "The flag of set_trigger().",
+    )
 
     def pad_across_processes(  # type: ignore[override]  # no axes here
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        return pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return pad_across_processes(
+            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
+        )
 
     def gather_for_metrics(  # type: ignore[override] # the original names no loader
         self, input_data: Any, use_gather_object: bool = False
     ) -> Any:
         """Return the results of every process for the current batch; the last batch is cut to the samples that are left."""
         left = self._samples_left()  # quirk: LAST_BATCH_IS_CUT
-        if use_gather_object or not all(isinstance(one, torch.Tensor) for one in trees.leaves(input_data)):
+        if use_gather_object or not all(
+            isinstance(one, torch.Tensor) for one in trees.leaves(input_data)
+        ):
             gathered = gather_object(input_data)
             try:
                 return gathered[:left]
             except Exception:  # an object that cannot be sliced stays as it is
                 return gathered
         alone = self.num_processes == 1
-        gathered = self.gather(input_data) if alone else ops.gather_ragged(input_data, self.readers())
-        return trees.map_tensors(lambda one: one[:left] if one.ndim else one, gathered) if left else gathered
+        gathered = (
+            self.gather(input_data)
+            if alone
+            else ops.gather_ragged(input_data, self.readers())
+        )
+        return (
+            trees.map_tensors(lambda one: one[:left] if one.ndim else one, gathered)
+            if left
+            else gathered
+        )
 
     def _samples_left(self) -> int | None:
         """Return the number of samples in a last batch that is cut to them; log where it is unknown."""
@@ -406,12 +553,24 @@ class Accelerator(SavingFace):
         last = loader is not None and loader.end_of_dataloader
         if last and loader.remainder == -1:
             logger.info(message("no_length"))
-        return loader.remainder if last and loader.remainder > 0 and loader.even_batches else None
+        return (
+            loader.remainder
+            if last and loader.remainder > 0 and loader.even_batches
+            else None
+        )
 
     # -- trackers -------------------------------------------------------------------------------------------------
-    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+    def init_trackers(
+        self, project_name: str, config: Any = None, init_kwargs: Any = None
+    ) -> None:
         """Begin a run of every tracker. Ranks: every rank."""
-        self.trackers += begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
+        self.trackers += begin(
+            self.log_with,
+            project_name,
+            config,
+            dict(init_kwargs or {}),
+            self.logging_dir,
+        )
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of this name, or its package's own object; a blank one away from the main process."""
@@ -419,7 +578,9 @@ class Accelerator(SavingFace):
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         if self.trackers and self.is_main_process:
-            raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
+            raise ValueError(
+                f"{name} is not an available tracker stored inside the `Accelerator`."
+            )
         # quirk: MISSING_TRACKER_IS_BLANK
         return GeneralTracker(_blank=True)
 
@@ -434,7 +595,12 @@ class Accelerator(SavingFace):
         super().end_training()
 
     # -- models and memory ----------------------------------------------------------------------------------------
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(
+        self,
+        model: Any,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = True,
+    ) -> Any:
         """Return the user's own module inside a prepared one."""
         if any(model is one for one in self._prepared.models):
             model = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
@@ -444,18 +610,34 @@ class Accelerator(SavingFace):
         """Return every parameter and buffer of a model, whole. Ranks: every rank."""
         if any(map(modeling.has_offloaded_params, model.modules())):
             there = not any(one.is_meta for one in model.parameters())
-            return model.state_dict() if there else modeling.get_state_dict_offloaded_model(model)
+            return (
+                model.state_dict()
+                if there
+                else modeling.get_state_dict_offloaded_model(model)
+            )
         if any(model is one for one in self._prepared.models):
             return OrderedDict(super().get_state_dict(model))
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
-    def _get_named_parameters(self, *args: Any, drop_refs: bool = False) -> dict[str, Any]:
+    def _get_named_parameters(
+        self, *args: Any, drop_refs: bool = False
+    ) -> dict[str, Any]:
         """Return the parameters of models by name, or their addresses."""
-        models = [extract_model_from_parallel(value) for value in args if isinstance(value, nn.Module)]
-        parameters = {name: parameter for model in models for name, parameter in model.named_parameters()}
+        models = [
+            extract_model_from_parallel(value)
+            for value in args
+            if isinstance(value, nn.Module)
+        ]
+        parameters = {
+            name: parameter
+            for model in models
+            for name, parameter in model.named_parameters()
+        }
         if not drop_refs:
             return parameters
-        return {name: local_tensor(value).data_ptr() for name, value in parameters.items()}
+        return {
+            name: local_tensor(value).data_ptr() for name, value in parameters.items()
+        }
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class
@@ -466,21 +648,30 @@ class Accelerator(SavingFace):
         if chosen.output_trace_dir is not None:
             folder = Path(chosen.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
+            running.export_chrome_trace(
+                str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index))
+            )
 
     def maybe_context_parallel(
-        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+        self,
+        buffers: Any = None,
+        buffer_seq_dims: Any = None,
+        no_restore_buffers: Any = None,
     ) -> AbstractContextManager[Any]:
         """Return a block in which each buffer holds this process's part of its sequence; losses of processes weigh alike."""
         if "_cp_context" in vars(self):  # of a client's _prepare_cp
             region: AbstractContextManager[Any] = self._cp_context(
-                buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
+                buffers=buffers,
+                buffer_seq_dims=buffer_seq_dims,
+                no_restore_buffers=no_restore_buffers,
             )
             return region
         if self.ctx.mesh.size(Axis.CP) == 1 or not self._divides_sequences:
             logger.warning_once(message("no_context_parallelism"))
             return nullcontext()
-        return self.context_parallel(buffers or (), buffer_seq_dims or (), None, no_restore_buffers or ())
+        return self.context_parallel(
+            buffers or (), buffer_seq_dims or (), None, no_restore_buffers or ()
+        )
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared and hand cached memory back; a None for every argument."""
@@ -491,8 +682,16 @@ class Accelerator(SavingFace):
     clear = free_memory
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())
+        return any(
+            len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules()
+        )
 
 
-_STEPS = ("_prepare_one", "prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader")
+_STEPS = (
+    "_prepare_one",
+    "prepare_model",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "prepare_data_loader",
+)
 _SHIPPED_STEPS = {name: vars(Accelerator)[name] for name in _STEPS}

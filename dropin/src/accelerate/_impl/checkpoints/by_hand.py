@@ -31,11 +31,19 @@ def _numbered(stem: str, index: int, suffix: str = "bin") -> str:
 
 def _model_files(index: int) -> tuple[str, str]:
     """Return the name of a model's file, in safetensors or in torch's format."""
-    return _numbered(constants.SAFE_MODEL_NAME, index, "safetensors"), _numbered(constants.MODEL_NAME, index)
+    return _numbered(constants.SAFE_MODEL_NAME, index, "safetensors"), _numbered(
+        constants.MODEL_NAME, index
+    )
 
 
-def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
-    save(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl", save_on_each_node=save_on_each_node)
+def save_custom_state(
+    obj: Any, path: str, index: int = 0, save_on_each_node: bool = False
+) -> None:
+    save(
+        obj.state_dict(),
+        Path(path) / f"custom_checkpoint_{index}.pkl",
+        save_on_each_node=save_on_each_node,
+    )
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
@@ -57,30 +65,57 @@ def save_accelerator_state(
     """Write states as single files; Accelerator.save_state writes a whole checkpoint, atomically."""
     (folder := Path(output_dir)).mkdir(parents=True, exist_ok=True)
     for index, state in enumerate(model_states):
-        save(state, folder / _model_files(index)[not safe_serialization], save_on_each_node, safe_serialization)
-    rest = [(_numbered(constants.OPTIMIZER_NAME, index), one) for index, one in enumerate(optimizers)]
-    rest += [(_numbered(constants.SCHEDULER_NAME, index), one) for index, one in enumerate(schedulers)]
-    for name, thing in [*rest, *([] if scaler is None else [(constants.SCALER_NAME, scaler)])]:
+        save(
+            state,
+            folder / _model_files(index)[not safe_serialization],
+            save_on_each_node,
+            safe_serialization,
+        )
+    rest = [
+        (_numbered(constants.OPTIMIZER_NAME, index), one)
+        for index, one in enumerate(optimizers)
+    ]
+    rest += [
+        (_numbered(constants.SCHEDULER_NAME, index), one)
+        for index, one in enumerate(schedulers)
+    ]
+    for name, thing in [
+        *rest,
+        *([] if scaler is None else [(constants.SCALER_NAME, scaler)]),
+    ]:
         save(thing.state_dict(), folder / name, save_on_each_node=save_on_each_node)
     write_for_original(folder, dataloaders, process_index, step, save_on_each_node)
     return folder
 
 
 def write_for_original(
-    folder: Path, dataloaders: list[Any], process_index: int, step: int, save_on_each_node: bool = False
+    folder: Path,
+    dataloaders: list[Any],
+    process_index: int,
+    step: int,
+    save_on_each_node: bool = False,
 ) -> None:
     """Write the random states of this process, and the positions of stateful loaders, as the original does."""
     file = folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
     torch.save({"step": step, **_random_states()}, file)
     for name, loader in _stateful(dataloaders):
-        state = {key: value for key, value in loader.state_dict().items() if key != POSITION}
+        state = {
+            key: value for key, value in loader.state_dict().items() if key != POSITION
+        }
         save(state, folder / name, save_on_each_node=save_on_each_node)
 
 
 def _stateful(dataloaders: list[Any]) -> list[tuple[str, Any]]:
     """Return the loaders whose positions are saved, each with the name of its file."""
-    numbered = ((_numbered("dl_state_dict", index), one) for index, one in enumerate(dataloaders))
-    return [(name, one) for name, one in numbered if getattr(one, "use_stateful_dataloader", False)]
+    numbered = (
+        (_numbered("dl_state_dict", index), one)
+        for index, one in enumerate(dataloaders)
+    )
+    return [
+        (name, one)
+        for name, one in numbered
+        if getattr(one, "use_stateful_dataloader", False)
+    ]
 
 
 def load_accelerator_state(
@@ -99,18 +134,27 @@ def load_accelerator_state(
     folder = Path(input_dir)
     for index, model in enumerate(models):
         model.load_state_dict(_read_weights(folder, index), **load_model_func_kwargs)
-    for stem, things in ((constants.OPTIMIZER_NAME, optimizers), (constants.SCHEDULER_NAME, schedulers)):
+    for stem, things in (
+        (constants.OPTIMIZER_NAME, optimizers),
+        (constants.SCHEDULER_NAME, schedulers),
+    ):
         for index, thing in enumerate(things):
             thing.load_state_dict(load(folder / _numbered(stem, index)))
     if scaler is not None and (folder / constants.SCALER_NAME).exists():
         scaler.load_state_dict(load(folder / constants.SCALER_NAME))
-    return _load_rest(folder, dataloaders, folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
+    return _load_rest(
+        folder, dataloaders, folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl"
+    )
 
 
 def _read_weights(folder: Path, index: int) -> Any:
     single = [folder / name for name in _model_files(index) if (folder / name).exists()]
     if not single and not any(folder.glob("*.index.json")):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / _model_files(index)[1]))
+        raise FileNotFoundError(
+            errno.ENOENT,
+            os.strerror(errno.ENOENT),
+            str(folder / _model_files(index)[1]),
+        )
     return read_model(single[0] if single else folder)
 
 
@@ -120,7 +164,11 @@ def _load_rest(folder: Path, dataloaders: list[Any], file: Path) -> dict[str, An
         if (folder / name).exists():
             loader.load_state_dict(load(folder / name))
     if not file.exists():
-        logger.warning("random states were not restored: there is no %s", file.name, main_process_only=False)
+        logger.warning(
+            "random states were not restored: there is no %s",
+            file.name,
+            main_process_only=False,
+        )
         return {}
     states = _read_random_states(file)
     _restore_random_states(states)
@@ -135,7 +183,10 @@ def step_in(folder: Path, process_index: int) -> int:
 
 def _random_states() -> dict[str, Any]:
     """Return the state of all generators as the original stores it in `random_states_N.pkl`."""
-    states: dict[str, Any] = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
+    states: dict[str, Any] = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+    }
     states["torch_manual_seed"] = torch.get_rng_state()
     if torch.cuda.is_available():
         states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
@@ -147,13 +198,19 @@ def _read_random_states(file: Path) -> dict[str, Any]:
 
     Raises: UnsafeCheckpointError for a damaged file, or one that only pickle can read.
     """
-    safe: list[Any] = [np.array([0]).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    safe: list[Any] = [
+        np.array([0]).__reduce__()[0],
+        np.ndarray,
+        np.dtype,
+        type(np.dtype(np.uint32)),
+    ]
     try:
         size_of(file)  # refuses pipes, whose readers would wait
         with torch.serialization.safe_globals(safe):
             states: dict[str, Any] = torch.load(file, weights_only=True)
             return states
-    except Exception as error:  # torch.load raises any type for a damaged or hostile file; all end in one refusal
+    # torch.load raises any type for a damaged or hostile file; all end in one refusal
+    except Exception as error:
         raise UnsafeCheckpointError(
             f"{file} is damaged or can only be read by running code from it ({error}); random states were not restored. Remove the "
             "file to continue without them."

@@ -43,7 +43,8 @@ _POLICY = ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"
 def enable_fsdp_ram_efficient_loading() -> None:
     """Ask libraries that build models to fill them on rank 0 only."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
-    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")  # without which transformers does not look at it
+    # without which transformers does not look at it
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
@@ -55,12 +56,16 @@ def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in named_params.items()}
 
 
-def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any) -> set[nn.Parameter]:
+def get_parameters_from_modules(
+    modules: Any, model: nn.Module, device: Any
+) -> set[nn.Parameter]:
     if modules is None:
         return set()
     if isinstance(modules, str):
         pattern = re.compile(modules)
-        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        modules = [
+            module for name, module in model.named_modules() if pattern.fullmatch(name)
+        ]
     chosen: Iterable[nn.Module] = modules
     found = {parameter for module in chosen for parameter in module.parameters()}
     for parameter in found:
@@ -73,10 +78,15 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> 
     return param_init_fn
 
 
-def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:
+def fsdp2_switch_optimizer_parameters(
+    optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]
+) -> None:
     """Let the optimizer update other parameters, found by the address of those it has. Raises: KeyError for one without another."""
     known = [
-        [mapping.get(_address(one), mapping.get(one.data_ptr)) for one in group["params"]]
+        [
+            mapping.get(_address(one), mapping.get(one.data_ptr))
+            for one in group["params"]
+        ]
         for group in optimizer.param_groups
     ]
     if any(one is None for group in known for one in group):
@@ -90,8 +100,12 @@ def _address(parameter: Any) -> Any:
     return parameter.data_ptr() if callable(parameter.data_ptr) else parameter.data_ptr
 
 
-def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    seen: Any = SimpleNamespace(**{name: getattr(fsdp2_plugin, name, None) for name in _POLICY})
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: Any, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
+    seen: Any = SimpleNamespace(
+        **{name: getattr(fsdp2_plugin, name, None) for name in _POLICY}
+    )
     FullyShardedDataParallelPlugin.set_auto_wrap_policy(seen, model)
     bound = getattr(seen.auto_wrap_policy, "keywords", {})
     if kinds := bound.get("transformer_layer_cls"):
@@ -102,23 +116,37 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper  # imports DTensor
+    # imports DTensor
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
     plugin = accelerator.state.fsdp_plugin
     chosen = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
     for name, module in get_module_children_bottom_up(model, return_fqns=True)[:-1]:
         if chosen(module):
             made = checkpoint_wrapper.checkpoint_wrapper(module)
-            made = checkpoint_wrapper.offload_wrapper(made) if plugin.activation_checkpointing_offload else made
-            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
+            made = (
+                checkpoint_wrapper.offload_wrapper(made)
+                if plugin.activation_checkpointing_offload
+                else made
+            )
+            setattr(
+                model.get_submodule(name.rpartition(".")[0]),
+                name.rpartition(".")[2],
+                made,
+            )
     return model
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+    accelerator: Any,
+    model: nn.Module,
+    full_sd: dict[str, Any],
+    cpu_offload: bool = False,
 ) -> None:
     """Fill a sharded model from whole weights that rank 0 has. Ranks: every rank."""
-    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    options = dcp.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload
+    )
     dcp.set_model_state_dict(model, full_sd, options=options)
 
 
@@ -133,27 +161,40 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(**kwargs)
 
 
-def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
+def _get_model_state_dict(
+    model: nn.Module, adapter_only: bool = False, sd_options: Any = None
+) -> dict[str, Any]:
     """Return a model's weights, or its adapter's alone: shards under the names that peft saves. Ranks: every rank."""
     weights: dict[str, Any]
     if not adapter_only or not is_peft_model(model):
         weights = dcp.get_model_state_dict(model, options=sd_options)
     elif sd_options is not None and sd_options.full_state_dict:
-        weights = dcp.get_model_state_dict(model, options=replace(sd_options, ignore_frozen_params=True))
+        weights = dcp.get_model_state_dict(
+            model, options=replace(sd_options, ignore_frozen_params=True)
+        )
     else:
-        weights = need("peft").get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+        weights = need("peft").get_peft_model_state_dict(
+            model, adapter_name=model.active_adapter
+        )
     return weights
 
 
 def _set_model_state_dict(
-    model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
+    model: nn.Module,
+    state_dict: dict[str, Any],
+    adapter_only: bool = False,
+    sd_options: Any = None,
 ) -> Any:
     """Fill a model, or its adapter alone, with what `_get_model_state_dict` returned. Ranks: every rank."""
     if not adapter_only or not is_peft_model(model):
         return dcp.set_model_state_dict(model, state_dict, options=sd_options)
     if sd_options is not None and sd_options.full_state_dict:
-        return dcp.set_model_state_dict(model, state_dict, options=replace(sd_options, strict=False))
-    return need("peft").set_peft_model_state_dict(model, state_dict, adapter_name=model.active_adapter)
+        return dcp.set_model_state_dict(
+            model, state_dict, options=replace(sd_options, strict=False)
+        )
+    return need("peft").set_peft_model_state_dict(
+        model, state_dict, adapter_name=model.active_adapter
+    )
 
 
 def _prepare_sd_options(fsdp_plugin: Any) -> Any:
@@ -161,7 +202,9 @@ def _prepare_sd_options(fsdp_plugin: Any) -> Any:
     whole = fsdp_plugin.whole_checkpoints
     several = dist.is_initialized() and dist.get_world_size() > 1
     return dcp.StateDictOptions(
-        full_state_dict=whole, cpu_offload=whole and several, broadcast_from_rank0=whole and several
+        full_state_dict=whole,
+        cpu_offload=whole and several,
+        broadcast_from_rank0=whole and several,
     )
 
 
@@ -175,9 +218,14 @@ class _Files:
     of_rank: Path
 
     @classmethod
-    def of(cls, kind: Literal["model", "optimizer"], folder: Any, index: int, rank: int) -> Self:
+    def of(
+        cls, kind: Literal["model", "optimizer"], folder: Any, index: int, rank: int
+    ) -> Self:
         """Return the places below a folder; the folder of shards itself is known by its name."""
-        place, stem = Path(folder), {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
+        place, stem = (
+            Path(folder),
+            {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind],
+        )
         is_shards = place.name.startswith(stem) and place.is_dir()
         shards = place if is_shards else place / f"{stem}_{index}"
         whole = place / (f"{stem}_{index}.bin" if index else f"{stem}.bin")
@@ -187,7 +235,9 @@ class _Files:
     def exists(self) -> bool:
         return torch_folder.is_torch_folder(self.shards) or self.whole.is_file()
 
-    def write(self, state: dict[str, Any], world: Comm, whole: bool, use_dcp: bool) -> None:
+    def write(
+        self, state: dict[str, Any], world: Comm, whole: bool, use_dcp: bool
+    ) -> None:
         """Write a state dictionary. Ranks: every rank."""
         self.whole.parent.mkdir(parents=True, exist_ok=True)
         with agreeing(world, f"writing {self.kind} files to {self.whole.parent}"):
@@ -197,9 +247,16 @@ class _Files:
                 torch.save(state, self.of_rank)
         if not whole and use_dcp:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
+                # one process
+                warnings.filterwarnings(
+                    "ignore", message="torch.distributed is disabled"
+                )
                 storage = checkpoint.FileSystemWriter(self.shards)
-                checkpoint.save({self.kind: state}, storage_writer=storage, no_dist=not dist.is_initialized())
+                checkpoint.save(
+                    {self.kind: state},
+                    storage_writer=storage,
+                    no_dist=not dist.is_initialized(),
+                )
 
     def check(self, use_dcp: bool) -> None:
         """Raise: IncompleteCheckpointError where none of the files is there."""
@@ -221,7 +278,9 @@ def save_fsdp_model(
 ) -> None:
     """Write a sharded model's weights, as the plugin's state_dict_type says. Ranks: every rank."""
     world, module = accelerator.ctx.world, accelerator.unwrap_model(model)
-    weights = _get_model_state_dict(module, adapter_only=adapter_only, sd_options=_prepare_sd_options(fsdp_plugin))
+    weights = _get_model_state_dict(
+        module, adapter_only=adapter_only, sd_options=_prepare_sd_options(fsdp_plugin)
+    )
     files = _Files.of("model", output_dir, model_index, world.rank)
     files.write(weights, world, fsdp_plugin.whole_checkpoints, use_dcp)
 
@@ -236,12 +295,19 @@ def load_fsdp_model(
     use_dcp: bool = True,
 ) -> Any:
     """Fill a sharded model from what `save_fsdp_model` wrote. Ranks: every rank. Raises: CheckpointError naming what differs."""
-    module, files = accelerator.unwrap_model(model), _Files.of("model", input_dir, model_index, accelerator.ctx.rank)
+    module, files = (
+        accelerator.unwrap_model(model),
+        _Files.of("model", input_dir, model_index, accelerator.ctx.rank),
+    )
     weights, options = _read_weights(module, files, adapter_only, use_dcp)
-    return _set_model_state_dict(module, weights, adapter_only=adapter_only, sd_options=options)
+    return _set_model_state_dict(
+        module, weights, adapter_only=adapter_only, sd_options=options
+    )
 
 
-def _read_weights(module: nn.Module, files: _Files, adapter_only: bool, use_dcp: bool) -> tuple[dict[str, Any], Any]:
+def _read_weights(
+    module: nn.Module, files: _Files, adapter_only: bool, use_dcp: bool
+) -> tuple[dict[str, Any], Any]:
     """Return the weights that files hold, in the form that a model is filled with, and torch's options for it."""
     files.check(use_dcp)
     is_whole = use_dcp and not torch_folder.is_torch_folder(files.shards)
@@ -286,7 +352,10 @@ def save_fsdp_optimizer(
 ) -> None:
     """Write a sharded optimizer's state by parameter name, as the plugin's state_dict_type says. Ranks: every rank."""
     world, module = accelerator.ctx.world, accelerator.unwrap_model(model)
-    options, plain_optimizer = _prepare_sd_options(fsdp_plugin), getattr(optimizer, "optimizer", optimizer)
+    options, plain_optimizer = (
+        _prepare_sd_options(fsdp_plugin),
+        getattr(optimizer, "optimizer", optimizer),
+    )
     state = dcp.get_optimizer_state_dict(module, plain_optimizer, options=options)
     files = _Files.of("optimizer", output_dir, optimizer_index, world.rank)
     files.write(state, world, fsdp_plugin.whole_checkpoints, use_dcp)
@@ -309,10 +378,14 @@ def load_fsdp_optimizer(
     if use_dcp and not torch_folder.is_torch_folder(files.shards):
         _load_whole_optimizer(optimizer, module, files.whole, world)
     else:
-        _load_optimizer_shards(getattr(optimizer, "optimizer", optimizer), module, files, use_dcp)
+        _load_optimizer_shards(
+            getattr(optimizer, "optimizer", optimizer), module, files, use_dcp
+        )
 
 
-def _load_optimizer_shards(optimizer: torch.optim.Optimizer, module: nn.Module, files: _Files, use_dcp: bool) -> None:
+def _load_optimizer_shards(
+    optimizer: torch.optim.Optimizer, module: nn.Module, files: _Files, use_dcp: bool
+) -> None:
     if use_dcp:
         state = {"optimizer": dcp.get_optimizer_state_dict(module, optimizer)}
         torch_folder.fill(state, files.shards)
@@ -321,18 +394,26 @@ def _load_optimizer_shards(optimizer: torch.optim.Optimizer, module: nn.Module, 
     dcp.set_optimizer_state_dict(module, optimizer, state["optimizer"])
 
 
-def _load_whole_optimizer(optimizer: Any, module: nn.Module, file: Path, world: Comm) -> None:
+def _load_whole_optimizer(
+    optimizer: Any, module: nn.Module, file: Path, world: Comm
+) -> None:
     """Fill an optimizer from a file by the names or the numbers of parameters. Ranks: every rank."""
     content = formats.read_tensors(file)
     pieces = {key: [piece] for key, piece in content.pieces.items()}
-    found = reader.FoundComponent(file.name, "optimizer", pieces, dict(content.aliases), content.data)
+    found = reader.FoundComponent(
+        file.name, "optimizer", pieces, dict(content.aliases), content.data
+    )
     with agreeing(world, f"checking {file} against the optimizer"):
-        plan = state_dicts.plan_optimizer(optimizer, state_dicts.parameter_names([module]), found)
+        plan = state_dicts.plan_optimizer(
+            optimizer, state_dicts.parameter_names([module]), found
+        )
     reshard.run_copies(plan.copies)
     plan.finish()
 
 
-def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Module]) -> None:
+def load_original_parts(
+    accelerator: Any, folder: Path, wanted: Sequence[nn.Module]
+) -> None:
     """Fill sharded models, the `wanted` ones, and optimizers from a folder of the original package. Ranks: every rank."""
     plugin, done = accelerator.state.fsdp_plugin, components(accelerator).prepared
     for index, model in enumerate(done.models):
@@ -342,8 +423,17 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
             load_fsdp_model(plugin, accelerator, model, folder, index)
         else:
             numbered = folder / f"model_{index}.safetensors"
-            export.load_weights(accelerator.unwrap_model(model), numbered if index else folder)
+            export.load_weights(
+                accelerator.unwrap_model(model), numbered if index else folder
+            )
     for index, optimizer in enumerate(done.optimizers):
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owner = next((m for m in done.models if any(id(p) in held for p in m.parameters())), done.models[0])
+        held = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        owner = next(
+            (m for m in done.models if any(id(p) in held for p in m.parameters())),
+            done.models[0],
+        )
         load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)

@@ -17,10 +17,17 @@ torch_folder = Deferred("hasten.extensions.checkpoint_tools.torch_folder")
 
 
 def merge_fsdp_weights(
-    checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
+    checkpoint_dir: str,
+    output_path: str,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
 ) -> None:
     """Write a checkpoint's model as the Hub has it; the checkpoint goes afterwards only when asked. Ranks: any one process."""
-    inspect.merge(str(_shards_in(checkpoint_dir)), output_path, safe_serialization=safe_serialization)
+    inspect.merge(
+        str(_shards_in(checkpoint_dir)),
+        output_path,
+        safe_serialization=safe_serialization,
+    )
     if remove_checkpoint_dir:
         shutil.rmtree(checkpoint_dir)
 
@@ -31,7 +38,11 @@ def _shards_in(source: str) -> Path:
     if not folder.is_dir():
         raise ValueError(message("no_folder_to_merge", source))
     inner = folder / f"{FSDP_MODEL_NAME}_0"
-    places = [one for one in (folder, inner) if torch_folder.is_torch_folder(one) or (one / "manifest.json").is_file()]
+    places = [
+        one
+        for one in (folder, inner)
+        if torch_folder.is_torch_folder(one) or (one / "manifest.json").is_file()
+    ]
     if not places:
         raise ValueError(message("no_shards", source, inner.name))
     return places[0]
@@ -39,7 +50,10 @@ def _shards_in(source: str) -> Path:
 
 def merge_command(args: Any) -> None:
     merge_fsdp_weights(
-        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+        args.checkpoint_directory,
+        args.output_path,
+        not args.unsafe_serialization,
+        args.remove_checkpoint_dir,
     )
 
 

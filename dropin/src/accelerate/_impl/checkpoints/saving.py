@@ -26,7 +26,8 @@ fsdp = Deferred("accelerate._impl.checkpoints.fsdp")
 modeling = Deferred("accelerate._impl.models.modeling")
 manifests = Deferred("accelerate._impl.checkpoints.manifests")
 writer = Deferred("hasten.checkpoint.writer")
-_HIDDEN = frozenset({"loader", "object", "progress", "random"})  # the original has no such files
+# the original has no such files
+_HIDDEN = frozenset({"loader", "object", "progress", "random"})
 
 
 @contextmanager
@@ -45,32 +46,57 @@ class SavingFace(Composed):
     """save_state, load_state and what takes part in them."""
 
     def save_state(  # type: ignore[override]  # the established keywords
-        self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+        self,
+        output_dir: Any = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
     ) -> Path:
         """Save everything the run needs to go on; where it lies. Ranks: every rank."""
-        self._saving.project = self.project_configuration.over(partial(replace, self._saving.project))
-        automatic, number = self.project_configuration.automatic_checkpoint_naming, self.project_configuration.iteration
+        self._saving.project = self.project_configuration.over(
+            partial(replace, self._saving.project)
+        )
+        automatic, number = (
+            self.project_configuration.automatic_checkpoint_naming,
+            self.project_configuration.iteration,
+        )
         if automatic:
             self._saving.iteration = number
-            output_dir = Path(self.project_dir or "", "checkpoints", f"checkpoint_{number}")
+            output_dir = Path(
+                self.project_dir or "", "checkpoints", f"checkpoint_{number}"
+            )
         if output_dir is None:  # quirk: AUTOMATIC_NAMING_OPT_IN
             raise TypeError(message("save_without_folder"))
         if automatic and output_dir.exists():
             raise ValueError(message("checkpoint_exists", output_dir, number))
         limit = self.project_configuration.total_limit if automatic else None
-        there = len(list(output_dir.parent.glob("checkpoint_*"))) if limit is not None else 0
+        there = (
+            len(list(output_dir.parent.glob("checkpoint_*")))
+            if limit is not None
+            else 0
+        )
         if limit is not None and there + 1 > limit:
-            logger.warning(f"Deleting {there + 1 - limit} checkpoints to make room for new checkpoint.")
+            logger.warning(
+                f"Deleting {there + 1 - limit} checkpoints to make room for new checkpoint."
+            )
         logger.info(f"Saving current state to {output_dir}")
         if safe_serialization:
             for model in self._prepared.models:
                 tell_shared(self.unwrap_model(model).state_dict())
         self._saving.extra_files = self._write_for_original
-        self._saving.whole = whole = getattr(self._sharding.plugin, "whole_checkpoints", False)  # it may have changed
+        # it may have changed
+        self._saving.whole = whole = getattr(
+            self._sharding.plugin, "whole_checkpoints", False
+        )
         layout = writer.FileLayout(hidden=_HIDDEN)
-        self._saving.layout = replace(layout, torch_model=FSDP_MODEL_NAME) if whole else layout
+        self._saving.layout = (
+            replace(layout, torch_model=FSDP_MODEL_NAME) if whole else layout
+        )
         self._saving.keeps_exports = False
-        given = [None] if automatic else self.ctx.world.all_gather_object(os.fspath(output_dir))
+        given = (
+            [None]
+            if automatic
+            else self.ctx.world.all_gather_object(os.fspath(output_dir))
+        )
         with _errors_of_hooks_as_raised():
             place = super().save_state(given[0], safe_serialization and not whole)
         if len(set(given)) > 1:  # quirk: FOLDER_OF_EACH_PROCESS
@@ -78,49 +104,92 @@ class SavingFace(Composed):
                 shutil.copytree(place, output_dir, dirs_exist_ok=True)
             self.wait_for_everyone()
         self.project_configuration.iteration = self._saving.iteration
-        return output_dir.with_name(Path(place).name) if automatic else Path(output_dir).expanduser()
+        return (
+            output_dir.with_name(Path(place).name)
+            if automatic
+            else Path(output_dir).expanduser()
+        )
 
     def _write_for_original(self, folder: Path) -> None:
         each_node = self.project_configuration.save_on_each_node
-        by_hand.write_for_original(folder, self._prepared.loaders, self.process_index, self.step, each_node)
+        by_hand.write_for_original(
+            folder, self._prepared.loaders, self.process_index, self.step, each_node
+        )
         for index, thing in enumerate(self._saving.registered):
             by_hand.save_custom_state(thing, str(folder), index, each_node)
 
-    def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def save_model(
+        self, model: Any, save_directory: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Write the weights of a prepared model in the Hub's layout, also where a checkpoint lies. Ranks: every rank."""
         if Path(save_directory).is_file():
-            logger.error(f"Provided path ({save_directory}) should be a directory, not a file")
+            logger.error(
+                f"Provided path ({save_directory}) should be a directory, not a file"
+            )
             return
         away = any(map(modeling.has_offloaded_params, model.modules()))
         if any(one.is_meta for one in model.parameters()) and not away:
-            raise RuntimeError("You can't save the model since some parameters are on the meta device.")
-        state = modeling.get_state_dict_offloaded_model(model) if away else self.get_state_dict(model)
+            raise RuntimeError(
+                "You can't save the model since some parameters are on the meta device."
+            )
+        state = (
+            modeling.get_state_dict_offloaded_model(model)
+            if away
+            else self.get_state_dict(model)
+        )
         if self._writes and (args[1:2] or (kwargs.get("safe_serialization", True),))[0]:
             tell_shared(state if away else self.unwrap_model(model).state_dict())
-        with manifests.manifest_aside(Path(save_directory)) if self._writes else nullcontext():
+        with (
+            manifests.manifest_aside(Path(save_directory))
+            if self._writes
+            else nullcontext()
+        ):
             self._export_weights(state, save_directory, *args, **kwargs)
 
-    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
+    def load_state(  # type: ignore[override]  # the established keywords
+        self,
+        input_dir: Any = None,
+        load_kwargs: Any = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
         """Put the run back to where a checkpoint was saved. Ranks: every rank."""
-        input_dir = _given_folder(input_dir, self.project_configuration.automatic_checkpoint_naming)
-        if load_model_func_kwargs.pop("map_location", None) not in (None, "cpu", "on_device"):
+        input_dir = _given_folder(
+            input_dir, self.project_configuration.automatic_checkpoint_naming
+        )
+        if load_model_func_kwargs.pop("map_location", None) not in (
+            None,
+            "cpu",
+            "on_device",
+        ):
             raise TypeError(message("map_location"))
         if input_dir is not None and not (input_dir / "manifest.json").exists():
             self._load_original(str(input_dir), load_model_func_kwargs)
             return
         if input_dir is None:
-            self._saving.project = self.project_configuration.over(partial(replace, self._saving.project))
-            next(Path(self.project_dir or "", "checkpoints").iterdir(), None)  # raises where there is no such folder
+            self._saving.project = self.project_configuration.over(
+                partial(replace, self._saving.project)
+            )
+            # raises where there is no such folder
+            next(Path(self.project_dir or "", "checkpoints").iterdir(), None)
         folder = input_dir or Path(self._saving.newest() or "")
         logger.info(f"Loading states from {folder}")
-        found, registered = len(list(folder.glob("custom_checkpoint_*.pkl"))), len(self._saving.registered)
+        found, registered = (
+            len(list(folder.glob("custom_checkpoint_*.pkl"))),
+            len(self._saving.registered),
+        )
         if found != registered:
             raise RuntimeError(message("other_objects", folder, found, registered))
         with _errors_of_hooks_as_raised():
             try:
-                super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
-            except CheckpointError as error:  # torch casts to another dtype, and has its own words for another model
-                other = isinstance(error, OtherModelError) and not self._strategy.caps.sharded_state
+                super().load_state(
+                    input_dir, strict=load_model_func_kwargs.get("strict", True)
+                )
+            # torch casts to another dtype, and has its own words for another model
+            except CheckpointError as error:
+                other = (
+                    isinstance(error, OtherModelError)
+                    and not self._strategy.caps.sharded_state
+                )
                 if input_dir is None or not (other or manifests.rewritten(input_dir)):
                     raise
                 self._load_original(str(input_dir), load_model_func_kwargs)
@@ -137,8 +206,15 @@ class SavingFace(Composed):
         if sharded:
             fsdp.load_original_parts(self, Path(folder), models)
         own: tuple[Any, Any] = ([], []) if sharded else (models, done.optimizers)
-        rest: tuple[Any, ...] = (done.schedulers, done.loaders, self.process_index, self._precision.scaler)
-        self.step = by_hand.load_accelerator_state(folder, *own, *rest, **kwargs).get("step", 0)
+        rest: tuple[Any, ...] = (
+            done.schedulers,
+            done.loaders,
+            self.process_index,
+            self._precision.scaler,
+        )
+        self.step = by_hand.load_accelerator_state(folder, *own, *rest, **kwargs).get(
+            "step", 0
+        )
         for index, thing in enumerate(self._saving.registered):
             by_hand.load_custom_state(thing, folder, index)
 
@@ -148,9 +224,16 @@ class SavingFace(Composed):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         needed = ("state_dict", "load_state_dict")
-        wrong = [at for at, one in enumerate(objects) if not all(hasattr(one, name) for name in needed)]
+        wrong = [
+            at
+            for at, one in enumerate(objects)
+            if not all(hasattr(one, name) for name in needed)
+        ]
         if wrong:
-            lines = "".join(f"\n\t- Item at index {at}, `{type(objects[at]).__name__}`" for at in wrong)
+            lines = "".join(
+                f"\n\t- Item at index {at}, `{type(objects[at]).__name__}`"
+                for at in wrong
+            )
             raise ValueError(message("objects_without_state", lines))
         super().register_for_checkpointing(*objects)
 
@@ -158,7 +241,9 @@ class SavingFace(Composed):
 def _given_folder(given: Any, automatic: bool) -> Path | None:
     """Return the folder that was given, None for the newest. Raises: ValueError where there is nothing to load from."""
     if given is None and not automatic:
-        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+        raise ValueError(
+            "No input_dir provided and automatic checkpoint naming is disabled."
+        )
     if given is not None and not Path(given).expanduser().is_dir():
         raise ValueError(f"Tried to find {given} but folder does not exist")
     return None if given is None else Path(given).expanduser()

@@ -24,14 +24,22 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def main() -> None:
     """Run `accelerate COMMAND …`; exits the process only with another code than 0."""
     words = sys.argv[1:]
-    if code := COMMANDS[words[0]](words[1:]) if words and words[0] in COMMANDS else _explain(words):
+    if (
+        code := COMMANDS[words[0]](words[1:])
+        if words and words[0] in COMMANDS
+        else _explain(words)
+    ):
         sys.exit(code)
 
 
 def _explain(words: Sequence[str]) -> int:
     """Say which commands there are; the exit code."""
-    parser = CustomArgumentParser("Accelerate CLI tool", usage="accelerate <command> [<args>]", allow_abbrev=False)
-    parser.add_subparsers(help="accelerate command helpers").choices.update(dict.fromkeys(COMMANDS, parser))
+    parser = CustomArgumentParser(
+        "Accelerate CLI tool", usage="accelerate <command> [<args>]", allow_abbrev=False
+    )
+    parser.add_subparsers(help="accelerate command helpers").choices.update(
+        dict.fromkeys(COMMANDS, parser)
+    )
     parser.parse_args(words)
     parser.print_help()
     return 1

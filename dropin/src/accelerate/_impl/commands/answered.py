@@ -13,7 +13,10 @@ import torch
 
 from accelerate import __implementation__, __version__
 from accelerate._impl.environment.parsers import parser_of, runner
-from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
+from accelerate._impl.settings.config_file import (
+    default_config_file,
+    load_config_from_file,
+)
 from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's namespaces.
@@ -26,7 +29,9 @@ def chosen_file(args: Any) -> list[str]:
 def env_command(args: Any) -> dict[str, Any]:
     """Run `accelerate env`: print a report to copy into an issue, and return it."""
     report, there = _report(), args.config_file or Path(default_config_file).is_file()
-    saved: dict[str, Any] = load_config_from_file(args.config_file).to_dict() if there else {}
+    saved: dict[str, Any] = (
+        load_config_from_file(args.config_file).to_dict() if there else {}
+    )
     lines = [f"- {name}: {value}" for name, value in report.items()]
     shown = [f"\t- {name}: {value}" for name, value in saved.items()] or ["\tNot found"]
     whose = "config passed" if args.config_file else "default config"

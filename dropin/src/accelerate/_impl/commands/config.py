@@ -9,8 +9,15 @@ from typing import Any, Literal
 
 from accelerate._impl.commands.answered import chosen_file
 from accelerate._impl.environment.parsers import parser_of, runner
-from accelerate._impl.environment.variables import count_devices, get_current_device_type
-from accelerate._impl.settings.config_file import ClusterConfig, default_config_file, load_config_from_file
+from accelerate._impl.environment.variables import (
+    count_devices,
+    get_current_device_type,
+)
+from accelerate._impl.settings.config_file import (
+    ClusterConfig,
+    default_config_file,
+    load_config_from_file,
+)
 from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's subparsers and namespaces.
@@ -34,7 +41,9 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | Literal[False]:
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str = default_config_file
+) -> Path | Literal[False]:
     """Write settings that suit this machine and return the file; False if there is one already, which is kept."""
     path = Path(save_location)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +51,9 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
         print(_EXISTS.format(save_location))  # noqa: T201  this function has always told the user so
         return False
     if (word := mixed_precision.lower()) not in ("no", "fp16", "bf16", "fp8"):
-        raise ValueError(f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {word}")
+        raise ValueError(
+            f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {word}"
+        )
     _suited(word).to_json_file(str(path))  # which is YAML, too
     return path
 
@@ -55,7 +66,9 @@ def _suited(mixed_precision: str) -> ClusterConfig:
 
 
 def default_config_command(args: Any) -> None:
-    file = write_basic_config(args.mixed_precision, args.save_location or default_config_file)
+    file = write_basic_config(
+        args.mixed_precision, args.save_location or default_config_file
+    )
     if file:
         print(f"accelerate configuration saved at {file}")  # noqa: T201  the command answers on the terminal
 
@@ -65,7 +78,9 @@ def update_config(args: Any) -> str:
     if not Path(file).exists():
         raise ValueError(f"The passed config file located at {file} doesn't exist.")
     config = load_config_from_file(file)
-    (config.to_json_file if Path(file).suffix == ".json" else config.to_yaml_file)(str(file))
+    (config.to_json_file if Path(file).suffix == ".json" else config.to_yaml_file)(
+        str(file)
+    )
     return str(file)
 
 

@@ -7,7 +7,10 @@ from typing import Any, Final
 
 import torch
 
-from accelerate._impl.environment.packages import is_timm_available, is_transformers_available
+from accelerate._impl.environment.packages import (
+    is_timm_available,
+    is_transformers_available,
+)
 from accelerate._impl.environment.parsers import parser_of, runner
 from accelerate._impl.models.other import convert_bytes
 from accelerate._impl.models.planning import calculate_maximum_sizes
@@ -26,7 +29,9 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
         return model_info(repo, token=token)
     except OSError as error:  # the Hub's errors, and those of the way to it
         kinds = need("huggingface_hub.errors")
-        found = not isinstance(error, kinds.RepositoryNotFoundError) or isinstance(error, kinds.GatedRepoError)
+        found = not isinstance(error, kinds.RepositoryNotFoundError) or isinstance(
+            error, kinds.GatedRepoError
+        )
         return "gated" if found else "repo"
 
 
@@ -35,28 +40,52 @@ def model_info(repo: str, **how: Any) -> Any:
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
+    return (
+        f"hf-hub:{model_name}"
+        if "/" in model_name and ":" not in model_name
+        else model_name
+    )
 
 
 def check_has_model(error: Exception) -> str:
-    if is_timm_available() and isinstance(error, RuntimeError) and "Unknown model" in str(error):
+    if (
+        is_timm_available()
+        and isinstance(error, RuntimeError)
+        and "Unknown model" in str(error)
+    ):
         return "timm"
-    missing = isinstance(error, OSError) and "does not appear to have a file named" in str(error)
+    missing = isinstance(
+        error, OSError
+    ) and "does not appear to have a file named" in str(error)
     return "transformers" if is_transformers_available() and missing else "unknown"
 
 
 def create_empty_model(
-    model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
+    model_name: str,
+    library_name: str | None,
+    trust_remote_code: bool = False,
+    access_token: str | None = None,
 ) -> Any:
     info = verify_on_hub(model_name, access_token)
     if isinstance(info, str):
-        raise OSError(message("model_gated", model_name) if info == "gated" else message("model_repo", model_name))
+        raise OSError(
+            message("model_gated", model_name)
+            if info == "gated"
+            else message("model_repo", model_name)
+        )
     library = _checked(model_name, library_name or info.library_name)
     print(f"Loading pretrained config for `{model_name}` from `{library}`...")  # noqa: T201  the command's answer
     if library == "transformers":
-        return _of_transformers(model_name, info.config, trust_remote_code=trust_remote_code, token=access_token)
+        return _of_transformers(
+            model_name,
+            info.config,
+            trust_remote_code=trust_remote_code,
+            token=access_token,
+        )
     with init_empty_weights():
-        return need("timm").create_model(add_timm_hub_prefix(model_name), pretrained=False)
+        return need("timm").create_model(
+            add_timm_hub_prefix(model_name), pretrained=False
+        )
 
 
 def _checked(name: str, library: str | None) -> str:
@@ -71,52 +100,99 @@ def _checked(name: str, library: str | None) -> str:
 
 def _of_transformers(name: str, known: Any, **how: Any) -> Any:
     if known is None:
-        raise RuntimeError(f"Tried to load `{name}` with `transformers` but it does not have any metadata.")
-    kinds = [kind for kind in known.get("auto_map") or () if kind.startswith("AutoModel")]
+        raise RuntimeError(
+            f"Tried to load `{name}` with `transformers` but it does not have any metadata."
+        )
+    kinds = [
+        kind for kind in known.get("auto_map") or () if kind.startswith("AutoModel")
+    ]
     config = need("transformers").AutoConfig.from_pretrained(name, **how)
     with init_empty_weights():
         kind = getattr(need("transformers"), [*kinds, "AutoModel"][0])
-        return kind.from_config(config, dtype=torch.float32, trust_remote_code=how["trust_remote_code"])
+        return kind.from_config(
+            config, dtype=torch.float32, trust_remote_code=how["trust_remote_code"]
+        )
 
 
-def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
+def estimate_training_usage(
+    bytes: int, mixed_precision: str, msamp_config: str | None = None
+) -> dict[str, int]:
     """Return the bytes of training with Adam by their use; -1 where it is not possible in that dtype."""
-    half, full = mixed_precision in ("float16", "bfloat16", "" if msamp_config else "fp8"), mixed_precision == "float32"
-    sizes = [bytes, 2 * bytes, bytes + half * bytes // 2, (2 if half else 4) * bytes] if half or full else [-1] * 4
+    half, full = (
+        mixed_precision in ("float16", "bfloat16", "" if msamp_config else "fp8"),
+        mixed_precision == "float32",
+    )
+    sizes = (
+        [bytes, 2 * bytes, bytes + half * bytes // 2, (2 if half else 4) * bytes]
+        if half or full
+        else [-1] * 4
+    )
     return dict(zip(("model", "optimizer", "gradients", "step"), sizes, strict=True))
 
 
 def gather_data(args: Any) -> list[list[Any]]:
     """Return the rows of the table in bytes: dtype, largest layer, whole model, training."""
-    how = {"library_name": args.library_name, "trust_remote_code": args.trust_remote_code}
+    how = {
+        "library_name": args.library_name,
+        "trust_remote_code": args.trust_remote_code,
+    }
     try:
         model = create_empty_model(args.model_name, **how)
     except (RuntimeError, OSError) as error:
         if (library := check_has_model(error)) == "unknown":
             raise
-        raise RuntimeError(message("no_model_inside", args.model_name, library)) from error
+        raise RuntimeError(
+            message("no_model_inside", args.model_name, library)
+        ) from error
     total, (largest, _) = calculate_maximum_sizes(model)
-    sizes = {dtype: [size / part if part > 1 else size for size in (largest, total)] for dtype, part in _PARTS.items()}
-    return [[dtype, *sizes[dtype], estimate_training_usage(total, dtype)] for dtype in args.dtypes]
+    sizes = {
+        dtype: [size / part if part > 1 else size for size in (largest, total)]
+        for dtype, part in _PARTS.items()
+    }
+    return [
+        [dtype, *sizes[dtype], estimate_training_usage(total, dtype)]
+        for dtype in args.dtypes
+    ]
 
 
 def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) -> str:
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     if len(title) > sum(widths):
         widths[-1] += 2 * abs(len(title) - sum(widths) - len(widths) - 1)
-    top, under, between, bottom = (line.join("─" * width for width in widths) for line in "─┬┼┴")
-    head, *cells = (f"│{'│'.join(map(str.center, row, widths))}│" for row in (headers, *rows))
-    above = [f"┌{top}┐", f"│{title.center(len(top))}│", f"├{under}┤", head, f"├{between}┤"]
+    top, under, between, bottom = (
+        line.join("─" * width for width in widths) for line in "─┬┼┴"
+    )
+    head, *cells = (
+        f"│{'│'.join(map(str.center, row, widths))}│" for row in (headers, *rows)
+    )
+    above = [
+        f"┌{top}┐",
+        f"│{title.center(len(top))}│",
+        f"├{under}┤",
+        head,
+        f"├{between}┤",
+    ]
     return "\n".join([*above, *cells, f"└{bottom}┘"])
 
 
 def estimate_command(args: Any) -> int | None:
-    hub, offline, name = need("huggingface_hub"), need("huggingface_hub.constants").HF_HUB_OFFLINE, args.model_name
-    if Path(name).exists() or (offline and isinstance(hub.try_to_load_from_cache(name, "config.json"), str)):
+    hub, offline, name = (
+        need("huggingface_hub"),
+        need("huggingface_hub.constants").HF_HUB_OFFLINE,
+        args.model_name,
+    )
+    if Path(name).exists() or (
+        offline and isinstance(hub.try_to_load_from_cache(name, "config.json"), str)
+    ):
         trusted = ["--trust_remote_code"] if args.trust_remote_code else []
         return hasten(["estimate-memory", name, "--dtypes", *args.dtypes, *trusted])
-    sizes = [(dtype, *rest, max(uses.values())) for dtype, *rest, uses in gather_data(args)]
-    rows = [[dtype, *("N/A" if size < 0 else convert_bytes(size) for size in rest)] for dtype, *rest in sizes]
+    sizes = [
+        (dtype, *rest, max(uses.values())) for dtype, *rest, uses in gather_data(args)
+    ]
+    rows = [
+        [dtype, *("N/A" if size < 0 else convert_bytes(size) for size in rest)]
+        for dtype, *rest in sizes
+    ]
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
     print(create_ascii_table(headers, rows, f"Memory Usage for loading `{name}`"))  # noqa: T201  the answer
     return None

@@ -12,8 +12,18 @@ from io import StringIO
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from accelerate._impl.commands.launch_flags import REFUSED, _validate_launch_command, add_flags, words_of
-from accelerate._impl.commands.launch_variables import sequence_options_apart, set_here, settings_for, variables_for
+from accelerate._impl.commands.launch_flags import (
+    REFUSED,
+    _validate_launch_command,
+    add_flags,
+    words_of,
+)
+from accelerate._impl.commands.launch_variables import (
+    sequence_options_apart,
+    set_here,
+    settings_for,
+    variables_for,
+)
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
 from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import environment, patch_environment
@@ -30,12 +40,24 @@ _ALONE = (Config().strategy, Config().parallelism)
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    options: dict[str, Any] = {"description": message("about_launch"), "add_help": True, "allow_abbrev": False}
+    options: dict[str, Any] = {
+        "description": message("about_launch"),
+        "add_help": True,
+        "allow_abbrev": False,
+    }
     make = partial(CustomArgumentParser, "Accelerate launch command")
-    parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
+    parser = (
+        make(**options)
+        if subparsers is None
+        else subparsers.add_parser("launch", **options)
+    )
     add_flags(parser)
-    parser.add_argument("training_script", type=str, help="the script, module or program to start")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument(
+        "training_script", type=str, help="the script, module or program to start"
+    )
+    parser.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, help="its arguments"
+    )
     if subparsers is not None:
         parser.set_defaults(func=launch_command)
     return parser
@@ -43,19 +65,26 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def launch_command(args: argparse.Namespace) -> None:
     """Start what a parsed command line asks for; raises CalledProcessError, or exits with 1 when `quiet`."""
-    args.words = words_of(args)  # without what is in the settings file, which hasten reads itself
+    # without what is in the settings file, which hasten reads itself
+    args.words = words_of(args)
     args, saved, _ = _validate_launch_command(args)
     _launcher_for(args, saved)(args)
 
 
-def _launcher_for(args: argparse.Namespace, saved: Any) -> Callable[[argparse.Namespace], None]:
+def _launcher_for(
+    args: argparse.Namespace, saved: Any
+) -> Callable[[argparse.Namespace], None]:
     if args.use_deepspeed and not args.cpu:
         return deepspeed_launcher
     if (args.use_fsdp or args.use_megatron_lm or args.multi_gpu) and not args.cpu:
         return multi_gpu_launcher
     if args.tpu and not args.cpu:
         return tpu_pod_launcher if args.tpu_use_cluster else tpu_launcher
-    return partial(sagemaker_launcher, saved) if isinstance(saved, SageMakerConfig) else simple_launcher
+    return (
+        partial(sagemaker_launcher, saved)
+        if isinstance(saved, SageMakerConfig)
+        else simple_launcher
+    )
 
 
 def _failed(code: int, command: list[str], args: argparse.Namespace) -> None:
@@ -75,7 +104,10 @@ def run(words: Sequence[str]) -> int:
     if tuple(words[:1]) in (("-h",), ("--help",)):
         words = ["--help_all", *words[1:]]  # as complete as the original's
     try:
-        variables, settings = dict(variables_for(words)), [*sequence_options_apart(words), *_on_the_cpu(words)]
+        variables, settings = (
+            dict(variables_for(words)),
+            [*sequence_options_apart(words), *_on_the_cpu(words)],
+        )
     except HastenError:  # said by the launch itself, in its own way
         variables, settings = {}, []
     with patch_environment(**variables):
@@ -101,7 +133,11 @@ def _on_the_cpu(words: Sequence[str]) -> list[SettingEntry]:
     elsewhere = launch.num_machines > 1 or launch.launcher not in ("auto", "single")
     if (config.cpu and launch.multi_gpu) or not (config.cpu or look().device == "cpu"):
         return []
-    given = {"multi_gpu": False, "gpu_ids": "all"} if launch.multi_gpu or launch.gpu_ids != "all" else {}
+    given = (
+        {"multi_gpu": False, "gpu_ids": "all"}
+        if launch.multi_gpu or launch.gpu_ids != "all"
+        else {}
+    )
     if given:
         sys.stderr.write(message("no_accelerator"))
     if asked > 1 and not several and not elsewhere:
@@ -114,10 +150,14 @@ def _launch(words: Sequence[str], settings: Sequence[SettingEntry]) -> int:
     told = environment().get("ACCELERATE_LOG_LEVEL", "").upper() in ("INFO", "DEBUG")
     quiet = [] if told else [set_here(("launch", "quiet"), True)]
     try:
-        return launch_cmd.main(words, program="accelerate", settings=[*settings, *quiet])
+        return launch_cmd.main(
+            words, program="accelerate", settings=[*settings, *quiet]
+        )
     except HastenError as error:
         refused = isinstance(error, ConfigError)
-        sys.stderr.write(f"accelerate launch: {error}\n{_as_the_original_says(words) if refused else ''}")
+        sys.stderr.write(
+            f"accelerate launch: {error}\n{_as_the_original_says(words) if refused else ''}"
+        )
         return 2 if refused else 1
 
 
@@ -158,9 +198,13 @@ def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None
 multi_gpu_launcher = _launcher("Run the script on several processes.")
 deepspeed_launcher = _launcher("Run the script with DeepSpeed.", "use_deepspeed")
 tpu_launcher = _launcher("Run the script on the chips of this TPU machine.", "tpu")
-tpu_pod_launcher = _launcher("Run the script on every machine of a TPU pod.", "tpu", "tpu_use_cluster")
+tpu_pod_launcher = _launcher(
+    "Run the script on every machine of a TPU pod.", "tpu", "tpu_use_cluster"
+)
 
 
-def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> NoReturn:
+def sagemaker_launcher(
+    sagemaker_config: SageMakerConfig, args: argparse.Namespace
+) -> NoReturn:
     """Refuse: a job there is started by Amazon's own package."""
     raise ImportError(message("sagemaker_elsewhere", sagemaker_config.base_job_name))

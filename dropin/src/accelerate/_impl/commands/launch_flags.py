@@ -8,22 +8,37 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from accelerate._impl.environment.variables import count_devices, get_int_from_env, str_to_bool
-from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
+from accelerate._impl.environment.variables import (
+    count_devices,
+    get_int_from_env,
+    str_to_bool,
+)
+from accelerate._impl.settings.config_file import (
+    default_config_file,
+    load_config_from_file,
+)
 
 # Any in this file: argparse's own options, and values of flags.
 _KINDS: Final = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp")
-_SWITCHES: Final = {"XLA": "tpu"} | {one.upper(): f"use_{one}" for one in ("deepspeed", "fsdp", "megatron_lm")}
+_SWITCHES: Final = {"XLA": "tpu"} | {
+    one.upper(): f"use_{one}" for one in ("deepspeed", "fsdp", "megatron_lm")
+}
 _TPU: Final = ("tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "commands", "command_file")
-_TEXTS: Final = json.loads(Path(__file__).with_name("launch_variables.json").read_text())
+_TEXTS: Final = json.loads(
+    Path(__file__).with_name("launch_variables.json").read_text()
+)
 _SAYS: Final = _TEXTS["messages"]
 REFUSED: Final[dict[str, str]] = _TEXTS["refused"]
-_GROUPS: Final[dict[str, dict[str, dict[str, Any]]]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+_GROUPS: Final[dict[str, dict[str, dict[str, Any]]]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text()
+)
 _TYPES: Final[dict[str, Any]] = {
     "int": int,
     "float": float,
     "yes_or_no": str_to_bool,
-    "yes_or_no_each": lambda words: tuple(str_to_bool(one.strip()) for one in words.split(",")),
+    "yes_or_no_each": lambda words: tuple(
+        str_to_bool(one.strip()) for one in words.split(",")
+    ),
 }
 
 
@@ -37,10 +52,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group: Any = parser if title == "options" else parser.add_argument_group(title)
         for name, how in flags.items():
             names = dict.fromkeys((f"--{name}", how.get("short", f"--{name}")))
-            options = {key: value for key, value in how.items() if key in ("action", "choices")}
+            options = {
+                key: value for key, value in how.items() if key in ("action", "choices")
+            }
             if kind := _TYPES.get(how.get("type", "")):
                 options["type"] = kind
-            group.add_argument(*names, dest=how.get("dest", name), default=_default(how), **options)
+            group.add_argument(
+                *names, dest=how.get("dest", name), default=_default(how), **options
+            )
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
@@ -49,14 +68,27 @@ def words_of(args: argparse.Namespace) -> list[str]:
     for name, how in [flag for flags in _GROUPS.values() for flag in flags.items()]:
         value = getattr(args, how.get("dest", name), None)
         given = name in getattr(args, "nondefault", ()) or value != _default(how)
-        if given and value is not None and value is not False and (name, value) != ("num_processes", 0):
+        if (
+            given
+            and value is not None
+            and value is not False
+            and (name, value) != ("num_processes", 0)
+        ):
             spelled = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            each = spelled if isinstance(spelled, list) else [] if how.get("action") == "store_false" else [spelled]
+            each = (
+                spelled
+                if isinstance(spelled, list)
+                else []
+                if how.get("action") == "store_false"
+                else [spelled]
+            )
             words += [f"--{name}={'true' if one is True else one}" for one in each]
     return [*words, args.training_script, *args.training_script_args]
 
 
-def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
+def _validate_launch_command(
+    args: argparse.Namespace,
+) -> tuple[argparse.Namespace, Any, bool]:
     """Complete the arguments in place; return them, the settings file, and whether the precision came from it.
 
     Raises: ValueError for flags that exclude each other, and for unknown keys of the file.
@@ -67,40 +99,71 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
         raise ValueError(_SAYS["only_fsdp"])
     if args.multi_gpu and args.num_processes is not None and args.num_processes < 2:
         raise ValueError("You need to use at least 2 processes to use `--multi_gpu`.")
-    there = args.config_file is not None or (Path(default_config_file).is_file() and not args.cpu)
+    there = args.config_file is not None or (
+        Path(default_config_file).is_file() and not args.cpu
+    )
     saved = load_config_from_file(args.config_file) if there else None
-    from_file = args.mixed_precision is None and saved is not None and saved.mixed_precision is not None
+    from_file = (
+        args.mixed_precision is None
+        and saved is not None
+        and saved.mixed_precision is not None
+    )
     if saved is not None:
         _take(args, vars(saved))
     args.use_cpu = args.cpu if saved is None else saved.use_cpu
     said = _fill(args)
     if said and saved is None:
-        logging.getLogger("accelerate.commands.launch").warning(_SAYS["defaults_used"].format("\n".join(said)))
+        logging.getLogger("accelerate.commands.launch").warning(
+            _SAYS["defaults_used"].format("\n".join(said))
+        )
     return args, saved, from_file
 
 
 def _take(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Write what the file says where the command line says nothing. Raises: ValueError for one device of several."""
     _choose(args, values)
-    known = {name: one for name, one in values.items() if one is not None and name != "use_cpu" and hasattr(args, name)}
-    found = known | {name: values.get(name) for name in _TPU if getattr(args, name, None) is None}
+    known = {
+        name: one
+        for name, one in values.items()
+        if one is not None and name != "use_cpu" and hasattr(args, name)
+    }
+    found = known | {
+        name: values.get(name) for name in _TPU if getattr(args, name, None) is None
+    }
     for group, inner in values.items():
-        prefix = f"{group.removesuffix('_config')}_" if group in ("dynamo_config", "fp8_config", "fsdp_config") else ""
+        prefix = (
+            f"{group.removesuffix('_config')}_"
+            if group in ("dynamo_config", "fp8_config", "fsdp_config")
+            else ""
+        )
         if isinstance(inner, dict):
-            found |= {f"{prefix}{name.removeprefix(prefix)}": one for name, one in inner.items()}
+            found |= {
+                f"{prefix}{name.removeprefix(prefix)}": one
+                for name, one in inner.items()
+            }
     given = getattr(args, "nondefault", ())
     vars(args).update({name: one for name, one in found.items() if name not in given})
     if args.num_processes == -1:
-        raise ValueError("You need to manually pass in `--num_processes` using this config yaml.")
+        raise ValueError(
+            "You need to manually pass in `--num_processes` using this config yaml."
+        )
     if args.gpu_ids is None:
         args.gpu_ids = "all"
-    if args.multi_gpu and args.num_machines == 1 and args.gpu_ids != "all" and "," not in str(args.gpu_ids):
+    if (
+        args.multi_gpu
+        and args.num_machines == 1
+        and args.gpu_ids != "all"
+        and "," not in str(args.gpu_ids)
+    ):
         raise ValueError(_SAYS["one_device"])
 
 
 def _choose(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Switch on the file's kind of processes, unless the command line chose one."""
-    if any(getattr(args, name, False) for name in ("multi_gpu", "tpu_use_cluster", *_SWITCHES.values())):
+    if any(
+        getattr(args, name, False)
+        for name in ("multi_gpu", "tpu_use_cluster", *_SWITCHES.values())
+    ):
         return
     kind = str(getattr(values["distributed_type"], "value", ""))
     several = "multi_gpu" if kind.startswith("MULTI_") and kind != "MULTI_CPU" else ""
@@ -112,12 +175,28 @@ def _choose(args: argparse.Namespace, values: dict[str, Any]) -> None:
 def _fill(args: argparse.Namespace) -> list[str]:
     """Give what is missing the original's defaults, and return a line for each."""
     devices = count_devices()
-    otherwise = {"num_processes": devices, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
-    unset = {name: value for name, value in otherwise.items() if getattr(args, name, None) is None}
-    lines = [f"\t`--{name}` was set to a value of `{value!r}`" for name, value in unset.items()]
+    otherwise = {
+        "num_processes": devices,
+        "num_machines": 1,
+        "mixed_precision": "no",
+        "dynamo_backend": "no",
+    }
+    unset = {
+        name: value
+        for name, value in otherwise.items()
+        if getattr(args, name, None) is None
+    }
+    lines = [
+        f"\t`--{name}` was set to a value of `{value!r}`"
+        for name, value in unset.items()
+    ]
     if "num_processes" in unset and devices > 1 and not args.multi_gpu:
         lines.insert(1, _SAYS["several_devices"])
         args.multi_gpu = True
-    threads = args.num_cpu_threads_per_process or get_int_from_env(["OMP_NUM_THREADS"], 1)
-    vars(args).update(unset, debug=bool(args.debug), num_cpu_threads_per_process=threads)
+    threads = args.num_cpu_threads_per_process or get_int_from_env(
+        ["OMP_NUM_THREADS"], 1
+    )
+    vars(args).update(
+        unset, debug=bool(args.debug), num_cpu_threads_per_process=threads
+    )
     return lines

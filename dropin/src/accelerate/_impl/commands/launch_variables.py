@@ -20,9 +20,25 @@ from hasten.config.source import SettingEntry, SettingSource
 
 # Any in this file: values of settings.
 _SEQUENCES: Final = "PARALLELISM_CONFIG_SP_"
-_CAPITAL: Final = (_SEQUENCES, "ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_", "ACCELERATE_FP8_")
-_FSDP: Final = ("FSDP_ACTIVATION_", "FSDP_CPU_RAM_", "FSDP_RESHARD_", "FSDP_STATE_DICT_", "FSDP_SYNC_")
-_ALWAYS: Final = (_SEQUENCES, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_OFFLOAD_", *_FSDP)
+_CAPITAL: Final = (
+    _SEQUENCES,
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_DYNAMO_",
+    "ACCELERATE_FP8_",
+)
+_FSDP: Final = (
+    "FSDP_ACTIVATION_",
+    "FSDP_CPU_RAM_",
+    "FSDP_RESHARD_",
+    "FSDP_STATE_DICT_",
+    "FSDP_SYNC_",
+)
+_ALWAYS: Final = (
+    _SEQUENCES,
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_",
+    *_FSDP,
+)
 _OPTIONS: Final = ("parallelism", "sp_handler")
 set_here: Final = partial(SettingEntry, source=SettingSource("code", "of the drop-in"))
 
@@ -33,8 +49,15 @@ def variables_for(words: Sequence[str]) -> Mapping[str, str]:
 
 def sequence_options_apart(words: Sequence[str]) -> list[SettingEntry]:
     """Settings that take the options of split sequences (`sp_*`) out of hasten's hands: workers find them in variables."""
-    given, none = asdict(settings_for(words).parallelism.sp_handler), asdict(DeepSpeedSequenceParallelConfig())
-    return [set_here((*_OPTIONS, name), value) for name, value in none.items() if given[name] != value]
+    given, none = (
+        asdict(settings_for(words).parallelism.sp_handler),
+        asdict(DeepSpeedSequenceParallelConfig()),
+    )
+    return [
+        set_here((*_OPTIONS, name), value)
+        for name, value in none.items()
+        if given[name] != value
+    ]
 
 
 def settings_for(words: Sequence[str]) -> Config:
@@ -45,29 +68,60 @@ def settings_for(words: Sequence[str]) -> Config:
 
 def spelled(config: Config) -> dict[str, str]:
     """Settings of a launch as the established variables spell them; most that are at their defaults are left out."""
-    found = _said(config, "mixed_precision", "cpu", "debug", "gradient_accumulation", "dynamo", "fp8")
+    found = _said(
+        config,
+        "mixed_precision",
+        "cpu",
+        "debug",
+        "gradient_accumulation",
+        "dynamo",
+        "fp8",
+    )
     if config.strategy in ("fsdp", "deepspeed"):
-        found |= {f"ACCELERATE_USE_{config.strategy.upper()}": "true", **_said(config, config.strategy)}
+        found |= {
+            f"ACCELERATE_USE_{config.strategy.upper()}": "true",
+            **_said(config, config.strategy),
+        }
     if config.strategy == "fsdp":
-        found |= {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": found.get("FSDP_CPU_OFFLOAD", "false")}
+        found |= {
+            "FSDP_VERSION": "2",
+            "FSDP_OFFLOAD_PARAMS": found.get("FSDP_CPU_OFFLOAD", "false"),
+        }
     if config.parallelism.sp_size > 1:
-        found |= {name: word for name, word in _said(config, "parallelism").items() if name.startswith(_SEQUENCES)}
+        found |= {
+            name: word
+            for name, word in _said(config, "parallelism").items()
+            if name.startswith(_SEQUENCES)
+        }
     return {name: word for name, word in found.items() if word}
 
 
 def _said(config: Config, *sections: str) -> dict[str, str]:
     """Return the variables of some sections whose values are not the defaults, or that libraries read in any case."""
-    paths = {name: path for name, path in established_variables() if path[0] in sections and path in BY_PATH}
+    paths = {
+        name: path
+        for name, path in established_variables()
+        if path[0] in sections and path in BY_PATH
+    }
     values = {name: attrgetter(".".join(path))(config) for name, path in paths.items()}
-    told = {name: value for name, value in values.items() if value != BY_PATH[paths[name]].default}
+    told = {
+        name: value
+        for name, value in values.items()
+        if value != BY_PATH[paths[name]].default
+    }
     always = {name: value for name, value in values.items() if name.startswith(_ALWAYS)}
     return {name: _word(name, value) for name, value in {**told, **always}.items()}
 
 
 def _word(name: str, value: Any) -> str:
-    if value is None or isinstance(value, Mapping):  # hasten hands DeepSpeed's own configuration on by itself
+    # hasten hands DeepSpeed's own configuration on by itself
+    if value is None or isinstance(value, Mapping):
         return ""
     if isinstance(value, bool):
         return str(value) if name.startswith(_CAPITAL) else str(value).lower()
     word = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return word.upper() if name in ("FSDP_AUTO_WRAP_POLICY", "ACCELERATE_DYNAMO_BACKEND") else word
+    return (
+        word.upper()
+        if name in ("FSDP_AUTO_WRAP_POLICY", "ACCELERATE_DYNAMO_BACKEND")
+        else word
+    )

@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 from torch.multiprocessing.spawn import start_processes
 
 from accelerate._impl.ambient import AMBIENT
@@ -34,19 +37,32 @@ def test_launch() -> None:
     _ = PartialState()
 
 
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives the processes
-    meeting = {"master_addr": store.host, "master_port": store.port, "world_size": num_processes, "fork_launched": 1}
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> None:
+    # outlives the processes
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {
+        "master_addr": store.host,
+        "master_port": store.port,
+        "world_size": num_processes,
+        "fork_launched": 1,
+    }
     served = {"torchelastic_use_agent_store": True, "torchelastic_restart_count": 0}
-    with patch_environment(accelerate_mixed_precision="no", accelerate_use_cpu="yes", **meeting, **served):
+    with patch_environment(
+        accelerate_mixed_precision="no", accelerate_use_cpu="yes", **meeting, **served
+    ):
         start: Any = start_processes  # not typed in torch
         start(partial(_fork, function), args, num_processes, start_method="fork")
 
 
 def _fork(function: Callable[..., Any], rank: int, *args: Any) -> None:
     AcceleratorState._reset_state(True)
-    torch.set_num_threads(1)  # the threads of the process that was forked are not here: computing with them never ends
-    with patch_environment(rank=rank, local_rank=rank, local_world_size=environment()["WORLD_SIZE"]):
+    # the threads of the process that was forked are not here: computing with them never ends
+    torch.set_num_threads(1)
+    with patch_environment(
+        rank=rank, local_rank=rank, local_world_size=environment()["WORLD_SIZE"]
+    ):
         function(*args)
 
 
@@ -68,14 +84,24 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
 ) -> Any:
     """Run `function(*args)` in new processes, or here when one process is enough; what the first rank returns."""
-    given = {name: value for name, value in locals().items() if name not in _NOT_OF_THE_LAUNCH}
+    given = {
+        name: value
+        for name, value in locals().items()
+        if name not in _NOT_OF_THE_LAUNCH
+    }
     given["mixed_precision"] = precision = str(mixed_precision).lower()
     _check(given)
-    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    given["num_processes"] = wanted = max(devices, 1) if num_processes is None else num_processes
+    devices = (
+        torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    )
+    given["num_processes"] = wanted = (
+        max(devices, 1) if num_processes is None else num_processes
+    )
     if wanted <= 1 and num_nodes == 1:
         _announce(wanted, devices)
-        with patch_environment(**({"ACCELERATE_MIXED_PRECISION": precision} if precision != "no" else {})):
+        with patch_environment(
+            **({"ACCELERATE_MIXED_PRECISION": precision} if precision != "no" else {})
+        ):
             return function(*args)
     return _in_processes(function, args, given, devices)
 
@@ -86,11 +112,18 @@ def _check(given: dict[str, Any]) -> None:
     if given["node_rank"] >= given["num_nodes"]:
         raise ValueError("The node_rank must be less than the number of nodes.")
     shell = sys.modules.get("IPython")
-    if given["num_processes"] is None and (shell is None or "google.colab" not in str(shell.get_ipython())):
+    if given["num_processes"] is None and (
+        shell is None or "google.colab" not in str(shell.get_ipython())
+    ):
         raise ValueError(message("num_processes_missing"))
 
 
-def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict[str, Any], devices: int) -> Any:
+def _in_processes(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    given: dict[str, Any],
+    devices: int,
+) -> Any:
     """Start processes; what stands for nothing in the established arguments is left to hasten."""
     if AMBIENT.whole:
         raise ValueError(message("accelerator_before_launch"))
@@ -98,11 +131,18 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
     here = ("use_port", "master_addr") if given["num_nodes"] == 1 else ()
     nothing = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}
     options: dict[str, Any] = {
-        name: None if name in here or nothing.get(name) == value else value for name, value in given.items()
+        name: None if name in here or nothing.get(name) == value else value
+        for name, value in given.items()
     }
-    cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in (
+        "1",
+        "true",
+        "yes",
+    )
     try:
-        worker = update_wrapper(partial(_run_worker, function, _random_states()), function)
+        worker = update_wrapper(
+            partial(_run_worker, function, _random_states()), function
+        )
         return notebook.notebook_launcher(worker, args, cpu=cpu, **options)
     except LaunchError as error:
         raise _failed_child(error, function.__name__) from error
@@ -112,7 +152,9 @@ def _random_states() -> tuple[Any, Any, torch.Tensor]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
-def _run_worker(function: Callable[..., Any], states: tuple[Any, Any, torch.Tensor], *args: Any) -> Any:
+def _run_worker(
+    function: Callable[..., Any], states: tuple[Any, Any, torch.Tensor], *args: Any
+) -> Any:
     """Call the notebook's function with the notebook's random states, in which a forked process would begin."""
     python_state, numpy_state, torch_state = states
     random.setstate(python_state)
@@ -123,9 +165,21 @@ def _run_worker(function: Callable[..., Any], states: tuple[Any, Any, torch.Tens
 
 
 def _announce(processes: int, devices: int) -> None:
-    kind = str(torch.accelerator.current_accelerator()).partition(":")[0].upper() if devices else "CPU"
-    one = {"MPS": is_mps_available, "one GPU": torch.cuda.is_available, "one XPU": torch.xpu.is_available}
-    where = f"{processes} {kind}s" if processes > 1 else next((name for name, there in one.items() if there()), "CPU")
+    kind = (
+        str(torch.accelerator.current_accelerator()).partition(":")[0].upper()
+        if devices
+        else "CPU"
+    )
+    one = {
+        "MPS": is_mps_available,
+        "one GPU": torch.cuda.is_available,
+        "one XPU": torch.xpu.is_available,
+    }
+    where = (
+        f"{processes} {kind}s"
+        if processes > 1
+        else next((name for name, there in one.items() if there()), "CPU")
+    )
     print(f"Launching training on {where}.")  # noqa: T201  as the original says it
 
 
@@ -134,6 +188,14 @@ def _failed_child(error: LaunchError, name: str) -> ChildFailedError:
     found = re.search(r"rank (\d+).*? \(pid (\d+)\)", str(error))
     rank, pid = (int(found[1]), int(found[2])) if found else (0, 0)
     with NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"message": {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
+        json.dump(
+            {
+                "message": {
+                    "message": str(error),
+                    "extraInfo": {"timestamp": str(int(time.time()))},
+                }
+            },
+            file,
+        )
         file.flush()
         return ChildFailedError(name, {rank: ProcessFailure(rank, pid, 1, file.name)})

@@ -25,7 +25,9 @@ from accelerate._impl.environment.variables import (
 )
 
 # Any in this file: values of flags, and the caller's function.
-_VARIABLES: Final[dict[str, dict[str, str]]] = json.loads(Path(__file__).with_name("launch_variables.json").read_text())
+_VARIABLES: Final[dict[str, dict[str, str]]] = json.loads(
+    Path(__file__).with_name("launch_variables.json").read_text()
+)
 """The variables of each group of settings, with the attribute that each shows; `given`: only where it has a value. Messages."""
 _SAYS: Final = _VARIABLES["messages"]
 _PORT: Final = 29500
@@ -51,7 +53,9 @@ class PrepareForLaunch:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    return ":".join([*filter(None, os.environ.get(env_var_name, "").split(":")), str(path_to_add)])
+    return ":".join(
+        [*filter(None, os.environ.get(env_var_name, "").split(":")), str(path_to_add)]
+    )
 
 
 def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
@@ -61,7 +65,9 @@ def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
 
 def _shown(args: argparse.Namespace, group: str) -> dict[str, str]:
     found = {}
-    for variable, (name, *how) in ((one, words.split()) for one, words in _VARIABLES[group].items()):
+    for variable, (name, *how) in (
+        (one, words.split()) for one, words in _VARIABLES[group].items()
+    ):
         value = getattr(args, name, None)
         if value is not None or "given" not in how:
             found[variable] = str(value).lower() if "lower" in how else str(value)
@@ -72,7 +78,9 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables that every kind of launch sets. Raises: ValueError for an unknown precision."""
     precision, found = str(_asked(args, "mixed_precision", "no")).lower(), {}
     if precision not in PrecisionType.list():
-        raise ValueError(f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}.")
+        raise ValueError(
+            f"Unknown mixed_precision mode: {precision}. Choose between {PrecisionType.list()}."
+        )
     found["ACCELERATE_MIXED_PRECISION"] = precision
     if _asked(args, "debug"):
         found["ACCELERATE_DEBUG_MODE"] = "true"
@@ -85,11 +93,18 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
 
 def _compiling(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables of compilation and threads. Raises: ValueError for an unknown backend."""
-    backend, known = str(_asked(args, "dynamo_backend", "no")).upper(), [one.value for one in DynamoBackend]
+    backend, known = (
+        str(_asked(args, "dynamo_backend", "no")).upper(),
+        [one.value for one in DynamoBackend],
+    )
     if backend not in known:
         raise ValueError(f"Unknown dynamo backend: {backend}. Choose between {known}.")
     threads = str(_asked(args, "num_cpu_threads_per_process", 1))
-    return {"ACCELERATE_DYNAMO_BACKEND": backend, **_shown(args, "dynamo"), "OMP_NUM_THREADS": threads}
+    return {
+        "ACCELERATE_DYNAMO_BACKEND": backend,
+        **_shown(args, "dynamo"),
+        "OMP_NUM_THREADS": threads,
+    }
 
 
 def _checked(args: argparse.Namespace) -> None:
@@ -97,33 +112,69 @@ def _checked(args: argparse.Namespace) -> None:
         raise ValueError("--module and --no_python cannot be used together")
 
 
-def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+def prepare_simple_launcher_cmd_env(
+    args: argparse.Namespace,
+) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs the script in one process, or by `mpirun` where it has hosts, and its environment."""
     _checked(args)
     mpi = _mpi_words(args) if _asked(args, "mpirun_hostfile") else []
-    python = [] if _asked(args, "no_python") else [sys.executable, *(["-m"] if _asked(args, "module") else [])]
+    python = (
+        []
+        if _asked(args, "no_python")
+        else [sys.executable, *(["-m"] if _asked(args, "module") else [])]
+    )
     cpu = _asked(args, "cpu") or _asked(args, "use_cpu", False)
-    env = {**environment(), "ACCELERATE_USE_CPU": str(cpu), **_settings(args), **_compiling(args)}
-    env |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"} if cpu else {}
-    return [*mpi, *python, args.training_script, *args.training_script_args], {**env, **_address(args)}
+    env = {
+        **environment(),
+        "ACCELERATE_USE_CPU": str(cpu),
+        **_settings(args),
+        **_compiling(args),
+    }
+    env |= (
+        {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
+        if cpu
+        else {}
+    )
+    return [*mpi, *python, args.training_script, *args.training_script_args], {
+        **env,
+        **_address(args),
+    }
 
 
 def _address(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables of the first process's address, where there are several. Raises: AssertionError if it is unknown."""
     if _asked(args, "num_machines", 1) > 1:
-        assert _asked(args, "main_process_ip") is not None, _SAYS["no_address"].format("IP")
-        assert _asked(args, "main_process_port") is not None, _SAYS["no_address"].format("port")
+        assert _asked(args, "main_process_ip") is not None, _SAYS["no_address"].format(
+            "IP"
+        )
+        assert _asked(args, "main_process_port") is not None, _SAYS[
+            "no_address"
+        ].format("port")
     elif _asked(args, "num_processes", 1) <= 1:
         return {}
     port = str(_asked(args, "main_process_port", _PORT))
-    return {"MASTER_ADDR": _asked(args, "main_process_ip", "127.0.0.1"), "MASTER_PORT": port}
+    return {
+        "MASTER_ADDR": _asked(args, "main_process_ip", "127.0.0.1"),
+        "MASTER_PORT": port,
+    }
 
 
 def _mpi_words(args: argparse.Namespace) -> list[str]:
     """Return the words that start processes on the hosts of a file."""
     program, file, count, each, bound = _get_mpirun_args()
-    words = [program, file, str(args.mpirun_hostfile), each, str(args.num_processes // args.num_machines)]
-    return [*words, count, str(args.num_processes), *([bound, "socket"] if bound else [])]
+    words = [
+        program,
+        file,
+        str(args.mpirun_hostfile),
+        each,
+        str(args.num_processes // args.num_machines),
+    ]
+    return [
+        *words,
+        count,
+        str(args.num_processes),
+        *([bound, "socket"] if bound else []),
+    ]
 
 
 def _get_mpirun_args() -> tuple[str, str, str, str, str]:
@@ -132,7 +183,11 @@ def _get_mpirun_args() -> tuple[str, str, str, str, str]:
     if program is None:
         raise OSError(_SAYS["no_mpi"])
     ours = b"Open MPI" in subprocess.check_output([program, "--version"])
-    return (program, "--hostfile", "-n", "--npernode", "--bind-to") if ours else (program, "-f", "-n", "-ppn", "")
+    return (
+        (program, "--hostfile", "-n", "--npernode", "--bind-to")
+        if ours
+        else (program, "-f", "-n", "-ppn", "")
+    )
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
@@ -145,14 +200,23 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
         env |= {"ACCELERATE_USE_FSDP": "true", **_shown(args, "fsdp")}
     if _asked(args, "use_megatron_lm"):
         env |= {"ACCELERATE_USE_MEGATRON_LM": "true", **_shown(args, "megatron_lm")}
-    return prepare_extend_env_parallelism_config(args, env) if _asked(args, "use_parallelism_config") else env
+    return (
+        prepare_extend_env_parallelism_config(args, env)
+        if _asked(args, "use_parallelism_config")
+        else env
+    )
 
 
 def _settled_port(args: argparse.Namespace) -> int:
     """Return the port where processes meet. Raises: ConnectionError where it is taken and other machines look for it; as `_checked`."""
-    machines, port = _asked(args, "num_machines", 1), _asked(args, "main_process_port", _PORT)
+    machines, port = (
+        _asked(args, "num_machines", 1),
+        _asked(args, "main_process_port", _PORT),
+    )
     args.main_process_port = port = int(get_free_port() if port == 0 else port)
-    if (machines == 1 or int(_asked(args, "machine_rank", 0)) == 0) and is_port_in_use(port):
+    if (machines == 1 or int(_asked(args, "machine_rank", 0)) == 0) and is_port_in_use(
+        port
+    ):
         if machines > 1:
             raise ConnectionError(_SAYS["port_taken"].format(port))
         warnings.warn(_SAYS["standalone"].format(port), UserWarning, stacklevel=3)
@@ -175,39 +239,84 @@ def _for_torchrun(args: argparse.Namespace, port: int) -> None:
         args.rdzv_endpoint = f"{_asked(args, 'main_process_ip', '127.0.0.1')}:{port}"
 
 
-def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
+def prepare_deepspeed_cmd_env(
+    args: argparse.Namespace,
+) -> tuple[list[str] | None, dict[str, str]]:
     """DeepSpeed's own command where it spans machines (else None: torch's launcher is used), and the environment."""
     port = _settled_port(args)
-    args.deepspeed_multinode_launcher = _asked(args, "deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS[0])
+    args.deepspeed_multinode_launcher = _asked(
+        args, "deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS[0]
+    )
     command = None
-    if _asked(args, "num_machines", 1) == 1 or args.deepspeed_multinode_launcher == "standard":
+    if (
+        _asked(args, "num_machines", 1) == 1
+        or args.deepspeed_multinode_launcher == "standard"
+    ):
         _for_torchrun(args, port)
     else:
-        command = [*_deepspeed_words(args), args.training_script, *args.training_script_args]
-    env = {**environment(), "PYTHONPATH": env_var_path_add("PYTHONPATH", str(Path.cwd())), **_settings(args)}
-    env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": "", **_shown(args, "deepspeed")}
-    return command, prepare_extend_env_parallelism_config(args, env) if _asked(args, "use_parallelism_config") else env
+        command = [
+            *_deepspeed_words(args),
+            args.training_script,
+            *args.training_script_args,
+        ]
+    env = {
+        **environment(),
+        "PYTHONPATH": env_var_path_add("PYTHONPATH", str(Path.cwd())),
+        **_settings(args),
+    }
+    env |= {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_CONFIG_DS_FIELDS": "",
+        **_shown(args, "deepspeed"),
+    }
+    return command, prepare_extend_env_parallelism_config(args, env) if _asked(
+        args, "use_parallelism_config"
+    ) else env
 
 
 def _deepspeed_words(args: argparse.Namespace) -> list[str]:
     launcher = str(args.deepspeed_multinode_launcher)
     words = ["deepspeed", "--hostfile", str(_asked(args, "deepspeed_hostfile"))]
     one_host = ["--node_rank", str(_asked(args, "machine_rank", 0)), "--no_ssh"]
-    words += one_host if launcher == "nossh" else ["--no_local_rank", "--launcher", launcher]
-    left_out, taken = _asked(args, "deepspeed_exclusion_filter"), _asked(args, "deepspeed_inclusion_filter")
+    words += (
+        one_host if launcher == "nossh" else ["--no_local_rank", "--launcher", launcher]
+    )
+    left_out, taken = (
+        _asked(args, "deepspeed_exclusion_filter"),
+        _asked(args, "deepspeed_inclusion_filter"),
+    )
     each = str(_asked(args, "num_processes", 1) // args.num_machines)
-    chosen = ["--exclude", left_out] if left_out else ["--include", taken] if taken else ["--num_gpus", each]
+    chosen = (
+        ["--exclude", left_out]
+        if left_out
+        else ["--include", taken]
+        if taken
+        else ["--num_gpus", each]
+    )
     words += [str(one) for one in chosen]
-    for flag, name in (("--master_addr", "main_process_ip"), ("--master_port", "main_process_port")):
-        words += [flag, str(getattr(args, name))] if _asked(args, name) is not None else []
-    return words + (["--module"] if _asked(args, "module") else ["--no_python"] if _asked(args, "no_python") else [])
+    for flag, name in (
+        ("--master_addr", "main_process_ip"),
+        ("--master_port", "main_process_port"),
+    ):
+        words += (
+            [flag, str(getattr(args, name))] if _asked(args, name) is not None else []
+        )
+    return words + (
+        ["--module"]
+        if _asked(args, "module")
+        else ["--no_python"]
+        if _asked(args, "no_python")
+        else []
+    )
 
 
 def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
     if _asked(args, "mixed_precision") == "bf16" and is_torch_xla_available():
-        current_env["XLA_DOWNCAST_BF16" if _asked(args, "downcast_bf16") else "XLA_USE_BF16"] = "1"
+        current_env[
+            "XLA_DOWNCAST_BF16" if _asked(args, "downcast_bf16") else "XLA_USE_BF16"
+        ] = "1"
     if _asked(args, "debug"):
         current_env["ACCELERATE_DEBUG_MODE"] = "true"
     if pod:
@@ -215,18 +324,36 @@ def prepare_tpu(
     return args, current_env
 
 
-def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    given = {name: value for name, value in vars(args).items() if name.startswith("fp8_") and value is not None}
+def setup_fp8_env(
+    args: argparse.Namespace, current_env: dict[str, str]
+) -> dict[str, str]:
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name.startswith("fp8_") and value is not None
+    }
     parts = given.pop("fp8_override_linear_precision", ())
     if isinstance(parts, str):
         parts = tuple(str_to_bool(one.strip()) for one in parts.split(","))
-    given |= dict(zip((f"fp8_override_{name}" for name in ("fprop", "dgrad", "wgrad")), parts, strict=False))
-    current_env.update({f"ACCELERATE_{name.upper()}": str(value) for name, value in given.items()})
+    given |= dict(
+        zip(
+            (f"fp8_override_{name}" for name in ("fprop", "dgrad", "wgrad")),
+            parts,
+            strict=False,
+        )
+    )
+    current_env.update(
+        {f"ACCELERATE_{name.upper()}": str(value) for name, value in given.items()}
+    )
     return current_env
 
 
-def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    current_env.update({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **_shown(args, "parallelism")})
+def prepare_extend_env_parallelism_config(
+    args: argparse.Namespace, current_env: dict[str, str]
+) -> dict[str, str]:
+    current_env.update(
+        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **_shown(args, "parallelism")}
+    )
     for name in ("cp", "sp"):
         if _asked(args, f"parallelism_config_{name}_size", 1) > 1:
             current_env.update(_shown(args, f"parallelism_{name}"))
@@ -239,25 +366,51 @@ def prepare_sagemager_args_inputs(
     """Return the arguments of Amazon's estimator for this script, and the data channels of the job."""
     script = Path(args.training_script)
     if _asked(args, "module") or _asked(args, "no_python") or script.suffix != ".py":
-        raise ValueError(f'Your training script should be a python script and not "{args.training_script}"')
+        raise ValueError(
+            f'Your training script should be a python script and not "{args.training_script}"'
+        )
     given = _VARIABLES["estimator"].items()
-    words: dict[str, Any] = {name: getattr(sagemaker_config, attribute) for name, attribute in given}
-    words |= {"entry_point": script.name, "source_dir": str(script.parent), "debugger_hook_config": False}
-    words |= {"hyperparameters": _convert_nargs_to_dict(args.training_script_args), **_job(sagemaker_config, args)}
-    return {**words, **(sagemaker_config.additional_args or {})}, _table(sagemaker_config.sagemaker_inputs_file)
+    words: dict[str, Any] = {
+        name: getattr(sagemaker_config, attribute) for name, attribute in given
+    }
+    words |= {
+        "entry_point": script.name,
+        "source_dir": str(script.parent),
+        "debugger_hook_config": False,
+    }
+    words |= {
+        "hyperparameters": _convert_nargs_to_dict(args.training_script_args),
+        **_job(sagemaker_config, args),
+    }
+    return {**words, **(sagemaker_config.additional_args or {})}, _table(
+        sagemaker_config.sagemaker_inputs_file
+    )
 
 
 def _job(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Return the job's settings of precision, processes and metrics."""
-    compiling = {name: word for name, word in _compiling(args).items() if name != "OMP_NUM_THREADS"}
+    compiling = {
+        name: word
+        for name, word in _compiling(args).items()
+        if name != "OMP_NUM_THREADS"
+    }
     kind, word = "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", config.distributed_type.value
     variables = {"ACCELERATE_USE_SAGEMAKER": "true", kind: word}
-    variables["ACCELERATE_MIXED_PRECISION"] = _settings(args)["ACCELERATE_MIXED_PRECISION"]
-    measured, spread = _table(config.sagemaker_metrics_file), config.distributed_type == "DATA_PARALLEL"
+    variables["ACCELERATE_MIXED_PRECISION"] = _settings(args)[
+        "ACCELERATE_MIXED_PRECISION"
+    ]
+    measured, spread = (
+        _table(config.sagemaker_metrics_file),
+        config.distributed_type == "DATA_PARALLEL",
+    )
     return {
         "environment": {**variables, **compiling},
-        "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}} if spread else None,
-        "metric_definitions": None if measured is None else [{"Name": a, "Regex": b} for a, b in measured.items()],
+        "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}
+        if spread
+        else None,
+        "metric_definitions": None
+        if measured is None
+        else [{"Name": a, "Regex": b} for a, b in measured.items()],
     }
 
 
@@ -265,7 +418,11 @@ def _table(file: str | None) -> dict[str, str] | None:
     """Return the two columns of a tab-separated file below its heading; None without a file."""
     if not file:
         return None
-    rows = [line.split("\t") for line in Path(file).read_text().splitlines()[1:] if line.strip()]
+    rows = [
+        line.split("\t")
+        for line in Path(file).read_text().splitlines()[1:]
+        if line.strip()
+    ]
     return {name.strip(): value.strip() for name, value in rows}
 
 
@@ -281,7 +438,9 @@ def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
     return found
 
 
-def _filter_args(args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Any = ()) -> Any:
+def _filter_args(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Any = ()
+) -> Any:
     """Return the arguments that another parser knows, with its defaults for `default_args` where there are none."""
     known, _ = parser.parse_known_args(list(default_args))
     for name in vars(args):

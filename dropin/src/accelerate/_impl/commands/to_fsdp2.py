@@ -16,7 +16,8 @@ from hasten.errors import ConfigError
 
 # Any in this file: argparse's subparsers and namespaces, and values of settings.
 _GONE = dict.fromkeys(
-    ("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params"), "has been removed in FSDP2"
+    ("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params"),
+    "has been removed in FSDP2",
 ) | {"fsdp_forward_prefetch": "is not yet implemented in FSDP2"}
 _LOG = logging.getLogger("accelerate.commands.to_fsdp2")
 
@@ -24,7 +25,9 @@ _LOG = logging.getLogger("accelerate.commands.to_fsdp2")
 def to_fsdp2_command(args: Any) -> None:
     _validate_to_fsdp2_args(args)
     target = Path(args.config_file if args.output_file is None else args.output_file)
-    target.write_text(yaml.safe_dump(convert_config_to_fsdp2(load_config(args.config_file))))
+    target.write_text(
+        yaml.safe_dump(convert_config_to_fsdp2(load_config(args.config_file)))
+    )
 
 
 def load_config(config_file: str) -> dict[str, Any]:
@@ -63,10 +66,14 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
 def _reshard(value: Any) -> Any:
     """Return FSDP2's equivalent of a sharding strategy, by name or number."""
     if str(value).upper() in ("3", "NO_SHARD"):
-        raise ConfigError(f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it.")
+        raise ConfigError(
+            f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it."
+        )
     found, _ = fsdp_from_fsdp1({"sharding_strategy": value})
     if found.hybrid_shard:
-        _LOG.warning(f"replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config")
+        _LOG.warning(
+            f"replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
+        )
     return found.reshard_after_forward
 
 
@@ -77,7 +84,9 @@ def _validate_to_fsdp2_args(args: Any) -> None:
     if not args.overwrite and args.output_file is None:
         raise ValueError("If --overwrite is not set, --output_file must be provided")
     if not args.overwrite and Path(args.output_file).exists():
-        raise FileExistsError(f"Output file {args.output_file} already exists and --overwrite is not set")
+        raise FileExistsError(
+            f"Output file {args.output_file} already exists and --overwrite is not set"
+        )
 
 
 to_fsdp2_command_parser = parser_of("to-fsdp2", to_fsdp2_command)

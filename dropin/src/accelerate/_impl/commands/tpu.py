@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._impl.environment.parsers import parser_of, runner
-from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
+from accelerate._impl.settings.config_file import (
+    default_config_file,
+    load_config_from_file,
+)
 
 _SOURCES = "git+https://github.com/huggingface/accelerate.git"
 
@@ -28,11 +31,20 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
     there = args.config_file or Path(default_config_file).is_file()
     saved = load_config_from_file(args.config_file) if there else None
     commands = _commands(args, saved)
-    name, zone = args.tpu_name or getattr(saved, "tpu_name", None), args.tpu_zone or getattr(saved, "tpu_zone", None)
+    name, zone = (
+        args.tpu_name or getattr(saved, "tpu_name", None),
+        args.tpu_zone or getattr(saved, "tpu_zone", None),
+    )
     if not name:
-        raise ValueError("no TPU is named, so there is no machine to run commands on. Give --tpu_name.")
+        raise ValueError(
+            "no TPU is named, so there is no machine to run commands on. Give --tpu_name."
+        )
     wanted = {"latest": "accelerate -U", "dev": _SOURCES}.get(args.accelerate_version)
-    install = [f"pip install {wanted or f'accelerate=={args.accelerate_version}'}"] if args.install_accelerate else []
+    install = (
+        [f"pip install {wanted or f'accelerate=={args.accelerate_version}'}"]
+        if args.install_accelerate
+        else []
+    )
     line = "; ".join(["cd /usr/share", *install, *commands])
     where = ["--zone", zone] if zone else []
     alpha = ["alpha"] if args.use_alpha else []
@@ -40,12 +52,21 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
     return ["gcloud", *alpha, *ssh, *where, "--command", line, "--worker", "all"]
 
 
-def _commands(args: argparse.Namespace, saved: Any) -> list[str]:  # Any: a settings file of either kind, or none
+# Any: a settings file of either kind, or none
+def _commands(args: argparse.Namespace, saved: Any) -> list[str]:
     given = [word for words in args.command or () for word in words]
-    file = args.command_file or (None if given else getattr(saved, "command_file", None))
-    found = Path(file).read_text().splitlines() if file else given or list(getattr(saved, "commands", None) or ())
+    file = args.command_file or (
+        None if given else getattr(saved, "command_file", None)
+    )
+    found = (
+        Path(file).read_text().splitlines()
+        if file
+        else given or list(getattr(saved, "commands", None) or ())
+    )
     if not found:
-        raise ValueError("You must specify either a command file or a command to run on the pod.")
+        raise ValueError(
+            "You must specify either a command file or a command to run on the pod."
+        )
     return found
 
 

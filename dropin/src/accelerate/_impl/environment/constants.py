@@ -7,12 +7,25 @@ from typing import Any
 
 from torch import nn
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (*_CONVOLUTIONS, nn.Linear)
 MODEL_NAME = "pytorch_model"  # quirk: ESTABLISHED_NAMES
 
-_SIGNS = zip([">", ">=", "==", "!=", "<=", "<"], ["gt", "ge", "eq", "ne", "le", "lt"], strict=True)
-STR_OPERATION_TO_FUNC: dict[str, Any] = {sign: getattr(operator, name) for sign, name in _SIGNS}
+_SIGNS = zip(
+    [">", ">=", "==", "!=", "<=", "<"],
+    ["gt", "ge", "eq", "ne", "le", "lt"],
+    strict=True,
+)
+STR_OPERATION_TO_FUNC: dict[str, Any] = {
+    sign: getattr(operator, name) for sign, name in _SIGNS
+}
 globals().update(json.loads(Path(__file__).with_suffix(".json").read_text()))
 
 

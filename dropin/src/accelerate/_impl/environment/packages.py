@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from accelerate._impl.environment.variables import parse_flag_from_env, patch_environment
+from accelerate._impl.environment.variables import (
+    parse_flag_from_env,
+    patch_environment,
+)
 from accelerate._impl.environment.versions import compare_versions
 from accelerate._impl.surface.messages import message
 from hasten.optional import available
@@ -30,51 +33,79 @@ def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bo
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    return _is_package_available("numpy") and compare_versions("numpy", ">=", min_version)
+    return _is_package_available("numpy") and compare_versions(
+        "numpy", ">=", min_version
+    )
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     found = _is_package_available("bitsandbytes")
-    return found and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
+    return found and (
+        min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+    )
 
 
 _PACKAGES = "amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo:lomo_optim matplotlib mlflow:mlflow:mlflow-skinny msamp:msamp:ms-amp pandas peft pynvml:pynvml:nvidia-ml-py pytest sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio transformers triton wandb"
 _FOUND: dict[str, Callable[[], bool]] = {
-    "aim": lambda: _is_package_available("aim") and compare_versions("aim", "<", "4.0.0"),
-    "torchao": lambda: _is_package_available("torchao") and compare_versions("torchao", ">=", "0.6.1"),
+    "aim": lambda: (
+        _is_package_available("aim") and compare_versions("aim", "<", "4.0.0")
+    ),
+    "torchao": lambda: (
+        _is_package_available("torchao") and compare_versions("torchao", ">=", "0.6.1")
+    ),
     "4bit_bnb": lambda: is_bnb_available("0.39.0"),
     "8bit_bnb": lambda: is_bnb_available("0.37.2"),
     "bitsandbytes_multi_backend": lambda: is_bnb_available("0.46.0"),
-    "rich": lambda: _is_package_available("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH"),
-    "tensorboard": lambda: any(_is_package_available(one) for one in ("tensorboard", "tensorboardX")),
-    "torchdata_stateful_dataloader": lambda: _there("torchdata") and compare_versions("torchdata", ">=", "0.8.0"),
-    "transformer_engine": lambda: any(map(_is_package_available, ("transformer_engine", "intel_transformer_engine"))),
-    "transformer_engine_mxfp8": lambda: (
-        _there("transformer_engine") and is_cuda_available() and torch.cuda.get_device_capability() >= (10,)
+    "rich": lambda: (
+        _is_package_available("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
     ),
-    "megatron_lm": lambda: parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and available("megatron"),
+    "tensorboard": lambda: any(
+        _is_package_available(one) for one in ("tensorboard", "tensorboardX")
+    ),
+    "torchdata_stateful_dataloader": lambda: (
+        _there("torchdata") and compare_versions("torchdata", ">=", "0.8.0")
+    ),
+    "transformer_engine": lambda: any(
+        map(_is_package_available, ("transformer_engine", "intel_transformer_engine"))
+    ),
+    "transformer_engine_mxfp8": lambda: (
+        _there("transformer_engine")
+        and is_cuda_available()
+        and torch.cuda.get_device_capability() >= (10,)
+    ),
+    "megatron_lm": lambda: (
+        parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and available("megatron")
+    ),
     "pippy": lambda: True,  # torch has pipelines of its own
     "weights_only": lambda: True,  # which torch.load knows
     "torch_distributed": lambda: _torch_distributed_available,
     "rocm": lambda: bool(torch.version.hip) and torch.cuda.is_available(),
     "xccl": lambda: torch.distributed.is_xccl_available(),
-    "fp8": lambda: any(_there(one) for one in ("msamp", "transformer_engine", "torchao")),
+    "fp8": lambda: any(
+        _there(one) for one in ("msamp", "transformer_engine", "torchao")
+    ),
     "fp16": lambda: not is_habana_gaudi1(),
 }
 
 
 def _probe(package: str, *names: str) -> Callable[[], bool]:
     """Return a function that says whether a package is installed, from a distribution of its own name or of one of these."""
-    return lambda: any(_is_package_available(package, one) for one in names or (package,))
+    return lambda: any(
+        _is_package_available(package, one) for one in names or (package,)
+    )
 
 
-_FOUND |= {one.partition(":")[0]: _probe(*(one.split(":")[1:] or [one])) for one in _PACKAGES.split()}
+_FOUND |= {
+    one.partition(":")[0]: _probe(*(one.split(":")[1:] or [one]))
+    for one in _PACKAGES.split()
+}
 for _name, _found in _FOUND.items():
     _found.__doc__ = f"Whether {_name} can be used."
     globals()[f"is_{_name}_available"] = _found
 
 
-def __getattr__(name: str) -> Callable[..., bool]:  # type checkers take the table for it
+# type checkers take the table for it
+def __getattr__(name: str) -> Callable[..., bool]:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -85,13 +116,18 @@ def _there(name: str) -> bool:
 
 
 @lru_cache
-def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+def is_torch_xla_available(
+    check_is_tpu: bool = False, check_is_gpu: bool = False
+) -> bool:
     if check_is_tpu and check_is_gpu:
         raise AssertionError("The check_is_tpu and check_is_gpu cannot both be true.")
     if not (USE_TORCH_XLA and available("torch_xla")):
         return False
     wanted = ("TPU",) if check_is_tpu else ("CUDA", "GPU")
-    return not (check_is_tpu or check_is_gpu) or import_module("torch_xla.runtime").device_type() in wanted
+    return (
+        not (check_is_tpu or check_is_gpu)
+        or import_module("torch_xla.runtime").device_type() in wanted
+    )
 
 
 def is_cuda_available() -> bool:
@@ -101,7 +137,9 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    return torch.backends.mps.is_available() and compare_versions("torch", ">=", min_version)
+    return torch.backends.mps.is_available() and compare_versions(
+        "torch", ">=", min_version
+    )
 
 
 def _device_probe(kind: str, package: str | None) -> Callable[..., bool]:
@@ -110,7 +148,11 @@ def _device_probe(kind: str, package: str | None) -> Callable[..., bool]:
             return False
         module = getattr(torch, kind, None)
         try:
-            return bool(module is not None and module.is_available() and (not check_device or module.device_count()))
+            return bool(
+                module is not None
+                and module.is_available()
+                and (not check_device or module.device_count())
+            )
         except (RuntimeError, AttributeError):
             return False  # the device's library is there and its device is not
 

@@ -13,7 +13,9 @@ from typing import Any, Final, NoReturn
 from hasten.errors import HastenError
 
 # Any in this file: argparse's own arguments and namespaces.
-_TABLE: Final[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+_TABLE: Final[dict[str, Any]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text()
+)
 """What each command is about, and its flags as argparse takes them."""
 
 
@@ -27,7 +29,10 @@ class CustomArgumentGroup(argparse._ArgumentGroup):
 
 
 _PLAIN = argparse.ArgumentParser()
-_STORING = (type(_PLAIN.add_argument("--value")), type(_PLAIN.add_argument("--flag", action="store_const", const=True)))
+_STORING = (
+    type(_PLAIN.add_argument("--value")),
+    type(_PLAIN.add_argument("--flag", action="store_const", const=True)),
+)
 
 
 class CustomArgumentParser(argparse.ArgumentParser):
@@ -44,21 +49,38 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return group
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        defaults = {one.dest: one.default for one in self._actions if isinstance(one, _STORING)}
-        found, rest = super().parse_known_args(args, argparse.Namespace(**dict.fromkeys(defaults, self)))
+        defaults = {
+            one.dest: one.default for one in self._actions if isinstance(one, _STORING)
+        }
+        found, rest = super().parse_known_args(
+            args, argparse.Namespace(**dict.fromkeys(defaults, self))
+        )
         values = vars(found)
-        given = {name for name in defaults if values[name] is not self and values[name] is not None}
+        given = {
+            name
+            for name in defaults
+            if values[name] is not self and values[name] is not None
+        }
         made = namespace if namespace is not None else argparse.Namespace()
-        vars(made).update({name: defaults[name] if value is self else value for name, value in values.items()})
+        vars(made).update(
+            {
+                name: defaults[name] if value is self else value
+                for name, value in values.items()
+            }
+        )
         made.nondefault = given
         return made, rest
 
 
-def parser_of(name: str, command: Callable[[Any], object]) -> Callable[..., argparse.ArgumentParser]:
+def parser_of(
+    name: str, command: Callable[[Any], object]
+) -> Callable[..., argparse.ArgumentParser]:
     """Return the function that makes the parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
     about = _TABLE[name].get("about")
 
-    def command_parser(subparsers: Any = None, parents: Sequence[Any] = ()) -> argparse.ArgumentParser:
+    def command_parser(
+        subparsers: Any = None, parents: Sequence[Any] = ()
+    ) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = (
             subparsers.add_parser(name, description=about, help=about, parents=parents)
             if subparsers is not None
@@ -104,4 +126,6 @@ def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
 
 def hyphenated(action: argparse.Action) -> dict[str, argparse.Action]:
     """Return the action by those spellings of its flags that have hyphens in the place of underscores."""
-    return {name.replace("_", "-"): action for name in action.option_strings if "_" in name}
+    return {
+        name.replace("_", "-"): action for name in action.option_strings if "_" in name
+    }

@@ -89,7 +89,9 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
         return _purged(func_or_cls)
     whole: Any = func_or_cls
     _purge_tests(whole, whole)
-    whole.__init_subclass__ = classmethod(lambda cls, **options: _purge_tests(whole, cls, **options))
+    whole.__init_subclass__ = classmethod(
+        lambda cls, **options: _purge_tests(whole, cls, **options)
+    )
     return whole
 
 
@@ -116,7 +118,9 @@ def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
         if value and not unsafe & set(name + str(value)):
             lines.append(f"{name}={value}\n")
         else:
-            _log.warning(f"WARNING: Skipping {name}={value} as it contains forbidden characters or missing values.")
+            _log.warning(
+                f"WARNING: Skipping {name}={value} as it contains forbidden characters or missing values."
+            )
     return lines
 
 
@@ -127,7 +131,9 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 def _nvidia_smi(question: str) -> list[str]:
     """Return the answer of the driver's own tool, a row for each device."""
     tool = "nvidia-smi" if platform.system() != "Windows" else "nvidia-smi.exe"
-    answer = subprocess.check_output([tool, f"--query-gpu={question}", "--format=csv,noheader"], text=True)
+    answer = subprocess.check_output(
+        [tool, f"--query-gpu={question}", "--format=csv,noheader"], text=True
+    )
     return [row for row in answer.strip().split("\n") if row]
 
 
@@ -142,10 +148,15 @@ def get_driver_version() -> str:
 
 def check_cuda_p2p_ib_support() -> bool:
     """Return whether devices can talk directly; consumer cards of the 4000 series with old drivers cannot."""
-    with suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):  # no device to ask speaks against it
+    # no device to ask speaks against it
+    with suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):
         names, count = get_gpu_info()
         if count > 1 and any("RTX 40" in name for name in names):
-            return tuple(int(part) for part in get_driver_version().split(".")) >= (550, 40, 7)
+            return tuple(int(part) for part in get_driver_version().split(".")) >= (
+                550,
+                40,
+                7,
+            )
     return True
 
 
@@ -159,14 +170,19 @@ _PLACE = (("rank", 0), ("world_size", 1), ("local_rank", 0), ("local_world_size"
 CPUInformation: Any = make_dataclass(
     "CPUInformation",
     [(name, int, field(default=value)) for name, value in _PLACE],
-    namespace={"__module__": __name__, "__doc__": "The place of a process among those of its job."},
+    namespace={
+        "__module__": __name__,
+        "__doc__": "The place of a process among those of its job.",
+    },
 )
 
 
 def get_cpu_distributed_information() -> Any:
     """Return the place of this process among those of its job, from the variables of any launcher."""
     here = Topology.from_env(os.environ)
-    return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
+    return CPUInformation(
+        here.rank, here.world_size, here.local_rank, here.local_world_size
+    )
 
 
 @lru_cache
@@ -175,8 +191,12 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     override_numa_affinity(local_process_index=local_process_index, verbose=verbose)
 
 
-def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    set_affinity(local_process_index, get_cpu_distributed_information().local_world_size, None)
+def override_numa_affinity(
+    local_process_index: int, verbose: bool | None = None
+) -> None:
+    set_affinity(
+        local_process_index, get_cpu_distributed_information().local_world_size, None
+    )
 
 
 def is_port_in_use(port: int | None = None) -> bool:

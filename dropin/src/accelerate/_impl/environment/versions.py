@@ -13,12 +13,18 @@ from accelerate._impl.environment.constants import STR_OPERATION_TO_FUNC
 torch_version = parse(metadata.version("torch"))
 
 
-def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+def compare_versions(
+    library_or_version: str | Version, operation: str, requirement_version: str
+) -> bool:
     if operation not in STR_OPERATION_TO_FUNC:
-        raise ValueError(f"`operation` must be one of {list(STR_OPERATION_TO_FUNC)}, received {operation}")
+        raise ValueError(
+            f"`operation` must be one of {list(STR_OPERATION_TO_FUNC)}, received {operation}"
+        )
     if isinstance(library_or_version, str):
         library_or_version = parse(metadata.version(library_or_version))
-    return bool(STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version)))
+    return bool(
+        STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version))
+    )
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -31,5 +37,9 @@ def install_xla(upgrade: bool = False) -> None:
     if "google.colab" not in str(shell):
         raise RuntimeError("`install_xla` utility works only on google colab.")
     release = ".".join(str(part) for part in torch_version.release[:2])
-    wanted = ["-U", "torch", "torch_xla[tpu]"] if upgrade else [f"torch_xla[tpu]~={release}.0"]
+    wanted = (
+        ["-U", "torch", "torch_xla[tpu]"]
+        if upgrade
+        else [f"torch_xla[tpu]~={release}.0"]
+    )
     subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)

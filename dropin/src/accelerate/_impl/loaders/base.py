@@ -13,13 +13,24 @@ from torch.utils.data import DataLoader
 
 from accelerate._impl import ambient
 from accelerate._impl.copying import Copyable
-from accelerate._impl.environment.packages import is_torchdata_stateful_dataloader_available
-from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
+from accelerate._impl.environment.packages import (
+    is_torchdata_stateful_dataloader_available,
+)
+from accelerate._impl.loaders.samplers import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    get_sampler,
+)
 from accelerate._impl.loaders.torch_source import OneAhead, TorchSource
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.tensors import find_batch_size, gather_object, send_to_device, slice_tensors
+from accelerate._impl.tensors import (
+    find_batch_size,
+    gather_object,
+    send_to_device,
+    slice_tensors,
+)
 from accelerate._impl.views.random import synchronize_rng_states
 from accelerate._impl.views.state import GradientState
 from hasten.data.batch_plan import DataRanks, Padding
@@ -52,10 +63,13 @@ class DataLoaderStateMixin:
     def begin(self) -> None:
         self.reset()
         this: Any = self
-        with suppress(AttributeError, TypeError):  # a length or a size that nobody knows
+        # a length or a size that nobody knows
+        with suppress(AttributeError, TypeError):
             if not this._drop_last:
                 known = hasattr(self, "total_dataset_length")
-                self.remainder = (this.total_dataset_length if known else len(this.dataset)) % this.total_batch_size
+                self.remainder = (
+                    this.total_dataset_length if known else len(this.dataset)
+                ) % this.total_batch_size
         this.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
@@ -63,15 +77,24 @@ class DataLoaderStateMixin:
         this.gradient_state._remove_dataloader(self)
 
 
-_FORMED = {"batch_size", "shuffle", "sampler", "drop_last"}  # which a batch sampler decides
+# which a batch sampler decides
+_FORMED = {"batch_size", "shuffle", "sampler", "drop_last"}
 
 
 @lru_cache
 def stateful(kind: Any) -> Any:
     """Return the kind of loader as one of torchdata's, which other libraries look for."""
-    torchdata = need("torchdata.stateful_dataloader", ">=0.8", why="use_stateful_dataloader=True")
-    reduced = {"__reduce_ex__": lambda self, protocol: (_blank, (kind,), self.__getstate__())}
-    return type(kind.__name__, (kind, torchdata.StatefulDataLoader), {"__module__": kind.__module__, **reduced})
+    torchdata = need(
+        "torchdata.stateful_dataloader", ">=0.8", why="use_stateful_dataloader=True"
+    )
+    reduced = {
+        "__reduce_ex__": lambda self, protocol: (_blank, (kind,), self.__getstate__())
+    }
+    return type(
+        kind.__name__,
+        (kind, torchdata.StatefulDataLoader),
+        {"__module__": kind.__module__, **reduced},
+    )
 
 
 def _blank(kind: Any) -> Any:
@@ -84,11 +107,15 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     use_stateful_dataloader = False
 
-    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Self:
+    def __new__(
+        cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> Self:
         kind: Any = cls
         if use_stateful_dataloader and not is_torchdata_stateful_dataloader_available():
             raise ImportError(message("no_torchdata"))
-        made: Self = super().__new__(stateful(kind) if use_stateful_dataloader else kind)
+        made: Self = super().__new__(
+            stateful(kind) if use_stateful_dataloader else kind
+        )
         return made
 
     def __getattr__(self, name: str) -> Any:
@@ -100,18 +127,28 @@ class DataLoaderAdapter(DataLoader[Any]):
             return GradientState()
         if name == "dl_state_dict" and self.__dict__.get("use_stateful_dataloader"):
             return self.state_dict()
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        raise AttributeError(
+            f"'{type(self).__name__}' object has no attribute '{name}'"
+        )
 
     def __init__(
-        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+        self,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         if batch_sampler is not None:
-            kwargs = {**{name: kwargs[name] for name in kwargs.keys() - _FORMED}, "batch_sampler": batch_sampler}
+            kwargs = {
+                **{name: kwargs[name] for name in kwargs.keys() - _FORMED},
+                "batch_sampler": batch_sampler,
+            }
         if not use_stateful_dataloader:
             super().__init__(dataset, **kwargs)
             return
-        with warnings.catch_warnings():  # torchdata 0.11 makes a call that torch has deprecated
+        # torchdata 0.11 makes a call that torch has deprecated
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             super().__init__(dataset, **kwargs)
 
@@ -132,7 +169,9 @@ class SnapshotSource(TorchSource):
 
 
 def torchdata_kind(loader: Any) -> Any:
-    kinds = (one for one in type(loader).__mro__ if one.__module__.startswith("torchdata"))
+    kinds = (
+        one for one in type(loader).__mro__ if one.__module__.startswith("torchdata")
+    )
     return next(kinds, DataLoader)
 
 
@@ -158,12 +197,18 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
         self.device, self.rng_types = device, rng_types
         self.order_generator = self.synchronized_generator = synchronized_generator
-        self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
+        self.skip_batches, self._drop_last, self._non_blocking = (
+            skip_batches,
+            _drop_last,
+            _non_blocking,
+        )
         self.loader_iteration = LoaderIteration(Position(epoch=iteration))
         self.place_in_epoch = LoaderCursor(nests=True)
         self.clock: StepClock | None = None
-        self.latest: list[Any] | None = None  # torchdata's state at the batch in use, in a list that the source changes
-        self.cut: SequenceSplitter | None = None  # how sequences are cut, where processes share them
+        # torchdata's state at the batch in use, in a list that the source changes
+        self.latest: list[Any] | None = None
+        # how sequences are cut, where processes share them
+        self.cut: SequenceSplitter | None = None
         self.num_processes, self.process_index = 1, 0
         self.split_batches, self.even_batches = False, True
 
@@ -173,7 +218,9 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     @property
     def parts(self) -> LoaderParts:  # type: ignore[override]  # put together of attributes, which clients change
         return LoaderParts(
-            source=self.source() if self.cut is None else sequence_parts.SequenceShardSource(self.source(), self.cut),
+            source=self.source()
+            if self.cut is None
+            else sequence_parts.SequenceShardSource(self.source(), self.cut),
             clock=self.clock or ambient.clock(),
             iteration=self.loader_iteration,
             move=self.move(),
@@ -184,7 +231,11 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         )
 
     def followers(self) -> tuple[Any, ...]:
-        return tuple(one for one in (get_sampler(self), self.batch_sampler) if not isinstance(one, BatchSamplerShard))
+        return tuple(
+            one
+            for one in (get_sampler(self), self.batch_sampler)
+            if not isinstance(one, BatchSamplerShard)
+        )
 
     get_sampler = get_sampler
 
@@ -223,7 +274,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
                 state = self.loader_iteration.source_state
                 self.latest = state if isinstance(state, list) else None
                 yield self.given(batch)
-            if self.latest is None:  # resumed by a position, which torchdata knows nothing of
+            # resumed by a position, which torchdata knows nothing of
+            if self.latest is None:
                 self.latest = [self.saved_state()]
         finally:  # however the loop is left
             batches.close()
@@ -235,14 +287,20 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         """Give the sampler a generator with the first rank's state if torch's generators differ between ranks. Ranks: every rank."""
         states = gather_object([torch.get_rng_state()])
         if any(not torch.equal(state, states[0]) for state in states):
-            self.order_generator = self.synchronized_generator = self.drawn_from_torch.generator = torch.Generator()
+            self.order_generator = self.synchronized_generator = (
+                self.drawn_from_torch.generator
+            ) = torch.Generator()
             self.order_generator.set_state(states[0])
             self.drawn_from_torch = None
 
     def given(self, batch: Any) -> Any:
         return batch
 
-    iteration = shown("epoch", "The current or next epoch.", lambda self, epoch: self.loader_iteration.set_epoch(epoch))
+    iteration = shown(
+        "epoch",
+        "The current or next epoch.",
+        lambda self, epoch: self.loader_iteration.set_epoch(epoch),
+    )
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -251,7 +309,11 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
 
     @property
     def total_dataset_length(self) -> int | None:  # type: ignore[override]  # streams may have none
-        whole: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        whole: Any = (
+            self.dataset.dataset
+            if isinstance(self.dataset, IterableDatasetShard)
+            else self.dataset
+        )
         try:
             return len(whole)
         except TypeError:
@@ -261,8 +323,11 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def total_batch_size(self) -> int | None:
         """Samples that all processes together take in one step; None if batches vary."""
         size = getattr(self.batch_sampler, "batch_size", None) or self.batch_size
-        together = 1 if self.cut is None else self.cut.comm.size  # processes that share a batch
-        return size and int(size if self.split_batches else size * self.num_processes // together)
+        # processes that share a batch
+        together = 1 if self.cut is None else self.cut.comm.size
+        return size and int(
+            size if self.split_batches else size * self.num_processes // together
+        )
 
     def saved_state(self, has_trained: bool = False) -> dict[str, Any]:
         """Return the loop's position, which checkpoints hold."""
@@ -273,30 +338,45 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position; torchdata's own state, as of the batch in use, for loaders of torchdata's."""
         if not self.use_stateful_dataloader or (
-            self.latest is None and self.loader_iteration.start.batches + self.loader_iteration.steps
+            self.latest is None
+            and self.loader_iteration.start.batches + self.loader_iteration.steps
         ):
             return self.saved_state()
-        state: dict[str, Any] = dict(torchdata_kind(self).state_dict(self) if self.latest is None else self.latest[0])
+        state: dict[str, Any] = dict(
+            torchdata_kind(self).state_dict(self)
+            if self.latest is None
+            else self.latest[0]
+        )
         # its samplers' random states are no part of torchdata's state: the order goes on from hasten's position
-        return state if self.order_generator is None else {**state, POSITION: self.saved_state()}
+        return (
+            state
+            if self.order_generator is None
+            else {**state, POSITION: self.saved_state()}
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
         position = state_dict.get(POSITION, state_dict)
         if "unit" not in position:
-            self.loader_iteration.place(self.loader_iteration.upcoming().begin(self.epoch))
+            self.loader_iteration.place(
+                self.loader_iteration.upcoming().begin(self.epoch)
+            )
             self.latest = [dict(state_dict)]
             torchdata_kind(self).load_state_dict(self, dict(state_dict))
             return
         # quirk: POSITION_IS_OPT_IN
-        beginning = {} if self.use_stateful_dataloader else {"consumed": 0, "batches": 0}
+        beginning = (
+            {} if self.use_stateful_dataloader else {"consumed": 0, "batches": 0}
+        )
         self.latest = None
         super().load_state_dict({**position, **beginning})
 
     def skipping(self, num_batches: int) -> Any:
         """Return the same loader without its first batches; it shares this loader's position."""
         loader = copy.copy(self)
-        loader.__dict__.update(clock=self.clock, cut=self.cut, skip_batches=self.skip_batches + num_batches)
+        loader.__dict__.update(
+            clock=self.clock, cut=self.cut, skip_batches=self.skip_batches + num_batches
+        )
         return loader
 
     outlasts_others = False
@@ -314,15 +394,22 @@ class DataLoaderShard(PreparedLoader):
     @property
     def outlasts_others(self) -> bool:  # type: ignore[override]  # known at the end only
         sampler = self.batch_sampler
-        if not (self.end_of_dataloader and isinstance(sampler, BatchSamplerShard)) or sampler.even_batches:
+        if (
+            not (self.end_of_dataloader and isinstance(sampler, BatchSamplerShard))
+            or sampler.even_batches
+        ):
             return False
-        return len(sampler) > len(replace(sampler, process_index=sampler.num_processes - 1))
+        return len(sampler) > len(
+            replace(sampler, process_index=sampler.num_processes - 1)
+        )
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:
         """A block in which every process takes as many batches as the others, or only those that are there."""
         targets: tuple[Any, ...] = (self, self.batch_sampler)
-        before = [(one, one.even_batches) for one in targets if hasattr(one, "even_batches")]
+        before = [
+            (one, one.even_batches) for one in targets if hasattr(one, "even_batches")
+        ]
         for one, _ in before:
             one.even_batches = even_batches
         try:
@@ -354,11 +441,22 @@ class Dealt(BatchReader):
 
 def _seats(readers: int) -> DataRanks:
     here, every = ambient.start(), range(ambient.start().world.size)
-    shards = tuple(every if readers == len(every) else (here.mesh.index(rank, *BATCH) for rank in every))
+    shards = tuple(
+        every
+        if readers == len(every)
+        else (here.mesh.index(rank, *BATCH) for rank in every)
+    )
     return DataRanks(shards[here.rank], readers, shards)
 
 
-_SHARED = ("skip_batches", "use_stateful_dataloader", "_drop_last", "_non_blocking", "torch_device_mesh", "iteration")
+_SHARED = (
+    "skip_batches",
+    "use_stateful_dataloader",
+    "_drop_last",
+    "_non_blocking",
+    "torch_device_mesh",
+    "iteration",
+)
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -387,12 +485,23 @@ class DataLoaderDispatcher(PreparedLoader):
     def source(self) -> BatchSource:
         """Return the main process's batches, dealt out where there are several processes."""
         world = ambient.start().world
-        kind = SnapshotSource if self.use_stateful_dataloader and world.size == 1 else TorchSource
+        kind = (
+            SnapshotSource
+            if self.use_stateful_dataloader and world.size == 1
+            else TorchSource
+        )
         inner = kind(self, None, self.followers(), reads=world.rank == 0)
         if world.size == 1:
             return inner
         size, joins = self.num_processes, self.slice_fn is not slice_tensors
-        reader = Dealt(size, self.split_batches, self.even_batches, self._drop_last, self._cut, joins)
+        reader = Dealt(
+            size,
+            self.split_batches,
+            self.even_batches,
+            self._drop_last,
+            self._cut,
+            joins,
+        )
         return DispatchSource(inner, reader, world, _seats(self.num_processes))
 
     def move(self) -> Move | None:
@@ -402,7 +511,9 @@ class DataLoaderDispatcher(PreparedLoader):
         ahead = OneAhead(self.device, self.put)
         if self.slice_fn is slice_tensors:
             return ahead
-        cut = plain_move(lambda batch: self._cut(batch, slice(0, find_batch_size(batch))))
+        cut = plain_move(
+            lambda batch: self._cut(batch, slice(0, find_batch_size(batch)))
+        )
         return lambda items: ahead(cut(items))
 
     def _cut(self, batch: Any, rows: slice, shard: int = 0, num_shards: int = 1) -> Any:
@@ -421,7 +532,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
 class SkipDataLoader(DataLoaderStateMixin, SkippingLoader, DataLoaderAdapter):
     def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+        self,
+        dataset: Any,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        **kwargs: Any,
     ) -> None:
         DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
         self.skip_batches = skip_batches
@@ -440,7 +555,11 @@ class SkipDataLoader(DataLoaderStateMixin, SkippingLoader, DataLoaderAdapter):
 
     def state_dict(self) -> Any:
         """torchdata's state at the latest batch. Raises: AttributeError for a plain loader, which has none."""
-        return torchdata_kind(self).state_dict(self) if self.latest is None else self.latest
+        return (
+            torchdata_kind(self).state_dict(self)
+            if self.latest is None
+            else self.latest
+        )
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.latest = None

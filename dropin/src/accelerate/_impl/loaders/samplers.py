@@ -17,7 +17,9 @@ from hasten.data.skipping import SkippedBatches
 # Any in this file: indices and samples are whatever the dataset has.
 
 
-def check_split(what: str, batch_size: int | None, num_processes: int, least: int = 1) -> None:
+def check_split(
+    what: str, batch_size: int | None, num_processes: int, least: int = 1
+) -> None:
     if batch_size is not None and batch_size > least and batch_size % num_processes:
         raise ValueError(message("cannot_split", what, batch_size, num_processes))
 
@@ -28,7 +30,9 @@ class SeedableRandomSampler(RandomSampler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
-        self.initial_seed = data_seed if data_seed is not None else torch.random.initial_seed()
+        self.initial_seed = (
+            data_seed if data_seed is not None else torch.random.initial_seed()
+        )
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -74,28 +78,42 @@ class BatchSamplerShard(BatchSampler):
     even_batches: bool = True
 
     def __post_init__(self) -> None:
-        self.batch_size: Any = getattr(self.batch_sampler, "batch_size", None)  # None for samplers of varying size
+        # None for samplers of varying size
+        self.batch_size: Any = getattr(self.batch_sampler, "batch_size", None)
         self.drop_last = getattr(self.batch_sampler, "drop_last", False)
         self.sampler = getattr(self.batch_sampler, "sampler", None)  # type: ignore[assignment]  # None where there is none
         if self.split_batches:
             if self.batch_size is None:
-                raise ValueError(message("cannot_split", "`BatchSamplerShard`", None, self.num_processes))
-            check_split("`BatchSamplerShard`", self.batch_size, self.num_processes, least=0)
+                raise ValueError(
+                    message(
+                        "cannot_split", "`BatchSamplerShard`", None, self.num_processes
+                    )
+                )
+            check_split(
+                "`BatchSamplerShard`", self.batch_size, self.num_processes, least=0
+            )
 
-    total_length = shown(lambda self: len(self.batch_sampler), "Batches of all processes.")
+    total_length = shown(
+        lambda self: len(self.batch_sampler), "Batches of all processes."
+    )
 
     @property
     def _assignment(self) -> Assignment:
         plan = plan_batches(**_seat(self), even=self.even_batches)
         split = (self.num_processes, self.process_index) if self.split_batches else None
-        return Assignment(AsDrawn(self.batch_sampler), plan, "batches", split, fill=self.batch_size)
+        return Assignment(
+            AsDrawn(self.batch_sampler), plan, "batches", split, fill=self.batch_size
+        )
 
     def __len__(self) -> int:
         return self._assignment.plan.steps(len(self.batch_sampler))
 
     def __iter__(self) -> Iterator[list[Any]]:
         # quirk: LAST_BATCH_IS_FULL
-        return (index_batch[0] for index_batch in self._assignment.index_batches(Position(), ends=False))
+        return (
+            index_batch[0]
+            for index_batch in self._assignment.index_batches(Position(), ends=False)
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -120,7 +138,9 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def _assignment(self) -> Assignment:
-        plan = plan_rows(batch_size=self.batch_size, **_seat(self), even=True, pad="full")
+        plan = plan_rows(
+            batch_size=self.batch_size, **_seat(self), even=True, pad="full"
+        )
         return Assignment(AsDrawn(self.dataset), plan, "rows")
 
     def __len__(self) -> int:
@@ -128,9 +148,17 @@ class IterableDatasetShard(IterableDataset[Any]):
         return plan.steps(len(self.dataset)) * plan.rows
 
     def __iter__(self) -> Iterator[Any]:
-        generator, epoch = getattr(self.dataset, "generator", None), getattr(self, "epoch", None)
-        if epoch is not None and not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
-            generator.manual_seed(epoch)  # a stream without a set_epoch of its own gets an order for the epoch
+        generator, epoch = (
+            getattr(self.dataset, "generator", None),
+            getattr(self, "epoch", None),
+        )
+        if (
+            epoch is not None
+            and not hasattr(self.dataset, "set_epoch")
+            and isinstance(generator, torch.Generator)
+        ):
+            # a stream without a set_epoch of its own gets an order for the epoch
+            generator.manual_seed(epoch)
         for index_batch in self._assignment.index_batches(Position(), ends=False):
             yield from index_batch[0]
 
@@ -138,11 +166,18 @@ class IterableDatasetShard(IterableDataset[Any]):
 def _seat(part: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:
     """Return the process of a part and the way batches are shared, by its attributes as they are now."""
     place = {"num_shards": part.num_processes, "shard": part.process_index}
-    return {**place, "split": part.split_batches, "dispatch": False, "drop_last": bool(part.drop_last)}
+    return {
+        **place,
+        "split": part.split_batches,
+        "dispatch": False,
+        "drop_last": bool(part.drop_last),
+    }
 
 
 class SkipBatchSampler(SkippedBatches):
-    total_length = shown(lambda self: len(self.batch_sampler), "Batches before any are skipped.")
+    total_length = shown(
+        lambda self: len(self.batch_sampler), "Batches before any are skipped."
+    )
 
 
 def get_sampler(dataloader: Any) -> Any:

@@ -17,7 +17,13 @@ from hasten.errors import DataError, StepError
 from hasten.strategies.context.masks import IGNORED, inspect_buffers
 
 # Any in this file: the user's batches.
-_TOKENS: Final = ("input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels")
+_TOKENS: Final = (
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "labels",
+    "shift_labels",
+)
 
 
 @dataclass(slots=True)
@@ -40,26 +46,38 @@ class SequenceSplitter:
                 f"sp_size needs batches that are dicts of tensors, but the loader returned a {type(batch).__name__}. Return a dict with input_ids and labels from collate_fn."
             )
         found = dict(batch)
-        name = next((name for name in _TOKENS if isinstance(found.get(name), Tensor)), None)
+        name = next(
+            (name for name in _TOKENS if isinstance(found.get(name), Tensor)), None
+        )
         if name is None:
             raise DataError(
                 f"a batch with {', '.join(map(str, found))} has no input_ids, so its sequences are unknown. Return input_ids from collate_fn."
             )
         length = self._checked_length(found[name], name)
         if found.get("position_ids") is None:
-            found["position_ids"] = torch.arange(length).expand(found[name].shape[0], -1)
+            found["position_ids"] = torch.arange(length).expand(
+                found[name].shape[0], -1
+            )
         if any(inspect_buffers([(found["position_ids"], 1)])().restarting):
             raise StepError(
                 "position_ids restart, so several sequences are packed into one and would attend to each other (sp_size > 1). Unpack them."
             )
         _check_padding(found.pop("attention_mask", None))
         if isinstance(labels := found.get("labels"), Tensor):
-            found["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        cut = {key: self._chunks(key, value, length) for key, value in found.items() if isinstance(value, Tensor)}
-        if "shift_labels" in cut:  # a model computes its loss only if it gets labels, and then reads shift_labels
+            found["shift_labels"] = torch.nn.functional.pad(
+                labels, (0, 1), value=IGNORED
+            )[:, 1:]
+        cut = {
+            key: self._chunks(key, value, length)
+            for key, value in found.items()
+            if isinstance(value, Tensor)
+        }
+        # a model computes its loss only if it gets labels, and then reads shift_labels
+        if "shift_labels" in cut:
             cut["labels"] = cut["shift_labels"]
         return [
-            {key: cut[key][n] if key in cut else found[key] for key in {**found, **cut}} for n in range(self.comm.size)
+            {key: cut[key][n] if key in cut else found[key] for key in {**found, **cut}}
+            for n in range(self.comm.size)
         ]
 
     def _checked_length(self, tokens: Tensor, name: str) -> int:
@@ -130,11 +148,18 @@ class SequenceShardSource(OuterSource):
         cut, comm = self._cut, self._cut.comm
         while True:
             mine, error = self._next(items, cut.parts)
-            gathered = comm.all_gather_object((mine, None if error is None else f"{type(error).__name__}: {error}"))
+            gathered = comm.all_gather_object(
+                (mine, None if error is None else f"{type(error).__name__}: {error}")
+            )
             if error is not None:
                 raise error
             if failed := next(
-                (f"rank {rank}: {words}" for rank, (_, words) in zip(comm.ranks, gathered, strict=True) if words), None
+                (
+                    f"rank {rank}: {words}"
+                    for rank, (_, words) in zip(comm.ranks, gathered, strict=True)
+                    if words
+                ),
+                None,
             ):
                 raise DataError(
                     f"another process of the same sequences failed to read its next batch: {failed}. Every process of the group stops here; fix that error first."
@@ -154,5 +179,6 @@ class SequenceShardSource(OuterSource):
         try:
             item = next(items, None)
             return None if item is None else parts(item[0]), None
-        except Exception as error:  # any error of the user's dataset must reach the processes that wait
+        # any error of the user's dataset must reach the processes that wait
+        except Exception as error:
             return None, error

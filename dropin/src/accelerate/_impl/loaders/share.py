@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.packages import is_datasets_available
-from accelerate._impl.loaders.base import DataLoaderDispatcher, DataLoaderShard, PreparedLoader, SkipDataLoader
+from accelerate._impl.loaders.base import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    PreparedLoader,
+    SkipDataLoader,
+)
 from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -40,7 +45,9 @@ _KEPT: Final = "num_workers collate_fn pin_memory timeout worker_init_fn multipr
 
 def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
     here = PartialState()
-    readers, reader = (here.num_processes, here.process_index) if mesh is None else _readers_of(mesh)
+    readers, reader = (
+        (here.num_processes, here.process_index) if mesh is None else _readers_of(mesh)
+    )
     return readers if size is None else size, reader if index is None else index
 
 
@@ -48,8 +55,13 @@ def _readers_of(mesh: Any) -> tuple[int, int]:
     """Return the number of ranks with different samples in torch's mesh, and this rank's index: not along `tp` and `cp`."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     dims = [dim for dim, name in enumerate(names) if name not in (Axis.TP, Axis.CP)]
-    sizes, positions = [mesh.size(dim) for dim in dims], [mesh.get_local_rank(dim) for dim in dims]
-    return math.prod(sizes), sum(position * math.prod(sizes[at + 1 :]) for at, position in enumerate(positions))
+    sizes, positions = (
+        [mesh.size(dim) for dim in dims],
+        [mesh.get_local_rank(dim) for dim in dims],
+    )
+    return math.prod(sizes), sum(
+        position * math.prod(sizes[at + 1 :]) for at, position in enumerate(positions)
+    )
 
 
 def prepare_data_loader(
@@ -71,21 +83,36 @@ def prepare_data_loader(
 ) -> PreparedLoader:
     """Return the loader, reading this process's share. Ranks: every rank."""
     if dispatch_batches is None:  # quirk: STREAMS_ARE_DISPATCHED
-        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
+        dispatch_batches = put_on_device and isinstance(
+            dataloader.dataset, IterableDataset
+        )
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
     size, index = _place(torch_device_mesh, num_processes, process_index)
-    how = (split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader, use_seedable_sampler)
+    how = (
+        split_batches,
+        even_batches,
+        bool(dispatch_batches),
+        use_stateful_dataloader,
+        use_seedable_sampler,
+    )
     share = Share(dataloader, size, index, *how)
     share.compare_with_other_ranks()
     order = share.order(data_seed)
-    return share.loader(order, device if put_on_device else None, rng_types, slice_fn_for_dispatch, non_blocking)
+    return share.loader(
+        order,
+        device if put_on_device else None,
+        rng_types,
+        slice_fn_for_dispatch,
+        non_blocking,
+    )
 
 
 @like(own.skip_first_batches)
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
     made: Any = own.skip_first_batches(dataloader, num_batches)
-    if type(made) is own.SkippingLoader:  # hasten's classes, under the names of the original's
+    # hasten's classes, under the names of the original's
+    if type(made) is own.SkippingLoader:
         made, state = SkipDataLoader.__new__(SkipDataLoader), vars(made)
         made.__dict__.update(state)
     elif type(made.batch_sampler) is own.SkippedBatches:
@@ -108,11 +135,16 @@ class Share:
         batches = self.plain.batch_sampler
         size = self.plain.batch_size or getattr(batches, "batch_size", None)
         if self.split and not size:
-            raise ValueError(message("no_batch_size", self.plain.batch_size, type(batches)))
+            raise ValueError(
+                message("no_batch_size", self.plain.batch_size, type(batches))
+            )
         if self.split:
             check_split("a `DataLoader`", size, self.size)
 
-    stream = shown(lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is a stream.")
+    stream = shown(
+        lambda self: isinstance(self.plain.dataset, IterableDataset),
+        "Whether the dataset is a stream.",
+    )
 
     def compare_with_other_ranks(self) -> None:
         """Raise an error if notebook processes, which each read a part, have different data. Ranks: every rank."""
@@ -122,7 +154,9 @@ class Share:
         if world.size == 1:
             return
         try:
-            rank_check.agree_on_loader(self.plain, {}, None, 0, world, reads_samples=True)
+            rank_check.agree_on_loader(
+                self.plain, {}, None, 0, world, reads_samples=True
+            )
         except DataError as error:
             raise DataError(message("data_of_ranks_differs", world.size)) from error
 
@@ -130,10 +164,21 @@ class Share:
         """Return the sampler of the plain loader and the batches made of it; when seedable, a random one depends on seed and epoch."""
         sampler: Any = get_sampler(self.plain)
         batches: Any = self.plain.batch_sampler
-        if not self.seedable or not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
+        if (
+            not self.seedable
+            or not isinstance(sampler, RandomSampler)
+            or type(sampler) is SeedableRandomSampler
+        ):
             return sampler, batches
-        generator = sampler.generator or torch.Generator(device=torch.get_default_device())
-        drawn = (sampler.data_source, sampler.replacement, sampler._num_samples, generator)
+        generator = sampler.generator or torch.Generator(
+            device=torch.get_default_device()
+        )
+        drawn = (
+            sampler.data_source,
+            sampler.replacement,
+            sampler._num_samples,
+            generator,
+        )
         sampler = SeedableRandomSampler(*drawn, data_seed=data_seed)
         if batches is not None:
             batches = copy.copy(batches)
@@ -144,34 +189,64 @@ class Share:
         """Return the generator that orders the loader, made where ranks would draw differently."""
         # quirk: SHUFFLE_FOLLOWS_TORCH
         drawn: Any = self.plain.dataset if self.stream else innermost(sampler)
-        found = getattr(drawn, "generator", False)  # None: one that draws from torch's generator
+        # None: one that draws from torch's generator
+        found = getattr(drawn, "generator", False)
         needed = isinstance(drawn, RandomSampler) or not (self.seedable or self.stream)
-        if found is None and needed and (max(self.size, ambient.start().world.size) > 1 or self.stateful):
+        if (
+            found is None
+            and needed
+            and (max(self.size, ambient.start().world.size) > 1 or self.stateful)
+        ):
             found = drawn.generator = torch.Generator(device=torch.get_default_device())
             found.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         return found if isinstance(found, torch.Generator) else None
 
     def loader(
-        self, order: tuple[Any, Any], device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool
+        self,
+        order: tuple[Any, Any],
+        device: Any,
+        rng_types: Any,
+        slice_fn: Any,
+        non_blocking: bool,
     ) -> PreparedLoader:
         # the main process alone draws the order of batches that it hands out
         generator = None if self.dispatch else self._shared_generator(order[0])
         dataset, batches = self._cut(order[1])
         kwargs = {**self._options(order[0], batches), "_non_blocking": non_blocking}
         alone = self.size == ambient.start().world.size == 1
-        equalised = None if alone or isinstance(order[0], SeedableRandomSampler) else generator
+        equalised = (
+            None if alone or isinstance(order[0], SeedableRandomSampler) else generator
+        )
         if self.dispatch:
-            kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
-            made: PreparedLoader = DataLoaderDispatcher(dataset, slice_fn=slice_fn, **kwargs)
+            # seeds of workers come from torch's own then, on every process alike
+            kwargs.pop("generator", None)
+            made: PreparedLoader = DataLoaderDispatcher(
+                dataset, slice_fn=slice_fn, **kwargs
+            )
         else:
-            types = rng_types and [kind for kind in rng_types if equalised is not None or str(kind) != "generator"]
-            made = DataLoaderShard(dataset, rng_types=types, synchronized_generator=equalised, **kwargs)
+            types = rng_types and [
+                kind
+                for kind in rng_types
+                if equalised is not None or str(kind) != "generator"
+            ]
+            made = DataLoaderShard(
+                dataset, rng_types=types, synchronized_generator=equalised, **kwargs
+            )
             made.order_generator = generator
-            if self.size > 1 and getattr(innermost(order[0]), "generator", False) is None:
+            if (
+                self.size > 1
+                and getattr(innermost(order[0]), "generator", False) is None
+            ):
                 made.drawn_from_torch = innermost(order[0])
         made.device = device
-        made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
-        made.even_batches = self.even or self.dispatch or isinstance(dataset, IterableDatasetShard)
+        made.num_processes, made.process_index, made.split_batches = (
+            self.size,
+            self.index,
+            self.split,
+        )
+        made.even_batches = (
+            self.even or self.dispatch or isinstance(dataset, IterableDatasetShard)
+        )
         return made
 
     def _cut(self, batches: Any) -> tuple[Any, Any]:
@@ -179,20 +254,40 @@ class Share:
         if self.size == 1 or self.dispatch:
             return dataset, batches
         if not self.stream:
-            whole = self.plain.sampler if batches is None else batches  # items without batches are shared as batches
-            return dataset, BatchSamplerShard(whole, self.size, self.index, self.split, self.even)
-        sharded = is_datasets_available() and getattr(sys.modules.get("datasets"), "IterableDataset", None)
-        if sharded and isinstance(dataset, sharded) and not self.split and dataset.num_shards >= self.size:
+            # items without batches are shared as batches
+            whole = self.plain.sampler if batches is None else batches
+            return dataset, BatchSamplerShard(
+                whole, self.size, self.index, self.split, self.even
+            )
+        sharded = is_datasets_available() and getattr(
+            sys.modules.get("datasets"), "IterableDataset", None
+        )
+        if (
+            sharded
+            and isinstance(dataset, sharded)
+            and not self.split
+            and dataset.num_shards >= self.size
+        ):
             return dataset.shard(num_shards=self.size, index=self.index), batches
         rows, drop_last = self.plain.batch_size or 1, bool(self.plain.drop_last)
-        return IterableDatasetShard(dataset, rows, drop_last, self.size, self.index, self.split), batches
+        return IterableDatasetShard(
+            dataset, rows, drop_last, self.size, self.index, self.split
+        ), batches
 
     def _options(self, sampler: Any, batches: Any) -> dict[str, Any]:
-        kept = {name: getattr(self.plain, name) for name in _KEPT.split() if hasattr(self.plain, name)}
+        kept = {
+            name: getattr(self.plain, name)
+            for name in _KEPT.split()
+            if hasattr(self.plain, name)
+        }
         if not kept.get("num_workers"):
             kept.pop("prefetch_factor", None)
         kept |= self._batching(sampler, batches)
-        return {**kept, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
+        return {
+            **kept,
+            "_drop_last": bool(self.plain.drop_last),
+            "use_stateful_dataloader": self.stateful,
+        }
 
     def _batching(self, sampler: Any, batches: Any) -> dict[str, Any]:
         """Return the prepared loader's arguments for batches, as torch's DataLoader takes them."""
@@ -200,8 +295,14 @@ class Share:
             rows = self.plain.batch_size
             if rows is not None and self.split and not self.dispatch:
                 rows //= self.size
-            return {"batch_size": rows, "drop_last": bool(self.plain.drop_last) if rows is not None else False}
+            return {
+                "batch_size": rows,
+                "drop_last": bool(self.plain.drop_last) if rows is not None else False,
+            }
         if self.plain.batch_sampler is not None:
             return {"batch_sampler": batches}
         alone = sampler if sampler is not None else self.plain.sampler
-        return {"sampler": batches if isinstance(batches, BatchSamplerShard) else alone, "batch_size": None}
+        return {
+            "sampler": batches if isinstance(batches, BatchSamplerShard) else alone,
+            "batch_size": None,
+        }

@@ -30,7 +30,11 @@ class TorchSource:
     unit: Unit = "batches"
 
     def __init__(
-        self, loader: Loader, generator: torch.Generator | None, followers: tuple[Any, ...] = (), reads: bool = True
+        self,
+        loader: Loader,
+        generator: torch.Generator | None,
+        followers: tuple[Any, ...] = (),
+        reads: bool = True,
     ) -> None:
         self.engine: DataLoader[Any] = loader
         self._loader = loader
@@ -53,7 +57,8 @@ class TorchSource:
             forward_epoch(one, at.epoch)
         if self._generator is not None and at.generator is not None:
             self._generator.set_state(at.generator["order"])
-        if not self._reads:  # same draw as the main process's iterator: the generators agree
+        # same draw as the main process's iterator: the generators agree
+        if not self._reads:
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         return self.remember(at)
 
@@ -99,7 +104,9 @@ class TorchSource:
 class OneAhead:
     """Move of batches to the device, if there is one, that marks the last: one batch is read ahead, and copied if it is large."""
 
-    def __init__(self, device: torch.device | str | int | None, put: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, device: torch.device | str | int | None, put: Callable[[Any], Any]
+    ) -> None:
         self._device = None if device is None else torch.device(device)
         self._put = put
 
@@ -107,7 +114,12 @@ class OneAhead:
         device = self._device
         if device is None or not kind_of(device).side_streams:
             for (batch, real, _, state), following in with_next(items):
-                yield batch if device is None else self._put(batch), real, following is None, state
+                yield (
+                    batch if device is None else self._put(batch),
+                    real,
+                    following is None,
+                    state,
+                )
             return
         with Queue(device, 1, InLine(device)) as queue:
             for (batch, real, _, state), following in with_next(items):

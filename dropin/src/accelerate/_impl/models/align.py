@@ -14,7 +14,14 @@ from hasten.extensions.bigmodel.dispatch import Place, device_of
 from hasten.extensions.bigmodel.placed import moved
 from hasten.extensions.bigmodel.tensors import TiedMap, set_tensor
 from hasten.extensions.bigmodel.units import tensors_in
-from hasten.modules.hooks import Args, Kwargs, ModelHook, SequentialHook, add_hook_to_module, hook_of
+from hasten.modules.hooks import (
+    Args,
+    Kwargs,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    hook_of,
+)
 from hasten.modules.surgery import named_tensors, own_buffers
 from hasten.trees import tensors
 
@@ -59,37 +66,63 @@ class AlignDevicesHook(ModelHook):
         self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
 
     def __repr__(self) -> str:
-        shown = ("offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        shown = (
+            "offload",
+            "io_same_device",
+            "offload_buffers",
+            "place_submodules",
+            "skip_keys",
+        )
         rest = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
         return f"AlignDevicesHook(execution_device={self.execution_device}, {rest})"
 
     def _device(self) -> torch.device | None:
-        return None if self.execution_device is None else device_of(self.execution_device)
+        return (
+            None if self.execution_device is None else device_of(self.execution_device)
+        )
 
     def _skipped(self) -> Collection[str]:
-        return [self.skip_keys] if isinstance(self.skip_keys, str) else self.skip_keys or ()
+        return (
+            [self.skip_keys]
+            if isinstance(self.skip_keys, str)
+            else self.skip_keys or ()
+        )
 
     def _weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that are offloaded; buffers that no state dict holds stay in place."""
         deep = self.place_submodules
-        found: dict[str, Tensor] = dict(module.named_parameters(recurse=deep, remove_duplicate=False))
+        found: dict[str, Tensor] = dict(
+            module.named_parameters(recurse=deep, remove_duplicate=False)
+        )
         if self.offload_buffers:
-            found.update(named_tensors(module, True) if deep else own_buffers(module, True))
+            found.update(
+                named_tensors(module, True) if deep else own_buffers(module, True)
+            )
         return found
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         device = self._device()
         if not self.offload:
             if device is not None:
-                for found in list(tensors_in(module, "", buffers=True, recurse=self.place_submodules)):
+                for found in list(
+                    tensors_in(module, "", buffers=True, recurse=self.place_submodules)
+                ):
                     if found.tensor.device != device:
-                        set_tensor(module, found.name, device, tied=self.tied_params_map)
+                        set_tensor(
+                            module, found.name, device, tied=self.tied_params_map
+                        )
             return module
         weights = self._weights(module)
-        everything = list(tensors_in(module, "", buffers=True, recurse=self.place_submodules))
-        self.original_devices = {found.name: found.tensor.device for found in everything}
+        everything = list(
+            tensors_in(module, "", buffers=True, recurse=self.place_submodules)
+        )
+        self.original_devices = {
+            found.name: found.tensor.device for found in everything
+        }
         if self.weights_map is None:
-            self.weights_map = {name: weight.detach().to("cpu") for name, weight in weights.items()}
+            self.weights_map = {
+                name: weight.detach().to("cpu") for name, weight in weights.items()
+            }
         for name, weight in weights.items():
             if not weight.is_meta and weight.data_ptr() in (self.tied_params_map or ()):
                 self.tied_params_names.add(name)
@@ -105,11 +138,15 @@ class AlignDevicesHook(ModelHook):
         target = device or self._device() or torch.device("cpu")
         for name, now in self._weights(module).items():
             value = self.weights_map[name]
-            if self.tied_params_map is not None and target not in self.tied_params_map.get(
-                value.data_ptr(), {target: value}
+            if (
+                self.tied_params_map is not None
+                and target
+                not in self.tied_params_map.get(value.data_ptr(), {target: value})
             ):
                 self.tied_pointers_to_remove.add((value.data_ptr(), target))
-            set_tensor(module, name, target, value, _own_dtype(now), tied=self.tied_params_map)
+            set_tensor(
+                module, name, target, value, _own_dtype(now), tied=self.tied_params_map
+            )
 
     def take_away(self, module: nn.Module) -> None:
         """Release the device memory of offloaded weights."""
@@ -121,7 +158,9 @@ class AlignDevicesHook(ModelHook):
         self.tied_pointers_to_remove.clear()
 
     @contextmanager
-    def brought(self, module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
+    def brought(
+        self, module: nn.Module, device: torch.device | None = None
+    ) -> Iterator[None]:
         """Context manager in which the weights are on the device; changes are stored if `weights_map` is writable."""
         self.bring(module, device)
         try:
@@ -133,9 +172,13 @@ class AlignDevicesHook(ModelHook):
                         self.weights_map[name] = weight.detach().to("cpu")
             self.take_away(module)
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Args, Kwargs]:
         if self.io_same_device:
-            self.input_device = next((tensor.device for tensor in tensors((args, kwargs))), None)
+            self.input_device = next(
+                (tensor.device for tensor in tensors((args, kwargs))), None
+            )
         if self.offload:
             self.bring(module)
         device = self._device()
@@ -155,7 +198,11 @@ class AlignDevicesHook(ModelHook):
             weights = self._weights(module)
             for name, device in self.original_devices.items():
                 now = attrgetter(name)(module)
-                value = self.weights_map.get(name) if name in weights or now.is_meta else None
+                value = (
+                    self.weights_map.get(name)
+                    if name in weights or now.is_meta
+                    else None
+                )
                 if device.type != "meta" or value is not None:
                     there = device if device.type != "meta" else torch.device("cpu")
                     set_tensor(module, name, there, value, _own_dtype(now))
@@ -166,7 +213,10 @@ def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     """Return the hook that brings the module's weights to a device for its forward, or None."""
     hook = hook_of(module)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
-    return next((one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload), None)
+    return next(
+        (one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload),
+        None,
+    )
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
@@ -205,15 +255,32 @@ def attach_align_device_hook(
     if whole or any(True for _ in tensors_in(module, "", buffers=True, recurse=False)):
         weights = None
         if weights_map is not None:
-            weights = PrefixedDataset(weights_map, f"{module_name}." if module_name else "")
+            weights = PrefixedDataset(
+                weights_map, f"{module_name}." if module_name else ""
+            )
         hook = AlignDevicesHook(
-            execution_device, offload, False, weights, offload_buffers, whole, skip_keys, tied_params_map
+            execution_device,
+            offload,
+            False,
+            weights,
+            offload_buffers,
+            whole,
+            skip_keys,
+            tied_params_map,
         )
         add_hook_to_module(module, hook, append=True)
     options = (skip_keys, preload_module_classes, tied_params_map)
     for name, child in () if whole else module.named_children():
         path = f"{module_name}.{name}" if module_name else name
-        attach_align_device_hook(child, execution_device, offload, weights_map, offload_buffers, path, *options)
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            path,
+            *options,
+        )
 
 
 def attach_execution_device_hook(
@@ -225,11 +292,19 @@ def attach_execution_device_hook(
 ) -> None:
     """Attach hooks that move a module, its submodules and their inputs to a device; modules that have a hook keep it."""
     if hook_of(module) is None and module.state_dict():
-        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        hook = AlignDevicesHook(
+            execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map
+        )
         add_hook_to_module(module, hook, append=True)
     if type(module).__name__ not in (preload_module_classes or ()):
         for child in module.children():
-            attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+            attach_execution_device_hook(
+                child,
+                execution_device,
+                skip_keys,
+                preload_module_classes,
+                tied_params_map,
+            )
 
 
 def attach_align_device_hook_on_blocks(
@@ -246,11 +321,32 @@ def attach_align_device_hook_on_blocks(
     """Attach hooks to the submodules named in the maps, which give their devices and whether their weights are offloaded."""
     options = (skip_keys, preload_module_classes, tied_params_map)
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
-        _attach_by_map(module, execution_device, offload, weights_map, offload_buffers, module_name, *options)
+        _attach_by_map(
+            module,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            module_name,
+            *options,
+        )
     elif offload:
-        attach_align_device_hook(module, execution_device, True, weights_map, offload_buffers, module_name, *options)
+        attach_align_device_hook(
+            module,
+            execution_device,
+            True,
+            weights_map,
+            offload_buffers,
+            module_name,
+            *options,
+        )
     else:
-        hook = AlignDevicesHook(execution_device, io_same_device=True, skip_keys=skip_keys, place_submodules=True)
+        hook = AlignDevicesHook(
+            execution_device,
+            io_same_device=True,
+            skip_keys=skip_keys,
+            place_submodules=True,
+        )
         add_hook_to_module(module, hook)
 
 
@@ -266,7 +362,11 @@ def _attach_by_map(
     tied_params_map: TiedMap | None,
 ) -> None:
     options = (skip_keys, preload_module_classes, tied_params_map)
-    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
+    devices = (
+        execution_device
+        if isinstance(execution_device, Mapping)
+        else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
+    )
     away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     for name, part in list(module.named_modules()):
         if name not in devices or name not in away:
@@ -274,7 +374,9 @@ def _attach_by_map(
         device = devices[name]
         if away[name]:
             full = ".".join(word for word in (module_name, name) if word)
-            attach_align_device_hook(part, device, True, weights_map, offload_buffers, full, *options)
+            attach_align_device_hook(
+                part, device, True, weights_map, offload_buffers, full, *options
+            )
         if hook_of(part) is None or not away[name]:
             hook = AlignDevicesHook(
                 device,
@@ -284,12 +386,19 @@ def _attach_by_map(
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
-            add_hook_to_module(part, hook, append=not isinstance(hook_of(part), AlignDevicesHook))
+            add_hook_to_module(
+                part, hook, append=not isinstance(hook_of(part), AlignDevicesHook)
+            )
         if device is not None:
             whole = preload_module_classes if away[name] else None
-            attach_execution_device_hook(part, device, skip_keys, whole, tied_params_map)
+            attach_execution_device_hook(
+                part, device, skip_keys, whole, tied_params_map
+            )
     if "" not in devices or "" not in away:
         hook = AlignDevicesHook(
-            devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map
+            devices.get(""),
+            io_same_device=True,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
         )
         add_hook_to_module(module, hook, append=True)

@@ -15,9 +15,23 @@ from torch import Tensor, nn
 
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.models import hooked
-from accelerate._impl.models.hooks import UserCpuOffloadHook, mirror, mirrored, remove_hook_from_submodules, show_plan
-from accelerate._impl.models.modeling import fill_model, has_offloaded_params, load_checkpoint_in_model
-from accelerate._impl.models.planning import check_device_map, get_balanced_memory, infer_auto_device_map
+from accelerate._impl.models.hooks import (
+    UserCpuOffloadHook,
+    mirror,
+    mirrored,
+    remove_hook_from_submodules,
+    show_plan,
+)
+from accelerate._impl.models.modeling import (
+    fill_model,
+    has_offloaded_params,
+    load_checkpoint_in_model,
+)
+from accelerate._impl.models.planning import (
+    check_device_map,
+    get_balanced_memory,
+    infer_auto_device_map,
+)
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import like
 from hasten.extensions.bigmodel import dispatch
@@ -33,7 +47,9 @@ _STILL = ("cpu", "meta")  # devices that nothing is copied to
 # Any in this file: devices and maps in the many forms the established API takes.
 
 
-def _with_buffers(create: Callable[..., AbstractContextManager[None]]) -> Callable[..., AbstractContextManager[None]]:
+def _with_buffers(
+    create: Callable[..., AbstractContextManager[None]],
+) -> Callable[..., AbstractContextManager[None]]:
     """Return the function of hasten's, and torch's own default device if buffers are included, by the argument or a variable."""
 
     @like(create)
@@ -41,7 +57,11 @@ def _with_buffers(create: Callable[..., AbstractContextManager[None]]) -> Callab
     def run(*args: Any, **kwargs: Any) -> Iterator[None]:
         given = signature(create).bind(*args, **kwargs).arguments
         buffers = given.pop("include_buffers", None)
-        whole = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS") if buffers is None else buffers
+        whole = (
+            parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
+            if buffers is None
+            else buffers
+        )
         with torch.device(given.get("device", "meta")) if whole else create(**given):
             yield
 
@@ -53,7 +73,9 @@ init_on_device = _with_buffers(meta.init_on_device)
 
 
 @like(dispatch.cpu_offload_with_hook)
-def cpu_offload_with_hook(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module, UserCpuOffloadHook]:
+def cpu_offload_with_hook(
+    model: nn.Module, *args: Any, **kwargs: Any
+) -> tuple[nn.Module, UserCpuOffloadHook]:
     model, hook = dispatch.cpu_offload_with_hook(model, *args, **kwargs)
     mirror(model)
     return model, UserCpuOffloadHook(model, hook.hook)
@@ -65,22 +87,34 @@ def _offloading(function: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @like(function)
     def run(*args: Any, **kwargs: Any) -> nn.Module:
         given = signature(function).bind(*args, **kwargs).arguments
-        device = given["execution_device"] = _fresh(given["model"], given.get("execution_device"))
+        device = given["execution_device"] = _fresh(
+            given["model"], given.get("execution_device")
+        )
         model: nn.Module = getattr(_way(device), function.__name__)(**given)
         if is_dispatched(model):
-            show_plan([(model, {"io_same_device": True}), *hooked.hooks_of_offloading(model, device, given)])
+            show_plan(
+                [
+                    (model, {"io_same_device": True}),
+                    *hooked.hooks_of_offloading(model, device, given),
+                ]
+            )
         mirror(model)
         return model
 
     return run
 
 
-cpu_offload, disk_offload = _offloading(dispatch.cpu_offload), _offloading(dispatch.disk_offload)
+cpu_offload, disk_offload = (
+    _offloading(dispatch.cpu_offload),
+    _offloading(dispatch.disk_offload),
+)
 
 
 def _fresh(model: nn.Module, device: Any) -> Any:
     """Take off an earlier offloading; return the device to compute on."""
-    if is_dispatched(model) or any(has_offloaded_params(part) for part in model.modules()):
+    if is_dispatched(model) or any(
+        has_offloaded_params(part) for part in model.modules()
+    ):
         remove_hook_from_submodules(model)
     return next(model.parameters()).device if device is None else device
 
@@ -91,11 +125,23 @@ def _way(device: Any) -> Any:
 
 
 @like(dispatch.dispatch_model)
-def dispatch_model(model: nn.Module, device_map: Mapping[str, Any], *args: Any, **kwargs: Any) -> nn.Module:
+def dispatch_model(
+    model: nn.Module, device_map: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> nn.Module:
     check_device_map(model, device_map)
-    _dispatch(signature(dispatch.dispatch_model).bind(model, device_map, *args, **kwargs).arguments, model, device_map)
+    _dispatch(
+        signature(dispatch.dispatch_model)
+        .bind(model, device_map, *args, **kwargs)
+        .arguments,
+        model,
+        device_map,
+    )
     if "_hf_hook" in model.__dict__:
-        away = [place for place in dict.fromkeys(map(str, device_map.values())) if place in OFFLOAD]
+        away = [
+            place
+            for place in dict.fromkeys(map(str, device_map.values()))
+            if place in OFFLOAD
+        ]
         if away:
             logger.warning(message("offloaded_to", " and ".join(away)))
         model.__dict__.update(to=_Move(model, "to"), cuda=_Move(model, "cuda"))
@@ -103,11 +149,20 @@ def dispatch_model(model: nn.Module, device_map: Mapping[str, Any], *args: Any, 
     return model
 
 
-def _dispatch(given: dict[str, Any], model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    homeless = [name for name, _ in named_tensors(model) if owner_in(dict(device_map), name) is None]
-    places = {**device_map, **dict.fromkeys(homeless, "cpu")}  # whoever skips the check means them to stay
+def _dispatch(
+    given: dict[str, Any], model: nn.Module, device_map: Mapping[str, Any]
+) -> None:
+    homeless = [
+        name
+        for name, _ in named_tensors(model)
+        if owner_in(dict(device_map), name) is None
+    ]
+    # whoever skips the check means them to stay
+    places = {**device_map, **dict.fromkeys(homeless, "cpu")}
     main, index = given.get("main_device"), given.get("offload_index")
-    first = next((place for place in places.values() if str(place) not in OFFLOAD), "cpu")
+    first = next(
+        (place for place in places.values() if str(place) not in OFFLOAD), "cpu"
+    )
     main = _fresh(model, first if main is None else main)
     away = [name for name, place in device_map.items() if str(place) == "disk"]
     if away and given.get("offload_dir") is None and index is None:
@@ -121,7 +176,11 @@ def _dispatch(given: dict[str, Any], model: nn.Module, device_map: Mapping[str, 
             show_plan(hooked.hooks_of_map(model, device_map, main, given))
     elif is_spread:
         passed = signature(hooked.dispatch_model).parameters.keys() & given.keys()
-        mirror(hooked.dispatch_model(**{name: given[name] for name in passed} | {"main_device": main}))
+        mirror(
+            hooked.dispatch_model(
+                **{name: given[name] for name in passed} | {"main_device": main}
+            )
+        )
     else:
         model.to(next(iter(places.values())))
 
@@ -132,10 +191,18 @@ class _Move(Immovable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "_hf_hook" in self.model.__dict__:
             given = (*args[:1], kwargs.get("device"), kwargs.get("tensor"))
-            if self.name != "to" or any(isinstance(one, str | int | torch.device | Tensor) for one in given):
-                logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
-            if streamers_of(self.model) or any(one.is_meta for one in self.model.parameters()):
-                raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
+            if self.name != "to" or any(
+                isinstance(one, str | int | torch.device | Tensor) for one in given
+            ):
+                logger.warning(
+                    "You shouldn't move a model that is dispatched using accelerate hooks."
+                )
+            if streamers_of(self.model) or any(
+                one.is_meta for one in self.model.parameters()
+            ):
+                raise RuntimeError(
+                    "You can't move a model that has some modules offloaded to cpu or disk."
+                )
         return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
 
@@ -156,27 +223,63 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    places = _worked_out(
+        model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+    )
     where: dict[str, Any] = {"device_map": places, "offload_buffers": offload_buffers}
-    filling = {**where, "offload_folder": offload_folder, "dtype": dtype, "strict": strict}
-    options = {**where, "offload_dir": offload_folder, "preload_module_classes": preload_module_classes}
-    if places is None or all(str(place) in (*OFFLOAD, *_STILL) for place in places.values()):
-        filling.update(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0)
-        load_checkpoint_in_model(model, checkpoint, offload_state_dict=bool(offload_state_dict), **filling)
+    filling = {
+        **where,
+        "offload_folder": offload_folder,
+        "dtype": dtype,
+        "strict": strict,
+    }
+    options = {
+        **where,
+        "offload_dir": offload_folder,
+        "preload_module_classes": preload_module_classes,
+    }
+    if places is None or all(
+        str(place) in (*OFFLOAD, *_STILL) for place in places.values()
+    ):
+        filling.update(
+            full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0
+        )
+        load_checkpoint_in_model(
+            model, checkpoint, offload_state_dict=bool(offload_state_dict), **filling
+        )
     else:
-        options["offload_index"] = dict(fill_model(model, checkpoint, **filling).offload_index) or None
-    return model if places is None else dispatch_model(model, skip_keys=skip_keys, force_hooks=force_hooks, **options)
+        options["offload_index"] = (
+            dict(fill_model(model, checkpoint, **filling).offload_index) or None
+        )
+    return (
+        model
+        if places is None
+        else dispatch_model(
+            model, skip_keys=skip_keys, force_hooks=force_hooks, **options
+        )
+    )
 
 
-def _worked_out(model: nn.Module, ways: Any, limits: Any, no_split: Any, dtype: Any, offload_buffers: bool) -> Any:
+def _worked_out(
+    model: nn.Module,
+    ways: Any,
+    limits: Any,
+    no_split: Any,
+    dtype: Any,
+    offload_buffers: bool,
+) -> Any:
     if not isinstance(ways, str):
         return ways
     if ways not in WAYS:
         raise ValueError(message("unknown_device_map"))
     options = {"no_split_module_classes": no_split, "dtype": dtype}
     if ways != "sequential":
-        limits = get_balanced_memory(model, max_memory=limits, low_zero=ways == "balanced_low_0", **options)
-    return infer_auto_device_map(model, max_memory=limits, offload_buffers=offload_buffers, **options)
+        limits = get_balanced_memory(
+            model, max_memory=limits, low_zero=ways == "balanced_low_0", **options
+        )
+    return infer_auto_device_map(
+        model, max_memory=limits, offload_buffers=offload_buffers, **options
+    )
 
 
 attach_layerwise_casting_hooks = mirrored(casting.attach_layerwise_casting_hooks)
@@ -193,7 +296,9 @@ def _layer_types(model: nn.Module) -> set[str]:
 
 def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
     """Raise a ValueError for layers that carry a state along the sequence, which each process would begin anew."""
-    if recurrent := sorted(kind for kind in _layer_types(model) if "linear_attention" in kind):
+    if recurrent := sorted(
+        kind for kind in _layer_types(model) if "linear_attention" in kind
+    ):
         raise ValueError(message("recurrent_layers", recurrent, type(model).__name__))
 
 
@@ -203,13 +308,26 @@ def _attach_context_parallel_hooks(model: nn.Module) -> None:
         raise ValueError(message("masks_dropped", stricter, type(model).__name__))
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
-            module.register_forward_pre_hook(_without_mask, with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(
+                _without_mask, with_kwargs=True, prepend=True
+            )
 
 
-def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dropped = {"attention_mask": None, "is_causal": True} if "attention_mask" in kwargs else {}
+def _without_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    dropped = (
+        {"attention_mask": None, "is_causal": True}
+        if "attention_mask" in kwargs
+        else {}
+    )
     return args, {**kwargs, **dropped}
 
 
-for _hook_maker in (_refuse_recurrent_layers_under_sequence_parallelism, _attach_context_parallel_hooks, _without_mask):
-    _hook_maker.__module__ = "accelerate.big_modeling"  # by which clients find the hooks
+for _hook_maker in (
+    _refuse_recurrent_layers_under_sequence_parallelism,
+    _attach_context_parallel_hooks,
+    _without_mask,
+):
+    # by which clients find the hooks
+    _hook_maker.__module__ = "accelerate.big_modeling"

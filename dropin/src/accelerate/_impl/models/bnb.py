@@ -11,14 +11,21 @@ import torch
 from torch import nn
 
 from accelerate._impl import ambient
-from accelerate._impl.environment.packages import is_4bit_bnb_available, is_8bit_bnb_available
+from accelerate._impl.environment.packages import (
+    is_4bit_bnb_available,
+    is_8bit_bnb_available,
+)
 from accelerate._impl.models.modeling import set_module_tensor_to_device
 from accelerate._impl.settings.general import BnbQuantizationConfig
 from accelerate._impl.surface.messages import message
 from hasten.extensions import bigmodel
 from hasten.extensions.bigmodel.device_map import WAYS
 from hasten.extensions.bigmodel.offload_files import offload_weight
-from hasten.extensions.quantization.quantize import BnbSettings, chosen_linears, replace_linears
+from hasten.extensions.quantization.quantize import (
+    BnbSettings,
+    chosen_linears,
+    replace_linears,
+)
 from hasten.modules.surgery import linear_names
 
 logger = logging.getLogger("accelerate.utils.bnb")
@@ -42,7 +49,10 @@ def load_and_quantize_model(
     """
     config, device = bnb_quantization_config, _one_device(device_map)
     _check_library(config)
-    skip = [*(config.skip_modules or get_keys_to_not_convert(model)), *(config.keep_in_fp32_modules or [])]
+    skip = [
+        *(config.skip_modules or get_keys_to_not_convert(model)),
+        *(config.keep_in_fp32_modules or []),
+    ]
     _fill(model, weights_location)
     _cast(model, config)
     for name in chosen_linears(model, skip):
@@ -69,14 +79,22 @@ def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> 
 
 def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
     for name, parameter in model.named_parameters():
-        wanted = torch.float32 if any(one in name for one in config.keep_in_fp32_modules or ()) else config.torch_dtype
+        wanted = (
+            torch.float32
+            if any(one in name for one in config.keep_in_fp32_modules or ())
+            else config.torch_dtype
+        )
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(wanted)
 
 
 def _settings(config: BnbQuantizationConfig) -> BnbSettings:
     return BnbSettings(
-        kind="llm_int8" if config.load_in_8bit else "fp4" if config.bnb_4bit_quant_type == "fp4" else "nf4",
+        kind="llm_int8"
+        if config.load_in_8bit
+        else "fp4"
+        if config.bnb_4bit_quant_type == "fp4"
+        else "nf4",
         compute_dtype=config.bnb_4bit_compute_dtype,
         double_quantization=config.bnb_4bit_use_double_quant,
         outlier_threshold=config.llm_int8_threshold,
@@ -91,9 +109,21 @@ def replace_with_bnb_layers(
 ) -> nn.Module:
     """Return the model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
     kept = modules_to_not_convert or ()
-    names = {name: ".".join([*(current_key_name or ()), name]) for name in linear_names(model) if name}
-    free = {name: whole for name, whole in names.items() if name.rpartition(".")[2] not in kept}
-    chosen = [name for name, whole in free.items() if not any(one == whole or f"{one}." in whole for one in kept)]
+    names = {
+        name: ".".join([*(current_key_name or ()), name])
+        for name in linear_names(model)
+        if name
+    }
+    free = {
+        name: whole
+        for name, whole in names.items()
+        if name.rpartition(".")[2] not in kept
+    }
+    chosen = [
+        name
+        for name, whole in free.items()
+        if not any(one == whole or f"{one}." in whole for one in kept)
+    ]
     if not chosen:
         logger.warning(message("no_linear_layers"))
     return replace_linears(model, chosen, _settings(bnb_quantization_config))
@@ -130,11 +160,20 @@ def quantize_and_offload_8bit(
     if scales is None:
         layer = nn.Linear(param.shape[1], param.shape[0], bias=False, dtype=new_dtype)
         layer.weight.data = param.to(ambient.device(), new_dtype)
-        made: Any = replace_linears(nn.Sequential(layer), ["0"], BnbSettings(kind="llm_int8"))[0]  # type: ignore[index]  # one layer
+        made: Any = replace_linears(
+            nn.Sequential(layer), ["0"], BnbSettings(kind="llm_int8")
+        )[0]  # type: ignore[index]  # one layer
         weight, scales = made.weight.data, made.weight.SCB
     offload_weight(weight.cpu(), param_name, offload_folder, index=offload_index)
-    offload_weight(scales.cpu(), param_name.replace("weight", "SCB"), offload_folder, index=offload_index)
-    set_module_tensor_to_device(model, param_name, "meta", dtype=new_dtype, value=torch.empty(*param.shape))
+    offload_weight(
+        scales.cpu(),
+        param_name.replace("weight", "SCB"),
+        offload_folder,
+        index=offload_index,
+    )
+    set_module_tensor_to_device(
+        model, param_name, "meta", dtype=new_dtype, value=torch.empty(*param.shape)
+    )
 
 
 def _one_device(device_map: Any) -> torch.device:
@@ -144,16 +183,28 @@ def _one_device(device_map: Any) -> torch.device:
         return here
     if isinstance(device_map, str):
         raise ValueError(message("unknown_device_map"))
-    places = dict.fromkeys(device_map.values()) if isinstance(device_map, dict) else {device_map: None}
+    places = (
+        dict.fromkeys(device_map.values())
+        if isinstance(device_map, dict)
+        else {device_map: None}
+    )
     if len(places) > 1 or "disk" in places:
         raise ValueError(message("quantized_on_several", ", ".join(map(str, places))))
     place = next(iter(places))
-    return torch.device(here.type, place) if isinstance(place, int) else torch.device(place)
+    return (
+        torch.device(here.type, place)
+        if isinstance(place, int)
+        else torch.device(place)
+    )
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Modules to keep in their precision: those with tied weights, and the last one, which is the head where there is one."""
-    tied = [name.rpartition(".")[0] for names in bigmodel.find_tied_parameters(model) for name in names]
+    tied = [
+        name.rpartition(".")[0]
+        for names in bigmodel.find_tied_parameters(model)
+        for name in names
+    ]
     prefix = getattr(model, "base_model_prefix", None)
     headless = prefix is not None and not hasattr(model, prefix)
     children = [name for name, _ in model.named_children()]

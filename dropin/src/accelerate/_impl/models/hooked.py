@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate._impl.models.align import AlignDevicesHook, attach_align_device_hook, attach_align_device_hook_on_blocks
+from accelerate._impl.models.align import (
+    AlignDevicesHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
 from hasten.extensions.bigmodel.device_map import OFFLOAD, owner_in, retie_parameters
 from hasten.extensions.bigmodel.dispatch import Place
-from hasten.extensions.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
+from hasten.extensions.bigmodel.offload_files import (
+    OffloadedWeightsLoader,
+    offload_state_dict,
+)
 from hasten.extensions.bigmodel.tensors import TiedMap
 from hasten.extensions.bigmodel.units import tensors_in
 from hasten.modules.hooks import add_hook_to_module
@@ -29,8 +36,12 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    weights = state_dict or {name: weight.to("cpu") for name, weight in model.state_dict().items()}
-    return _offload(model, execution_device, weights, offload_buffers, preload_module_classes)
+    weights = state_dict or {
+        name: weight.to("cpu") for name, weight in model.state_dict().items()
+    }
+    return _offload(
+        model, execution_device, weights, offload_buffers, preload_module_classes
+    )
 
 
 def disk_offload(
@@ -43,27 +54,41 @@ def disk_offload(
     """Return the model with its weights in files of `offload_dir`; those that the folder holds already are not written."""
     write_missing(model.state_dict(), offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    return _offload(model, execution_device, weights, offload_buffers, preload_module_classes)
+    return _offload(
+        model, execution_device, weights, offload_buffers, preload_module_classes
+    )
 
 
-def write_missing(state_dict: Mapping[str, Tensor], save_dir: str | Path, spare: Collection[str] = ()) -> None:
+def write_missing(
+    state_dict: Mapping[str, Tensor], save_dir: str | Path, spare: Collection[str] = ()
+) -> None:
     """Write the weights that the folder does not hold yet, or holds with other values; meta tensors are left out.
 
     Those in `spare`, which nobody reads from the folder, are written beside others only.
     """
     known = OffloadedWeightsLoader(save_folder=save_dir)
     filled = {name: one for name, one in state_dict.items() if not one.is_meta}
-    same = [name for name, one in filled.items() if name in known and torch.equal(known[name], one.cpu())]
+    same = [
+        name
+        for name, one in filled.items()
+        if name in known and torch.equal(known[name], one.cpu())
+    ]
     missing = {name: one for name, one in filled.items() if name not in same}
     if not len(known) or not missing.keys() <= set(spare):
         offload_state_dict(save_dir, missing)
 
 
 def _offload(
-    model: nn.Module, device: Place, weights: Mapping[str, Tensor], buffers: bool, whole: Collection[str] | None
+    model: nn.Module,
+    device: Place,
+    weights: Mapping[str, Tensor],
+    buffers: bool,
+    whole: Collection[str] | None,
 ) -> nn.Module:
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(model, device, True, weights, buffers, preload_module_classes=whole)
+    attach_align_device_hook(
+        model, device, True, weights, buffers, preload_module_classes=whole
+    )
     return model
 
 
@@ -84,28 +109,48 @@ def dispatch_model(
     resting = {"disk"} if str(main_device) == "cpu" else set(OFFLOAD)
     away = {name: str(place) in resting for name, place in device_map.items()}
     state = model.state_dict()
-    owners = {name: str(device_map.get(owner_in(device_map, name) or "")) for name in state}
+    owners = {
+        name: str(device_map.get(owner_in(device_map, name) or "")) for name in state
+    }
     on_disk = {name: one for name, one in state.items() if owners[name] == "disk"}
     if on_disk:
-        write_missing(on_disk, offload_dir, () if offload_buffers else dict(model.named_buffers()))
+        write_missing(
+            on_disk, offload_dir, () if offload_buffers else dict(model.named_buffers())
+        )
     if state_dict is None:
-        state_dict = {name: one for name, one in state.items() if owners[name] in resting - {"disk"}}
-    weights = OffloadedWeightsLoader(state_dict, offload_dir, None if on_disk else {}) if any(away.values()) else None
-    devices = {name: main_device if str(place) in OFFLOAD else place for name, place in device_map.items()}
+        state_dict = {
+            name: one
+            for name, one in state.items()
+            if owners[name] in resting - {"disk"}
+        }
+    weights = (
+        OffloadedWeightsLoader(state_dict, offload_dir, None if on_disk else {})
+        if any(away.values())
+        else None
+    )
+    devices = {
+        name: main_device if str(place) in OFFLOAD else place
+        for name, place in device_map.items()
+    }
     groups = [list(names) for names in tied_groups(model)]
     ties: TiedMap = {model.get_parameter(names[0]).data_ptr(): {} for names in groups}
     options = (offload_buffers, "", skip_keys, preload_module_classes, ties)
-    attach_align_device_hook_on_blocks(model, {"": main_device, **devices}, away, weights, *options)
+    attach_align_device_hook_on_blocks(
+        model, {"": main_device, **devices}, away, weights, *options
+    )
     retie_parameters(model, groups)
     return model
 
 
 # The same hooks as a plan, for models that are streamed: libraries ask a module for its hook to learn where it computes and
 # whether its weights are offloaded. Of several entries for one module the first counts.
-Planned = tuple[nn.Module, dict[str, Any]]  # Any: arguments of an AlignDevicesHook, devices as maps name them
+# Any: arguments of an AlignDevicesHook, devices as maps name them
+Planned = tuple[nn.Module, dict[str, Any]]
 
 
-def hooks_of_offloading(module: nn.Module, device: Any, options: Mapping[str, Any]) -> Iterator[Planned]:
+def hooks_of_offloading(
+    module: nn.Module, device: Any, options: Mapping[str, Any]
+) -> Iterator[Planned]:
     """Yield a hook for every module that owns weights, or a single one for a module of the `preload_module_classes`.
 
     `options` are the keyword arguments of the function that offloads.
@@ -113,14 +158,28 @@ def hooks_of_offloading(module: nn.Module, device: Any, options: Mapping[str, An
     buffers, whole = _chosen(options)
     together = type(module).__name__ in whole
     if together or _has_tensors(module, recurse=False):
-        flags = {"offload": True, "offload_buffers": buffers, "place_submodules": together}
-        yield module, {"execution_device": device, "skip_keys": options.get("skip_keys"), **flags}
+        flags = {
+            "offload": True,
+            "offload_buffers": buffers,
+            "place_submodules": together,
+        }
+        yield (
+            module,
+            {
+                "execution_device": device,
+                "skip_keys": options.get("skip_keys"),
+                **flags,
+            },
+        )
     for child in () if together else module.children():
         yield from hooks_of_offloading(child, device, options)
 
 
 def hooks_of_map(
-    model: nn.Module, device_map: Mapping[str, Any], main: Any, options: Mapping[str, Any]
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main: Any,
+    options: Mapping[str, Any],
 ) -> Iterator[Planned]:
     buffers, whole = _chosen(options)
     away = ("disk",) if str(main) == "cpu" else OFFLOAD
@@ -132,14 +191,26 @@ def hooks_of_map(
         device = main if streams else place
         if streams:
             yield from hooks_of_offloading(part, device, options)
-        flags = {"offload_buffers": buffers and not streams, "place_submodules": not streams}
+        flags = {
+            "offload_buffers": buffers and not streams,
+            "place_submodules": not streams,
+        }
         common = {"execution_device": device, "skip_keys": options.get("skip_keys")}
         yield part, {**common, "io_same_device": not name, **flags}
         yield from _hooks_of_computing(part, common, whole if streams else ())
-    yield model, {"execution_device": main, "skip_keys": options.get("skip_keys"), "io_same_device": True}
+    yield (
+        model,
+        {
+            "execution_device": main,
+            "skip_keys": options.get("skip_keys"),
+            "io_same_device": True,
+        },
+    )
 
 
-def _hooks_of_computing(module: nn.Module, common: dict[str, Any], whole: Collection[str]) -> Iterator[Planned]:
+def _hooks_of_computing(
+    module: nn.Module, common: dict[str, Any], whole: Collection[str]
+) -> Iterator[Planned]:
     """Yield a hook for every module with weights below, which moves its inputs to the device."""
     if _has_tensors(module, recurse=True):
         yield module, common
@@ -148,7 +219,9 @@ def _hooks_of_computing(module: nn.Module, common: dict[str, Any], whole: Collec
 
 
 def _chosen(options: Mapping[str, Any]) -> tuple[bool, Collection[str]]:
-    return bool(options.get("offload_buffers")), options.get("preload_module_classes") or ()
+    return bool(options.get("offload_buffers")), options.get(
+        "preload_module_classes"
+    ) or ()
 
 
 def _has_tensors(module: nn.Module, recurse: bool) -> bool:

@@ -19,13 +19,18 @@ from hasten.modules import forwarding, hooks
 from hasten.modules.hooks import ModelHook, SequentialHook, hook_of
 
 # Any in this file: a module's arguments and outputs.
-_accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]  # that dispatch_model puts on models
+# that dispatch_model puts on models
+_accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
 
 
 class StreamedHook(AlignDevicesHook):
     """A stand-in that libraries find on a module whose weights hasten streams: at rest they are in place, on the host."""
 
-    init_hook, pre_forward, detach_hook = ModelHook.init_hook, ModelHook.pre_forward, ModelHook.detach_hook
+    init_hook, pre_forward, detach_hook = (
+        ModelHook.init_hook,
+        ModelHook.pre_forward,
+        ModelHook.detach_hook,
+    )
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let copies on the device be made anew: the weights may have been changed."""
@@ -60,9 +65,14 @@ def show(module: nn.Module, hook: ModelHook) -> nn.Module:
     return module
 
 
-def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+def add_hook_to_module(
+    module: nn.Module, hook: ModelHook, append: bool = False
+) -> nn.Module:
     if append and (earlier := hook_of(module)) is not None:
-        module, hook = hooks.remove_hook_from_module(module), SequentialHook(earlier, hook)
+        module, hook = (
+            hooks.remove_hook_from_module(module),
+            SequentialHook(earlier, hook),
+        )
     return show(hooks.add_hook_to_module(module, hook), hook)
 
 

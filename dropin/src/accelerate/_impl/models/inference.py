@@ -24,17 +24,32 @@ from hasten.extensions.pipeline.inference import stage_starts
 
 
 def build_pipeline(
-    model: nn.Module, split_points: Sequence[str], args: Any, kwargs: Any, num_chunks: int | None
+    model: nn.Module,
+    split_points: Sequence[str],
+    args: Any,
+    kwargs: Any,
+    num_chunks: int | None,
 ) -> ScheduleGPipe:
     """Return a schedule of torch's over the stages of a model traced with example inputs, one stage on each process."""
     here = ambient.start()
     starts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
-    traced = pipeline(model, mb_args=tuple(args or ()), mb_kwargs=dict(kwargs or {}), split_spec=starts)
+    traced = pipeline(
+        model,
+        mb_args=tuple(args or ()),
+        mb_kwargs=dict(kwargs or {}),
+        split_spec=starts,
+    )
     stage = traced.build_stage(here.rank, device=here.device)
     return ScheduleGPipe(stage, num_chunks or here.world.size)
 
 
-def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
+def pippy_forward(
+    forward: Callable[..., Any],
+    num_chunks: int,
+    gather_output: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run a batch through the stages: the first process gives the inputs, the last has the output, or all if it is gathered."""
     process = ambient.process()
     if process.num_processes == 1:
@@ -42,13 +57,19 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     rows = find_pippy_batch_size(args, kwargs)
     if rows is None:
         raise ValueError("Could not find batch size from args or kwargs")
-    args, kwargs = trees.map_tensors(partial(_lengthened, rows, -rows % num_chunks), (args, kwargs))
+    args, kwargs = trees.map_tensors(
+        partial(_lengthened, rows, -rows % num_chunks), (args, kwargs)
+    )
     output = forward(*args, **kwargs) if process.is_main_process else forward()
     return copy_tensor_to_devices(output)[:rows] if gather_output else output
 
 
 def _lengthened(rows: int, missing: int, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor, *[tensor[-1:]] * missing]) if missing and tensor.dim() and len(tensor) == rows else tensor
+    return (
+        torch.cat([tensor, *[tensor[-1:]] * missing])
+        if missing and tensor.dim() and len(tensor) == rows
+        else tensor
+    )
 
 
 def prepare_pippy(
@@ -61,19 +82,33 @@ def prepare_pippy(
     gather_output: bool | None = False,
 ) -> nn.Module:
     """Return the model with its blocks on all processes, for inference in micro-batches; the last has the output, or all if gathered."""
-    context, points = ambient.start(), None if split_points in (None, "auto") else split_points
-    cuts: dict[str, Any] = {"split_points": [points] if isinstance(points, str) else points}
-    options: dict[str, Any] = {"num_microbatches": num_chunks, "gather_output": bool(gather_output)}
+    context, points = (
+        ambient.start(),
+        None if split_points in (None, "auto") else split_points,
+    )
+    cuts: dict[str, Any] = {
+        "split_points": [points] if isinstance(points, str) else points
+    }
+    options: dict[str, Any] = {
+        "num_microbatches": num_chunks,
+        "gather_output": bool(gather_output),
+    }
     options["no_split_module_classes"] = no_split_module_classes or ()
-    prepared = hasten.prepare_pipeline(model, cpu=context.device.type == "cpu" or None, **cuts, **options)
+    prepared = hasten.prepare_pipeline(
+        model, cpu=context.device.type == "cpu" or None, **cuts, **options
+    )
     prepared.hf_split_points = stage_starts(prepared)  # type: ignore[assignment]  # where the original puts them
     if example_args or example_kwargs:
-        args, kwargs = trees.to_device((tuple(example_args or ()), dict(example_kwargs or {})), context.device)
+        args, kwargs = trees.to_device(
+            (tuple(example_args or ()), dict(example_kwargs or {})), context.device
+        )
         prepared(*args, **kwargs)
     return prepared
 
 
-def find_pippy_batch_size(args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> int | None:
+def find_pippy_batch_size(
+    args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None
+) -> int | None:
     """Return the rows of the first tensor among the arguments; None without one."""
     return trees.batch_size((args or (), dict(kwargs or {})))
 
@@ -86,9 +121,16 @@ def generate_device_map(
 ) -> dict[str, Any]:
     """Return which process would hold which module, when all hold about the same; processes count from 0."""
     if num_processes == 1:
-        return infer_auto_device_map(model, None, no_split_module_classes, clean_result=False)
+        return infer_auto_device_map(
+            model, None, no_split_module_classes, clean_result=False
+        )
     parts = atoms(tree(model, no_split_module_classes))
     whole = sum(part.num_bytes for part in parts)
-    limits = [parse_size(max_memory[rank]) if max_memory else whole for rank in range(num_processes)]
-    devices = [Device(rank, limit) for rank, limit in enumerate(balanced(parts, limits))]
+    limits = [
+        parse_size(max_memory[rank]) if max_memory else whole
+        for rank in range(num_processes)
+    ]
+    devices = [
+        Device(rank, limit) for rank, limit in enumerate(balanced(parts, limits))
+    ]
     return clean_device_map(dict(place(parts, devices).places))

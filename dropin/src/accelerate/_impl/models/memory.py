@@ -23,8 +23,17 @@ from hasten.optim.batch_size import next_size, should_reduce_batch_size
 def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
-    there = (is_cuda_available(), is_mps_available(), is_npu_available(), is_xpu_available())
-    found = [getattr(torch, kind) for kind, one in zip(("cuda", "mps", "npu", "xpu"), there, strict=True) if one]
+    there = (
+        is_cuda_available(),
+        is_mps_available(),
+        is_npu_available(),
+        is_xpu_available(),
+    )
+    found = [
+        getattr(torch, kind)
+        for kind, one in zip(("cuda", "mps", "npu", "xpu"), there, strict=True)
+        if one
+    ]
     for module in found or [torch.accelerator] * torch.accelerator.is_available():
         module.empty_cache()
 
@@ -47,14 +56,19 @@ def find_executable_batch_size(
     return decorate if function is None else decorate(function)
 
 
-def _searching(size: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
+def _searching(
+    size: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]
+) -> Callable[..., Any]:
     names = list(signature(function).parameters)
 
     def decorator(*args: Any, **kwargs: Any) -> Any:
         nonlocal size  # the next call goes on from here
         clear_device_cache(garbage_collection=True)
         if len(names) < len(args) + 1:
-            given = ", ".join(f"{name}={value}" for name, value in zip(names[1:], args[1:], strict=False))
+            given = ", ".join(
+                f"{name}={value}"
+                for name, value in zip(names[1:], args[1:], strict=False)
+            )
             raise TypeError(message("batch_size_given", function.__name__, given))
         while size > 0:
             try:

@@ -19,7 +19,10 @@ from accelerate._impl import ambient
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._impl.environment.packages import is_peft_available
 from accelerate._impl.models.align import offloading_hook
-from accelerate._impl.models.planning import check_tied_parameters_on_same_device, ties_of
+from accelerate._impl.models.planning import (
+    check_tied_parameters_on_same_device,
+    ties_of,
+)
 from accelerate._impl.surface.lazy import Deferred
 from accelerate._impl.surface.messages import message
 from hasten.checkpoint.export import read_model, weight_files
@@ -28,7 +31,11 @@ from hasten.extensions.bigmodel import device_map as maps
 from hasten.extensions.bigmodel import load, tensors
 from hasten.extensions.bigmodel.dispatch import device_of
 from hasten.extensions.bigmodel.load import Loaded
-from hasten.extensions.bigmodel.offload_files import OffloadedWeightsLoader, offload_weight, save_offload_index
+from hasten.extensions.bigmodel.offload_files import (
+    OffloadedWeightsLoader,
+    offload_weight,
+    save_offload_index,
+)
 from hasten.modules.names import is_dtensor
 from hasten.optional import need
 
@@ -39,12 +46,16 @@ dcp = Deferred("torch.distributed.checkpoint.state_dict")
 
 def is_peft_model(model: Any) -> bool:
     inner = getattr(model, "module", model)
-    return is_peft_available() and isinstance(getattr(inner, "_orig_mod", inner), need("peft").PeftModel)
+    return is_peft_available() and isinstance(
+        getattr(inner, "_orig_mod", inner), need("peft").PeftModel
+    )
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
     numbered = first_device.type == second_device.type not in ("cpu", "meta")
-    return first_device == second_device or (numbered and (first_device.index or 0) == (second_device.index or 0))
+    return first_device == second_device or (
+        numbered and (first_device.index or 0) == (second_device.index or 0)
+    )
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
@@ -52,19 +63,34 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+def get_non_persistent_buffers(
+    module: nn.Module, recurse: bool = False, fqns: bool = False
+) -> set[str]:
     parts = module.named_modules() if recurse else [("", module)]
-    found = ((name, one) for name, part in parts for one in part._non_persistent_buffers_set)
+    found = (
+        (name, one) for name, part in parts for one in part._non_persistent_buffers_set
+    )
     return {f"{name}.{one}" if fqns and name else one for name, one in found}
 
 
 def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
-        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
-        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
+        left_out = (
+            get_non_persistent_buffers(module, recurse, fqns=True)
+            if remove_non_persistent
+            else set()
+        )
+        yield from (
+            (name, buffer)
+            for name, buffer in module.named_buffers(recurse=recurse)
+            if name not in left_out
+        )
 
 
 def set_module_tensor_to_device(
@@ -80,11 +106,18 @@ def set_module_tensor_to_device(
 ) -> None:
     now = _checked(module, tensor_name, device, value)
     still = value is None and now.device == device_of(device)
-    if still or (value is not None and dtype is not None and not value.is_floating_point() and not value.is_complex()):
+    if still or (
+        value is not None
+        and dtype is not None
+        and not value.is_floating_point()
+        and not value.is_complex()
+    ):
         dtype = None
     elif dtype is None and type(now) in (Tensor, nn.Parameter):
         dtype = now.dtype
-    tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
+    tensors.set_module_tensor_to_device(
+        module, tensor_name, device, value, dtype, tied_params_map, non_blocking
+    )
     if fp16_statistics is not None:  # of weights in 8 bits
         attrgetter(tensor_name)(module).SCB = fp16_statistics.to(device)
 
@@ -95,10 +128,19 @@ def _checked(module: nn.Module, name: str, device: Any, value: Tensor | None) ->
     owner = reduce(getattr, path, module)
     if last not in owner._parameters and last not in owner._buffers:
         raise ValueError(f"{owner} does not have a parameter or a buffer named {last}.")
-    now = cast("Tensor", owner._parameters[last] if last in owner._parameters else owner._buffers[last])
+    now = cast(
+        "Tensor",
+        owner._parameters[last] if last in owner._parameters else owner._buffers[last],
+    )
     if now.device.type == "meta" and value is None and str(device) != "meta":
-        raise ValueError(f"{last} is on the meta device, we need a `value` to put in on {device}.")
-    if value is not None and now.shape != value.shape and type(now) in (Tensor, nn.Parameter):
+        raise ValueError(
+            f"{last} is on the meta device, we need a `value` to put in on {device}."
+        )
+    if (
+        value is not None
+        and now.shape != value.shape
+        and type(now) in (Tensor, nn.Parameter)
+    ):
         raise ValueError(message("shape_of_tensor", value.shape, last, now.shape))
     return now
 
@@ -118,64 +160,111 @@ def load_checkpoint_in_model(
     broadcast_from_rank0: bool = False,
 ) -> None:
     """Fill a model from a checkpoint, each weight where the map says; those for the disk are written to the folder."""
-    if device_map is None and (broadcast_from_rank0 or any(map(is_dtensor, model.parameters()))):
-        _load_over_processes(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
+    if device_map is None and (
+        broadcast_from_rank0 or any(map(is_dtensor, model.parameters()))
+    ):
+        _load_over_processes(
+            model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0
+        )
         return
-    how = {"offload_buffers": offload_buffers, "keep_in_fp32_modules": keep_in_fp32_modules}
-    loaded = fill_model(model, checkpoint, device_map, offload_folder, dtype, strict, **how)
-    _write_for_the_disk(model, loaded, device_map or {}, offload_folder or "", offload_buffers)
+    how = {
+        "offload_buffers": offload_buffers,
+        "keep_in_fp32_modules": keep_in_fp32_modules,
+    }
+    loaded = fill_model(
+        model, checkpoint, device_map, offload_folder, dtype, strict, **how
+    )
+    _write_for_the_disk(
+        model, loaded, device_map or {}, offload_folder or "", offload_buffers
+    )
 
 
 def _write_for_the_disk(
-    model: nn.Module, loaded: Loaded, places: Mapping[str, Any], folder: Any, buffers: bool
+    model: nn.Module,
+    loaded: Loaded,
+    places: Mapping[str, Any],
+    folder: Any,
+    buffers: bool,
 ) -> None:
     """Write the weights that the map sends to the disk, with their index."""
     index: dict[str, Any] = {}
     for name, weight in OffloadedWeightsLoader(index=loaded.offload_index).items():
         offload_weight(weight, name, folder, index)
-    for name, tensor in list(named_module_tensors(model, buffers, recurse=True, remove_non_persistent=True)):
-        if not tensor.is_meta and str(places.get(maps.owner_in(places, name) or "")) == "disk":
+    for name, tensor in list(
+        named_module_tensors(model, buffers, recurse=True, remove_non_persistent=True)
+    ):
+        if (
+            not tensor.is_meta
+            and str(places.get(maps.owner_in(places, name) or "")) == "disk"
+        ):
             offload_weight(tensor.detach(), name, folder, index)
             tensors.set_module_tensor_to_device(model, name, "meta")
     save_offload_index(index, folder)
 
 
-def _load_over_processes(model: nn.Module, checkpoint: Path, strict: bool, full: bool, from_first: bool) -> None:
+def _load_over_processes(
+    model: nn.Module, checkpoint: Path, strict: bool, full: bool, from_first: bool
+) -> None:
     """Fill a model that is sharded, or one that gets what the first rank reads. Ranks: every rank."""
-    options = dcp.StateDictOptions(full_state_dict=full, broadcast_from_rank0=from_first, strict=strict)
-    state: Any = {} if from_first and torch.distributed.get_rank() > 0 else read_model(_located(checkpoint))
+    options = dcp.StateDictOptions(
+        full_state_dict=full, broadcast_from_rank0=from_first, strict=strict
+    )
+    state: Any = (
+        {}
+        if from_first and torch.distributed.get_rank() > 0
+        else read_model(_located(checkpoint))
+    )
     dcp.set_model_state_dict(model, state, options=options)
 
 
 def fill_model(
-    model: nn.Module, checkpoint: Any, device_map: Any, offload_folder: Any, dtype: Any, strict: bool, **how: Any
+    model: nn.Module,
+    checkpoint: Any,
+    device_map: Any,
+    offload_folder: Any,
+    dtype: Any,
+    strict: bool,
+    **how: Any,
 ) -> Loaded:
     """Fill a model; weights for the disk stay in the checkpoint's files where these can be mapped."""
     places = device_map or {}
     if offload_folder is None and "disk" in map(str, places.values()):
         raise ValueError(message("offload_needs_folder"))
-    homeless = [name for name in model.state_dict() if device_map and maps.owner_in(places, name) is None]
+    homeless = [
+        name
+        for name in model.state_dict()
+        if device_map and maps.owner_in(places, name) is None
+    ]
     if homeless:
         raise ValueError(f"{homeless[0]} doesn't have any device set.")
     ties = ties_of(model)
     if device_map:
         check_tied_parameters_on_same_device(ties, device_map)
-    located, options = _located(Path(checkpoint)), (device_map, offload_folder, dtype if device_map else None)
+    located, options = (
+        _located(Path(checkpoint)),
+        (device_map, offload_folder, dtype if device_map else None),
+    )
     try:
         for file in weight_files(located):
             _check_format(file)
         loaded = load.load_checkpoint_in_model(model, located, *options, **how)
     except CheckpointError as error:
         with suppress(CheckpointError):
-            _refuse_shapes(model, map(load_state_dict, weight_files(located)), device_map is None)
-        raise (RuntimeError if device_map is None else ValueError)(str(error)) from error
+            _refuse_shapes(
+                model, map(load_state_dict, weight_files(located)), device_map is None
+            )
+        raise (RuntimeError if device_map is None else ValueError)(
+            str(error)
+        ) from error
     for name in loaded.unexpected if device_map and strict else ():
         _checked(model, name, "meta", None)
     _tell_unexpected(model, loaded, checkpoint, strict)
     return loaded
 
 
-def _refuse_shapes(model: nn.Module, states: Iterable[dict[str, Tensor]], whole: bool) -> None:
+def _refuse_shapes(
+    model: nn.Module, states: Iterable[dict[str, Tensor]], whole: bool
+) -> None:
     """Raise torch's error, or for single weights the first one's, if shapes in the files are not the model's."""
     for state in states:
         if whole:
@@ -188,27 +277,41 @@ def _located(checkpoint: Path) -> Path:
     """Return the file or folder to read: a folder may have one index under any name."""
     if not checkpoint.exists():
         raise ValueError(message("no_checkpoint", checkpoint))
-    if checkpoint.is_file() or any((checkpoint / name).is_file() for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)):
+    if checkpoint.is_file() or any(
+        (checkpoint / name).is_file() for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
+    ):
         return checkpoint
     found = sorted(checkpoint.glob("*.index.json"))
     if not found:
-        raise ValueError(message("no_weights_in_folder", checkpoint, WEIGHTS_NAME, SAFE_WEIGHTS_NAME))
+        raise ValueError(
+            message("no_weights_in_folder", checkpoint, WEIGHTS_NAME, SAFE_WEIGHTS_NAME)
+        )
     if len(found) > 1:
-        raise ValueError(f"{checkpoint} containing more than one `.index.json` file, delete the irrelevant ones.")
+        raise ValueError(
+            f"{checkpoint} containing more than one `.index.json` file, delete the irrelevant ones."
+        )
     return found[0]
 
 
-def _tell_unexpected(model: nn.Module, loaded: Loaded, checkpoint: Any, strict: bool) -> None:
+def _tell_unexpected(
+    model: nn.Module, loaded: Loaded, checkpoint: Any, strict: bool
+) -> None:
     names, kind = loaded.unexpected, type(model).__name__
     if names and strict:
         listed = ", ".join(f'"{name}"' for name in names)
-        raise RuntimeError(f"Error(s) in loading state_dict for {kind}:\n\tUnexpected key(s) in state_dict: {listed}. ")
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {kind}:\n\tUnexpected key(s) in state_dict: {listed}. "
+        )
     if names:
         logger.warning(message("weights_not_used", checkpoint, kind, set(names)))
 
 
-def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
-    for name, weight in OffloadedWeightsLoader(save_folder=offload_folder, index=index or {}).items():
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any
+) -> None:
+    for name, weight in OffloadedWeightsLoader(
+        save_folder=offload_folder, index=index or {}
+    ).items():
         set_module_tensor_to_device(model, name, "cpu", weight)
 
 
@@ -220,11 +323,17 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
             owner, _, last = name.rpartition(".")
             with align_module_device(model.get_submodule(owner), torch.device("cpu")):
                 state[name] = getattr(model.get_submodule(owner), last).detach().clone()
-    return {name: one.to("cpu") if isinstance(one, Tensor) else one for name, one in state.items()}
+    return {
+        name: one.to("cpu") if isinstance(one, Tensor) else one
+        for name, one in state.items()
+    }
 
 
 def get_state_dict_from_offload(
-    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Any = "cpu",
 ) -> dict[str, Any]:
     root = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload):
@@ -240,8 +349,14 @@ def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, T
     state = read_model(checkpoint_file)
     if device_map is None:
         return state
-    places = {name: device_map.get(maps.owner_in(device_map, name) or "", "cpu") for name in state}
-    return {name: one.to(device_of("cpu" if places[name] == "disk" else places[name])) for name, one in state.items()}
+    places = {
+        name: device_map.get(maps.owner_in(device_map, name) or "", "cpu")
+        for name in state
+    }
+    return {
+        name: one.to(device_of("cpu" if places[name] == "disk" else places[name]))
+        for name, one in state.items()
+    }
 
 
 def _check_format(file: Path) -> None:
@@ -255,27 +370,42 @@ def _check_format(file: Path) -> None:
     elif (kind := metadata.get("format")) not in ("pt", "tf", "flax"):
         raise OSError(message("no_valid_metadata", file))
     elif kind != "pt":
-        raise ValueError(f"The checkpoint passed was saved with {kind}, we need a the pt format.")
+        raise ValueError(
+            f"The checkpoint passed was saved with {kind}, we need a the pt format."
+        )
 
 
-def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
-    return {key: one for name in submodule_names for key, one in state_dict.items() if f"{key}.".startswith(f"{name}.")}
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, Tensor], submodule_names: list[str]
+) -> dict[str, Tensor]:
+    return {
+        key: one
+        for name in submodule_names
+        for key, one in state_dict.items()
+        if f"{key}.".startswith(f"{name}.")
+    }
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 
-def align_module_device(module: nn.Module, execution_device: Any = None) -> AbstractContextManager[None]:
+def align_module_device(
+    module: nn.Module, execution_device: Any = None
+) -> AbstractContextManager[None]:
     """Return a block in which a module's parameters are on a device: the given one, or that of its hook."""
     if execution_device is None and has_offloaded_params(module):
         execution_device = cast("Any", module)._hf_hook.execution_device
     if (hook := offloading_hook(module)) is not None:
-        return hook.brought(module, None if execution_device is None else device_of(execution_device))
+        return hook.brought(
+            module, None if execution_device is None else device_of(execution_device)
+        )
     return tensors.align_module_device(module, execution_device)
 
 
-def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+def get_grad_scaler(
+    distributed_type: Any = None, **kwargs: Any
+) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(ambient.device().type, **kwargs)
 
 

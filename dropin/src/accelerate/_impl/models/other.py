@@ -28,8 +28,15 @@ logger = get_logger("accelerate.utils.other")
 export = Deferred("hasten.checkpoint.export")
 formats = Deferred("hasten.checkpoint.format.formats")
 manifests = Deferred("accelerate._impl.checkpoints.manifests")
-_NUMPY = (np.zeros(0).__reduce__()[0], np.ndarray, codecs.encode, np.dtype, np.dtypes.UInt32DType)
-TORCH_SAFE_GLOBALS: list[Any] = [*_NUMPY]  # of which states of random generators are made
+_NUMPY = (
+    np.zeros(0).__reduce__()[0],
+    np.ndarray,
+    codecs.encode,
+    np.dtype,
+    np.dtypes.UInt32DType,
+)
+# of which states of random generators are made
+TORCH_SAFE_GLOBALS: list[Any] = [*_NUMPY]
 # Any in this file: the caller's objects.
 
 
@@ -42,7 +49,9 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
+    return (
+        isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
+    )
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
@@ -55,8 +64,12 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         whole: Any = torch.compile(module, **compile_kwargs)
         return cast("nn.Module", whole)
     made = copy(module)
-    one: Callable[..., Any] = torch.compile if is_repeated_blocks(module) else compile_regions
-    parts = {name: one(part, **compile_kwargs) for name, part in module.named_children()}
+    one: Callable[..., Any] = (
+        torch.compile if is_repeated_blocks(module) else compile_regions
+    )
+    parts = {
+        name: one(part, **compile_kwargs) for name, part in module.named_children()
+    }
     for part in parts.values():
         part.__dict__.pop("_orig_mod", None)  # the outermost module shows the original
     made.__dict__.update(_modules=parts, _orig_mod=module)
@@ -68,7 +81,9 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     if not has_repeated_blocks(module):
         module.compile(**compile_kwargs)
         return
-    compile_part = nn.Module.compile if is_repeated_blocks(module) else compile_regions_deepspeed
+    compile_part = (
+        nn.Module.compile if is_repeated_blocks(module) else compile_regions_deepspeed
+    )
     for part in module.children():
         compile_part(part, **compile_kwargs)
 
@@ -84,7 +99,10 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def extract_model_from_parallel(
-    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+    model: Any,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
 ) -> Any:
     """Return the user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
     inner = _inside(getattr(model, "_orig_mod", model), recursive)
@@ -108,7 +126,10 @@ def _recompiled(model: Any, inner: Any) -> Any:
 def show_original_forward(model: Any) -> None:
     """Set the attribute under which libraries find the forward that a model had before its autocast."""
     inner = _inside(getattr(model, "_orig_mod", model))
-    if isinstance(inner, nn.Module) and (now := forwarding.find(inner, AutocastForward.tag)) is not None:
+    if (
+        isinstance(inner, nn.Module)
+        and (now := forwarding.find(inner, AutocastForward.tag)) is not None
+    ):
         inner.__dict__["_original_forward"] = now.inner
 
 
@@ -122,7 +143,9 @@ def _inside(model: Any, everywhere: bool = False) -> Any:
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
     for part in list(model.modules()) if everywhere else ():
-        part.__dict__["_modules"].update({name: _inside(one) for name, one in part.named_children()})
+        part.__dict__["_modules"].update(
+            {name: _inside(one) for name, one in part.named_children()}
+        )
     return model
 
 
@@ -134,23 +157,39 @@ def wait_for_everyone() -> None:
 def tell_shared(tensors: Mapping[str, torch.Tensor]) -> Collection[str]:
     repeated: Collection[str] = formats.tied(tensors)
     if repeated:
-        logger.warning(message("shared_tensors_removed", set(repeated)), main_process_only=True)
+        logger.warning(
+            message("shared_tensors_removed", set(repeated)), main_process_only=True
+        )
     return repeated
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors, each stored once: names that share memory are reduced to the first of them."""
-    tensors = {name: one.contiguous() for name, one in state_dict.items() if isinstance(one, torch.Tensor)}
-    repeated = tell_shared({name: one for name, one in state_dict.items() if name in tensors})
-    return {name: tensors.get(name, one) for name, one in state_dict.items() if name not in repeated}
+    tensors = {
+        name: one.contiguous()
+        for name, one in state_dict.items()
+        if isinstance(one, torch.Tensor)
+    }
+    repeated = tell_shared(
+        {name: one for name, one in state_dict.items() if name in tensors}
+    )
+    return {
+        name: tensors.get(name, one)
+        for name, one in state_dict.items()
+        if name not in repeated
+    }
 
 
-def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+def save(
+    obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
     here = PartialState()
     if here.is_local_main_process if save_on_each_node else here.is_main_process:
         if isinstance(f, str | Path):
             with manifests.manifest_aside(Path(f).parent):
-                saved = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
+                saved = (
+                    clean_state_dict_for_safetensors(obj) if safe_serialization else obj
+                )
                 export.save_object(saved, f, safe_serialization)
         else:
             torch.save(obj, f)
@@ -159,16 +198,22 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """Return the object that torch.save wrote; code inside a file is never run unless `weights_only=False` says so."""
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
-        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+        return torch.load(
+            f, map_location=map_location, **{"weights_only": True, **kwargs}
+        )
 
 
 def get_pretty_name(obj: Any) -> str:
     if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
         obj = getattr(obj, "__class__", obj)
-    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)
+    return str(
+        getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj
+    )
 
 
-def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+def merge_dicts(
+    source: Mapping[str, Any], destination: dict[str, Any]
+) -> dict[str, Any]:
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -189,7 +234,9 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     return attrgetter(attr)(obj)
 
 
-def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: bool = False
+) -> list[Any]:
     return [pair if return_fqns else pair[1] for pair in _behind_children("", model)]
 
 
@@ -202,7 +249,11 @@ def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
 def check_os_kernel() -> None:
     """Warn, on the main process, of a Linux kernel before 5.5."""
     machine = platform.uname()
-    found = re.match(r"(\d+)\.(\d+)(\.\d+)?", machine.release) if machine.system == "Linux" else None
+    found = (
+        re.match(r"(\d+)\.(\d+)(\.\d+)?", machine.release)
+        if machine.system == "Linux"
+        else None
+    )
     if found and (int(found[1]), int(found[2])) < (5, 5):
         logger.warning(message("old_kernel", found[0]), main_process_only=True)
 

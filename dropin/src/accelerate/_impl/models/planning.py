@@ -23,8 +23,20 @@ from hasten.modules.names import tied_groups
 # Any in this file: limits as ints and floats, dtypes that torch does not know, modules and tensors in one list.
 _Part = tuple[str, Any]
 logger = logging.getLogger("accelerate.utils.modeling")
-_SUFFIXES = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
-_SPECIAL = {torch.bool: 1 / 8, CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
+_SUFFIXES = {
+    "GIB": 2**30,
+    "MIB": 2**20,
+    "KIB": 2**10,
+    "GB": 10**9,
+    "MB": 10**6,
+    "KB": 10**3,
+}
+_SPECIAL = {
+    torch.bool: 1 / 8,
+    CustomDtype.INT2: 1 / 4,
+    CustomDtype.INT4: 1 / 2,
+    CustomDtype.FP8: 1,
+}
 _OFFLOAD = ("cpu", "disk")
 _NAMED = ("mps", "cpu", "disk")
 
@@ -33,7 +45,9 @@ def convert_file_size_to_int(size: float | str) -> Any:
     """Return the bytes that a size such as "5GB", "5GiB" or "5Gb" (bits) stands for; numbers stay as they are."""
     if isinstance(size, int | float) and size >= 0:
         return size
-    found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmg]i?b)", str(size), re.IGNORECASE)
+    found = re.fullmatch(
+        r"\s*(\d+\.?\d*(?:e\d+)?)\s*([kmg]i?b)", str(size), re.IGNORECASE
+    )
     if found is None:
         raise ValueError(message("no_size", size))
     number, unit = int(float(found[1]) * _SUFFIXES[found[2].upper()]), found[2]
@@ -42,7 +56,9 @@ def convert_file_size_to_int(size: float | str) -> Any:
 
 def _get_proper_dtype(dtype: Any) -> Any:
     """Return torch's dtype of a name, with or without `torch.` before it; other values as they are."""
-    return getattr(torch, dtype.replace("torch.", "")) if isinstance(dtype, str) else dtype
+    return (
+        getattr(torch, dtype.replace("torch.", "")) if isinstance(dtype, str) else dtype
+    )
 
 
 def dtype_byte_size(dtype: Any) -> float:
@@ -55,12 +71,22 @@ def dtype_byte_size(dtype: Any) -> float:
 
 
 def compute_module_sizes(
-    model: nn.Module, dtype: Any = None, special_dtypes: Any = None, buffers_only: bool = False
+    model: nn.Module,
+    dtype: Any = None,
+    special_dtypes: Any = None,
+    buffers_only: bool = False,
 ) -> dict[str, int]:
     sizes: dict[str, Any] = defaultdict(int)
-    found = model.named_buffers() if buffers_only else [*model.named_parameters(), *model.named_buffers()]
+    found = (
+        model.named_buffers()
+        if buffers_only
+        else [*model.named_parameters(), *model.named_buffers()]
+    )
     for name, tensor in found:
-        parts, num_bytes = name.split("."), tensor.numel() * _width(name, tensor, maps.as_dtype(dtype), special_dtypes)
+        parts, num_bytes = (
+            name.split("."),
+            tensor.numel() * _width(name, tensor, maps.as_dtype(dtype), special_dtypes),
+        )
         for length in range(len(parts) + 1):
             sizes[".".join(parts[:length])] += num_bytes
     return sizes
@@ -71,19 +97,37 @@ def _width(name: str, tensor: Tensor, chosen: Any, special: Any) -> float:
     if special is not None and name in special:
         return dtype_byte_size(maps.as_dtype(special[name]))
     width = dtype_byte_size(tensor.dtype)
-    return min(dtype_byte_size(chosen), width) if chosen is not None and tensor.is_floating_point() else width
+    return (
+        min(dtype_byte_size(chosen), width)
+        if chosen is not None and tensor.is_floating_point()
+        else width
+    )
 
 
-def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
-    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+def compute_module_total_buffer_size(
+    model: nn.Module, dtype: Any = None, special_dtypes: Any = None
+) -> int:
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get(
+        "", 0
+    )
 
 
 def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
-    return [name for name in module_sizes if not any(other.startswith(f"{name}.") for other in module_sizes) and name]
+    return [
+        name
+        for name in module_sizes
+        if not any(other.startswith(f"{name}.") for other in module_sizes) and name
+    ]
 
 
-def get_max_layer_size(modules: Any, module_sizes: Any, no_split_module_classes: Any) -> tuple[int, list[str]]:
-    layers = [name for name, part in modules for name in _layers(name, part, no_split_module_classes or ())]
+def get_max_layer_size(
+    modules: Any, module_sizes: Any, no_split_module_classes: Any
+) -> tuple[int, list[str]]:
+    layers = [
+        name
+        for name, part in modules
+        for name in _layers(name, part, no_split_module_classes or ())
+    ]
     largest = max((module_sizes.get(name, 0) for name in layers), default=0)
     return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
 
@@ -105,16 +149,25 @@ def _inside(name: str, part: Any, whole: Collection[str]) -> list[_Part]:
     children = _children(part)
     if not children or type(part).__name__ in whole:
         return []
-    return [(f"{name}.{one}", child) for one, child in [*part.named_parameters(recurse=False), *children]]
+    return [
+        (f"{name}.{one}", child)
+        for one, child in [*part.named_parameters(recurse=False), *children]
+    ]
 
 
 def get_module_size_with_ties(
-    tied_params: list[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Any
+    tied_params: list[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Any,
 ) -> tuple[int, list[str], list[nn.Module]]:
     """Return the bytes of a module with those that share its parameters, and these modules; those placed already are left out."""
     found: list[_Part] = []
     for tied in tied_params:
-        owner = next((part for part in modules_to_treat if f"{tied}.".startswith(f"{part[0]}.")), None)
+        owner = next(
+            (part for part in modules_to_treat if f"{tied}.".startswith(f"{part[0]}.")),
+            None,
+        )
         if owner is not None:
             found.append(owner)
             module_size += module_sizes[owner[0]] - module_sizes[tied]
@@ -123,7 +176,9 @@ def get_module_size_with_ties(
 
 def _tied_outside(name: str, groups: Sequence[Sequence[str]]) -> list[str]:
     mine = f"{name}."
-    crossing = [group for group in groups if len({mine in f"{one}." for one in group}) == 2]
+    crossing = [
+        group for group in groups if len({mine in f"{one}." for one in group}) == 2
+    ]
     return [one for group in crossing for one in group if mine not in f"{one}."]
 
 
@@ -138,11 +193,22 @@ def fallback_allocate(
 
     A module that is too large is looked into, unless its class is not to be split.
     """
-    limit, whole, ties = convert_file_size_to_int(size_limit), no_split_module_classes or [], tied_parameters or []
+    limit, whole, ties = (
+        convert_file_size_to_int(size_limit),
+        no_split_module_classes or [],
+        tied_parameters or [],
+    )
     for at, (name, part) in enumerate(modules):
-        if get_module_size_with_ties(_tied_outside(name, ties), module_sizes[name], module_sizes, modules)[0] <= limit:
+        if (
+            get_module_size_with_ties(
+                _tied_outside(name, ties), module_sizes[name], module_sizes, modules
+            )[0]
+            <= limit
+        ):
             return name, part, [*modules[:at], *modules[at + 1 :]]
-        found, chosen, rest = fallback_allocate(_inside(name, part, whole), module_sizes, limit, whole, ties)
+        found, chosen, rest = fallback_allocate(
+            _inside(name, part, whole), module_sizes, limit, whole, ties
+        )
         if found is not None:
             return found, chosen, [*modules[:at], *rest, *modules[at + 1 :]]
     return None, None, list(modules)
@@ -155,14 +221,20 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def _whole_model(model: nn.Module) -> list[_Part]:
-    return [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    return [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     return [sorted(group) for group in tied_groups(model)]
 
 
-def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
+def clean_device_map(
+    device_map: dict[str, Any], module_name: str = ""
+) -> dict[str, Any]:
     short = maps.clean_device_map(dict(device_map), module_name)
     kept = {name: place for name, place in device_map.items() if name in short}
     device_map.clear()
@@ -174,10 +246,16 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     """Raise unless every tensor of the state dict has a device; warn about names that are no modules."""
     known = {name for name, _ in model.named_modules()}
     if strangers := [name for name in device_map if name not in known]:
-        warnings.warn(f"The following device_map keys do not match any submodules in the model: {strangers}")
-    if homeless := [name for name in model.state_dict() if maps.owner_in(device_map, name) is None]:
+        warnings.warn(
+            f"The following device_map keys do not match any submodules in the model: {strangers}"
+        )
+    if homeless := [
+        name for name in model.state_dict() if maps.owner_in(device_map, name) is None
+    ]:
         names = ", ".join(homeless)
-        raise ValueError(f"The device_map provided does not give any device for the following parameters: {names}")
+        raise ValueError(
+            f"The device_map provided does not give any device for the following parameters: {names}"
+        )
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
@@ -191,12 +269,22 @@ def ties_of(model: nn.Module) -> list[list[str]]:
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         return False
-    config, last = getattr(model, "config", None), getattr(model, "get_output_embeddings", lambda: None)
-    coupled = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
-    return bool(coupled or (getattr(config, "tie_word_embeddings", False) and last() is not None))
+    config, last = (
+        getattr(model, "config", None),
+        getattr(model, "get_output_embeddings", lambda: None),
+    )
+    coupled = getattr(config, "is_encoder_decoder", False) and getattr(
+        config, "tie_encoder_decoder", False
+    )
+    return bool(
+        coupled
+        or (getattr(config, "tie_word_embeddings", False) and last() is not None)
+    )
 
 
-def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_map: Mapping[str, Any]) -> None:
+def check_tied_parameters_on_same_device(
+    tied_params: list[list[str]], device_map: Mapping[str, Any]
+) -> None:
     for group in tied_params:
         owners = {name: maps.owner_in(device_map, name) for name in group}
         if None in owners.values():
@@ -210,11 +298,19 @@ def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
     """Return the bytes of each device in order; sizes given as text are converted in place, which transformers relies on."""
     if max_memory is None:
         return dict[Any, Any](maps.free_memory(unified=is_mps_available()))
-    max_memory.update({key: convert_file_size_to_int(one) for key, one in max_memory.items() if isinstance(one, str)})
+    max_memory.update(
+        {
+            key: convert_file_size_to_int(one)
+            for key, one in max_memory.items()
+            if isinstance(one, str)
+        }
+    )
     numbers = sorted(key for key in max_memory if isinstance(key, int))
     there = list(range(torch.accelerator.device_count()))
     for number in (number for number in numbers if number not in there):
-        logger.warning(f"Device {number} is not available, available devices are {there}")
+        logger.warning(
+            f"Device {number} is not available, available devices are {there}"
+        )
     if strangers := [key for key in max_memory if key not in (*numbers, *_NAMED)]:
         raise ValueError(message("unknown_devices", strangers[0]))
     return {key: max_memory[key] for key in (*numbers, *_NAMED) if key in max_memory}
@@ -223,7 +319,13 @@ def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
 class _Packing:
     """Assignment of modules to devices in the model's order, one device after another."""
 
-    def __init__(self, model: nn.Module, limits: Mapping[Any, Any], whole: Any, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        limits: Mapping[Any, Any],
+        whole: Any,
+        sizes: Mapping[str, int],
+    ) -> None:
         self.limits, self.sizes = limits, sizes
         self.whole = [whole] if isinstance(whole, str) else whole or []
         self.devices = [*limits, *([] if "disk" in limits else ["disk"])]
@@ -245,21 +347,38 @@ class _Packing:
             self._say(f"\nTreating module {name}.")
             tied = _tied_outside(name, self.ties)
             if tied:
-                groups = [group for group in self.ties if not set(group).isdisjoint(tied)]
+                groups = [
+                    group for group in self.ties if not set(group).isdisjoint(tied)
+                ]
                 self._say(f"  Found the relevant tied param groups {groups}")
                 self._say(f"  So those parameters need to be taken into account {tied}")
-            together, names, parts = get_module_size_with_ties(tied, self.sizes[name], self.sizes, self.waiting)
+            together, names, parts = get_module_size_with_ties(
+                tied, self.sizes[name], self.sizes, self.waiting
+            )
             owners = list(zip(names, parts, strict=True))
             device, self.reserve = self.devices[self.at], self._reserve(name)
-            room = None if device == "disk" else self.limits[device] - self.used[device] - self.reserve
+            room = (
+                None
+                if device == "disk"
+                else self.limits[device] - self.used[device] - self.reserve
+            )
             if room is None or together <= room:
                 self._put([(name, part), *owners], together, room)
                 continue
             small = self.sizes[name] <= room
             what = f"{name} and {names}" if small else name
-            size = f"needed size {together}" if small else f"module size {self.sizes[name]}"
-            self._say(f"Not enough space on {device} to put {what} (space available {room}, {size}).")
-            candidates = [*(owners if small else ()), *([] if self.sizes[name] < room else [(name, part)])]
+            size = (
+                f"needed size {together}"
+                if small
+                else f"module size {self.sizes[name]}"
+            )
+            self._say(
+                f"Not enough space on {device} to put {what} (space available {room}, {size})."
+            )
+            candidates = [
+                *(owners if small else ()),
+                *([] if self.sizes[name] < room else [(name, part)]),
+            ]
             self._split((name, part), candidates, together, room)
 
     def _say(self, text: str) -> None:
@@ -268,7 +387,9 @@ class _Packing:
 
     def _reserve(self, name: str) -> Any:
         """Return the bytes kept free on the current device for the largest layer that comes after the named module."""
-        self.largest = [one for one in self.largest if not f"{one}.".startswith(f"{name}.")]
+        self.largest = [
+            one for one in self.largest if not f"{one}.".startswith(f"{name}.")
+        ]
         if not self.largest:
             self._measure()
         return self.layer if self.devices[self.at] in self.reserving else 0
@@ -279,8 +400,13 @@ class _Packing:
 
     def _put(self, parts: Sequence[_Part], size: Any, room: Any) -> None:
         device = self.devices[self.at]
-        names, available = [name for name, _ in parts], "" if room is None else f" (available={room})"
-        what = f"{names[0]} and {names[1:]}" if names[1:] else f"{names[0]} (size={size})"
+        names, available = (
+            [name for name, _ in parts],
+            "" if room is None else f" (available={room})",
+        )
+        what = (
+            f"{names[0]} and {names[1:]}" if names[1:] else f"{names[0]} (size={size})"
+        )
         self._say(f"Putting {what}{available} on {device}.")
         self.used[device] += size
         if device in _OFFLOAD and isinstance(parts[0][1], nn.Module):
@@ -288,7 +414,9 @@ class _Packing:
         self.places.update(dict.fromkeys(names, device))
         self.waiting = [part for part in self.waiting if part[0] not in names]
 
-    def _split(self, first: _Part, candidates: Sequence[_Part], together: Any, room: Any) -> None:
+    def _split(
+        self, first: _Part, candidates: Sequence[_Part], together: Any, room: Any
+    ) -> None:
         """Replace one of the modules by what is in it; if none can be split, go to the next device."""
         queue = [first, *self.waiting]
         for name, part in candidates:
@@ -298,7 +426,11 @@ class _Packing:
                 self.waiting = [*queue[:at], *inside, *queue[at + 1 :]]
                 self._measure()
                 return
-        whole = "This module cannot" if first in candidates else "None of the tied module can"
+        whole = (
+            "This module cannot"
+            if first in candidates
+            else "None of the tied module can"
+        )
         self._say(f"{whole} be split, going to the next device.")
         self._advance(queue, together, room)
 
@@ -307,9 +439,18 @@ class _Packing:
         device, self.waiting = self.devices[self.at], queue
         self.least[device] = together + self.reserve
         self.left[device] = room
-        limit = self.limits[device] - max(together, get_max_layer_size(queue, self.sizes, self.whole)[0])
-        if self.fallback and device in self.reserving and not self.used[device] and limit >= 0:
-            name, part, rest = fallback_allocate(queue[1:], self.sizes, limit, self.whole, self.ties)
+        limit = self.limits[device] - max(
+            together, get_max_layer_size(queue, self.sizes, self.whole)[0]
+        )
+        if (
+            self.fallback
+            and device in self.reserving
+            and not self.used[device]
+            and limit >= 0
+        ):
+            name, part, rest = fallback_allocate(
+                queue[1:], self.sizes, limit, self.whole, self.ties
+            )
             if name is not None:
                 self.waiting = [(name, part), queue[0], *rest]
                 self._measure()
@@ -318,7 +459,11 @@ class _Packing:
 
     def report(self) -> None:
         """Log the devices that got nothing, with the bytes that would have been needed."""
-        empty = [f"  - {device}: {size} bytes required" for device, size in self.least.items() if not self.used[device]]
+        empty = [
+            f"  - {device}: {size} bytes required"
+            for device, size in self.least.items()
+            if not self.used[device]
+        ]
         if empty:
             logger.info(message("devices_unused"), "\n".join(empty))
 
@@ -342,7 +487,9 @@ def infer_auto_device_map(
     fallback_allocation: bool = False,
 ) -> dict[str, Any]:
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    packing = _Packing(model, get_max_memory(max_memory), no_split_module_classes, sizes)
+    packing = _Packing(
+        model, get_max_memory(max_memory), no_split_module_classes, sizes
+    )
     packing.fallback, packing.verbose = fallback_allocation, verbose
     packing.run()
     packing.report()
@@ -365,26 +512,51 @@ def get_balanced_memory(
     full = [at for at, device in enumerate(gpus) if limits[device] > 0]
     if len(full) > 1:
         sizes = compute_module_sizes(model, dtype, special_dtypes)
-        _spread(limits, gpus, full, sizes[""], _slack(model, sizes, no_split_module_classes), low_zero)
+        _spread(
+            limits,
+            gpus,
+            full,
+            sizes[""],
+            _slack(model, sizes, no_split_module_classes),
+            low_zero,
+        )
     elif full and max_memory is None and gpus[full[0]] != "mps":
         logger.info(message("tenth_stays_free", gpus[full[0]]))
         limits[gpus[full[0]]] *= 0.9
     return limits
 
 
-def _spread(limits: Any, gpus: Sequence[Any], full: Sequence[int], whole: int, slack: int, low: bool) -> None:
+def _spread(
+    limits: Any,
+    gpus: Sequence[Any],
+    full: Sequence[int],
+    whole: int,
+    slack: int,
+    low: bool,
+) -> None:
     """Limit all devices but the last to a share; with `low`, the first to what the others leave."""
     share = whole // (len(full) - low) + slack
-    limits.update({device: min(share, limits[device]) for device in gpus[low : full[-1]]})
+    limits.update(
+        {device: min(share, limits[device]) for device in gpus[low : full[-1]]}
+    )
     if low:
-        limits[gpus[0]] = min(limits[gpus[0]], max(0, whole - sum(limits[device] for device in gpus[1 : len(full)])))
+        limits[gpus[0]] = min(
+            limits[gpus[0]],
+            max(0, whole - sum(limits[device] for device in gpus[1 : len(full)])),
+        )
 
 
 def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Any) -> int:
     """Return the bytes a device gets beyond its share, so that a module on the border fits: a quarter more than a usual one."""
-    kept = {type(attrgetter(name)(model)).__name__: sizes[name] for name in reversed(list(sizes)) if name}
+    kept = {
+        type(attrgetter(name)(model)).__name__: sizes[name]
+        for name in reversed(list(sizes))
+        if name
+    }
     tensors = set(get_module_leaves(dict(sizes)))
-    layers = get_module_leaves({name: size for name, size in sizes.items() if name not in tensors})
+    layers = get_module_leaves(
+        {name: size for name, size in sizes.items() if name not in tensors}
+    )
     mean = int(sum(sizes[name] for name in layers) / max(len(layers), 1))
     whole = [no_split] if isinstance(no_split, str) else no_split or []
     return int(1.25 * max([mean, *(kept.get(name, 0) for name in whole)]))

@@ -32,7 +32,9 @@ class DeepSpeedEngineWrapper:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any
+    ) -> None:
         """Backpropagate the loss; where gradients are synchronised, update the parameters too."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
@@ -52,6 +54,8 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     return active_plugin(state.deepspeed_plugins)
 
 
-def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def map_pytorch_optim_to_deepspeed(
+    optimizer: torch.optim.Optimizer,
+) -> torch.optim.Optimizer:
     """Return the optimizer as it is: hasten lets DeepSpeed use the script's own, with offload too."""
     return optimizer

@@ -35,7 +35,11 @@ class MegatronLMDummyDataLoader:
 
 class MegatronLMDummyScheduler:
     def __init__(
-        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        **kwargs: Any,
     ) -> None:
         self.optimizer, self.kwargs = optimizer, kwargs
         self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
@@ -49,9 +53,13 @@ class MegatronLMSchedulerWrapper(DeepSpeedSchedulerWrapper):
     """A scheduler beside an engine."""
 
 
-def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+def avg_losses_across_data_parallel_group(
+    losses: Sequence[torch.Tensor],
+) -> torch.Tensor:
     """Return the losses, averaged over the processes that read different samples. Ranks: every rank."""
-    mean: torch.Tensor = ops.reduce(torch.stack([loss.detach().reshape(()) for loss in losses]), _batch(), "mean")
+    mean: torch.Tensor = ops.reduce(
+        torch.stack([loss.detach().reshape(()) for loss in losses]), _batch(), "mean"
+    )
     return mean
 
 

@@ -31,7 +31,8 @@ class _WithScaler(FullPrecision):
         return StepResult(applied=bool(updates))
 
 
-class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's scaler, and results of optimizers
+# Any below: torch's scaler, and results of optimizers
+class AcceleratedOptimizer(Copyable, PreparedOptimizer):
     """The user's optimizer, stepping and clearing only where a window ends."""
 
     belongs_to_run = ("_clock", "_precision", "scaler")
@@ -52,13 +53,18 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's s
 
     def rejoin(self) -> None:
         """Follow the windows of the latest Accelerator, unless this is a copy that follows its original's."""
-        for name, plain in (("_clock", ambient.clock()), ("_precision", FullPrecision()), ("scaler", None)):
+        for name, plain in (
+            ("_clock", ambient.clock()),
+            ("_precision", FullPrecision()),
+            ("scaler", None),
+        ):
             vars(self).setdefault(name, plain)
         self._scaled = self._precision.scaler is not None
         self._clock.join(self)
 
     def _refuse_unscaled_gradients(self) -> None:
-        if not isinstance(self._precision, _WithScaler):  # a user who gives a scaler scales the loss
+        # a user who gives a scaler scales the loss
+        if not isinstance(self._precision, _WithScaler):
             super()._refuse_unscaled_gradients()
 
     step_was_skipped = _is_overflow = shown(
@@ -66,18 +72,30 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):  # Any below: torch's s
         "Whether the latest update was skipped, also under the name tests write to.",
         lambda self, skipped: setattr(self, "skipped", skipped),
     )
-    gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
-    accelerator_state = shown(lambda self: AcceleratorState(), "The view on the process.")
+    gradient_state = shown(
+        lambda self: GradientState(), "The view on the current window."
+    )
+    accelerator_state = shown(
+        lambda self: AcceleratorState(), "The view on the process."
+    )
     __repr__ = torch.optim.Optimizer.__repr__
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless a window that is still open needs them."""
         if self.acts_now:  # quirk: ZERO_GRAD_WAITS
-            if set_to_none is not None and "set_to_none" not in inspect.signature(self.optimizer.zero_grad).parameters:
-                raise ValueError("`set_to_none` for Optimizer.zero_grad` is not supported by this optimizer.")
+            if (
+                set_to_none is not None
+                and "set_to_none"
+                not in inspect.signature(self.optimizer.zero_grad).parameters
+            ):
+                raise ValueError(
+                    "`set_to_none` for Optimizer.zero_grad` is not supported by this optimizer."
+                )
             super().zero_grad(True if set_to_none is None else set_to_none)
 
 
-def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return the method; hasten learns from the step's result whether it was skipped, so nothing is patched."""
     return method

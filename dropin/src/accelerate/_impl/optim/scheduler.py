@@ -18,15 +18,25 @@ class AcceleratedScheduler(PreparedScheduler):
     """The user's scheduler, following its optimizers' updates, once per process unless batches are split."""
 
     def __init__(
-        self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
+        self,
+        scheduler: Any,
+        optimizers: Any,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
     ) -> None:
-        self.optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-        owner = next((one for one in self.optimizers if isinstance(one, PreparedOptimizer)), None)
+        self.optimizers = (
+            optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+        )
+        owner = next(
+            (one for one in self.optimizers if isinstance(one, PreparedOptimizer)), None
+        )
         super().__init__(scheduler, owner, step_with_optimizer)
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
 
-    gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
+    gradient_state = shown(
+        lambda self: GradientState(), "The view on the current window."
+    )
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if not self.step_with_optimizer:
@@ -37,18 +47,25 @@ class AcceleratedScheduler(PreparedScheduler):
             if state.adjust_scheduler:  # quirk: SCHEDULER_COUNTS_MICRO_STEPS
                 self.scheduler._step_count += 1
             return
-        if not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
+        if not any(
+            getattr(optimizer, "step_was_skipped", False)
+            for optimizer in self.optimizers
+        ):
             self._advance(*args, **kwargs)
 
     def _advance(self, *args: Any, **kwargs: Any) -> None:
         """Step as often as an update counts, up to the end of a schedule that has one."""
         for _ in range(self._times()):
-            if hasattr(self.scheduler, "total_steps") and self.scheduler._step_count > self.scheduler.total_steps:
+            if (
+                hasattr(self.scheduler, "total_steps")
+                and self.scheduler._step_count > self.scheduler.total_steps
+            ):
                 return
             if getattr(self.scheduler, "_step_count", 1) > 1:
                 self.scheduler.step(*args, **kwargs)
                 continue
-            with warnings.catch_warnings():  # torch does not see the inner optimizer's step and warns at the first
+            # torch does not see the inner optimizer's step and warns at the first
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Detected call of")
                 self.scheduler.step(*args, **kwargs)
 
@@ -56,4 +73,7 @@ class AcceleratedScheduler(PreparedScheduler):
         if self.split_batches:  # quirk: SCHEDULER_TIMES_PROCESSES
             return 1
         sizes = AMBIENT.whole.get("parallelism_config")
-        return AcceleratorState().num_processes // (1 if sizes is None else int(sizes.sp_size))  # which share batches
+        # which share batches
+        return AcceleratorState().num_processes // (
+            1 if sizes is None else int(sizes.sp_size)
+        )

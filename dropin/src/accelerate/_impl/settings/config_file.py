@@ -8,14 +8,21 @@ from typing import Any
 
 import yaml
 
-from accelerate._impl.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accelerate._impl.enums import (
+    ComputeEnvironment,
+    DistributedType,
+    SageMakerDistributedType,
+)
 from accelerate._impl.environment.variables import environment
 from accelerate._impl.surface.messages import message
 from hasten.config.files import accelerate_paths, contents
 
 # Any in this file: values of settings.
 _SWITCHES = dict.fromkeys(("use_cpu", "debug", "enable_cpu_affinity"), False)
-default_yaml_config_file = default_json_config_file = str(accelerate_paths(environment())[0])  # as it has always been
+# as it has always been
+default_yaml_config_file = default_json_config_file = str(
+    accelerate_paths(environment())[0]
+)
 default_config_file = default_yaml_config_file
 cache_dir = str(Path(default_config_file).parent)
 hf_cache_home = str(Path(cache_dir).parent)
@@ -36,7 +43,10 @@ def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
     """Return the settings of a mapping. Raises: ValueError for unknown keys."""
     cloud = values.get("compute_environment") == "AMAZON_SAGEMAKER"
     kind: type[BaseConfig] = SageMakerConfig if cloud else ClusterConfig
-    known, values = {one.name for one in fields(kind)}, BaseConfig.process_config(dict(values))
+    known, values = (
+        {one.name for one in fields(kind)},
+        BaseConfig.process_config(dict(values)),
+    )
     if cloud:
         values.pop("num_processes", None)
     if unknown := sorted(set(values) - known):
@@ -57,28 +67,48 @@ class BaseConfig:
         cloud = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
         kind: Any = SageMakerDistributedType if cloud else DistributedType
         if self.distributed_type is not False:  # a bare NO in YAML
-            self.distributed_type = kind("XLA" if self.distributed_type == "TPU" else self.distributed_type)
+            self.distributed_type = kind(
+                "XLA" if self.distributed_type == "TPU" else self.distributed_type
+            )
         for one in fields(self):
             if one.name.endswith("_config") and getattr(self, one.name) is None:
                 setattr(self, one.name, {})
 
     def to_dict(self) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        plain = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
-        return {name: value for name, value in plain.items() if value is not None and value != {}}
+        plain = {
+            name: value.value if isinstance(value, Enum) else value
+            for name, value in values.items()
+        }
+        return {
+            name: value
+            for name, value in plain.items()
+            if value is not None and value != {}
+        }
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
         """Complete the mapping with what every file has, and return it. Raises: ValueError without a kind of processes."""
         if config_dict.get("distributed_type") is None:
-            raise ValueError("A `distributed_type` must be specified in the config file.")
+            raise ValueError(
+                "A `distributed_type` must be specified in the config file."
+            )
         if config_dict["distributed_type"] == "NO":
             config_dict.setdefault("num_processes", 1)
-        if backend := config_dict.pop("dynamo_backend", None):  # in files of older versions, as is fp16
-            config_dict["dynamo_config"] = {} if backend == "NO" else {"dynamo_backend": backend}
+        # in files of older versions, as is fp16
+        if backend := config_dict.pop("dynamo_backend", None):
+            config_dict["dynamo_config"] = (
+                {} if backend == "NO" else {"dynamo_backend": backend}
+            )
         precision = "fp16" if config_dict.pop("fp16", False) else None
-        known = {"compute_environment": ComputeEnvironment.LOCAL_MACHINE, "mixed_precision": precision, **_SWITCHES}
-        config_dict.update({name: value for name, value in known.items() if name not in config_dict})
+        known = {
+            "compute_environment": ComputeEnvironment.LOCAL_MACHINE,
+            "mixed_precision": precision,
+            **_SWITCHES,
+        }
+        config_dict.update(
+            {name: value for name, value in known.items() if name not in config_dict}
+        )
         return config_dict
 
     @classmethod
@@ -90,7 +120,9 @@ class BaseConfig:
         return load_config_from_file(yaml_file or default_yaml_config_file)
 
     def to_json_file(self, json_file: str) -> None:
-        Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+        Path(json_file).write_text(
+            json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+        )
 
     def to_yaml_file(self, yaml_file: str) -> None:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()))
@@ -99,10 +131,19 @@ class BaseConfig:
 def _made(name: str, about: str) -> Any:
     """Return a class of settings with the fields of the table: names that need a value, and defaults."""
     table = json.loads(Path(__file__).with_suffix(".json").read_text())[name]
-    rows: Any = [(one, Any, field(default=default)) for one, default in table["has"].items()]
+    rows: Any = [
+        (one, Any, field(default=default)) for one, default in table["has"].items()
+    ]
     rows = [*((one, Any) for one in table["needed"]), *rows]
-    return make_dataclass(name, rows, bases=(BaseConfig,), namespace={"__module__": __name__, "__doc__": about})
+    return make_dataclass(
+        name,
+        rows,
+        bases=(BaseConfig,),
+        namespace={"__module__": __name__, "__doc__": about},
+    )
 
 
 ClusterConfig = _made("ClusterConfig", "Settings of machines of one's own.")
-SageMakerConfig = _made("SageMakerConfig", "Settings of SageMaker, whose own tools start jobs there.")
+SageMakerConfig = _made(
+    "SageMakerConfig", "Settings of SageMaker, whose own tools start jobs there."
+)

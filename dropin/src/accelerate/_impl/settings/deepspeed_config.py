@@ -24,8 +24,13 @@ class HfDeepSpeedConfig:
 
     def set_stage_and_offload(self) -> None:
         self._stage = self.get_value("zero_optimization.stage", -1)
-        places = [self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
-        self._offload = self._stage in (2, 3) and any(place in _OFFLOAD_DEVICES for place in places)
+        places = [
+            self.get_value(f"zero_optimization.offload_{part}.device")
+            for part in ("optimizer", "param")
+        ]
+        self._offload = self._stage in (2, 3) and any(
+            place in _OFFLOAD_DEVICES for place in places
+        )
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the mapping that holds a dotted key, or None, and the key's last part."""
@@ -46,7 +51,9 @@ class HfDeepSpeedConfig:
         node, key = self.find_config_node(ds_key_long)
         if node is None or key not in node:
             if must_exist:
-                raise ValueError(f"Can't find {ds_key_long} entry in the config: {self.config}")
+                raise ValueError(
+                    f"Can't find {ds_key_long} entry in the config: {self.config}"
+                )
             return
         del node[key]
 
@@ -72,7 +79,9 @@ def _read(given: Any) -> dict[str, Any]:
         config: dict[str, Any] = reading.read_config(given)
         return config
     try:
-        found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
+        found: dict[str, Any] = json.loads(
+            base64.urlsafe_b64decode(given).decode("utf-8")
+        )
     except ValueError as error:
         raise ValueError(message("no_deepspeed_config", given)) from error
     return found

@@ -27,7 +27,9 @@ reading = Deferred("hasten.extensions.deepspeed.config")
 engine = Deferred("hasten.extensions.deepspeed.engine")
 AUTO = "auto"
 _ZERO, _MOE = "zero_optimization", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
-_OPTIONS: dict[str, tuple[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+_OPTIONS: dict[str, tuple[str, Any]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text()
+)
 """By attribute: its key in DeepSpeed's configuration, and the value where none is given."""
 
 
@@ -58,14 +60,18 @@ class DeepSpeedPlugin:
         if self.enable_msamp:
             raise NotImplementedError(message("no_msamp"))
         self.enable_msamp = False
-        self.msamp_opt_level = self.msamp_opt_level or variables.get("ACCELERATE_FP8_OPT_LEVEL", "O1")
+        self.msamp_opt_level = self.msamp_opt_level or variables.get(
+            "ACCELERATE_FP8_OPT_LEVEL", "O1"
+        )
         self._take_config(variables)
         self._settle_building(variables)
 
     def _settle_building(self, variables: Any) -> None:
         """Decide whether models are built partitioned, and prepare DeepSpeed for it."""
         if self.zero3_init_flag is None:
-            said = variables.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3()))
+            said = variables.get(
+                "ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3())
+            )
             self.zero3_init_flag = bool(str_to_bool(said))
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
             warnings.warn(message("zero3_init_only_there"), stacklevel=4)
@@ -80,7 +86,9 @@ class DeepSpeedPlugin:
         if self.hf_ds_config is None:
             self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
         else:
-            self._take_options(variables.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))
+            self._take_options(
+                variables.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+            )
         self.deepspeed_config = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")
 
@@ -89,7 +97,9 @@ class DeepSpeedPlugin:
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         if _ZERO not in self.hf_ds_config.config:
-            raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
+            raise ValueError(
+                "Please specify the ZeRO optimization config in the DeepSpeed config."
+            )
         names = [*_OPTIONS, "mixed_precision"]
         if any(name in asked for name in names):
             names[5], names[6] = names[6], names[5]  # as the original names them
@@ -102,18 +112,38 @@ class DeepSpeedPlugin:
     def _settle(self) -> None:
         """Fill options that were not given, from variables or with defaults."""
         for name, (_, default) in _OPTIONS.items():
-            prefix = "ACCELERATE_" if name.startswith("gradient") else "ACCELERATE_DEEPSPEED_"
-            read = (lambda said: said if said == AUTO else float(said)) if name == "gradient_clipping" else None
-            fill(self, prefix, **{name: (read or partial(_typed, default=default), default)})
+            prefix = (
+                "ACCELERATE_"
+                if name.startswith("gradient")
+                else "ACCELERATE_DEEPSPEED_"
+            )
+            read = (
+                (lambda said: said if said == AUTO else float(said))
+                if name == "gradient_clipping"
+                else None
+            )
+            fill(
+                self,
+                prefix,
+                **{name: (read or partial(_typed, default=default), default)},
+            )
         assert self.zero_stage is not None, "settled above"
         self.zero_stage = int(self.zero_stage)
 
     def _single_options(self) -> dict[str, Any]:
-        config: dict[str, Any] = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
+        config: dict[str, Any] = {
+            "train_batch_size": AUTO,
+            "train_micro_batch_size_per_gpu": AUTO,
+        }
         for name, (key, _) in _OPTIONS.items():
             *path, last = key.split(".")
-            reduce(lambda node, part: node.setdefault(part, {}), path, config)[last] = getattr(self, name)
-        for place in (config[_ZERO]["offload_optimizer"], config[_ZERO]["offload_param"]):
+            reduce(lambda node, part: node.setdefault(part, {}), path, config)[last] = (
+                getattr(self, name)
+            )
+        for place in (
+            config[_ZERO]["offload_optimizer"],
+            config[_ZERO]["offload_param"],
+        ):
             if place["device"] != "nvme":
                 place["nvme_path"] = None
         return config
@@ -125,14 +155,17 @@ class DeepSpeedPlugin:
             hf_ds_config=self._for_the_engine(),
             is_train_batch_min=self.is_train_batch_min,
             zero3_init_flag=bool(self.zero3_init_flag) and self.hf_ds_config.is_zero3(),
-            transformer_moe_cls_names=None if names is None else tuple(name.strip() for name in names.split(",")),
+            transformer_moe_cls_names=None
+            if names is None
+            else tuple(name.strip() for name in names.split(",")),
         )
 
     def _for_the_engine(self) -> dict[str, Any]:
         """Return the configuration without what the loop does itself."""
         config = deepcopy(self.deepspeed_config)
         config.pop("steps_per_print", None)  # infinity: never
-        config["gradient_accumulation_steps"] = AUTO  # the loop's clock accumulates, or a library that says 1
+        # the loop's clock accumulates, or a library that says 1
+        config["gradient_accumulation_steps"] = AUTO
         if config.get("train_micro_batch_size_per_gpu", AUTO) != AUTO:
             config["train_batch_size"] = AUTO
         for part in ("offload_optimizer", "offload_param"):
@@ -155,7 +188,11 @@ class DeepSpeedPlugin:
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def fill_match(
-        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+        self,
+        ds_key_long: str,
+        mismatches: list[str] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Write `kwargs[ds_key_long]` where the configuration says "auto"; note a value that differs from it."""
         node, key = self.hf_ds_config.find_config_node(ds_key_long)
@@ -165,8 +202,15 @@ class DeepSpeedPlugin:
             if ds_key_long not in kwargs:
                 raise ValueError(message("deepspeed_value_missing", ds_key_long))
             node[key] = kwargs[ds_key_long]
-        elif must_match and ds_key_long in kwargs and node[key] != kwargs[ds_key_long] and mismatches is not None:
-            mismatches.append(f"- ds {ds_key_long}={node[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+        elif (
+            must_match
+            and ds_key_long in kwargs
+            and node[key] != kwargs[ds_key_long]
+            and mismatches is not None
+        ):
+            mismatches.append(
+                f"- ds {ds_key_long}={node[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}"
+            )
 
     def deepspeed_config_process(
         self,
@@ -180,19 +224,37 @@ class DeepSpeedPlugin:
         found: list[str] = [] if mismatches is None else mismatches
         for key, value in (self.deepspeed_config if config is None else config).items():
             if isinstance(value, dict):
-                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
+                self.deepspeed_config_process(
+                    f"{prefix}{key}.", found, value, must_match, **kwargs
+                )
             else:
                 self.fill_match(prefix + key, found, must_match=must_match, **kwargs)
         if found and not prefix:
-            raise ValueError("\n".join([message("deepspeed_mismatch"), *found, message("deepspeed_mismatch_remedy")]))
+            raise ValueError(
+                "\n".join(
+                    [
+                        message("deepspeed_mismatch"),
+                        *found,
+                        message("deepspeed_mismatch_remedy"),
+                    ]
+                )
+            )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Let the configuration say the run's precision. Raises: ValueError where it says another."""
-        config, chosen = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
+        config, chosen = (
+            self.deepspeed_config,
+            "bf16" if mixed_precision == "fp8" else mixed_precision,
+        )
         for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
             if chosen == name and self.get_value(f"{other}.enabled") is True:
-                raise ValueError(message("precision_contradicts_deepspeed", mixed_precision, other))
-            wide = {"enabled": chosen == name, **({"auto_cast": True} if chosen == name == "fp16" else {})}
+                raise ValueError(
+                    message("precision_contradicts_deepspeed", mixed_precision, other)
+                )
+            wide = {
+                "enabled": chosen == name,
+                **({"auto_cast": True} if chosen == name == "fp16" else {}),
+            }
             if config.setdefault(name, wide).get("enabled") == AUTO:
                 config[name]["enabled"] = chosen == name
 
@@ -221,8 +283,14 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = before
 
     def _building(self) -> dict[str, Any]:
-        halves = [name for name in ("bf16", "fp16") if self.get_value(f"{name}.enabled") is True]
-        options: dict[str, Any] = reading.building(self.to_hasten(), halves[0] if halves else "no")
+        halves = [
+            name
+            for name in ("bf16", "fp16")
+            if self.get_value(f"{name}.enabled") is True
+        ]
+        options: dict[str, Any] = reading.building(
+            self.to_hasten(), halves[0] if halves else "no"
+        )
         return options
 
     def _join(self, context: ProcessContext | None) -> None:
@@ -232,18 +300,24 @@ class DeepSpeedPlugin:
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Mark the classes of `transformer_moe_cls_names`, whose parameters are gathered together, as prepare() does itself."""
-        self.transformer_moe_cls_names = said = self.transformer_moe_cls_names or environment().get(_MOE)
+        self.transformer_moe_cls_names = said = (
+            self.transformer_moe_cls_names or environment().get(_MOE)
+        )
         kinds = {type(part).__name__: type(part) for part in model.modules()}
         names = [name.strip() for name in (said or "").split(",") if name.strip()]
         if missing := [name for name in names if name not in kinds]:
             raise Exception(message("moe_class_missing", missing[0]))
         if names:
-            need("deepspeed.utils").set_z3_leaf_modules(model, [kinds[name] for name in names])
+            need("deepspeed.utils").set_z3_leaf_modules(
+                model, [kinds[name] for name in names]
+            )
 
     def _set_selected(self, value: bool) -> None:
         raise NotImplementedError(message("selected_by_state"))
 
-    selected = shown("_selected", "Whether this plugin is the one in use.", _set_selected)
+    selected = shown(
+        "_selected", "Whether this plugin is the one in use.", _set_selected
+    )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Make this plugin the one in use. Raises: ValueError when called by hand."""
@@ -259,7 +333,11 @@ Plugins = DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
 
 
 def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
-    return next(one for one in plugins.values() if one.selected) if isinstance(plugins, dict) else plugins
+    return (
+        next(one for one in plugins.values() if one.selected)
+        if isinstance(plugins, dict)
+        else plugins
+    )
 
 
 def _typed(said: str, default: Any) -> Any:

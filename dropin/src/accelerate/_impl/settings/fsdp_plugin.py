@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 import hasten
-from accelerate._impl.environment.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
+from accelerate._impl.environment.constants import (
+    FSDP2_STATE_DICT_TYPE,
+    FSDP_AUTO_WRAP_POLICY,
+)
 from accelerate._impl.environment.variables import environment
 from accelerate._impl.settings.filled import Reading, fill, yes
 from accelerate._impl.surface.lazy import Deferred
@@ -24,12 +27,24 @@ log = logging.getLogger("accelerate.utils.dataclasses")
 fsdp = Deferred("torch.distributed.fsdp")
 wrap = Deferred("torch.distributed.fsdp.wrap")
 # Any in this file: torch's policy objects, enums and callables of either FSDP version.
-_DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {
+    "fp8": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
 _GONE = {said.split()[0]: said for said in message("fsdp2_obsolete").split("\n")}
-_SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
+_SWITCHES = (
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "cpu_ram_efficient_loading",
+)
 _FSDP1 = "reshard_after_forward sharding_strategy backward_prefetch forward_prefetch use_orig_params limit_all_gathers"
 _NO: Reading = (yes, False)
-_READ: dict[str, Reading] = {"backward_prefetch": (str, None), "auto_wrap_policy": (str, None)}
+_READ: dict[str, Reading] = {
+    "backward_prefetch": (str, None),
+    "auto_wrap_policy": (str, None),
+}
 _READ |= {"ignored_modules": (str, None), **dict.fromkeys(_SWITCHES, _NO)}
 
 
@@ -61,11 +76,17 @@ class FullyShardedDataParallelPlugin:
     _whole = False  # whether the policy says that no block is sharded on its own
 
     def __post_init__(self) -> None:
-        self.fsdp_version = int(self.fsdp_version or environment().get("FSDP_VERSION") or 1)
+        self.fsdp_version = int(
+            self.fsdp_version or environment().get("FSDP_VERSION") or 1
+        )
         if self.fsdp_version not in (1, 2):
-            raise ValueError(f"fsdp_version={self.fsdp_version} does not exist; give 2, or leave it out.")
+            raise ValueError(
+                f"fsdp_version={self.fsdp_version} does not exist; give 2, or leave it out."
+            )
         if self.cpu_ram_efficient_loading is not None:  # transformers reads it there
-            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(self.cpu_ram_efficient_loading)
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(
+                self.cpu_ram_efficient_loading
+            )
         self._settle_sharding()
         fill(self, "FSDP_", **_READ)
         self._settle_places()
@@ -73,7 +94,9 @@ class FullyShardedDataParallelPlugin:
         self._settle_version()
 
     def _settle_places(self) -> None:
-        self.backward_prefetch = _of(fsdp.BackwardPrefetch, self.backward_prefetch, NO_PREFETCH=None)
+        self.backward_prefetch = _of(
+            fsdp.BackwardPrefetch, self.backward_prefetch, NO_PREFETCH=None
+        )
         if self.cpu_offload is None:
             self.cpu_offload = yes(environment().get("FSDP_OFFLOAD_PARAMS", "False"))
         self.set_cpu_offload()
@@ -86,45 +109,72 @@ class FullyShardedDataParallelPlugin:
         wanted, names = "`bool`", {"HYBRID_SHARD_ZERO2": fsdp.ShardingStrategy(5)}
         if self.fsdp_version == 1:
             fill(self, "FSDP_", sharding_strategy=(str, "FULL_SHARD"))
-            self.sharding_strategy = _of(fsdp.ShardingStrategy, self.sharding_strategy, **names)
+            self.sharding_strategy = _of(
+                fsdp.ShardingStrategy, self.sharding_strategy, **names
+            )
             now = _of(fsdp.ShardingStrategy, now, **names)
             wanted = "`str` or an instance of `torch.distributed.fsdp.fully_sharded_data_parallel.ShardingStrategy`"
         elif now is None and not by_name:
             now = environment().get("FSDP_RESHARD_AFTER_FORWARD") or "true"
         self.reshard_after_forward = now = yes(now) if isinstance(now, str) else now
         if isinstance(now, bool) == (self.fsdp_version == 1):
-            raise ValueError(message("fsdp_reshard_after_forward", now, self.fsdp_version, wanted))
+            raise ValueError(
+                message("fsdp_reshard_after_forward", now, self.fsdp_version, wanted)
+            )
         if by_name:
             log.warning(message("fsdp_sharding_strategy_deprecated"))
 
     def _settle_policies(self) -> None:
         if isinstance(self.mixed_precision_policy, str | dict):
-            self.set_mixed_precision(self.mixed_precision_policy, override=isinstance(self.mixed_precision_policy, str))
+            self.set_mixed_precision(
+                self.mixed_precision_policy,
+                override=isinstance(self.mixed_precision_policy, str),
+            )
         if self.mixed_precision_policy is not None:
             self.validate_mixed_precision_policy()
         if not isinstance(name := self.auto_wrap_policy, str):
             return
-        policies = (wrap.transformer_auto_wrap_policy, wrap.size_based_auto_wrap_policy, None)
+        policies = (
+            wrap.transformer_auto_wrap_policy,
+            wrap.size_based_auto_wrap_policy,
+            None,
+        )
         if name.upper() not in FSDP_AUTO_WRAP_POLICY:
-            raise ValueError(f"Invalid auto wrap policy: {name}. Must be one of {FSDP_AUTO_WRAP_POLICY}")
+            raise ValueError(
+                f"Invalid auto wrap policy: {name}. Must be one of {FSDP_AUTO_WRAP_POLICY}"
+            )
         self.auto_wrap_policy = policies[FSDP_AUTO_WRAP_POLICY.index(name.upper())]
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
-                self.transformer_cls_names_to_wrap = environment().get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+                self.transformer_cls_names_to_wrap = environment().get(
+                    "FSDP_TRANSFORMER_CLS_TO_WRAP"
+                )
             if isinstance(self.transformer_cls_names_to_wrap, str):
-                self.transformer_cls_names_to_wrap = self.transformer_cls_names_to_wrap.split(",")
+                self.transformer_cls_names_to_wrap = (
+                    self.transformer_cls_names_to_wrap.split(",")
+                )
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             fill(self, "FSDP_", min_num_params=(int, 0))
             if not isinstance(size := self.min_num_params, int):
-                raise ValueError(f"`min_num_params` must be an integer. Got {size} of type {type(size)}")
+                raise ValueError(
+                    f"`min_num_params` must be an integer. Got {size} of type {type(size)}"
+                )
         else:
             self._whole = True
 
     def _settle_version(self) -> None:
         """Fill what FSDP1 alone has, or leave it out; check what FSDP2 alone has."""
-        if self.activation_checkpointing_offload and not (self.activation_checkpointing and self.fsdp_version == 2):
-            need = "`fsdp_version=2`" if self.activation_checkpointing else "`activation_checkpointing=True`"
-            raise ValueError(f"`activation_checkpointing_offload=True` requires {need}.")
+        if self.activation_checkpointing_offload and not (
+            self.activation_checkpointing and self.fsdp_version == 2
+        ):
+            need = (
+                "`fsdp_version=2`"
+                if self.activation_checkpointing
+                else "`activation_checkpointing=True`"
+            )
+            raise ValueError(
+                f"`activation_checkpointing_offload=True` requires {need}."
+            )
         if self.fsdp_version == 2:
             if self.forward_prefetch is not None:
                 raise ValueError(message("fsdp2_forward_prefetch"))
@@ -132,7 +182,13 @@ class FullyShardedDataParallelPlugin:
                 log.warning(_GONE[name])
                 setattr(self, name, None)
             return
-        fill(self, "FSDP_", use_orig_params=_NO, sync_module_states=_NO, forward_prefetch=_NO)
+        fill(
+            self,
+            "FSDP_",
+            use_orig_params=_NO,
+            sync_module_states=_NO,
+            forward_prefetch=_NO,
+        )
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             warnings.warn(message("fsdp_states_synchronized"), stacklevel=4)
             self.sync_module_states = True
@@ -143,71 +199,136 @@ class FullyShardedDataParallelPlugin:
     def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> Self:
         """Return the plugin that shows settings which came from flags, the environment or a file."""
         shown = "reshard_after_forward cpu_offload ignored_modules state_dict_type transformer_cls_names_to_wrap min_num_params"
-        known = {name: getattr(settings, name) for name in (*shown.split(), *_SWITCHES[:2])}
-        known["auto_wrap_policy"] = None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
+        known = {
+            name: getattr(settings, name) for name in (*shown.split(), *_SWITCHES[:2])
+        }
+        known["auto_wrap_policy"] = (
+            None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
+        )
         names = known["transformer_cls_names_to_wrap"]
-        made = cls(fsdp_version=2, **{**known, "transformer_cls_names_to_wrap": names and list(names)})
-        made.cpu_ram_efficient_loading, made.param_init_fn = settings.cpu_ram_efficient_loading, settings.param_init_fn
+        made = cls(
+            fsdp_version=2,
+            **{**known, "transformer_cls_names_to_wrap": names and list(names)},
+        )
+        made.cpu_ram_efficient_loading, made.param_init_fn = (
+            settings.cpu_ram_efficient_loading,
+            settings.param_init_fn,
+        )
         if settings.hybrid_shard:
-            made.sharding_strategy = "HYBRID_SHARD" if settings.reshard_after_forward else "HYBRID_SHARD_ZERO2"
+            made.sharding_strategy = (
+                "HYBRID_SHARD"
+                if settings.reshard_after_forward
+                else "HYBRID_SHARD_ZERO2"
+            )
         return made
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        chosen = state_dict_type or self.state_dict_type or environment().get("FSDP_STATE_DICT_TYPE")
-        self.state_dict_type = _of(fsdp.StateDictType, chosen or FSDP2_STATE_DICT_TYPE[self.fsdp_version == 1])
+        chosen = (
+            state_dict_type
+            or self.state_dict_type
+            or environment().get("FSDP_STATE_DICT_TYPE")
+        )
+        self.state_dict_type = _of(
+            fsdp.StateDictType, chosen or FSDP2_STATE_DICT_TYPE[self.fsdp_version == 1]
+        )
         if self.state_dict_type is fsdp.StateDictType.LOCAL_STATE_DICT:
             if self.fsdp_version == 2:
                 raise ValueError(message("fsdp2_local_state_dict"))
             return
-        kind, rank0 = ("Full", {"rank0_only": True}) if self.whole_checkpoints else ("Sharded", {})
-        for name, part in (("state_dict_config", ""), ("optim_state_dict_config", "Optim")):
-            made = getattr(fsdp, f"{kind}{part}StateDictConfig")(offload_to_cpu=True, **rank0)
+        kind, rank0 = (
+            ("Full", {"rank0_only": True})
+            if self.whole_checkpoints
+            else ("Sharded", {})
+        )
+        for name, part in (
+            ("state_dict_config", ""),
+            ("optim_state_dict_config", "Optim"),
+        ):
+            made = getattr(fsdp, f"{kind}{part}StateDictConfig")(
+                offload_to_cpu=True, **rank0
+            )
             setattr(self, name, getattr(self, name) or made)
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Bind the policy to the model's classes. Raises: ValueError for a class that the model has not."""
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
-                self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or [])
-            layer_classes = _find_layer_classes(model, self.transformer_cls_names_to_wrap)
-            self.auto_wrap_policy = partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
+                self.transformer_cls_names_to_wrap = list(
+                    getattr(model, "_no_split_modules", None) or []
+                )
+            layer_classes = _find_layer_classes(
+                model, self.transformer_cls_names_to_wrap
+            )
+            self.auto_wrap_policy = partial(
+                wrap.transformer_auto_wrap_policy, transformer_layer_cls=layer_classes
+            )
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             self.auto_wrap_policy = (size := self.min_num_params or None) and partial(
                 wrap.size_based_auto_wrap_policy, min_num_params=size
             )
 
-    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+    def set_mixed_precision(
+        self,
+        mixed_precision: Any,
+        buffer_autocast: bool = False,
+        override: bool = False,
+    ) -> None:
         kind, names = self._policy()
         if isinstance(dtype := mixed_precision, str) and dtype not in _DTYPES:
-            raise ValueError(f"Invalid mixed precision: {dtype}. Must be one of {list(_DTYPES)}")
+            raise ValueError(
+                f"Invalid mixed precision: {dtype}. Must be one of {list(_DTYPES)}"
+            )
         dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
         if isinstance(policy := self.mixed_precision_policy, dict):
             self.mixed_precision_policy = kind(**_checked(policy, names))
         elif policy is None or override:
-            last = torch.float32 if buffer_autocast and self.fsdp_version == 1 else dtype
-            self.mixed_precision_policy = kind(**dict(zip(names, (dtype, dtype, last), strict=True)))
+            last = (
+                torch.float32 if buffer_autocast and self.fsdp_version == 1 else dtype
+            )
+            self.mixed_precision_policy = kind(
+                **dict(zip(names, (dtype, dtype, last), strict=True))
+            )
 
     def _policy(self) -> tuple[Any, list[str]]:
         """Return the version's class of precision policies and its dtypes."""
-        kind = fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
-        return kind, ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
+        kind = (
+            fsdp.MixedPrecision if self.fsdp_version == 1 else fsdp.MixedPrecisionPolicy
+        )
+        return kind, [
+            "param_dtype",
+            "reduce_dtype",
+            "buffer_dtype" if self.fsdp_version == 1 else "output_dtype",
+        ]
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a ValueError for a policy of another class than the version's."""
         if not isinstance(self.mixed_precision_policy, kind := self._policy()[0]):
-            raise ValueError(f"mixed_precision_policy must be an instance of `torch.distributed.fsdp.{kind.__name__}`.")
+            raise ValueError(
+                f"mixed_precision_policy must be an instance of `torch.distributed.fsdp.{kind.__name__}`."
+            )
 
     def set_cpu_offload(self) -> None:
         """Turn a yes or no into torch's policy."""
         if isinstance(wanted := self.cpu_offload, bool):
             new = fsdp.CPUOffloadPolicy() if wanted else fsdp.OffloadPolicy()
-            self.cpu_offload = fsdp.CPUOffload(offload_params=wanted) if self.fsdp_version == 1 else new
+            self.cpu_offload = (
+                fsdp.CPUOffload(offload_params=wanted)
+                if self.fsdp_version == 1
+                else new
+            )
 
     def validate_cpu_offload(self) -> None:
         """Raise a ValueError for a policy of another class than the version's."""
         kind = fsdp.CPUOffload if self.fsdp_version == 1 else fsdp.OffloadPolicy
         if not isinstance(self.cpu_offload, kind):
-            raise ValueError(message("fsdp_cpu_offload", kind.__name__, self.fsdp_version, self.cpu_offload))
+            raise ValueError(
+                message(
+                    "fsdp_cpu_offload",
+                    kind.__name__,
+                    self.fsdp_version,
+                    self.cpu_offload,
+                )
+            )
 
     whole_checkpoints = shown(
         lambda self: self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT,
@@ -216,39 +337,64 @@ class FullyShardedDataParallelPlugin:
 
     def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
         """Return the same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
-        values: dict[str, Any] = {name: bool(getattr(self, name)) for name in _SWITCHES} | self._placed()
+        values: dict[str, Any] = {
+            name: bool(getattr(self, name)) for name in _SWITCHES
+        } | self._placed()
         if isinstance(policy := self.mixed_precision_policy, fsdp.MixedPrecision):
             policy = fsdp.MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
-        values |= {"sync_module_states": self.sync_module_states, "mixed_precision_policy": policy}
-        values["param_init_fn"] = None if self.param_init_fn is _emptied else self.param_init_fn
-        values["state_dict_type"] = "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT"
+        values |= {
+            "sync_module_states": self.sync_module_states,
+            "mixed_precision_policy": policy,
+        }
+        values["param_init_fn"] = (
+            None if self.param_init_fn is _emptied else self.param_init_fn
+        )
+        values["state_dict_type"] = (
+            "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT"
+        )
         values |= {**self._blocks(), **self._translated(say)}
-        return hasten.FullyShardedDataParallelPlugin(**{n: value for n, value in values.items() if value is not None})
+        return hasten.FullyShardedDataParallelPlugin(
+            **{n: value for n, value in values.items() if value is not None}
+        )
 
     def _placed(self) -> dict[str, Any]:
         offload: Any = self.cpu_offload
-        if not getattr(offload, "offload_params", isinstance(offload, fsdp.CPUOffloadPolicy)):
+        if not getattr(
+            offload, "offload_params", isinstance(offload, fsdp.CPUOffloadPolicy)
+        ):
             return {"cpu_offload": False}
-        pinned = getattr(offload, "pin_memory", True) and torch.accelerator.is_available()
+        pinned = (
+            getattr(offload, "pin_memory", True) and torch.accelerator.is_available()
+        )
         return {"cpu_offload": True, "cpu_offload_pin_memory": pinned}
 
     def _blocks(self) -> dict[str, Any]:
         """Return the modules that are sharded on their own, and those that are not sharded."""
-        ignored, names = self.ignored_modules, _words(self.transformer_cls_names_to_wrap or ())
+        ignored, names = (
+            self.ignored_modules,
+            _words(self.transformer_cls_names_to_wrap or ()),
+        )
         policy = _as_choice(self.auto_wrap_policy)
         return {
             "auto_wrap_policy": "no_wrap" if policy is None and self._whole else policy,
-            "ignored_modules": ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
+            "ignored_modules": ignored
+            if ignored is None or isinstance(ignored, str)
+            else tuple(ignored),
             "min_num_params": self.min_num_params or None,
             "transformer_cls_names_to_wrap": tuple(names) or None,
         }
 
     def _translated(self, say: bool) -> dict[str, Any]:
         """Return the settings that FSDP1 knew by other names."""
-        old = {name: getattr(getattr(self, name), "name", getattr(self, name)) for name in _FSDP1.split()}
+        old = {
+            name: getattr(getattr(self, name), "name", getattr(self, name))
+            for name in _FSDP1.split()
+        }
         if old["reshard_after_forward"] is not None and self.fsdp_version == 1:
             del old["sharding_strategy"]  # a default
-        found, said = hasten.fsdp_from_fsdp1({name: value for name, value in old.items() if value is not None})
+        found, said = hasten.fsdp_from_fsdp1(
+            {name: value for name, value in old.items() if value is not None}
+        )
         for sentence in said if say else ():
             log.info(sentence)
         names = ("reshard_after_forward", "hybrid_shard", "forward_prefetch_depth")
@@ -260,7 +406,13 @@ def _of(kind: Any, given: Any, **names: Any) -> Any:
     if not isinstance(given, str):
         return given
     word = given.upper()
-    return kind(int(word)) if word.isdigit() else names[word] if word in names else kind[word]
+    return (
+        kind(int(word))
+        if word.isdigit()
+        else names[word]
+        if word in names
+        else kind[word]
+    )
 
 
 def _checked(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -271,23 +423,33 @@ def _checked(policy: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _find_layer_classes(model: torch.nn.Module, names: Any) -> set[Any]:
-    layer_classes = {name: get_module_class_from_name(model, name) for name in _words(names)}
+    layer_classes = {
+        name: get_module_class_from_name(model, name) for name in _words(names)
+    }
     if missing := [name for name, kind in layer_classes.items() if kind is None]:
-        raise ValueError(f"Could not find the transformer layer class {missing[0]} in the model.")
+        raise ValueError(
+            f"Could not find the transformer layer class {missing[0]} in the model."
+        )
     return set(layer_classes.values())
 
 
 def _words(names: Any) -> list[str]:
-    return [word.strip() for word in (names.split(",") if isinstance(names, str) else names)]
+    return [
+        word.strip() for word in (names.split(",") if isinstance(names, str) else names)
+    ]
 
 
 def _emptied(module: torch.nn.Module) -> torch.nn.Module:
     """Allocate the module's tensors, which the first rank fills."""
-    return module.to_empty(device=torch.accelerator.current_accelerator() or "cpu", recurse=False)
+    return module.to_empty(
+        device=torch.accelerator.current_accelerator() or "cpu", recurse=False
+    )
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
-    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+    return next(
+        (type(part) for part in module.modules() if type(part).__name__ == name), None
+    )
 
 
 def _as_choice(policy: Any) -> Any:
@@ -304,8 +466,12 @@ def _as_choice(policy: Any) -> Any:
     if isinstance(policy, wrap.CustomPolicy):
         return _Chosen(policy._lambda_fn)
     if not callable(policy):
-        raise TypeError(f"auto_wrap_policy is a {type(policy).__name__}; give a name, or a function of a module.")
-    return _Asked(policy) if "recurse" in inspect.signature(policy).parameters else policy
+        raise TypeError(
+            f"auto_wrap_policy is a {type(policy).__name__}; give a name, or a function of a module."
+        )
+    return (
+        _Asked(policy) if "recurse" in inspect.signature(policy).parameters else policy
+    )
 
 
 class _Chosen:

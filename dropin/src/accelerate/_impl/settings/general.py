@@ -19,7 +19,11 @@ _KINDS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("llm_int8_threshold", (int, float), "a float or an int"),
     ("skip_modules keep_in_fp32_modules", (list, type(None)), "a list of strings"),
 )
-_DTYPES: Final = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
+_DTYPES: Final = (
+    ("fp32", torch.float32),
+    ("fp16", torch.float16),
+    ("bf16", torch.bfloat16),
+)
 
 
 @dataclass
@@ -54,9 +58,22 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
     def over(self, make: Callable[..., Any]) -> Any:
-        names = ("project_dir", "logging_dir", "total_limit", "iteration", "save_on_each_node")
+        names = (
+            "project_dir",
+            "logging_dir",
+            "total_limit",
+            "iteration",
+            "save_on_each_node",
+        )
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return make(**values | {name: str(values[name]) for name in names[:2] if values[name] is not None})
+        return make(
+            **values
+            | {
+                name: str(values[name])
+                for name in names[:2]
+                if values[name] is not None
+            }
+        )
 
 
 @dataclass
@@ -79,7 +96,10 @@ class TorchTensorParallelConfig:
 
     def __post_init__(self) -> None:
         if self.enable_async_tp:
-            warnings.warn("Async tensor parallelism is currently not supported, ignoring this option.", stacklevel=3)
+            warnings.warn(
+                "Async tensor parallelism is currently not supported, ignoring this option.",
+                stacklevel=3,
+            )
 
 
 @dataclass
@@ -89,7 +109,9 @@ class TorchContextParallelConfig:
     def __post_init__(self) -> None:
         fill(self, "PARALLELISM_CONFIG_", cp_comm_strategy=(str, "allgather"))
         if (given := self.cp_comm_strategy) not in ("allgather", "alltoall"):
-            raise ValueError(f"Invalid cp_comm_strategy: {given}. Must be one of 'allgather' or 'alltoall'.")
+            raise ValueError(
+                f"Invalid cp_comm_strategy: {given}. Must be one of 'allgather' or 'alltoall'."
+            )
 
 
 @dataclass
@@ -99,14 +121,23 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        fill(self, "PARALLELISM_CONFIG_", sp_seq_length=(_length, None), sp_attn_implementation=(str, None))
+        fill(
+            self,
+            "PARALLELISM_CONFIG_",
+            sp_seq_length=(_length, None),
+            sp_attn_implementation=(str, None),
+        )
         fill(self, "PARALLELISM_CONFIG_", sp_seq_length_is_variable=(yes, True))
         self._check()
 
     def _check(self) -> None:
         if (kind := self.sp_attn_implementation) in ("eager", "flex_attention"):
             raise ValueError(message("sp_attention", kind))
-        if kind is not None and kind not in _KERNELS and not re.fullmatch(".*/.*flash-attn.*", kind):
+        if (
+            kind is not None
+            and kind not in _KERNELS
+            and not re.fullmatch(".*/.*flash-attn.*", kind)
+        ):
             raise ValueError(message("sp_attention_unknown", kind, _KERNELS))
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ValueError(message("sp_length_missing"))
@@ -134,17 +165,25 @@ class BnbQuantizationConfig:
                 if not isinstance(getattr(self, name), kind):
                     raise ValueError(f"{name.replace('fp32', 'fp_32')} must be {words}")
         self._check_bits()
-        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        self.bnb_4bit_compute_dtype = _dtype(
+            "bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype
+        )
         if self.torch_dtype is None:
-            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+            self.torch_dtype = (
+                self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+            )
         self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
         self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
 
     def _check_bits(self) -> None:
         if self.load_in_8bit == self.load_in_4bit:
-            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}")
+            raise ValueError(
+                f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}"
+            )
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
-            raise ValueError(f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}")
+            raise ValueError(
+                f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}"
+            )
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:

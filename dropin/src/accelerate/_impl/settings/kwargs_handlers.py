@@ -12,7 +12,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import hasten
 from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
-from accelerate._impl.environment.packages import is_torchao_available, is_transformer_engine_available
+from accelerate._impl.environment.packages import (
+    is_torchao_available,
+    is_transformer_engine_available,
+)
 from accelerate._impl.settings.filled import Reading, fill, yes
 from accelerate._impl.surface import left_out
 from accelerate._impl.surface.lazy import Deferred
@@ -26,7 +29,8 @@ _READ: dict[type, Callable[[str], Any]] = {
     tuple: lambda word: tuple(yes(one.strip("( )")) for one in word.split(",")),
 }
 _TE: dict[str, Reading] = {
-    one.name: (_READ.get(type(one.default), type(one.default)), one.default) for one in fields(hasten.TERecipeKwargs)
+    one.name: (_READ.get(type(one.default), type(one.default)), one.default)
+    for one in fields(hasten.TERecipeKwargs)
 }
 
 
@@ -38,12 +42,24 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         plain = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if plain[name] != value}
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if plain[name] != value
+        }
 
     def to_hasten(self) -> Any:
         if (kind := getattr(hasten, type(self).__name__, None)) is None:
-            left_out.refuse(f"utils.{type(self).__name__}", "no part of hasten has such settings")
-        return kind(**{name: value for name, value in self._values().items() if value is not None})
+            left_out.refuse(
+                f"utils.{type(self).__name__}", "no part of hasten has such settings"
+            )
+        return kind(
+            **{
+                name: value
+                for name, value in self._values().items()
+                if value is not None
+            }
+        )
 
     def _values(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -69,9 +85,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(
-        self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+        self,
+        ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option"),
     ) -> dict[str, Any]:
-        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+        return {
+            name: value
+            for name, value in super().to_dict().items()
+            if name not in ignore_keys
+        }
 
     def register_comm_hook(self, model: Any) -> None:
         """Register the hook on a module of torch's; prepare() does so itself."""
@@ -80,7 +101,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
             model.register_comm_hook(state=state, hook=hook)
 
     def _values(self) -> dict[str, Any]:
-        return self.to_kwargs() | {  # torch 2.13 warns of broadcast_buffers whenever it is given
+        # torch 2.13 warns of broadcast_buffers whenever it is given
+        return self.to_kwargs() | {
             "comm_hook": DDPCommunicationHookType(self.comm_hook).value,
             "comm_wrapper": DDPCommunicationHookType(self.comm_wrapper).value,
             "comm_state_option": dict(self.comm_state_option),
@@ -108,7 +130,10 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     def _values(self) -> dict[str, Any]:
         # "nccl" is the default of a field, not a wish: hasten picks the backend by device.
-        return {**self.__dict__, "backend": None if self.backend == "nccl" else self.backend}
+        return {
+            **self.__dict__,
+            "backend": None if self.backend == "nccl" else self.backend,
+        }
 
 
 @dataclass
@@ -124,21 +149,40 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def _values(self) -> dict[str, Any]:
-        return {**self.__dict__, "activities": None if self.activities is None else tuple(self.activities)}
+        return {
+            **self.__dict__,
+            "activities": None if self.activities is None else tuple(self.activities),
+        }
 
     def _get_profiler_activity(self, activity: str) -> ProfilerActivity:
-        there = [one for one in ("xpu", "mtia", "hpu") if hasattr(torch, one) and getattr(torch, one).is_available()]
+        there = [
+            one
+            for one in ("xpu", "mtia", "hpu")
+            if hasattr(torch, one) and getattr(torch, one).is_available()
+        ]
         known = ["cpu", *there, "cuda"]
         if activity not in known:
-            raise ValueError(f"Invalid profiler activity: {activity}. Must be one of {known}.")
+            raise ValueError(
+                f"Invalid profiler activity: {activity}. Must be one of {known}."
+            )
         found: ProfilerActivity = getattr(ProfilerActivity, activity.upper())
         return found
 
     def build(self) -> profile:
         """torch's profiler with these options; `Accelerator.profile` also writes the traces."""
-        rest = {name: one for name, one in vars(self).items() if name.startswith(("on", "record", "profile", "with"))}
-        wanted = None if self.activities is None else [self._get_profiler_activity(one) for one in self.activities]
-        when = None if self.schedule_option is None else schedule(**self.schedule_option)
+        rest = {
+            name: one
+            for name, one in vars(self).items()
+            if name.startswith(("on", "record", "profile", "with"))
+        }
+        wanted = (
+            None
+            if self.activities is None
+            else [self._get_profiler_activity(one) for one in self.activities]
+        )
+        when = (
+            None if self.schedule_option is None else schedule(**self.schedule_option)
+        )
         return profile(activities=wanted, schedule=when, **rest)
 
 
@@ -162,11 +206,23 @@ class AORecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         if not is_torchao_available():
-            raise ImportError("TorchAO is not available. Please install it or use a different backend.")
+            raise ImportError(
+                "TorchAO is not available. Please install it or use a different backend."
+            )
         if self.config is None:
-            fill(self, "ACCELERATE_FP8_", pad_inner_dim=(yes, True), enable_fsdp_float8_all_gather=(yes, True))
-            kind, gather = need("torchao.float8").Float8LinearConfig, self.enable_fsdp_float8_all_gather
-            self.config = kind(pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=gather)
+            fill(
+                self,
+                "ACCELERATE_FP8_",
+                pad_inner_dim=(yes, True),
+                enable_fsdp_float8_all_gather=(yes, True),
+            )
+            kind, gather = (
+                need("torchao.float8").Float8LinearConfig,
+                self.enable_fsdp_float8_all_gather,
+            )
+            self.config = kind(
+                pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=gather
+            )
 
 
 @dataclass
@@ -182,7 +238,9 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         if not is_transformer_engine_available():
-            raise ImportError("TransformerEngine is not available. Please install it or use a different backend.")
+            raise ImportError(
+                "TransformerEngine is not available. Please install it or use a different backend."
+            )
         fill(self, "ACCELERATE_", fp8_format=(str, "HYBRID"))
         fill(self, "ACCELERATE_FP8_", **_TE)
         if self.fp8_format not in (known := ("HYBRID", "E4M3", "E5M2")):
@@ -218,7 +276,9 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def to_hasten(self) -> Any:
         names = [one.name for one in fields(TERecipeKwargs)]
-        return TERecipeKwargs(**{name: getattr(self, name) for name in names}).to_hasten()
+        return TERecipeKwargs(
+            **{name: getattr(self, name) for name in names}
+        ).to_hasten()
 
 
 @dataclass
@@ -233,7 +293,13 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         prefix = "ACCELERATE_DYNAMO_"
-        fill(self, prefix, backend=(str, "no"), mode=(str, "default"), use_regional_compilation=(yes, False))
+        fill(
+            self,
+            prefix,
+            backend=(str, "no"),
+            mode=(str, "default"),
+            use_regional_compilation=(yes, False),
+        )
         fill(self, f"{prefix}USE_", fullgraph=(yes, False), dynamic=(yes, None))
         self.backend = DynamoBackend(str(self.backend).upper())
 
@@ -244,11 +310,22 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the arguments of torch.compile, including those set by variables."""
-        plain, values = {"backend": "no", "mode": "default", "dynamic": None}, self.to_dict()
+        plain, values = (
+            {"backend": "no", "mode": "default", "dynamic": None},
+            self.to_dict(),
+        )
         del values["use_regional_compilation"]
-        return {name: value for name, value in values.items() if value not in (None, plain.get(name, False))}
+        return {
+            name: value
+            for name, value in values.items()
+            if value not in (None, plain.get(name, False))
+        }
 
     def _values(self) -> dict[str, Any]:
         """Return the arguments of torch.compile by `to_kwargs`, which clients replace, and the rest."""
         regional = self.use_regional_compilation
-        return {"backend": self.to_dict()["backend"], "use_regional_compilation": regional, **self.to_kwargs()}
+        return {
+            "backend": self.to_dict()["backend"],
+            "use_regional_compilation": regional,
+            **self.to_kwargs(),
+        }

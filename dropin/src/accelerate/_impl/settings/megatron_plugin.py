@@ -10,7 +10,11 @@ from accelerate._impl.environment.variables import environment, str_to_bool
 from accelerate._impl.surface import left_out
 
 # Any in this file: values of options.
-_DEFAULTS = {one.name: one.default for one in fields(hasten.MegatronLMPlugin) if one.default is not MISSING}
+_DEFAULTS = {
+    one.name: one.default
+    for one in fields(hasten.MegatronLMPlugin)
+    if one.default is not MISSING
+}
 
 
 class _Options:
@@ -18,23 +22,45 @@ class _Options:
         variables = environment()
         for name, default in _DEFAULTS.items():
             word = variables.get(f"MEGATRON_LM_{name.upper()}")
-            if word and getattr(self, name) == default and isinstance(default, bool | int | float):
-                setattr(self, name, bool(str_to_bool(word)) if isinstance(default, bool) else type(default)(word))
+            if (
+                word
+                and getattr(self, name) == default
+                and isinstance(default, bool | int | float)
+            ):
+                setattr(
+                    self,
+                    name,
+                    bool(str_to_bool(word))
+                    if isinstance(default, bool)
+                    else type(default)(word),
+                )
 
     def to_hasten(self) -> hasten.MegatronLMPlugin:
         """Return the options that say something else than hasten does by itself."""
         given = {name: getattr(self, name) for name in _DEFAULTS}
         return hasten.MegatronLMPlugin(
-            **{name: value for name, value in given.items() if value is not None and value != _DEFAULTS[name]}
+            **{
+                name: value
+                for name, value in given.items()
+                if value is not None and value != _DEFAULTS[name]
+            }
         )
 
 
 MegatronLMPlugin = make_dataclass(
-    "MegatronLMPlugin", [(name, Any, field(default=default)) for name, default in _DEFAULTS.items()], bases=(_Options,)
+    "MegatronLMPlugin",
+    [(name, Any, field(default=default)) for name, default in _DEFAULTS.items()],
+    bases=(_Options,),
 )
 MegatronLMPlugin.__module__ = "accelerate.utils.dataclasses"
-MegatronLMPlugin.__doc__ = "Options of Megatron-LM; None means as hasten does by itself."
+MegatronLMPlugin.__doc__ = (
+    "Options of Megatron-LM; None means as hasten does by itself."
+)
 
-add_model_config_to_megatron_parser = left_out.function("utils.add_model_config_to_megatron_parser")
+add_model_config_to_megatron_parser = left_out.function(
+    "utils.add_model_config_to_megatron_parser"
+)
 for _kind in ("bert", "gpt2", "t5", "llama", "glm4_moe"):
-    globals()[f"parse_{_kind}_config"] = left_out.function(f"utils.dataclasses.parse_{_kind}_config")
+    globals()[f"parse_{_kind}_config"] = left_out.function(
+        f"utils.dataclasses.parse_{_kind}_config"
+    )

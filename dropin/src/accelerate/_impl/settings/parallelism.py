@@ -42,9 +42,19 @@ class ParallelismConfig:
     device_mesh: DeviceMesh | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        fill(self, "PARALLELISM_CONFIG_", **{f"{axis}_size": (int, 1) for axis in _AXES})
-        fill(self, "PARALLELISM_CONFIG_", cp_backend=(str, "torch"), sp_backend=(str, "deepspeed"))
-        self._sizes = {axis: self._size(axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+        fill(
+            self, "PARALLELISM_CONFIG_", **{f"{axis}_size": (int, 1) for axis in _AXES}
+        )
+        fill(
+            self,
+            "PARALLELISM_CONFIG_",
+            cp_backend=(str, "torch"),
+            sp_backend=(str, "deepspeed"),
+        )
+        self._sizes = {
+            axis: self._size(axis)
+            for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+        }
         self._check_sizes()
         for axis, kind in _HANDLERS.items():
             if self._size(axis) > 1:
@@ -52,9 +62,14 @@ class ParallelismConfig:
 
     def _handler(self, axis: str, kind: type[Any]) -> Any:
         """Return the options of an axis. Raises: ValueError for those of another one."""
-        given, backend = getattr(self, f"{axis}_handler"), getattr(self, f"{axis}_backend", None)
+        given, backend = (
+            getattr(self, f"{axis}_handler"),
+            getattr(self, f"{axis}_backend", None),
+        )
         if given is not None and backend is not None and not isinstance(given, kind):
-            raise ValueError(message("handler_of_another_backend", axis, backend, kind, type(given)))
+            raise ValueError(
+                message("handler_of_another_backend", axis, backend, kind, type(given))
+            )
         return kind() if given is None else given
 
     @classmethod
@@ -62,29 +77,51 @@ class ParallelismConfig:
         """Return what the flags of a launch stand for where they split sequences: scripts look for the group of one."""
         if sizes.sp_size == 1:
             return None
-        return cls(dp_replicate_size=mesh.dp_replicate, dp_shard_size=mesh.dp_shard, sp_size=sizes.sp_size)
+        return cls(
+            dp_replicate_size=mesh.dp_replicate,
+            dp_shard_size=mesh.dp_shard,
+            sp_size=sizes.sp_size,
+        )
 
     def _check_sizes(self) -> None:
         if wrong := [axis for axis in _AXES if getattr(self, f"{axis}_size") < 1]:
-            raise ValueError(f"{wrong[0]}_size must be at least 1, but got {getattr(self, f'{wrong[0]}_size')}")
+            raise ValueError(
+                f"{wrong[0]}_size must be at least 1, but got {getattr(self, f'{wrong[0]}_size')}"
+            )
         if self.cp_enabled and self.sp_enabled:
             raise ValueError(message("cp_and_sp", self.cp_size, self.sp_size))
         for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != only:
-                raise ValueError(f"{name} must be one of ['{only}'], but got {getattr(self, name)}")
-        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+                raise ValueError(
+                    f"{name} must be one of ['{only}'], but got {getattr(self, name)}"
+                )
+        if (
+            (self.tp_enabled or self.cp_enabled)
+            and self.dp_replicate_enabled
+            and not self.dp_shard_enabled
+        ):
             raise ValueError(message("replicas_with_tp_or_cp"))
 
     def _size(self, *axes: str) -> int:
         return prod(int(getattr(self, f"{axis}_size")) for axis in axes)
 
     def _set_size(self, parallelism: str, size: int) -> None:
-        assert parallelism in self._sizes, f"Parallelism must be one of {self._sizes.keys()}"
+        assert parallelism in self._sizes, (
+            f"Parallelism must be one of {self._sizes.keys()}"
+        )
         self._sizes[parallelism] = size
         setattr(self, f"{parallelism}_size", size)
 
     def __repr__(self) -> str:
-        names = ["dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend"]
+        names = [
+            "dp_replicate_size",
+            "dp_shard_size",
+            "tp_size",
+            "cp_size",
+            "cp_backend",
+            "sp_size",
+            "sp_backend",
+        ]
         lines = "".join(f"\t{name}={getattr(self, name)},\n" for name in names)
         handlers = f"\ttp_handler={self.tp_handler},\n\tcp_handler={self.cp_handler})\n"
         return f"ParallelismConfig(\n {lines}\ttotal_size={self.total_size}\n{handlers}"
@@ -93,28 +130,59 @@ class ParallelismConfig:
         return json.dumps({f"{axis}_size": self._size(axis) for axis in _AXES})
 
     total_size = shown(lambda self: self._size(*_AXES), "Processes in all.")
-    data_parallel_size = shown(lambda self: self._size(*_AXES[:2]), "Processes that read different samples.")
-    non_data_parallel_size = shown(lambda self: self._size(*_AXES[2:]), "Processes that share samples.")
+    data_parallel_size = shown(
+        lambda self: self._size(*_AXES[:2]), "Processes that read different samples."
+    )
+    non_data_parallel_size = shown(
+        lambda self: self._size(*_AXES[2:]), "Processes that share samples."
+    )
 
-    dp_replicate_enabled = shown(lambda self: self._size("dp_replicate") > 1, "Whether models are replicated.")
-    dp_shard_enabled = shown(lambda self: self._size("dp_shard") > 1, "Whether models are sharded.")
+    dp_replicate_enabled = shown(
+        lambda self: self._size("dp_replicate") > 1, "Whether models are replicated."
+    )
+    dp_shard_enabled = shown(
+        lambda self: self._size("dp_shard") > 1, "Whether models are sharded."
+    )
     tp_enabled = shown(lambda self: self._size("tp") > 1, "Whether layers are split.")
-    cp_enabled = shown(lambda self: self._size("cp") > 1, "Whether sequences are split.")
-    sp_enabled = shown(lambda self: self._size("sp") > 1, "Whether sequences are split by DeepSpeed.")
+    cp_enabled = shown(
+        lambda self: self._size("cp") > 1, "Whether sequences are split."
+    )
+    sp_enabled = shown(
+        lambda self: self._size("sp") > 1, "Whether sequences are split by DeepSpeed."
+    )
 
     def _enabled(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self._size(axis) > 1]
 
-    dp_dim_names = shown(lambda self: self._enabled("dp_replicate", "dp_shard"), "Axes of data parallelism.")
-    non_dp_dim_names = shown(lambda self: self._enabled("tp", "cp", "sp"), "The other axes.")
-    dp_shard_cp_dim_names = shown(lambda self: self._enabled("dp_shard", "cp"), "Axes parameters are sharded over.")
-    dp_cp_dim_names = shown(lambda self: self._enabled("dp_replicate", "dp_shard", "cp"), "Axes of gradient averages.")
-    fsdp_dim_names = shown(lambda self: [*self._enabled("dp_replicate"), "dp_shard_cp"], "The axes of FSDP's mesh.")
-    active_mesh_dims = shown(lambda self: [*self.dp_dim_names, *self.non_dp_dim_names], "Axes of several processes.")
+    dp_dim_names = shown(
+        lambda self: self._enabled("dp_replicate", "dp_shard"),
+        "Axes of data parallelism.",
+    )
+    non_dp_dim_names = shown(
+        lambda self: self._enabled("tp", "cp", "sp"), "The other axes."
+    )
+    dp_shard_cp_dim_names = shown(
+        lambda self: self._enabled("dp_shard", "cp"),
+        "Axes parameters are sharded over.",
+    )
+    dp_cp_dim_names = shown(
+        lambda self: self._enabled("dp_replicate", "dp_shard", "cp"),
+        "Axes of gradient averages.",
+    )
+    fsdp_dim_names = shown(
+        lambda self: [*self._enabled("dp_replicate"), "dp_shard_cp"],
+        "The axes of FSDP's mesh.",
+    )
+    active_mesh_dims = shown(
+        lambda self: [*self.dp_dim_names, *self.non_dp_dim_names],
+        "Axes of several processes.",
+    )
 
     def _get_mesh(self) -> Any:
         names = self._enabled(*_AXES)
-        return (tuple(names), tuple(self._sizes[axis] for axis in names)) if names else ()
+        return (
+            (tuple(names), tuple(self._sizes[axis] for axis in names)) if names else ()
+        )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Torch's mesh of these sizes. Ranks: every rank."""
@@ -122,7 +190,11 @@ class ParallelismConfig:
             return None
         names, sizes = self._get_mesh()
         mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        joint = {
+            "dp": self.dp_dim_names,
+            "dp_shard_cp": self.dp_shard_cp_dim_names,
+            "dp_cp": self.dp_cp_dim_names,
+        }
         for name, axes in joint.items():
             if axes:
                 mesh[axes]._flatten(name)
@@ -132,7 +204,9 @@ class ParallelismConfig:
         """Torch's mesh of these sizes, made on first use. Ranks: every rank."""
         if self.device_mesh is None:
             if device_type is None:
-                raise ValueError("You need to pass a device_type e.g cuda to build the device mesh")
+                raise ValueError(
+                    "You need to pass a device_type e.g cuda to build the device mesh"
+                )
             self.device_mesh = self.build_device_mesh(device_type)
         elif device_type not in (None, kind := self.device_mesh.device_type):
             raise ValueError(message("mesh_of_another_device", kind, device_type))
@@ -144,14 +218,26 @@ class ParallelismConfig:
                 return
             self._set_size("dp_replicate", accelerator.num_processes)
         if self.total_size != accelerator.num_processes and not self.sp_enabled:
-            raise ValueError(message("total_size_differs", self.total_size, accelerator.num_processes))
+            raise ValueError(
+                message(
+                    "total_size_differs", self.total_size, accelerator.num_processes
+                )
+            )
         if accelerator.is_fsdp2 and not self.dp_shard_cp_dim_names:
             raise ValueError(message("nothing_to_shard_over"))
         kinds = ("MULTI_CPU", "DEEPSPEED")  # the original refuses CPU processes
-        if not (accelerator.is_fsdp2 or accelerator.multi_device or accelerator.distributed_type in kinds):
-            raise ValueError(message("sizes_of_another_kind", accelerator.distributed_type))
+        if not (
+            accelerator.is_fsdp2
+            or accelerator.multi_device
+            or accelerator.distributed_type in kinds
+        ):
+            raise ValueError(
+                message("sizes_of_another_kind", accelerator.distributed_type)
+            )
 
     def to_hasten(self) -> hasten.ParallelismConfig:
         """Return the same in hasten's terms; sizes of 1 are left to be filled, and experts to a client's patch."""
-        sizes: dict[str, Any] = {f"{axis}_size": self._size(axis) for axis in self._enabled(*_AXES)}
+        sizes: dict[str, Any] = {
+            f"{axis}_size": self._size(axis) for axis in self._enabled(*_AXES)
+        }
         return hasten.ParallelismConfig(**sizes, ep_size=1)

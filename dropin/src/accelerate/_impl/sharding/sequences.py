@@ -49,7 +49,12 @@ def _name_sequence_group(group: dist.ProcessGroup, world_size: int) -> None:
 class SpannedAttention:
     """Attention function for transformers that spans the shards of all processes, in training and while shards are read."""
 
-    def __init__(self, comm: ProcessGroupComm, lengths: set[int], reading_parts: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        comm: ProcessGroupComm,
+        lengths: set[int],
+        reading_parts: Callable[[], bool],
+    ) -> None:
         layout = SequenceLayout(comm.size, balanced=False)
         self._attention = SequenceAttention(
             functional.scaled_dot_product_attention,
@@ -59,19 +64,32 @@ class SpannedAttention:
             MaskReader(layout),
             begin=lambda: (False, None),
         )
-        self._ranks, self._lengths, self._reading_parts = comm.size, lengths, reading_parts
+        self._ranks, self._lengths, self._reading_parts = (
+            comm.size,
+            lengths,
+            reading_parts,
+        )
 
     def attach(self, model: nn.Module, wanted: str | None) -> None:
         """Make the model attend to whole sequences. Raises: PrepareError unless it uses transformers' attention functions."""
         inner: Any = model
         big_modeling._refuse_recurrent_layers_under_sequence_parallelism(model)
         if not getattr(inner, "_supports_attention_backend", False):
-            raise PrepareError(message("attention_not_replaceable", type(model).__name__, self._ranks))
-        if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", SPANNING_ATTENTION):
-            raise PrepareError(message("attention_by_another_kernel", kind, self._ranks))
+            raise PrepareError(
+                message("attention_not_replaceable", type(model).__name__, self._ranks)
+            )
+        if (kind := wanted or inner.config._attn_implementation) not in (
+            "sdpa",
+            SPANNING_ATTENTION,
+        ):
+            raise PrepareError(
+                message("attention_by_another_kernel", kind, self._ranks)
+            )
         transformers = need("transformers", ">=5", "ParallelismConfig(sp_size=...)")
         transformers.AttentionInterface.register(SPANNING_ATTENTION, self)
-        transformers.AttentionMaskInterface.register(SPANNING_ATTENTION, need("transformers.masking_utils").sdpa_mask)
+        transformers.AttentionMaskInterface.register(
+            SPANNING_ATTENTION, need("transformers.masking_utils").sdpa_mask
+        )
         inner.set_attn_implementation(SPANNING_ATTENTION)
 
     def __call__(
@@ -86,16 +104,37 @@ class SpannedAttention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        if not module.training and not self._reading_parts():  # evaluation reads whole sequences
-            whole = need("transformers.integrations.sdpa_attention").sdpa_attention_forward
-            given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-            out: tuple[Tensor, None] = whole(module, query, key, value, attention_mask, **given)
+        # evaluation reads whole sequences
+        if not module.training and not self._reading_parts():
+            whole = need(
+                "transformers.integrations.sdpa_attention"
+            ).sdpa_attention_forward
+            given = {
+                "dropout": dropout,
+                "scaling": scaling,
+                "is_causal": is_causal,
+                **kwargs,
+            }
+            out: tuple[Tensor, None] = whole(
+                module, query, key, value, attention_mask, **given
+            )
             return out
         self._check(query.shape[-2], kwargs.get("sliding_window"))
-        causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+        causal = (
+            is_causal
+            if is_causal is not None
+            else bool(getattr(module, "is_causal", True))
+        )
         gqa = query.shape[1] != key.shape[1]
         mixed = self._attention(
-            query, key, value, attention_mask, dropout, causal and attention_mask is None, scaling, enable_gqa=gqa
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            causal and attention_mask is None,
+            scaling,
+            enable_gqa=gqa,
         )
         return mixed.transpose(1, 2).contiguous(), None
 
@@ -103,19 +142,28 @@ class SpannedAttention:
         if length not in self._lengths:
             raise StepError(message("sequences_not_split", length, self._ranks))
         if window is not None and window < length * self._ranks:
-            raise StepError(message("window_too_short", window, length * self._ranks, self._ranks))
+            raise StepError(
+                message("window_too_short", window, length * self._ranks, self._ranks)
+            )
         self._attention.lengths = frozenset(self._lengths)
 
 
 class SplitSequences:
     """The additional preparation where `sp_size` processes share a sequence."""
 
-    def __init__(self, accelerator: Composed, handler: DeepSpeedSequenceParallelConfig) -> None:
+    def __init__(
+        self, accelerator: Composed, handler: DeepSpeedSequenceParallelConfig
+    ) -> None:
         comm = accelerator.ctx.groups(Axis.CP)
-        assert isinstance(comm, ProcessGroupComm), "several processes have a process group"
-        self._accelerator: Composed = weakref.proxy(accelerator)  # which owns this object
+        assert isinstance(comm, ProcessGroupComm), (
+            "several processes have a process group"
+        )
+        # which owns this object
+        self._accelerator: Composed = weakref.proxy(accelerator)
         self._handler, self._comm = handler, comm
-        self._cut = SequenceSplitter(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
+        self._cut = SequenceSplitter(
+            comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length
+        )
         self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
 
     def attach(self, given: tuple[Any, ...]) -> list[nn.Module]:
@@ -144,4 +192,6 @@ class SplitSequences:
 
 def _reading_parts() -> bool:
     """Return whether the innermost loader that is being iterated hands out parts."""
-    return bool(AMBIENT.loaders) and getattr(AMBIENT.loaders[-1], "cut", None) is not None
+    return (
+        bool(AMBIENT.loaders) and getattr(AMBIENT.loaders[-1], "cut", None) is not None
+    )

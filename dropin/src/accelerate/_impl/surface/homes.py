@@ -31,8 +31,14 @@ _CALLED_BY_ORIGINAL: Final = frozenset(
     ]
 )
 """Functions that a module of the original calls itself, and that are called nowhere here."""
-_ROOMS: Final[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text())
-HOMES: Final = {f"accelerate._impl.{room}": face for face, rooms in _ROOMS.items() for room in rooms.split()}
+_ROOMS: Final[dict[str, str]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text()
+)
+HOMES: Final = {
+    f"accelerate._impl.{room}": face
+    for face, rooms in _ROOMS.items()
+    for room in rooms.split()
+}
 
 
 class Face(ModuleType):
@@ -44,13 +50,17 @@ class Face(ModuleType):
                 getattr(self, name)  # loads what is replaced
         if name in vars(self):
             replaced = vars(self).setdefault("__replaced__", {})
-            original, rooms = replaced.setdefault(name, (vars(self)[name], self._rooms(name)))
+            original, rooms = replaced.setdefault(
+                name, (vars(self)[name], self._rooms(name))
+            )
             for names in rooms:
                 names[name] = value
             if value is original:
                 del replaced[name]
             elif isinstance(original, FunctionType) and not self._calls(name, rooms):
-                warnings.warn(message("replaced_in_vain", self.__name__, name), stacklevel=2)
+                warnings.warn(
+                    message("replaced_in_vain", self.__name__, name), stacklevel=2
+                )
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -62,25 +72,48 @@ class Face(ModuleType):
     def _calls(self, name: str, rooms: list[dict[str, Any]]) -> bool:
         """Return whether a function of the rooms looks the name up, as a module of the original does that imports it."""
         is_imported = (
-            not imported_names().get(self.__name__, {}).get(name, "accelerate._impl").startswith("accelerate._impl")
+            not imported_names()
+            .get(self.__name__, {})
+            .get(name, "accelerate._impl")
+            .startswith("accelerate._impl")
         )
-        if hasattr(self, "__path__") or not (is_imported or name in _CALLED_BY_ORIGINAL):
+        if hasattr(self, "__path__") or not (
+            is_imported or name in _CALLED_BY_ORIGINAL
+        ):
             return True  # a module that only shows it
-        return any(name in _names_looked_up(names["__file__"]) for names in (*rooms, *self._behind()))
+        return any(
+            name in _names_looked_up(names["__file__"])
+            for names in (*rooms, *self._behind())
+        )
 
     def _behind(self) -> list[dict[str, Any]]:
         """Return the names of the rooms of which this face is the home."""
-        rooms = [room for room, face in HOMES.items() if face == self.__name__ and room in sys.modules]
+        rooms = [
+            room
+            for room, face in HOMES.items()
+            if face == self.__name__ and room in sys.modules
+        ]
         return [vars(sys.modules[room]) for room in rooms]
 
     def _rooms(self, name: str) -> list[dict[str, Any]]:
         """Return the names of the rooms behind this face, and of no other face, where `name` means the same as here."""
         shown = vars(self)
         inside = [vars(one) for one in shown.values() if isinstance(one, type)]
-        called = [one for names in (shown, *inside) for one in names.values() if isinstance(one, FunctionType)]
+        called = [
+            one
+            for names in (shown, *inside)
+            for one in names.values()
+            if isinstance(one, FunctionType)
+        ]
         homeless = {one.__globals__["__name__"] for one in called} - HOMES.keys()
-        behind = homeless | {room for room, face in HOMES.items() if face == self.__name__}
-        rooms = [vars(sys.modules[room]) for room in behind & sys.modules.keys() if room.startswith("accelerate._impl")]
+        behind = homeless | {
+            room for room, face in HOMES.items() if face == self.__name__
+        }
+        rooms = [
+            vars(sys.modules[room])
+            for room in behind & sys.modules.keys()
+            if room.startswith("accelerate._impl")
+        ]
         return [names for names in rooms if names.get(name) is shown[name]]
 
 
@@ -88,10 +121,19 @@ class Rooms(SourceFileLoader):
     """Loads faces and the rooms of the table and settles what they define; a finder of `sys.meta_path`, too."""
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        ours = name in HOMES or (name.startswith("accelerate.") and not name.startswith("accelerate._impl"))
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        ours = name in HOMES or (
+            name.startswith("accelerate.") and not name.startswith("accelerate._impl")
+        )
         spec = PathFinder.find_spec(name, path) if ours else None
-        if spec is not None and spec.origin is not None and type(spec.loader) is SourceFileLoader:  # else in an archive
+        # else in an archive
+        if (
+            spec is not None
+            and spec.origin is not None
+            and type(spec.loader) is SourceFileLoader
+        ):
             spec.loader = cls(name, spec.origin)
         return spec
 
@@ -112,16 +154,26 @@ def _names_looked_up(file: str) -> frozenset[str]:
     unread = [compile(Path(file).read_text(), file, "exec")]
     while unread:
         code = unread.pop()
-        unread += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        if code.co_flags & CO_OPTIMIZED:  # else a module or a class, which stores what it defines under these names
-            names.update(code.co_names, [constant for constant in code.co_consts if isinstance(constant, str)])
+        unread += [
+            constant for constant in code.co_consts if isinstance(constant, CodeType)
+        ]
+        # else a module or a class, which stores what it defines under these names
+        if code.co_flags & CO_OPTIMIZED:
+            names.update(
+                code.co_names,
+                [constant for constant in code.co_consts if isinstance(constant, str)],
+            )
     return frozenset(names)
 
 
 def _settle(room: ModuleType, face: str) -> None:
     """Make `face` the home of the room's public classes and functions: messages name it, pickles find them there."""
     for name, one in vars(room).items():
-        if name.startswith("_") or not isinstance(one, type | FunctionType) or one.__module__ != room.__name__:
+        if (
+            name.startswith("_")
+            or not isinstance(one, type | FunctionType)
+            or one.__module__ != room.__name__
+        ):
             continue
         if "<" in one.__qualname__:  # made inside of another function, from a table
             one.__name__ = one.__qualname__ = name

@@ -13,7 +13,9 @@ from typing import Any, Final
 
 from hasten.lazy import without_collections
 
-_FACES: Final[dict[str, dict[str, str]]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+_FACES: Final[dict[str, dict[str, str]]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text()
+)
 
 
 class Deferred:
@@ -55,7 +57,9 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         if name not in table:
             raise AttributeError(f"module {face!r} has no attribute {name!r}")
         with without_collections():
-            value = vars(sys.modules[face])[name] = getattr(import_module(table[name]), name)
+            value = vars(sys.modules[face])[name] = getattr(
+                import_module(table[name]), name
+            )
         return value
 
     return get, names
@@ -63,10 +67,20 @@ def lazy(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
 def _defined(module: str) -> list[str]:
     """Return the names a face's modules and rooms define: not what a module shows of another face or of hasten."""
-    found = {name: one for name, one in vars(import_module(module)).items() if not isinstance(one, ModuleType)}
+    found = {
+        name: one
+        for name, one in vars(import_module(module)).items()
+        if not isinstance(one, ModuleType)
+    }
     rooms = (module.rpartition(".")[0], "accelerate._impl")
-    homes = {name: str(getattr(one, "__module__", module)) for name, one in found.items()}
-    return [name for name, home in homes.items() if home.startswith(rooms) and not name.startswith("_")]
+    homes = {
+        name: str(getattr(one, "__module__", module)) for name, one in found.items()
+    }
+    return [
+        name
+        for name, home in homes.items()
+        if home.startswith(rooms) and not name.startswith("_")
+    ]
 
 
 @cache
@@ -76,7 +90,9 @@ def imported_names() -> dict[str, dict[str, str]]:
     for line in Path(__file__).with_name("elsewhere.txt").read_text().splitlines():
         face, home, *names = line.split()
         for name, _, module in (one.partition("=") for one in names):
-            found.setdefault(face, {})[name] = module if home == "-" else f"{home}:{name}"
+            found.setdefault(face, {})[name] = (
+                module if home == "-" else f"{home}:{name}"
+            )
     return found
 
 
@@ -85,10 +101,14 @@ def complete(face: ModuleType) -> None:
     shown = vars(face)
     shown["__getattr__"] = _looked_up(face, shown.get("__getattr__"))
     own: Callable[[], list[str]] = shown.get("__dir__", lambda: list(shown))
-    shown["__dir__"] = lambda: sorted({*own(), *imported_names().get(face.__name__, ())})
+    shown["__dir__"] = lambda: sorted(
+        {*own(), *imported_names().get(face.__name__, ())}
+    )
 
 
-def _looked_up(face: ModuleType, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
+def _looked_up(
+    face: ModuleType, own: Callable[[str], Any] | None
+) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:  # Any: whatever the name stands for
         try:
@@ -97,11 +117,17 @@ def _looked_up(face: ModuleType, own: Callable[[str], Any] | None) -> Callable[[
         except AttributeError:
             if name.startswith("__"):
                 raise
-        home = None if name.startswith("__") else imported_names().get(face.__name__, {}).get(name)
+        home = (
+            None
+            if name.startswith("__")
+            else imported_names().get(face.__name__, {}).get(name)
+        )
         if home is None:
             raise AttributeError(f"module {face.__name__!r} has no attribute {name!r}")
         module, _, inner = home.partition(":")
-        value = vars(face)[name] = getattr(import_module(module), inner) if inner else import_module(module)
+        value = vars(face)[name] = (
+            getattr(import_module(module), inner) if inner else import_module(module)
+        )
         return value
 
     return get

@@ -15,7 +15,8 @@ def refuse(name: str, why: str) -> NoReturn:
     raise NotImplementedError(message("left_out", name, why))
 
 
-def function(name: str, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a function of any signature
+# Any: stands for a function of any signature
+def function(name: str, why: str = MEGATRON_STEPS) -> Any:
 
     def refusing(*args: Any, **kwargs: Any) -> NoReturn:
         refuse(name, why)
@@ -26,14 +27,20 @@ def function(name: str, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a 
     return refusing
 
 
-def klass(name: str, *bases: type, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a class
+# Any: stands for a class
+def klass(name: str, *bases: type, why: str = MEGATRON_STEPS) -> Any:
     """Return a class that can be named in annotations and isinstance(), but not instantiated."""
 
     def refused(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse(name, why)
 
     home, _, short = f"accelerate.{name}".rpartition(".")
-    inside = {"__init__": refused, "__doc__": f"Left out: {why}.", "__module__": home, MARK: why}
+    inside = {
+        "__init__": refused,
+        "__doc__": f"Left out: {why}.",
+        "__module__": home,
+        MARK: why,
+    }
     return type(short, bases or (object,), inside)
 
 
@@ -41,4 +48,6 @@ def refuse_other_package() -> None:
     """Raise when another distribution named `accelerate` shares this one's folder: modules of both would be mixed."""
     for one in metadata.distributions(name="accelerate"):
         if "hasten" not in (one.requires or ()):
-            raise ImportError(message("other_package", one.version, one.locate_file("")))
+            raise ImportError(
+                message("other_package", one.version, one.locate_file(""))
+            )

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Final
 
-_TEMPLATES: Final[dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+_TEMPLATES: Final[dict[str, str]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text()
+)
 
 
 def message(name: str, *values: object) -> str:

@@ -11,7 +11,11 @@ Adapter = TypeVar("Adapter", bound=Callable[..., Any])
 # Any in this file: type checkers take what is shown for plain attributes and functions.
 
 
-def shown(get: str | Callable[[Any], Any], doc: str, change: Callable[[Any, Any], None] | None = None) -> Any:
+def shown(
+    get: str | Callable[[Any], Any],
+    doc: str,
+    change: Callable[[Any, Any], None] | None = None,
+) -> Any:
     """Return a property: what lies at a dotted path below the object, or what a function of it gives; settable with `change`."""
     return property(attrgetter(get) if isinstance(get, str) else get, change, doc=doc)
 
@@ -20,7 +24,12 @@ def like(function: Callable[..., Any]) -> Callable[[Adapter], Adapter]:
     """Return a decorator for what adapts a function of hasten's: name, signature and documentation are that function's."""
 
     def dress(adapter: Adapter) -> Adapter:
-        update_wrapper(adapter, function, assigned=("__name__", "__qualname__", "__doc__"), updated=())
+        update_wrapper(
+            adapter,
+            function,
+            assigned=("__name__", "__qualname__", "__doc__"),
+            updated=(),
+        )
         return adapter
 
     return dress

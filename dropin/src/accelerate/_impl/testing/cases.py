@@ -50,40 +50,60 @@ def get_launch_command(**kwargs: Any) -> list[str]:
     return command
 
 
-DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
+DEFAULT_LAUNCH_COMMAND = get_launch_command(
+    num_processes=device_count, monitor_interval=0.1
+)
 
 
 def run_first(test_case: Any) -> Any:
     return need("pytest").mark.order(1)(test_case) if available("pytest") else test_case
 
 
-_LINES = [line.partition("|") for line in Path(__file__).with_suffix(".txt").read_text().splitlines()]
+_LINES = [
+    line.partition("|")
+    for line in Path(__file__).with_suffix(".txt").read_text().splitlines()
+]
 _REASONS = {rule.split()[0]: reason for rule, _, reason in _LINES}
 
 
 def _needs(wanted: Callable[[], bool] | str, what: str) -> Callable[[Any], Any]:
     def decorate(test_case: Any) -> Any:
         there = globals()[wanted] if isinstance(wanted, str) else wanted
-        return unittest.skipUnless(there(), _REASONS.get(what) or f"test requires {what}")(test_case)
+        return unittest.skipUnless(
+            there(), _REASONS.get(what) or f"test requires {what}"
+        )(test_case)
 
     decorate.__doc__ = f"A test that needs {what}."
     return decorate
 
 
 def _have(number: str, kinds: list[str]) -> bool:
-    found = torch_device in kinds if not kinds[0].startswith("-") else f"-{torch_device}" not in kinds
+    found = (
+        torch_device in kinds
+        if not kinds[0].startswith("-")
+        else f"-{torch_device}" not in kinds
+    )
     return found and number in ("any", "one" if device_count == 1 else "several")
 
 
 skip = _needs(lambda: False, "skip")
 slow = _needs(lambda: _run_slow_tests, "slow")
 require_tpu = _needs(lambda: imports.is_torch_xla_available(check_is_tpu=True), "tpu")
-require_non_torch_xla = _needs(lambda: not imports.is_torch_xla_available(), "no torch_xla")
-require_fsdp2, require_tp = _needs(lambda: True, "FSDP2"), _needs(lambda: True, "tensor parallelism")
-require_huggingface_suite = _needs(
-    lambda: imports.is_transformers_available() and imports.is_datasets_available(), "huggingface_suite"
+require_non_torch_xla = _needs(
+    lambda: not imports.is_torch_xla_available(), "no torch_xla"
 )
-require_trackers = _needs(lambda: imports.is_wandb_available() or imports.is_tensorboard_available(), "a tracker")
+require_fsdp2, require_tp = (
+    _needs(lambda: True, "FSDP2"),
+    _needs(lambda: True, "tensor parallelism"),
+)
+require_huggingface_suite = _needs(
+    lambda: imports.is_transformers_available() and imports.is_datasets_available(),
+    "huggingface_suite",
+)
+require_trackers = _needs(
+    lambda: imports.is_wandb_available() or imports.is_tensorboard_available(),
+    "a tracker",
+)
 for _name, _probe in vars(imports).items():
     if _name.startswith("is_") and _name.endswith("_available"):
         _what = _name.removeprefix("is_").removesuffix("_available")
@@ -97,7 +117,9 @@ def require_torch_min_version(test_case: Any = None, version: Any = None) -> Any
     if test_case is None:
         return lambda case: require_torch_min_version(case, version)
     enough = compare_versions("torch", ">=", version)
-    return unittest.skipUnless(enough, f"test requires torch version >= {version}")(test_case)
+    return unittest.skipUnless(enough, f"test requires torch version >= {version}")(
+        test_case
+    )
 
 
 class TempDirTestCase(unittest.TestCase):
@@ -144,12 +166,18 @@ class SubprocessCallException(Exception):
     """A command failed."""
 
 
-def run_command(command: list[str], return_stdout: bool = False, env: Any = None) -> str | None:
+def run_command(
+    command: list[str], return_stdout: bool = False, env: Any = None
+) -> str | None:
     """Run a command; its output when asked. Raises: SubprocessCallException with what it said."""
     try:
-        output = subprocess.check_output(command, stderr=subprocess.STDOUT, env=env or os.environ.copy(), text=True)
+        output = subprocess.check_output(
+            command, stderr=subprocess.STDOUT, env=env or os.environ.copy(), text=True
+        )
     except subprocess.CalledProcessError as error:
-        raise SubprocessCallException(message("command_gave", " ".join(map(str, command)), error.output)) from error
+        raise SubprocessCallException(
+            message("command_gave", " ".join(map(str, command)), error.output)
+        ) from error
     return output if return_stdout else None
 
 
@@ -161,18 +189,27 @@ def _lines(output: bytes) -> list[str]:
 
 
 def execute_subprocess_async(
-    cmd: list[str], env: Any = None, stdin: Any = None, timeout: int = 180, quiet: bool = False, echo: bool = True
+    cmd: list[str],
+    env: Any = None,
+    stdin: Any = None,
+    timeout: int = 180,
+    quiet: bool = False,
+    echo: bool = True,
 ) -> Any:
     """Run a command and give its output lines; `timeout` ends nothing. Raises: RuntimeError with its errors when it fails."""
     line, command = " ".join(map(str, cmd)), [*map(str, cmd)]
     sys.stdout.write(f"\nRunning:  {line}\n" if echo else "")
-    done = subprocess.run(command, stdin=stdin, env=env, capture_output=True, check=False)
+    done = subprocess.run(
+        command, stdin=stdin, env=env, capture_output=True, check=False
+    )
     result = _RunOutput(done.returncode, _lines(done.stdout), _lines(done.stderr))
     if not quiet:
         sys.stdout.writelines(f"stdout: {one}\n" for one in result.stdout)
         sys.stderr.writelines(f"stderr: {one}\n" for one in result.stderr)
     if result.returncode > 0:
-        raise RuntimeError(message("command_failed", line, result.returncode, "\n".join(result.stderr)))
+        raise RuntimeError(
+            message("command_failed", line, result.returncode, "\n".join(result.stderr))
+        )
     return result
 
 
@@ -189,14 +226,22 @@ def path_in_accelerate_package(*components: str) -> Path:
 
 
 @contextmanager
-def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
+def assert_exception(
+    exception_class: type[BaseException], msg: str | None = None
+) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever the block raises is compared
-        assert isinstance(error, exception_class), f"Expected exception of type {exception_class} but got {type(error)}"
-        assert msg is None or msg in str(error), f"Expected message '{msg}' to be in exception but got '{error}'"
+        assert isinstance(error, exception_class), (
+            f"Expected exception of type {exception_class} but got {type(error)}"
+        )
+        assert msg is None or msg in str(error), (
+            f"Expected message '{msg}' to be in exception but got '{error}'"
+        )
         return
-    raise AssertionError(f"Expected exception of type {exception_class} but ran without issue.")
+    raise AssertionError(
+        f"Expected exception of type {exception_class} but ran without issue."
+    )
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

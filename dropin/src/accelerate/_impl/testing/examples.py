@@ -11,25 +11,42 @@ _PLAIN = "examples/nlp_example.py"
 def get_function_contents_by_name(lines: list[str], name: str) -> list[str] | None:
     """Return the lines of the function `training_function` or `main`; `main` ends where the script is started."""
     if name not in ("training_function", "main"):
-        raise ValueError(f"Incorrect function name passed: {name}, choose either 'main' or 'training_function'")
+        raise ValueError(
+            f"Incorrect function name passed: {name}, choose either 'main' or 'training_function'"
+        )
     ends = "def main" if name == "training_function" else "if __name__"
     inside = list(dropwhile(lambda line: f"def {name}" not in line, lines))
-    return list(takewhile(lambda line: ends not in line, inside)) if any(ends in line for line in inside) else None
+    return (
+        list(takewhile(lambda line: ends not in line, inside))
+        if any(ends in line for line in inside)
+        else None
+    )
 
 
 def clean_lines(lines: list[str]) -> list[str]:
-    return [line for line in lines if not line.lstrip().startswith("#") and line != "\n"]
+    return [
+        line for line in lines if not line.lstrip().startswith("#") and line != "\n"
+    ]
 
 
 def compare_against_test(
-    base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
+    base_filename: str,
+    feature_filename: str,
+    parser_only: bool,
+    secondary_filename: str | None = None,
 ) -> list[str]:
     """Return what a feature's example adds to `nlp_example.py` and the complete example, or the second file's function, lacks."""
     name = "main" if parser_only else "training_function"
     plain, known = _cleaned(_PLAIN, name), {*_cleaned(base_filename, name)}
     if secondary_filename is not None:
-        known |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(_cleaned(secondary_filename, name))
-    return [line for line in _added(_cleaned(feature_filename, name), plain) if line not in known]
+        known |= {*Path(_PLAIN).read_text().splitlines(keepends=True)}.difference(
+            _cleaned(secondary_filename, name)
+        )
+    return [
+        line
+        for line in _added(_cleaned(feature_filename, name), plain)
+        if line not in known
+    ]
 
 
 def _added(lines: list[str], plain: list[str]) -> list[str]:

@@ -13,16 +13,23 @@ from torch.utils.data import DataLoader, Dataset
 from accelerate._impl.enums import DistributedType
 from hasten.optional import need
 
-_SAMPLES = {"train": "tests/test_samples/MRPC/train.csv", "validation": "tests/test_samples/MRPC/dev.csv"}
+_SAMPLES = {
+    "train": "tests/test_samples/MRPC/train.csv",
+    "validation": "tests/test_samples/MRPC/dev.csv",
+}
 # Any in this file: rows, tokenizers and accelerators.
 
 
 class RegressionDataset(Dataset[dict[str, float]]):
-    def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
+    def __init__(
+        self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.length = length
         self.x = rng.normal(size=(length,)).astype(np.float32)
-        self.y = a * self.x + b + rng.normal(scale=0.1, size=(length,)).astype(np.float32)
+        self.y = (
+            a * self.x + b + rng.normal(scale=0.1, size=(length,)).astype(np.float32)
+        )
 
     def __len__(self) -> int:
         return self.length
@@ -41,24 +48,42 @@ class RegressionModel(nn.Module):
     def forward(self, x: Tensor | None = None) -> Tensor:
         assert x is not None, "the model needs an input"
         if self.first_batch:
-            print(f"Model dtype: {self.a.dtype}, {self.b.dtype}. Input dtype: {x.dtype}")  # noqa: T201  as the original
+            print(  # noqa: T201  as the original
+                f"Model dtype: {self.a.dtype}, {self.b.dtype}. Input dtype: {x.dtype}"
+            )
             self.first_batch = False
         return x * self.a + self.b
 
 
-def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def mocked_dataloaders(
+    accelerator: Any, batch_size: int = 16
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return loaders of the samples in the current folder, in batches of 2 and 1 whatever was asked for."""
     tokenizer = need("transformers").AutoTokenizer.from_pretrained("bert-base-cased")
     data = need("datasets").load_dataset("csv", data_files=_SAMPLES)
     rows = partial(_tokenized, tokenizer, data["train"].unique("label"))
-    ready = data.map(rows, batched=True, remove_columns=["sentence1", "sentence2", "label"])
+    ready = data.map(
+        rows, batched=True, remove_columns=["sentence1", "sentence2", "label"]
+    )
     fixed = accelerator.distributed_type == DistributedType.XLA
-    padded = {"padding": "max_length", "max_length": 128} if fixed else {"padding": "longest"}
+    padded = (
+        {"padding": "max_length", "max_length": 128}
+        if fixed
+        else {"padding": "longest"}
+    )
     collate = partial(tokenizer.pad, **padded, return_tensors="pt")
     train = DataLoader(ready["train"], shuffle=True, collate_fn=collate, batch_size=2)
-    return train, DataLoader(ready["validation"], shuffle=False, collate_fn=collate, batch_size=1)
+    return train, DataLoader(
+        ready["validation"], shuffle=False, collate_fn=collate, batch_size=1
+    )
 
 
 def _tokenized(tokenizer: Any, labels: list[str], of: Any) -> Any:
-    made = tokenizer(of["sentence1"], of["sentence2"], truncation=True, max_length=None, padding="max_length")
+    made = tokenizer(
+        of["sentence1"],
+        of["sentence2"],
+        truncation=True,
+        max_length=None,
+        padding="max_length",
+    )
     return {**made, "labels": [labels.index(label) for label in of["label"]]}

@@ -17,7 +17,9 @@ class MultiProcessAdapter(RankLogger):
     """A logger that speaks on the main process only, unless a call says otherwise."""
 
     def __init__(self, logger: Any, extra: Any = None) -> None:
-        super().__init__(logger if isinstance(logger, logging.Logger) else logger.logger)
+        super().__init__(
+            logger if isinstance(logger, logging.Logger) else logger.logger
+        )
         self.logger, self.extra = logger, extra
 
     @staticmethod
@@ -27,22 +29,36 @@ class MultiProcessAdapter(RankLogger):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         if not PartialState._shared_state:  # quirk: LOGGER_NEEDS_STATE
             raise RuntimeError(message("log_before_state"))
-        main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        main_only, in_order = (
+            kwargs.pop("main_process_only", True),
+            kwargs.pop("in_order", False),
+        )
         state, turns = PartialState(), in_order and not main_only
         named, passed = self.process(msg, kwargs)
         for turn in range(state.num_processes) if turns else (state.process_index,):
-            if turn == state.process_index and self.isEnabledFor(level) and self._should_log(main_only):
+            if (
+                turn == state.process_index
+                and self.isEnabledFor(level)
+                and self._should_log(main_only)
+            ):
                 self.logger.log(level, named, *args, **passed)
             if turns:
                 state.wait_for_everyone()
 
     warning_once = cache(RankLogger.warning)  # whose cache_clear() tests call
 
-    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+    def process(
+        self, msg: object, kwargs: MutableMapping[str, Any]
+    ) -> tuple[str, MutableMapping[str, Any]]:
         """Return the message with the rank before it, and the keywords with what the logger adds."""
         extra = {**(self.extra or {}), **(kwargs.get("extra") or {})}
-        named = f"[RANK {PartialState().process_index}] {msg}"  # quirk: LOG_LINES_NAME_THE_RANK
-        return named, {**kwargs, "extra": extra, "stacklevel": kwargs.get("stacklevel", 2)}
+        # quirk: LOG_LINES_NAME_THE_RANK
+        named = f"[RANK {PartialState().process_index}] {msg}"
+        return named, {
+            **kwargs,
+            "extra": extra,
+            "stacklevel": kwargs.get("stacklevel", 2),
+        }
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

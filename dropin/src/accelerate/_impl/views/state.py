@@ -13,7 +13,11 @@ import torch.distributed as dist
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import DistributedType, PrecisionType
-from accelerate._impl.environment.variables import environment, parse_flag_from_env, set_numa_affinity
+from accelerate._impl.environment.variables import (
+    environment,
+    parse_flag_from_env,
+    set_numa_affinity,
+)
 from accelerate._impl.settings.deepspeed_plugin import active_plugin
 from accelerate._impl.surface.messages import message
 from accelerate._impl.surface.shown import shown
@@ -45,14 +49,18 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
     """Nothing."""
 
 
-def distributed_type_of(strategy: str, device: torch.device, num_processes: int) -> DistributedType:
+def distributed_type_of(
+    strategy: str, device: torch.device, num_processes: int
+) -> DistributedType:
     if strategy in ("fsdp", "deepspeed"):
         return DistributedType(strategy.upper())
     if device.type == "xla":
         return DistributedType.XLA
     if num_processes == 1:
         return DistributedType.NO
-    return DistributedType("MULTI_GPU" if device.type == "cuda" else f"MULTI_{device.type.upper()}")
+    return DistributedType(
+        "MULTI_GPU" if device.type == "cuda" else f"MULTI_{device.type.upper()}"
+    )
 
 
 def _asked(name: str) -> Any:
@@ -80,13 +88,31 @@ class _Shared:
     process_index: int
     local_process_index: int
 
-    initialized = shown(lambda self: bool(self._shared_state), "Whether this has been made.")
-    is_main_process, is_local_main_process = _asked("is_main_process"), _asked("is_local_main_process")
-    is_last_process, wait_for_everyone, print = _asked("is_last_process"), _asked("wait_for_everyone"), _asked("print")
-    on_main_process, on_local_main_process = _asked("on_main_process"), _asked("on_local_main_process")
+    initialized = shown(
+        lambda self: bool(self._shared_state), "Whether this has been made."
+    )
+    is_main_process, is_local_main_process = (
+        _asked("is_main_process"),
+        _asked("is_local_main_process"),
+    )
+    is_last_process, wait_for_everyone, print = (
+        _asked("is_last_process"),
+        _asked("wait_for_everyone"),
+        _asked("print"),
+    )
+    on_main_process, on_local_main_process = (
+        _asked("on_main_process"),
+        _asked("on_local_main_process"),
+    )
     on_process, on_local_process = _asked("on_process"), _asked("on_local_process")
-    on_last_process, split_between_processes = _asked("on_last_process"), _asked("split_between_processes")
-    main_process_first, local_main_process_first = _asked("main_process_first"), _asked("local_main_process_first")
+    on_last_process, split_between_processes = (
+        _asked("on_last_process"),
+        _asked("split_between_processes"),
+    )
+    main_process_first, local_main_process_first = (
+        _asked("main_process_first"),
+        _asked("local_main_process_first"),
+    )
 
     def destroy_process_group(self, group: Any = None) -> None:
         if dist.is_initialized():
@@ -119,41 +145,66 @@ class PartialState(_Shared):
     def __repr__(self) -> str:
         return f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\nNum processes: {self.num_processes}\nProcess index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
 
-    def _prepare_backend(self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> Any:
         """Return torch's backend and how processes work together; clients replace it."""
         return self.backend, self.distributed_type
 
     _reset_state = staticmethod(ambient.forget_process)
 
-    use_distributed = shown(lambda self: self.distributed_type != "NO" and self.num_processes > 1, "Whether not alone.")
-    is_main_process = shown(lambda self: self.process_index == 0, "Whether this is the first process.")
-    is_local_main_process = shown(lambda self: self.local_process_index == 0, "Whether it is the first of its node.")
-    is_last_process = shown(lambda self: self.process_index == self.num_processes - 1, "Whether this is the last one.")
-    default_device = shown(lambda self: torch.device(choose_device(0).type), "The device a process gets by default.")
+    use_distributed = shown(
+        lambda self: self.distributed_type != "NO" and self.num_processes > 1,
+        "Whether not alone.",
+    )
+    is_main_process = shown(
+        lambda self: self.process_index == 0, "Whether this is the first process."
+    )
+    is_local_main_process = shown(
+        lambda self: self.local_process_index == 0,
+        "Whether it is the first of its node.",
+    )
+    is_last_process = shown(
+        lambda self: self.process_index == self.num_processes - 1,
+        "Whether this is the last one.",
+    )
+    default_device = shown(
+        lambda self: torch.device(choose_device(0).type),
+        "The device a process gets by default.",
+    )
 
     def set_device(self) -> None:
         use_device(self.device)
 
     def on_main_process(self, function: Any = None) -> Any:
         if not self.initialized:
-            raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
+            raise ValueError(
+                "The `PartialState` or `Accelerator` must be initialized before calling this function."
+            )
         return super().on_main_process(function)
 
 
 def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
     backend, timeout = kwargs.get("backend"), kwargs.get("timeout")
-    made = GroupSettings(backend=None if backend == "nccl" else backend, init_method=kwargs.get("init_method"))
+    made = GroupSettings(
+        backend=None if backend == "nccl" else backend,
+        init_method=kwargs.get("init_method"),
+    )
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     return made if seconds is None else replace(made, timeout_s=float(seconds))
 
 
-def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str = "auto") -> None:
+def fill_partial(
+    cpu: bool, settings: GroupSettings | None = None, strategy: str = "auto"
+) -> None:
     """Write down what PartialState shows, starting the context on first use."""
     ctx = ambient.start(cpu, settings)
     place = ctx.topology
     AMBIENT.partial.update(
         _cpu=cpu or parse_flag_from_env("ACCELERATE_USE_CPU"),
-        backend=dist.get_backend() if dist.is_initialized() and place.world_size > 1 else None,
+        backend=dist.get_backend()
+        if dist.is_initialized() and place.world_size > 1
+        else None,
         device=_device(ctx.device),
         debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
         distributed_type=distributed_type_of(strategy, ctx.device, place.world_size),
@@ -172,7 +223,11 @@ def _device(chosen: torch.device) -> torch.device:
     """Return the device as it is shown: with the index of ACCELERATE_TORCH_DEVICE or of a launch, else without one."""
     if asked := environment().get("ACCELERATE_TORCH_DEVICE"):
         return torch.device(asked) if chosen.type == "cpu" else chosen
-    return chosen if chosen.index or "LOCAL_RANK" in environment() else torch.device(chosen.type)
+    return (
+        chosen
+        if chosen.index or "LOCAL_RANK" in environment()
+        else torch.device(chosen.type)
+    )
 
 
 def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) -> None:
@@ -180,17 +235,30 @@ def fill_whole(mixed_precision: str, fsdp_plugin: Any = None, **plugins: Any) ->
     if fsdp_plugin is not None:
         plugins["fsdp_plugin"] = fsdp_plugin
     compiled = (one := plugins.get("dynamo_plugin")) is not None and one.backend != "NO"
-    if compiled and mixed_precision == "no" and AMBIENT.partial["device"].type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True  # as scripts that compile have measured
+    if (
+        compiled
+        and mixed_precision == "no"
+        and AMBIENT.partial["device"].type == "cuda"
+    ):
+        # as scripts that compile have measured
+        torch.backends.cuda.matmul.allow_tf32 = True
     nothing: dict[str, Any] = {"deepspeed_plugins": None, "device_mesh": None}
-    AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
+    AMBIENT.whole.update(
+        AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision
+    )
 
 
 class AcceleratorState(_Shared):
     """PartialState, and what an Accelerator has settled for the whole process."""
 
     _shared_state: dict[str, Any] = AMBIENT.whole
-    _known_attrs = (*_KNOWN.split(), "deepspeed_plugin", "megatron_lm_plugin", "dynamo_plugin", "fsdp_plugin")
+    _known_attrs = (
+        *_KNOWN.split(),
+        "deepspeed_plugin",
+        "megatron_lm_plugin",
+        "dynamo_plugin",
+        "fsdp_plugin",
+    )
 
     _mixed_precision: str
 
@@ -214,38 +282,67 @@ class AcceleratorState(_Shared):
         if not _from_accelerator:
             raise ValueError(message("accelerator_not_made"))
         PartialState(cpu, **kwargs)
-        precision = str(mixed_precision or environment().get("ACCELERATE_MIXED_PRECISION", "no")).lower()
-        plugins = {"torch_tp_plugin": torch_tp_plugin, "parallelism_config": parallelism_config}
-        fill_whole(str(PrecisionType(precision)), fsdp_plugin, dynamo_plugin=dynamo_plugin, **plugins)
+        precision = str(
+            mixed_precision or environment().get("ACCELERATE_MIXED_PRECISION", "no")
+        ).lower()
+        plugins = {
+            "torch_tp_plugin": torch_tp_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        fill_whole(
+            str(PrecisionType(precision)),
+            fsdp_plugin,
+            dynamo_plugin=dynamo_plugin,
+            **plugins,
+        )
 
-    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+    def _check_initialized(
+        self, mixed_precision: str | None = None, cpu: bool | None = None
+    ) -> None:
         AMBIENT.whole.update(AMBIENT.partial)
         if cpu and self.device.type != "cpu":
             raise ValueError(message("state_fixed", "cpu=True"))
         if mixed_precision is not None and mixed_precision != self._mixed_precision:
-            raise ValueError(message("state_fixed", f"mixed_precision='{mixed_precision}'"))
+            raise ValueError(
+                message("state_fixed", f"mixed_precision='{mixed_precision}'")
+            )
 
     def __repr__(self) -> str:
-        return repr(PartialState()) + f"\nMixed precision type: {self.mixed_precision}\n"
+        return (
+            repr(PartialState()) + f"\nMixed precision type: {self.mixed_precision}\n"
+        )
 
     mixed_precision = shown("_mixed_precision", "Compute precision.")
-    use_distributed = shown(lambda self: PartialState().use_distributed, "Whether there are other processes.")
-    is_fsdp2 = shown(lambda self: self.distributed_type == DistributedType.FSDP, "Whether models are sharded.")
-    deepspeed_plugin = shown(lambda self: active_plugin(self.deepspeed_plugins), "The DeepSpeed plugin in use, if any.")
+    use_distributed = shown(
+        lambda self: PartialState().use_distributed,
+        "Whether there are other processes.",
+    )
+    is_fsdp2 = shown(
+        lambda self: self.distributed_type == DistributedType.FSDP,
+        "Whether models are sharded.",
+    )
+    deepspeed_plugin = shown(
+        lambda self: active_plugin(self.deepspeed_plugins),
+        "The DeepSpeed plugin in use, if any.",
+    )
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         return self._named_plugins(name)[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         for key, plugin in self._named_plugins(name).items():
-            plugin._unselect() if key != name else plugin.select(_from_accelerator_state=True)
+            plugin._unselect() if key != name else plugin.select(
+                _from_accelerator_state=True
+            )
 
     def _named_plugins(self, name: str | None) -> dict[str, Any]:
         plugins = self._shared_state.get("deepspeed_plugins")
         if plugins is None:
             raise ValueError(message("deepspeed_not_enabled"))
         if name not in (known := plugins if isinstance(plugins, dict) else {}):
-            raise ValueError(message("no_such_plugin", name, sorted(known) or "none by name"))
+            raise ValueError(
+                message("no_such_plugin", name, sorted(known) or "none by name")
+            )
         return known
 
     @staticmethod
@@ -259,7 +356,8 @@ class GradientState:
     """The progress of the latest Accelerator's accumulation window and loaders."""
 
     _shared_state: dict[str, Any] = AMBIENT.gradient
-    plugin_kwargs: dict[str, Any]  # shown to type checkers; it lives in the shared dictionary
+    # shown to type checkers; it lives in the shared dictionary
+    plugin_kwargs: dict[str, Any]
 
     def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
         self.__dict__ = self._shared_state
@@ -267,24 +365,57 @@ class GradientState:
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
-    initialized = shown(lambda self: bool(GradientState._shared_state), "Whether this has been made.")
+    initialized = shown(
+        lambda self: bool(GradientState._shared_state), "Whether this has been made."
+    )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         ambient.clock().force(sync_gradients)
 
-    sync_gradients = shown(lambda self: ambient.clock().boundary, "Whether the window ends now.", _set_sync_gradients)
-    num_steps = shown(lambda self: int(self.plugin_kwargs.get("num_steps", 1)), "Micro-steps per update.")
-    adjust_scheduler = shown(lambda self: self.plugin_kwargs.get("adjust_scheduler", False), "Count every micro-step.")
-    sync_with_dataloader = shown(lambda self: self.plugin_kwargs.get("sync_with_dataloader", True), "End with loaders.")
-    active_dataloader = shown(lambda self: [None, *AMBIENT.loaders][-1], "The innermost loader being read, or None.")
-    dataloader_references = shown(lambda self: [None, *AMBIENT.loaders], "The loaders being iterated, after a None.")
-    in_dataloader = shown(lambda self: self.active_dataloader is not None, "Whether a loader is being iterated.")
+    sync_gradients = shown(
+        lambda self: ambient.clock().boundary,
+        "Whether the window ends now.",
+        _set_sync_gradients,
+    )
+    num_steps = shown(
+        lambda self: int(self.plugin_kwargs.get("num_steps", 1)),
+        "Micro-steps per update.",
+    )
+    adjust_scheduler = shown(
+        lambda self: self.plugin_kwargs.get("adjust_scheduler", False),
+        "Count every micro-step.",
+    )
+    sync_with_dataloader = shown(
+        lambda self: self.plugin_kwargs.get("sync_with_dataloader", True),
+        "End with loaders.",
+    )
+    active_dataloader = shown(
+        lambda self: [None, *AMBIENT.loaders][-1],
+        "The innermost loader being read, or None.",
+    )
+    dataloader_references = shown(
+        lambda self: [None, *AMBIENT.loaders],
+        "The loaders being iterated, after a None.",
+    )
+    in_dataloader = shown(
+        lambda self: self.active_dataloader is not None,
+        "Whether a loader is being iterated.",
+    )
 
-    end_of_dataloader = shown(lambda self: getattr(self.active_dataloader, "end_of_dataloader", False), "At the end.")
-    remainder = shown(lambda self: getattr(self.active_dataloader, "remainder", -1), "Samples of the last batch.")
+    end_of_dataloader = shown(
+        lambda self: getattr(self.active_dataloader, "end_of_dataloader", False),
+        "At the end.",
+    )
+    remainder = shown(
+        lambda self: getattr(self.active_dataloader, "remainder", -1),
+        "Samples of the last batch.",
+    )
     is_xla_gradients_synced = False
 
-    _add_dataloader, _remove_dataloader = staticmethod(AMBIENT.loaders.append), staticmethod(ambient.forget_loader)
+    _add_dataloader, _remove_dataloader = (
+        staticmethod(AMBIENT.loaders.append),
+        staticmethod(ambient.forget_loader),
+    )
 
     @staticmethod
     def _reset_state() -> None:

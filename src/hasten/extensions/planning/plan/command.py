@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
     words, own = split_at_dashes(argv)
     given, unknown = _parser().parse_known_args(words)
     if unknown and not given.target.endswith(".py"):
-        raise ConfigError(f"{unknown[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them.")
+        raise ConfigError(
+            f"{unknown[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them."
+        )
     known = hardware.read(given.hardware) if given.hardware else hardware.KNOWN
     accelerator = hardware.find(given.gpu, known)
     if given.gpus_per_node:
@@ -52,12 +54,15 @@ def main(argv: Sequence[str]) -> int:
         offload=not given.no_offload,
         tf32=given.tf32,
     )
-    from hasten.extensions.planning.plan import (  # import torch, which --help and invalid requests do not need
+    # import torch, which --help and invalid requests do not need
+    from hasten.extensions.planning.plan import (
         targets,
         trace,
     )
 
-    loop, name = targets.loop_of(given.target, [*unknown, *own], given.seq, given.optimizer)
+    loop, name = targets.loop_of(
+        given.target, [*unknown, *own], given.seq, given.optimizer
+    )
     sys.stderr.write(f"[hasten] tracing one training step of {name}\n")
     plan = search(trace.trace(loop, name, request.precisions), request)
     if given.output:
@@ -95,9 +100,19 @@ def show(plan: LayoutPlan, most: int, console: Console) -> None:
 
 def table(plan: LayoutPlan, most: int) -> Table:
     """Return a table of the first options, one per row."""
-    shown = Table(title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}")
-    for title in ("layout", "batch\nx steps", "memory\nof a rank", "step", "MFU", "why"):
-        in_words = title in ("layout", "why")  # these columns share the remaining width of a narrow terminal
+    shown = Table(
+        title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}"
+    )
+    for title in (
+        "layout",
+        "batch\nx steps",
+        "memory\nof a rank",
+        "step",
+        "MFU",
+        "why",
+    ):
+        # these columns share the remaining width of a narrow terminal
+        in_words = title in ("layout", "why")
         shown.add_column(
             title,
             justify="left" if in_words else "right",
@@ -112,11 +127,16 @@ def table(plan: LayoutPlan, most: int) -> Table:
 
 def _cells(row: dict[str, Any]) -> list[str]:  # Any: JSON values
     extras = [name for name in ("recompute", "offload") if row[name]]
-    words = [row["layout"].replace(" (", "\n").rstrip(")"), " + ".join([row["precision"], *extras])]
+    words = [
+        row["layout"].replace(" (", "\n").rstrip(")"),
+        " + ".join([row["precision"], *extras]),
+    ]
     return [
         "\n".join(words),
         f"{row['micro_batch']} x {row['micro_steps']}",
-        size(row["memory_bytes"]["total"]) if row["fits"] else f"({size(row['memory_bytes']['total'])})",
+        size(row["memory_bytes"]["total"])
+        if row["fits"]
+        else f"({size(row['memory_bytes']['total'])})",
         report.seconds(row["step_s"]),
         f"{row['mfu']:.0%}",
     ]
@@ -131,35 +151,80 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", type=whole(1, 1_000_000), required=True, help="number of GPUs")
     parser.add_argument(
-        "--gpu", required=True, help=f"model of the GPUs: {', '.join(hardware.KNOWN)}, or one of --hardware"
+        "--gpus", type=whole(1, 1_000_000), required=True, help="number of GPUs"
     )
     parser.add_argument(
-        "--global-batch", "--global_batch", type=whole(1), required=True, help="samples per update, over all GPUs"
-    )
-    parser.add_argument("--seq", type=whole(1), help="tokens per sample, for a folder or a model without inputs")
-    parser.add_argument(
-        "--precision", nargs="+", default=["bf16"], choices=["no", "bf16", "fp16"], help="precisions to choose from"
-    )
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adam or sgd, for targets other than scripts")
-    parser.add_argument(
-        "--micro-batch", "--micro_batch", type=whole(1), help="samples per forward pass, instead of a search"
+        "--gpu",
+        required=True,
+        help=f"model of the GPUs: {', '.join(hardware.KNOWN)}, or one of --hardware",
     )
     parser.add_argument(
-        "--gpus-per-node", "--gpus_per_node", type=whole(1), help="GPUs in one machine (default: by the model of GPU)"
+        "--global-batch",
+        "--global_batch",
+        type=whole(1),
+        required=True,
+        help="samples per update, over all GPUs",
     )
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help="a YAML file that describes further GPUs")
+    parser.add_argument(
+        "--seq",
+        type=whole(1),
+        help="tokens per sample, for a folder or a model without inputs",
+    )
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        default=["bf16"],
+        choices=["no", "bf16", "fp16"],
+        help="precisions to choose from",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        help="adamw, adam or sgd, for targets other than scripts",
+    )
+    parser.add_argument(
+        "--micro-batch",
+        "--micro_batch",
+        type=whole(1),
+        help="samples per forward pass, instead of a search",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        "--gpus_per_node",
+        type=whole(1),
+        help="GPUs in one machine (default: by the model of GPU)",
+    )
+    parser.add_argument(
+        "--hardware",
+        type=Path,
+        metavar="FILE",
+        help="a YAML file that describes further GPUs",
+    )
     parser.add_argument(
         "--links",
         type=Path,
         metavar="FILE",
         help="speeds of links measured by `hasten test --links FILE`, in place of the table's",
     )
-    parser.add_argument("--tf32", action="store_true", help="assume TF32 for fp32 matrix products")
-    parser.add_argument("--no-offload", "--no_offload", action="store_true", help="do not offload to host memory")
-    parser.add_argument("--rows", type=whole(1), default=10, help="number of rows in the table")
+    parser.add_argument(
+        "--tf32", action="store_true", help="assume TF32 for fp32 matrix products"
+    )
+    parser.add_argument(
+        "--no-offload",
+        "--no_offload",
+        action="store_true",
+        help="do not offload to host memory",
+    )
+    parser.add_argument(
+        "--rows", type=whole(1), default=10, help="number of rows in the table"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the best settings to a file")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="config.yaml",
+        help="write the best settings to a file",
+    )
     parser.add_argument("target", help="script.py, module:function or a folder")
     return parser

@@ -13,18 +13,50 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 
 _HALF: Final = (torch.float16, torch.bfloat16)
 _IN_FLOAT32: Final = frozenset(
     (
-        *(functional.layer_norm, functional.group_norm, functional.softmax, functional.log_softmax),
-        *(functional.cross_entropy, functional.nll_loss, functional.mse_loss, functional.l1_loss),
-        *(functional.binary_cross_entropy_with_logits, functional.kl_div, functional.smooth_l1_loss),
-        *(functional.softplus, functional.normalize, torch.softmax, torch.log_softmax, torch.exp, torch.log),
+        *(
+            functional.layer_norm,
+            functional.group_norm,
+            functional.softmax,
+            functional.log_softmax,
+        ),
+        *(
+            functional.cross_entropy,
+            functional.nll_loss,
+            functional.mse_loss,
+            functional.l1_loss,
+        ),
+        *(
+            functional.binary_cross_entropy_with_logits,
+            functional.kl_div,
+            functional.smooth_l1_loss,
+        ),
+        *(
+            functional.softplus,
+            functional.normalize,
+            torch.softmax,
+            torch.log_softmax,
+            torch.exp,
+            torch.log,
+        ),
         *(torch.pow, torch.rsqrt, torch.cumsum, torch.prod, torch.norm, torch.sum),
-        *(Tensor.softmax, Tensor.log_softmax, Tensor.exp, Tensor.log, Tensor.pow, Tensor.sum, Tensor.cumsum),
+        *(
+            Tensor.softmax,
+            Tensor.log_softmax,
+            Tensor.exp,
+            Tensor.log,
+            Tensor.pow,
+            Tensor.sum,
+            Tensor.cumsum,
+        ),
     )
 )
 """Functions that autocast computes in float32 on GPUs but not on CPUs."""
@@ -37,7 +69,8 @@ class FusedAttention(torch.autograd.Function):
     """Attention that saves what a fused kernel saves: query, key, value, output and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # Any: as in torch
+    # Any: as in torch
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, rows)
@@ -53,8 +86,13 @@ class FusedAttention(torch.autograd.Function):
 def gpu_rules(attention: Attention) -> Iterator[None]:
     """Replace functions whose memory use on a GPU differs from that on a CPU, inside the block."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # Any: ignored
-        return _attend(attention, query, key, value, causal=bool(kwargs.get("is_causal")))
+    # Any: ignored
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return _attend(
+            attention, query, key, value, causal=bool(kwargs.get("is_causal"))
+        )
 
     before = functional.scaled_dot_product_attention, functional.dropout
     functional.scaled_dot_product_attention, functional.dropout = attend, _dropout
@@ -113,7 +151,9 @@ class _Float32List(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _attend(attention: Attention, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+def _attend(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, causal: bool
+) -> Tensor:
     """Return the output of an attention; mask, dropout and grouping do not affect the saved tensors."""
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
@@ -126,10 +166,14 @@ def _attend(attention: Attention, query: Tensor, key: Tensor, value: Tensor, cau
 
 
 def _full(value: Any) -> Any:  # Any: an argument of a torch function
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+    return (
+        value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+    )
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     """Apply dropout with a mask of one byte per element."""
     if not training or p == 0.0:
         return input

@@ -27,7 +27,9 @@ def linked(accelerator: AcceleratorEntry, links: Links) -> AcceleratorEntry:
     )
 
 
-def read(path: Path | str, known: Mapping[str, AcceleratorEntry] = KNOWN) -> dict[str, AcceleratorEntry]:
+def read(
+    path: Path | str, known: Mapping[str, AcceleratorEntry] = KNOWN
+) -> dict[str, AcceleratorEntry]:
     """Return the known accelerators, and those in a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
 
     Raises: ConfigError for a file that cannot be read, an unknown field, or a missing field without `like`.
@@ -38,7 +40,9 @@ def read(path: Path | str, known: Mapping[str, AcceleratorEntry] = KNOWN) -> dic
         raise ConfigError(
             f"the hardware file {path} cannot be read: {str(error).splitlines()[0]}; give a YAML file."
         ) from error
-    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(entry, dict) for entry in content.values()
+    ):
         raise ConfigError(
             f"the hardware file {path} is not a mapping of names to entries; write `mycard: {{like: h100}}`."
         )
@@ -48,7 +52,9 @@ def read(path: Path | str, known: Mapping[str, AcceleratorEntry] = KNOWN) -> dic
     return entries
 
 
-def _entry(name: str, given: dict[str, Any], entries: Mapping[str, AcceleratorEntry], path: str) -> AcceleratorEntry:
+def _entry(
+    name: str, given: dict[str, Any], entries: Mapping[str, AcceleratorEntry], path: str
+) -> AcceleratorEntry:
     like = given.pop("like", None)
     names = [spec.name for spec in fields(AcceleratorEntry) if spec.name != "name"]
     wrong = next((key for key in given if key not in names), None)
@@ -56,12 +62,23 @@ def _entry(name: str, given: dict[str, Any], entries: Mapping[str, AcceleratorEn
         raise ConfigError(
             f"{path}: {name}.{wrong} is not a field of an accelerator; the fields are {', '.join(names)}."
         )
-    bad = next((key for key, value in given.items() if not isinstance(value, int | float) or value < 0), None)
+    bad = next(
+        (
+            key
+            for key, value in given.items()
+            if not isinstance(value, int | float) or value < 0
+        ),
+        None,
+    )
     if bad is not None:
-        raise ConfigError(f"{path}: {name}.{bad}={given[bad]!r} is not a number; give one that is not negative.")
+        raise ConfigError(
+            f"{path}: {name}.{bad}={given[bad]!r} is not a number; give one that is not negative."
+        )
     if like is not None:
         return replace(find(str(like), entries), name=name, **given)
     try:
         return AcceleratorEntry(name=name, **given)
     except TypeError as error:
-        raise ConfigError(f"{path}: {name} is incomplete ({error}); add the fields, or `like: h100`.") from error
+        raise ConfigError(
+            f"{path}: {name} is incomplete ({error}); add the fields, or `like: h100`."
+        ) from error

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from hasten.extensions.planning.plan.traced import ITEM, Candidate, ModelTrace, Moment, ParameterKind, Variant
+from hasten.extensions.planning.plan.traced import (
+    ITEM,
+    Candidate,
+    ModelTrace,
+    Moment,
+    ParameterKind,
+    Variant,
+)
 from hasten.runtime.bytes_plan import size
 from hasten.runtime.mesh_plan import LOSS, SHARD
 
@@ -44,8 +51,19 @@ class Need:
 
     def words(self) -> str:
         """Return the kinds with their sizes as text."""
-        kinds = ("parameters", "gradients", "optimizer", "activations", "communication", "margin")
-        return ", ".join(f"{kind} {size(getattr(self, kind))}" for kind in kinds if getattr(self, kind))
+        kinds = (
+            "parameters",
+            "gradients",
+            "optimizer",
+            "activations",
+            "communication",
+            "margin",
+        )
+        return ", ".join(
+            f"{kind} {size(getattr(self, kind))}"
+            for kind in kinds
+            if getattr(self, kind)
+        )
 
 
 def local_numel(kind: ParameterKind, candidate: Candidate, rank: int = 0) -> int:
@@ -74,7 +92,9 @@ def held(trace: ModelTrace, candidate: Candidate, rank: int = 0) -> Kept:
         parameters += numbers * kind.item
         if kind.trained:
             gradients += numbers * kind.item
-            optimizer += numbers * per_number + kind.count * trace.optimizer.counter_bytes
+            optimizer += (
+                numbers * per_number + kind.count * trace.optimizer.counter_bytes
+            )
     return parameters, gradients, optimizer
 
 
@@ -84,18 +104,24 @@ def need(trace: ModelTrace, candidate: Candidate, kept: Kept | None = None) -> N
     `kept` is the result of `held` for this layout, for callers that try many micro-batches.
     """
     variant = trace.variant(candidate.precision, candidate.recompute)
-    assert variant is not None, f"{candidate.precision} with recompute={candidate.recompute} was not traced"
+    assert variant is not None, (
+        f"{candidate.precision} with recompute={candidate.recompute} was not traced"
+    )
     parameters, gradients, optimizer = kept or held(trace, candidate)
     buffers = _buffers(trace, candidate, gradients)
     moment = _highest(trace, candidate, variant, gradients)
     activations = _activations(trace, candidate, moment)
     passing = gradients * (1.0 if candidate.micro_steps > 1 else moment.gradients)
     trained = gradients  # as many bytes as the trained parameters
-    stepping = gradients + (0.0 if candidate.offload else trained * trace.optimizer.passing)
+    stepping = gradients + (
+        0.0 if candidate.offload else trained * trace.optimizer.passing
+    )
     on_device = 0.0 if candidate.offload else parameters + optimizer
     if candidate.offload:
         passing = stepping = 0.0
-    working = max(activations + passing + buffers.passing, stepping, buffers.ending + passing)
+    working = max(
+        activations + passing + buffers.passing, stepping, buffers.ending + passing
+    )
     return Need(
         parameters=0.0 if candidate.offload else parameters,
         gradients=0.0 if candidate.offload else gradients,
@@ -123,7 +149,8 @@ def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
     """Return the bytes that the strategy adds to those of the model."""
     if not candidate.sharded:
         several = candidate.mesh.size(*LOSS) > 1
-        return _Buffers(standing=own if several else 0.0)  # DDP's buckets are separate from the gradients
+        # DDP's buckets are separate from the gradients
+        return _Buffers(standing=own if several else 0.0)
     gathered, reduced = ITEM if candidate.precision == "no" else 2, ITEM
     mesh = candidate.mesh
     outside = trace.gathered_bytes(gathered, in_block=False)
@@ -132,22 +159,35 @@ def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
     trained_inside = trace.elements(in_block=True, trained=True) / mesh.tp
     if mesh.size(*LOSS) == 1:  # one group for the whole model, which stays gathered
         trained = trained_inside + trained_outside
-        return _Buffers(standing=inside + outside, passing=0.0, ending=trained * max(gathered + reduced, 2 * reduced))
+        return _Buffers(
+            standing=inside + outside,
+            passing=0.0,
+            ending=trained * max(gathered + reduced, 2 * reduced),
+        )
     block = trace.largest_block * gathered / mesh.tp
     trained_block = (trace.largest_block - trace.block_frozen) / mesh.tp
     whole = (_BLOCKS_AT_ONCE * block if candidate.reshard else inside) + outside
-    gradients = (trained_block + trained_outside) * gathered + _BLOCKS_AT_ONCE * trained_block * reduced
+    gradients = (
+        trained_block + trained_outside
+    ) * gathered + _BLOCKS_AT_ONCE * trained_block * reduced
     return _Buffers(passing=whole + gradients)
 
 
-def _highest(trace: ModelTrace, candidate: Candidate, variant: Variant, gradients: float) -> Moment:
+def _highest(
+    trace: ModelTrace, candidate: Candidate, variant: Variant, gradients: float
+) -> Moment:
     """Return the moment of the memory peak for this micro-batch."""
     share = 0.0 if candidate.micro_steps > 1 or candidate.offload else gradients
-    if candidate.sharded and candidate.mesh.size(*LOSS) == 1:  # gradients are stored in the gathered precision
-        share = trace.elements(trained=True) * (ITEM if candidate.precision == "no" else 2)
+    # gradients are stored in the gathered precision
+    if candidate.sharded and candidate.mesh.size(*LOSS) == 1:
+        share = trace.elements(trained=True) * (
+            ITEM if candidate.precision == "no" else 2
+        )
     return max(
         variant.moments,
-        key=lambda moment: _activations(trace, candidate, moment) + share * moment.gradients,
+        key=lambda moment: (
+            _activations(trace, candidate, moment) + share * moment.gradients
+        ),
         default=Moment(activations=variant.moved),
     )
 
@@ -156,6 +196,7 @@ def _activations(trace: ModelTrace, candidate: Candidate, moment: Moment) -> flo
     mesh = candidate.mesh
     alive = moment.activations.at(candidate.micro_batch)
     if not candidate.sharded:
-        alive += moment.copies.at(candidate.micro_batch) / mesh.tp  # sharded parameters are gathered in this precision
+        # sharded parameters are gathered in this precision
+        alive += moment.copies.at(candidate.micro_batch) / mesh.tp
     alive *= 1 - trace.split_share + trace.split_share / mesh.tp
     return alive

@@ -9,7 +9,10 @@ from typing import Any
 from hasten.config.root import Config
 from hasten.config.sections.launch import LaunchConfig
 from hasten.config.sections.loop import GradientAccumulationPlugin
-from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
+from hasten.config.sections.parallel import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from hasten.extensions.planning.plan.search import SIMPLER, LayoutPlan, Option
 from hasten.runtime.bytes_plan import shown, size
 from hasten.runtime.mesh_plan import BATCH
@@ -18,7 +21,10 @@ from hasten.runtime.mesh_plan import BATCH
 def why(plan: LayoutPlan) -> list[str]:
     """Return the reasons for the best option: its time, its memory, and why it is preferred to a faster one."""
     best = plan.best
-    lines = [f"{best.candidate.words}: {best.time.words()}", f"memory of a rank: {best.need.words()}"]
+    lines = [
+        f"{best.candidate.words}: {best.time.words()}",
+        f"memory of a rank: {best.need.words()}",
+    ]
     if plan.fastest is not best:
         lines.append(_simpler(plan))
     return lines
@@ -90,13 +96,19 @@ def config_of(plan: LayoutPlan, option: Option) -> Config:
     machines = -(-plan.request.gpus // plan.request.accelerator.per_node)
     parallelism = ParallelismConfig(tp_size=mesh.tp)
     if chosen.sharded:
-        parallelism = replace(parallelism, dp_replicate_size=mesh.dp_replicate, dp_shard_size=mesh.dp_shard)
+        parallelism = replace(
+            parallelism,
+            dp_replicate_size=mesh.dp_replicate,
+            dp_shard_size=mesh.dp_shard,
+        )
     return Config(
         mixed_precision=chosen.precision,
         strategy="fsdp" if chosen.sharded else "auto",
         recompute=plan.trace.block_classes if chosen.recompute else (),
         parallelism=parallelism,
-        fsdp=FullyShardedDataParallelPlugin(reshard_after_forward=chosen.reshard, cpu_offload=chosen.offload),
+        fsdp=FullyShardedDataParallelPlugin(
+            reshard_after_forward=chosen.reshard, cpu_offload=chosen.offload
+        ),
         gradient_accumulation=GradientAccumulationPlugin(num_steps=chosen.micro_steps),
         launch=LaunchConfig(num_processes=plan.request.gpus, num_machines=machines),
     )
@@ -105,13 +117,24 @@ def config_of(plan: LayoutPlan, option: Option) -> Config:
 def notes(plan: LayoutPlan, option: Option) -> list[str]:
     """Return notes that settings cannot express: the batch size of the script's loader, and the bytes sent."""
     chosen = option.candidate
-    reads, steps = _count(chosen.mesh.size(*BATCH), "rank"), _count(chosen.micro_steps, "micro-step")
+    reads, steps = (
+        _count(chosen.mesh.size(*BATCH), "rank"),
+        _count(chosen.micro_steps, "micro-step"),
+    )
     return [
         f"give the DataLoader batch_size={chosen.micro_batch} (read by {reads}, {steps}: {chosen.global_batch} samples an update)",
         *_fixed(plan, option),
         f"each rank sends {shown(option.time.sent)} in an update",
-        *([f"{size(option.need.host)} of host memory for each rank"] if option.need.host else []),
-        *([f"the peak of activations is in {option.need.peak_module}"] if option.need.peak_module else []),
+        *(
+            [f"{size(option.need.host)} of host memory for each rank"]
+            if option.need.host
+            else []
+        ),
+        *(
+            [f"the peak of activations is in {option.need.peak_module}"]
+            if option.need.peak_module
+            else []
+        ),
     ]
 
 

@@ -36,7 +36,9 @@ class PlanRequest:
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not a number to plan for; give at least 1.")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not a number to plan for; give at least 1."
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,11 @@ def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
     if not options:
         raise ConfigError(
             f"global batch {request.global_batch} cannot be split over {request.gpus} GPUs"
-            + (f" in micro-batches of {request.micro_batch}" if request.micro_batch else "")
+            + (
+                f" in micro-batches of {request.micro_batch}"
+                if request.micro_batch
+                else ""
+            )
             + "; choose a multiple of the number of GPUs, or fewer GPUs."
         )
     options.sort(key=_rank)
@@ -88,7 +94,11 @@ def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
         raise ConfigError(_nothing_fits(trace, request, options))
     slowest_s = options[0].time.total * (1 + SIMPLER)
     simplest = min(
-        (option for option in options if option.fits and option.time.total <= slowest_s),
+        (
+            option
+            for option in options
+            if option.fits and option.time.total <= slowest_s
+        ),
         key=lambda option: (_changed(option), _rank(option)),
     )
     options.sort(key=lambda option: option is not simplest)
@@ -98,18 +108,30 @@ def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
 def _changed(option: Option) -> int:
     """Return the number of features that plain replicated training does not use."""
     chosen = option.candidate
-    return int(chosen.offload) + int(chosen.recompute) + int(chosen.sharded) + int(chosen.mesh.tp > 1)
+    return (
+        int(chosen.offload)
+        + int(chosen.recompute)
+        + int(chosen.sharded)
+        + int(chosen.mesh.tp > 1)
+    )
 
 
 def _rank(option: Option) -> tuple[bool, float, int]:
     return not option.fits, round(option.time.total, 6), _changed(option)
 
 
-def _nothing_fits(trace: ModelTrace, request: PlanRequest, options: Sequence[Option]) -> str:
+def _nothing_fits(
+    trace: ModelTrace, request: PlanRequest, options: Sequence[Option]
+) -> str:
     least = min(options, key=lambda option: option.need.total)
     chosen, has = least.candidate, request.accelerator.memory_bytes
     extras = [
-        word for word, used in (("recompute", chosen.recompute), ("offload to host memory", chosen.offload)) if used
+        word
+        for word, used in (
+            ("recompute", chosen.recompute),
+            ("offload to host memory", chosen.offload),
+        )
+        if used
     ]
     text = (
         f"{trace.name} fits no layout on {request.gpus} x {request.accelerator.name}: the one that needs least "
@@ -117,7 +139,9 @@ def _nothing_fits(trace: ModelTrace, request: PlanRequest, options: Sequence[Opt
     )
     gpus = request.gpus * 2
     while gpus <= _MOST_GPUS:
-        larger = replace(request, gpus=gpus, global_batch=max(request.global_batch, gpus))
+        larger = replace(
+            request, gpus=gpus, global_batch=max(request.global_batch, gpus)
+        )
         if any(option.fits for option in _options(trace, larger)):
             return f"{text}; use at least {gpus} GPUs, GPUs with more memory, or shorter sequences."
         gpus *= 2
@@ -139,10 +163,14 @@ def _options(trace: ModelTrace, request: PlanRequest) -> Iterator[Option]:
             yield min(fitting, key=lambda option: option.time.total)
 
 
-def _option(trace: ModelTrace, request: PlanRequest, candidate: Candidate, kept: Kept) -> Option:
+def _option(
+    trace: ModelTrace, request: PlanRequest, candidate: Candidate, kept: Kept
+) -> Option:
     memory = need(trace, candidate, kept)
     time = predict(trace, candidate, request.accelerator, request.tf32, kept)
-    return Option(candidate, memory, time, memory.total <= request.accelerator.memory_bytes)
+    return Option(
+        candidate, memory, time, memory.total <= request.accelerator.memory_bytes
+    )
 
 
 def _batches(request: PlanRequest, layout: Candidate) -> Iterator[Candidate]:
@@ -161,8 +189,11 @@ def layouts(trace: ModelTrace, request: PlanRequest) -> Iterator[Candidate]:
     """Yield every strategy on every mesh, in every precision, with and without recompute, resharding and offload."""
     for mesh, sharded in _meshes(trace, request):
         reshards = (True, False) if sharded and mesh.dp_shard > 1 else (True,)
-        offloads: tuple[bool, ...] = (False, True) if sharded and request.offload else (False,)
-        if sharded and mesh.world_size == 1:  # sharding over one rank only makes sense for offload
+        offloads: tuple[bool, ...] = (
+            (False, True) if sharded and request.offload else (False,)
+        )
+        # sharding over one rank only makes sense for offload
+        if sharded and mesh.world_size == 1:
             offloads = (True,) if request.offload else ()
         for variant in trace.variants:
             if variant.precision not in request.precisions:
@@ -196,4 +227,7 @@ def _meshes(trace: ModelTrace, request: PlanRequest) -> Iterator[tuple[MeshSpec,
         ranks_inside = max(1, node // tp)
         for shards in (ranks_inside, ranks_inside * 4):
             if 1 < shards < ranks and ranks % shards == 0:
-                yield MeshSpec(dp_replicate=ranks // shards, dp_shard=shards, tp=tp), True
+                yield (
+                    MeshSpec(dp_replicate=ranks // shards, dp_shard=shards, tp=tp),
+                    True,
+                )

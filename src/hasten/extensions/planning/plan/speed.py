@@ -9,7 +9,13 @@ from typing import Final
 from hasten.extensions.planning.plan import traffic
 from hasten.extensions.planning.plan.hardware import AcceleratorEntry
 from hasten.extensions.planning.plan.memory import Kept, held
-from hasten.extensions.planning.plan.traced import ITEM, Candidate, LinearCost, ModelTrace, Variant
+from hasten.extensions.planning.plan.traced import (
+    ITEM,
+    Candidate,
+    LinearCost,
+    ModelTrace,
+    Variant,
+)
 from hasten.runtime.bytes_plan import Traffic
 from hasten.runtime.mesh_plan import AXES, SHARD, Axis, MeshSpec
 
@@ -41,7 +47,11 @@ class Time:
 
     def mfu(self, accelerator: AcceleratorEntry, candidate: Candidate) -> float:
         """Return the model FLOPs utilisation: the fraction of the vendor's peak in the candidate's precision."""
-        peak = accelerator.tflops_fp32 if candidate.precision == "no" else accelerator.tflops_bf16
+        peak = (
+            accelerator.tflops_fp32
+            if candidate.precision == "no"
+            else accelerator.tflops_bf16
+        )
         return self.model_flops / (self.total * peak * 1e12 * candidate.mesh.world_size)
 
     def words(self) -> str:
@@ -51,30 +61,48 @@ class Time:
             "update": self.update,
             "communication": self.exposed,
         }
-        shown = sorted(((value, name) for name, value in parts.items() if value > 0.005 * self.total), reverse=True)
+        shown = sorted(
+            (
+                (value, name)
+                for name, value in parts.items()
+                if value > 0.005 * self.total
+            ),
+            reverse=True,
+        )
         return ", ".join(f"{name} {value / self.total:.0%}" for value, name in shown)
 
 
 def predict(
-    trace: ModelTrace, candidate: Candidate, accelerator: AcceleratorEntry, tf32: bool = False, kept: Kept | None = None
+    trace: ModelTrace,
+    candidate: Candidate,
+    accelerator: AcceleratorEntry,
+    tf32: bool = False,
+    kept: Kept | None = None,
 ) -> Time:
     """Return the predicted time of one update of a candidate; `kept` as in `memory.need`."""
     variant = trace.variant(candidate.precision, candidate.recompute)
     plain = trace.variant(candidate.precision, False) or variant
-    assert variant is not None, f"{candidate.precision} with recompute={candidate.recompute} was not traced"
+    assert variant is not None, (
+        f"{candidate.precision} with recompute={candidate.recompute} was not traced"
+    )
     assert plain is not None, "the variant stands for it"
     mesh, steps = candidate.mesh, candidate.micro_steps
-    one = micro_step(trace, candidate, variant, accelerator, tf32) + _copying(trace, candidate, accelerator)
+    one = micro_step(trace, candidate, variant, accelerator, tf32) + _copying(
+        trace, candidate, accelerator
+    )
     compute = one * steps
     sent = traffic.sent(trace, candidate)
     covered = shown = 0.0
     for axis, num_bytes in sent.items():
-        seconds = num_bytes / _bandwidth(mesh, axis, accelerator) + _latency(trace, candidate, axis, accelerator)
+        seconds = num_bytes / _bandwidth(mesh, axis, accelerator) + _latency(
+            trace, candidate, axis, accelerator
+        )
         if axis == Axis.TP:  # a layer waits for it
             shown += seconds
         else:
             covered += seconds
-    first = covered / max(trace.num_blocks, 1) / max(steps, 1)  # the first gather and last reduce do not overlap
+    # the first gather and last reduce do not overlap
+    first = covered / max(trace.num_blocks, 1) / max(steps, 1)
     samples = candidate.global_batch
     return Time(
         compute=compute,
@@ -86,11 +114,21 @@ def predict(
 
 
 def micro_step(
-    trace: ModelTrace, candidate: Candidate, variant: Variant, accelerator: AcceleratorEntry, tf32: bool = False
+    trace: ModelTrace,
+    candidate: Candidate,
+    variant: Variant,
+    accelerator: AcceleratorEntry,
+    tf32: bool = False,
 ) -> float:
     """Return the seconds of a forward and backward on one rank, bound by compute and memory or by kernel launches."""
     mesh, samples = candidate.mesh, candidate.micro_batch
-    flops = sum(line.at(samples) / accelerator.flops(dtype, tf32) for dtype, line in variant.flops.items()) / mesh.tp
+    flops = (
+        sum(
+            line.at(samples) / accelerator.flops(dtype, tf32)
+            for dtype, line in variant.flops.items()
+        )
+        / mesh.tp
+    )
     split = 1 - trace.split_share + trace.split_share / mesh.tp
     line = (
         LinearCost(0.0, variant.moved.slope) if candidate.sharded else variant.moved
@@ -100,7 +138,9 @@ def micro_step(
     return max(flops + memory, variant.operations * accelerator.launch_us * 1e-6)
 
 
-def _copying(trace: ModelTrace, candidate: Candidate, accelerator: AcceleratorEntry) -> float:
+def _copying(
+    trace: ModelTrace, candidate: Candidate, accelerator: AcceleratorEntry
+) -> float:
     """Return the seconds per micro-step for casting sharded parameters and copying them to and from buffers."""
     if not candidate.sharded:
         return 0.0
@@ -116,9 +156,15 @@ def update(candidate: Candidate, accelerator: AcceleratorEntry, kept: Kept) -> f
     parameters, gradients, optimizer = kept
     numbers = parameters + gradients + optimizer
     if candidate.offload:
-        moved = (parameters * candidate.micro_steps * 2 + gradients) / (accelerator.host_gb_s * _GB)
+        moved = (parameters * candidate.micro_steps * 2 + gradients) / (
+            accelerator.host_gb_s * _GB
+        )
         return moved + numbers / (_HOST_UPDATE_GB_S * _GB)
-    return _UPDATE_ACCESSES * numbers / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
+    return (
+        _UPDATE_ACCESSES
+        * numbers
+        / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
+    )
 
 
 def _spans_nodes(mesh: MeshSpec, axis: str, per_node: int) -> bool:
@@ -143,12 +189,22 @@ def _bandwidth(mesh: MeshSpec, axis: str, accelerator: AcceleratorEntry) -> floa
     return min(network, accelerator.node_gb_s) * _GB * accelerator.link_share
 
 
-def _latency(trace: ModelTrace, candidate: Candidate, axis: str, accelerator: AcceleratorEntry) -> float:
+def _latency(
+    trace: ModelTrace, candidate: Candidate, axis: str, accelerator: AcceleratorEntry
+) -> float:
     """Return the latency of the collectives of one update, in seconds."""
     mesh = candidate.mesh
-    each = _NETWORK_LATENCY_S if _spans_nodes(mesh, axis, accelerator.per_node) else _NODE_LATENCY_S
+    each = (
+        _NETWORK_LATENCY_S
+        if _spans_nodes(mesh, axis, accelerator.per_node)
+        else _NODE_LATENCY_S
+    )
     blocks = max(1, trace.num_blocks) + 1
     ranks = mesh.size(*(Axis(name) for name in axis.split("+")))
     calls = {Axis.TP: 4 * blocks, Axis.DP_REPLICATE: blocks / candidate.micro_steps}
-    number = calls.get(Axis(axis), 3 * blocks) if "+" not in axis else blocks / candidate.micro_steps
+    number = (
+        calls.get(Axis(axis), 3 * blocks)
+        if "+" not in axis
+        else blocks / candidate.micro_steps
+    )
     return each * log2(max(ranks, 2)) * number * candidate.micro_steps

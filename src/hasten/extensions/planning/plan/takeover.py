@@ -28,7 +28,14 @@ from hasten.accelerator.facade import Accelerator
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan.gpu_rules import gpu_rules
 from hasten.extensions.planning.plan.traced import OWN, OptimizerFacts, PrecisionName
-from hasten.extensions.planning.plan.watch import ModuleRoles, Saved, SavedNotes, StepWatch, Watched, fake_copy
+from hasten.extensions.planning.plan.watch import (
+    ModuleRoles,
+    Saved,
+    SavedNotes,
+    StepWatch,
+    Watched,
+    fake_copy,
+)
 from hasten.extensions.planning.tune.tuning import happened
 from hasten.modules.meta import init_on_device
 from hasten.optim.optimizer import PreparedOptimizer
@@ -68,7 +75,9 @@ class _EndOfPlanning(BaseException):
 class ScriptPlanner(RunPart):
     """The planner inside a running script."""
 
-    def __init__(self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int) -> None:
+    def __init__(
+        self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int
+    ) -> None:
         self._precisions = precisions
         self._inspect = inspect
         self._workers = max(1, workers)
@@ -104,10 +113,16 @@ class ScriptPlanner(RunPart):
         except _EndOfPlanning:
             return self.steps
         except SystemExit as error:
-            said = f", saying {error.code!r}" if isinstance(error.code, str) else f" with exit code {error.code or 0}"
+            said = (
+                f", saying {error.code!r}"
+                if isinstance(error.code, str)
+                else f" with exit code {error.code or 0}"
+            )
             self._fail(f"it ended{said}")
-        except Exception as error:  # any kind: the loop is the user's, and the message includes the error
-            if self._run is None and isinstance(error, ConfigError):  # already has a full message
+        # any kind: the loop is the user's, and the message includes the error
+        except Exception as error:
+            # already has a full message
+            if self._run is None and isinstance(error, ConfigError):
                 raise
             self._fail(happened(error).rstrip("."))
         if self._run is not None:
@@ -130,26 +145,47 @@ class ScriptPlanner(RunPart):
     def preparing(self, objects: Objects) -> Objects:
         """Fork once per variant where the first model is prepared, and continue only in the forks, with fake tensors."""
         models = [value for value in objects if isinstance(value, nn.Module)]
-        if self._run is None and models:  # the Accelerator is rebuilt for the variant, and continues
+        # the Accelerator is rebuilt for the variant, and continues
+        if self._run is None and models:
             self._anatomy = self._inspect(models)
             blocks = self._anatomy.block_classes
-            self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])
+            self._fork_all(
+                [
+                    (p, names)
+                    for p in self._precisions
+                    for names in ((), blocks)[: 1 + bool(blocks)]
+                ]
+            )
         if self._run is not None:
             self._make_fake(objects)
             self._preparing.enter_context(self._mode)
-        self._loaders = {index: value for index, value in enumerate(objects) if isinstance(value, DataLoader)}
-        return tuple(None if index in self._loaders else value for index, value in enumerate(objects))
+        self._loaders = {
+            index: value
+            for index, value in enumerate(objects)
+            if isinstance(value, DataLoader)
+        }
+        return tuple(
+            None if index in self._loaders else value
+            for index, value in enumerate(objects)
+        )
 
     def prepared(self, objects: Objects) -> Objects:
         """Return the prepared objects, and loaders that yield one batch."""
         self._preparing.close()
         loaders, self._loaders = self._loaders, {}
         return tuple(
-            OneBatch(loaders[index], self) if index in loaders else value for index, value in enumerate(objects)
+            OneBatch(loaders[index], self) if index in loaders else value
+            for index, value in enumerate(objects)
         )
 
-    def _fork_all(self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]) -> None:
-        waiting = [ScriptRun(precision, names, samples) for precision, names in variants for samples in (2, 1)]
+    def _fork_all(
+        self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]
+    ) -> None:
+        waiting = [
+            ScriptRun(precision, names, samples)
+            for precision, names in variants
+            for samples in (2, 1)
+        ]
         running: list[tuple[ScriptRun, int, IO[bytes]]] = []
         while waiting or running:
             while waiting and len(running) < self._workers:
@@ -188,7 +224,8 @@ class ScriptPlanner(RunPart):
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._building.close()
         for accelerator in self._accelerators:
-            Accelerator.__init__(accelerator)  # the script already holds a reference, so it is rebuilt in place
+            # the script already holds a reference, so it is rebuilt in place
+            Accelerator.__init__(accelerator)
 
     def built(self, run: Components) -> None:
         """Register an Accelerator of the script."""
@@ -196,12 +233,16 @@ class ScriptPlanner(RunPart):
         if not any(accelerator is known for known in self._accelerators):
             self._accelerators.append(accelerator)
 
-    def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
+    # Any: arguments of an Accelerator
+    def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of an Accelerator in place of the script's."""
         if self._run is None:
-            self.own |= {name: given[name] for name in OWN if given.get(name) is not None}
+            self.own |= {
+                name: given[name] for name in OWN if given.get(name) is not None
+            }
         own: dict[str, Any] = {"cpu": True, "trust": "off", "strategy": "none"}
-        own["device_placement"] = False  # everything is on the CPU, and torch cannot move fake tensors
+        # everything is on the CPU, and torch cannot move fake tensors
+        own["device_placement"] = False
         own["mixed_precision"] = "no" if self._run is None else self._run.precision
         if self._run is not None and self._run.recompute:
             own["recompute"] = self._run.recompute
@@ -214,8 +255,15 @@ class ScriptPlanner(RunPart):
             self._models.append(model)
         for optimizer in (value for value in objects if isinstance(value, Optimizer)):
             for group in optimizer.param_groups:
-                group["params"] = [self._swapped.get(id(parameter), parameter) for parameter in group["params"]]
-                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["params"] = [
+                    self._swapped.get(id(parameter), parameter)
+                    for parameter in group["params"]
+                ]
+                if (
+                    "foreach" in group
+                    and group["foreach"] is None
+                    and not group.get("fused")
+                ):
                     group["foreach"] = True  # torch's default on a GPU
 
     def backward_done(self) -> None:
@@ -231,12 +279,16 @@ class ScriptPlanner(RunPart):
 
     def first_batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's batches
         """Return the first batch of a loader as fake tensors, with the number of samples of this run."""
-        assert self._run is not None, "loaders of the process that forks are not replaced"
+        assert self._run is not None, (
+            "loaders of the process that forks are not replaced"
+        )
         first = next(iter(loader))
         rows = batch_size(first) or 1
         self._rows = self._rows or rows
         wanted = self._run.samples
-        few = slice_rows(first, slice(0, min(rows, wanted)), rows) if rows > 1 else first
+        few = (
+            slice_rows(first, slice(0, min(rows, wanted)), rows) if rows > 1 else first
+        )
         if rows < wanted:
             few = concat([few] * wanted)
         self._begin()
@@ -256,7 +308,9 @@ class ScriptPlanner(RunPart):
         self._inside.callback(handle.remove)
         self._inside.enter_context(gpu_rules(notes.attention))
         if self._run is not None and not self._run.recompute:
-            self._inside.enter_context(saved_tensors_hooks(notes.save, lambda tensor: tensor))
+            self._inside.enter_context(
+                saved_tensors_hooks(notes.save, lambda tensor: tensor)
+            )
         self._inside.enter_context(watch)
 
     def _end_step(self, optimizer: Optimizer) -> None:
@@ -266,20 +320,27 @@ class ScriptPlanner(RunPart):
         step = TracedStep(self._run, batch_size=self._rows)
         watch = self._watch
         step.watched = Watched(
-            watch.seen.alive[:], dict(watch.seen.flops), watch.seen.moved, watch.seen.operations, watch.seen.peak_module
+            watch.seen.alive[:],
+            dict(watch.seen.flops),
+            watch.seen.moved,
+            watch.seen.operations,
+            watch.seen.peak_module,
         )
         step.saved = self._notes.saved
         before = len(watch.seen.alive)
         optimizer.step()
         step.optimizer = _facts(
-            optimizer, watch.seen.alive[before:], watch.seen.alive[before - 1] if before else (0, 0, 0)
+            optimizer,
+            watch.seen.alive[before:],
+            watch.seen.alive[before - 1] if before else (0, 0, 0),
         )
         step.watched.alive = _thinned(step.watched.alive)
         self._answer(step)
 
     def _answer(self, step: TracedStep) -> None:
         assert self._to_parent is not None, "only forks answer"
-        self._inside.pop_all()  # closing it would run the user's exit handlers; the process ends anyway
+        # closing it would run the user's exit handlers; the process ends anyway
+        self._inside.pop_all()
         self._to_parent.write(msgspec.json.encode(step))
         self._to_parent.close()
         os._exit(0)
@@ -315,18 +376,40 @@ def _decode(content: bytes, run: ScriptRun) -> TracedStep:
 def _thinned(alive: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Return the highest moment of each of a few hundred equal intervals."""
     span = max(1, -(-len(alive) // _MOMENTS))
-    return [max(alive[start : start + span], key=sum) for start in range(0, len(alive), span)]
+    return [
+        max(alive[start : start + span], key=sum)
+        for start in range(0, len(alive), span)
+    ]
 
 
-def _facts(optimizer: Optimizer, alive: list[tuple[int, int, int]], before: tuple[int, int, int]) -> OptimizerFacts:
+def _facts(
+    optimizer: Optimizer,
+    alive: list[tuple[int, int, int]],
+    before: tuple[int, int, int],
+) -> OptimizerFacts:
     """Return an optimizer's memory: its state after the first update, and temporary allocations during the update."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    ]
     states: tuple[int, ...] = ()
     counters = 0
     for parameter in parameters[:1]:
-        values = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
-        states = tuple(value.element_size() for value in values if value.shape == parameter.shape)
-        counters = sum(value.numel() * value.element_size() for value in values if value.shape != parameter.shape)
+        values = [
+            value
+            for value in optimizer.state.get(parameter, {}).values()
+            if isinstance(value, Tensor)
+        ]
+        states = tuple(
+            value.element_size() for value in values if value.shape == parameter.shape
+        )
+        counters = sum(
+            value.numel() * value.element_size()
+            for value in values
+            if value.shape != parameter.shape
+        )
     total = sum(p.numel() * p.element_size() for p in parameters) or 1
     kept = sum(p.numel() for p in parameters) * sum(states)
     highest = max((activations for activations, _, _ in alive), default=0) - before[0]

@@ -28,7 +28,10 @@ _OPTIMIZERS: Final = (("adamw", AdamW), ("adam", Adam), ("sgd", SGD))
 
 
 def loop_of(
-    target: str, arguments: Sequence[str] = (), sequence: int | None = None, optimizer: str = "adamw"
+    target: str,
+    arguments: Sequence[str] = (),
+    sequence: int | None = None,
+    optimizer: str = "adamw",
 ) -> tuple[Loop, str]:
     """Return the training loop of a target, and the target's name.
 
@@ -37,7 +40,9 @@ def loop_of(
     path = Path(target)
     if path.suffix == ".py" or path.is_file():
         if not path.is_file():
-            raise ConfigError(f"the script {target!r} does not exist; the current folder is {Path.cwd()}.")
+            raise ConfigError(
+                f"the script {target!r} does not exist; the current folder is {Path.cwd()}."
+            )
         return (lambda: run_script(path, arguments)), path.name
     if path.is_dir():
         return (lambda: _train(*_from_folder(path, sequence), optimizer)), path.name
@@ -74,14 +79,16 @@ def _beside(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder.absolute()))
 
 
-Sample = tuple[tuple[Any, ...], dict[str, Any]]  # Any: arguments of the model's forward, for one sample
+# Any: arguments of the model's forward, for one sample
+Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _from_factory(target: str, sequence: int | None) -> tuple[nn.Module, Sample]:
     name, _, function = target.partition(":")
     with _beside(Path.cwd()):
         try:
-            made = getattr(import_module(name), function)()  # the user's module, named on the command line
+            # the user's module, named on the command line
+            made = getattr(import_module(name), function)()
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"{target!r} cannot be built: {error}. Write module:function, found from this folder."
@@ -90,8 +97,16 @@ def _from_factory(target: str, sequence: int | None) -> tuple[nn.Module, Sample]
         return made, _sample_for(made, target, sequence)
     if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
         model, *inputs = made
-        named = {name: value for part in inputs if isinstance(part, dict) for name, value in part.items()}
-        return model, (tuple(part for part in inputs if not isinstance(part, dict)), named)
+        named = {
+            name: value
+            for part in inputs
+            if isinstance(part, dict)
+            for name, value in part.items()
+        }
+        return model, (
+            tuple(part for part in inputs if not isinstance(part, dict)),
+            named,
+        )
     raise ConfigError(
         f"{target!r} returns {type(made).__name__}; return the model, or the model and the inputs of one sample."
     )
@@ -124,14 +139,20 @@ def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
         tokens = torch.zeros(1, sequence or min(longest, _LONGEST), dtype=torch.long)
         named: dict[str, Any] = {"input_ids": tokens}
         if "labels" in accepted:
-            named["labels"] = tokens if "For" not in type(model).__name__ or _labels_tokens(model) else tokens[:, 0]
+            named["labels"] = (
+                tokens
+                if "For" not in type(model).__name__ or _labels_tokens(model)
+                else tokens[:, 0]
+            )
         if "use_cache" in accepted:
             named["use_cache"] = False
         return (), named
     if "pixel_values" in accepted and hasattr(config, "image_size"):
         side = int(config.image_size)
         images = torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side)
-        labels = {"labels": torch.zeros(1, dtype=torch.long)} if "labels" in accepted else {}
+        labels = (
+            {"labels": torch.zeros(1, dtype=torch.long)} if "labels" in accepted else {}
+        )
         return (), {"pixel_values": images, **labels}
     raise ConfigError(
         f"{target!r} returns a {type(model).__name__} without inputs, so no step can be traced; return the model and the "
@@ -141,14 +162,18 @@ def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
 
 def _labels_tokens(model: nn.Module) -> bool:
     """Return whether there is one label per token rather than one per sequence."""
-    return not type(model).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+    return not type(model).__name__.endswith(
+        ("ForSequenceClassification", "ForMultipleChoice")
+    )
 
 
 class _Rows(Dataset[Any]):
     """Dataset that repeats one sample."""
 
     def __init__(self, sample: Any) -> None:  # Any: a tree of tensors
-        self._sample = map_tensors(lambda tensor: tensor[0] if tensor.dim() else tensor, sample)
+        self._sample = map_tensors(
+            lambda tensor: tensor[0] if tensor.dim() else tensor, sample
+        )
 
     def __len__(self) -> int:
         return 8
@@ -161,7 +186,9 @@ def _train(model: nn.Module, sample: Sample, optimizer: str) -> None:
     """Train a model in a plain loop; if its output is not and has no loss, the mean of the output is the loss."""
     kind = dict(_OPTIMIZERS).get(optimizer.lower())
     if kind is None:
-        raise ConfigError(f"optimizer {optimizer!r} is not supported; use one of {', '.join(dict(_OPTIMIZERS))}.")
+        raise ConfigError(
+            f"optimizer {optimizer!r} is not supported; use one of {', '.join(dict(_OPTIMIZERS))}."
+        )
     args, named = sample
     rows = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     fixed = {name: value for name, value in named.items() if name not in rows}
@@ -177,7 +204,11 @@ def _train(model: nn.Module, sample: Sample, optimizer: str) -> None:
 
 
 def _loss(output: Any) -> Tensor:  # Any: the output of any model
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    loss = (
+        output.get("loss")
+        if isinstance(output, dict)
+        else getattr(output, "loss", None)
+    )
     if isinstance(loss, Tensor):
         return loss
     numbers = [value for value in tensors(output) if value.is_floating_point()]

@@ -34,18 +34,27 @@ _TP_SIZES: Final = (2, 4, 8, 16)
 
 
 def trace(
-    loop: Callable[[], object], name: str, precisions: Sequence[PrecisionName] = ("bf16",), workers: int | None = None
+    loop: Callable[[], object],
+    name: str,
+    precisions: Sequence[PrecisionName] = ("bf16",),
+    workers: int | None = None,
 ) -> ModelTrace:
     """Return the trace of one step of `loop`, which prepares a model with an Accelerator and trains it.
 
     Raises: ConfigError when the loop does not reach a step, or the step cannot run on fake tensors.
     """
     if not hasattr(os, "fork"):
-        raise ConfigError("planning needs fork(), which this system does not support; run it on Linux or macOS.")
+        raise ConfigError(
+            "planning needs fork(), which this system does not support; run it on Linux or macOS."
+        )
     found = Findings()
-    takeover = ScriptPlanner(precisions, found.look, workers or min(4, os.cpu_count() or 1))
+    takeover = ScriptPlanner(
+        precisions, found.look, workers or min(4, os.cpu_count() or 1)
+    )
     steps = takeover.run(loop)
-    failed = next((step for step in steps if step.error and not step.run.recompute), None)
+    failed = next(
+        (step for step in steps if step.error and not step.run.recompute), None
+    )
     if failed is not None:
         raise ConfigError(
             f"the training step of {name} cannot be traced: {failed.error}. A step that depends on the values of a batch cannot be "
@@ -54,11 +63,15 @@ def trace(
     for step in steps:
         if step.error:
             log.warning(
-                "recompute is excluded from the plan of %s, because its step cannot be traced (%s)", name, step.error
+                "recompute is excluded from the plan of %s, because its step cannot be traced (%s)",
+                name,
+                step.error,
             )
             break
     own = tuple(sorted(takeover.own.items()))
-    return replace(found.joined(name, [step for step in steps if not step.error]), own=own)
+    return replace(
+        found.joined(name, [step for step in steps if not step.error]), own=own
+    )
 
 
 @dataclass(slots=True)
@@ -76,11 +89,19 @@ class Findings:
     def look(self, models: list[nn.Module]) -> ModuleRoles:
         """Record parameters, blocks and layers that can be split."""
         model = max(models, key=lambda one: sum(p.numel() for p in one.parameters()))
-        blocks = _outermost(blocks_to_recompute(model, FullyShardedDataParallelPlugin()))
+        blocks = _outermost(
+            blocks_to_recompute(model, FullyShardedDataParallelPlugin())
+        )
         split = self._splits(model)
         kinds: Counter[ParameterKind] = Counter()
         for one in models:
-            kinds.update(_kinds(one, blocks if one is model else [], split.styles if one is model else {}))
+            kinds.update(
+                _kinds(
+                    one,
+                    blocks if one is model else [],
+                    split.styles if one is model else {},
+                )
+            )
         self.parameters = tuple(
             ParameterKind(
                 shape=kind.shape,
@@ -94,7 +115,11 @@ class Findings:
         )
         self.num_blocks = len(blocks)
         self._measure_largest(blocks)
-        rows = [model.get_submodule(name) for name, style in split.styles.items() if style.startswith("rowwise")]
+        rows = [
+            model.get_submodule(name)
+            for name, style in split.styles.items()
+            if style.startswith("rowwise")
+        ]
         self.anatomy = ModuleRoles(
             blocks=frozenset(id(block) for block in blocks),
             block_classes=tuple(sorted({type(block).__name__ for block in blocks})),
@@ -104,7 +129,11 @@ class Findings:
 
     def _measure_largest(self, blocks: Sequence[nn.Module]) -> None:
         """Record the elements of the block with the most of them."""
-        largest = max(blocks, key=lambda block: sum(p.numel() for p in block.parameters()), default=None)
+        largest = max(
+            blocks,
+            key=lambda block: sum(p.numel() for p in block.parameters()),
+            default=None,
+        )
         parameters = [] if largest is None else list(largest.parameters())
         self.largest_block = sum(p.numel() for p in parameters)
         self.block_frozen = sum(p.numel() for p in parameters if not p.requires_grad)
@@ -116,9 +145,11 @@ class Findings:
         for ranks in _TP_SIZES:
             try:
                 found = decide(model, "auto", (), ranks)
-            except (ConfigError, PrepareError):  # this number of ranks does not divide the layers
+            # this number of ranks does not divide the layers
+            except (ConfigError, PrepareError):
                 break
-            if sizes and found.styles != chosen.styles:  # some layers would no longer be split
+            # some layers would no longer be split
+            if sizes and found.styles != chosen.styles:
                 break
             chosen = found
             sizes.append(ranks)
@@ -126,18 +157,34 @@ class Findings:
         for name, style in chosen.styles.items():
             layer = matrix_of(model.get_submodule(name))
             if layer is not None:
-                self.tp_summed += layer.outputs if style.startswith("rowwise") else layer.inputs
+                self.tp_summed += (
+                    layer.outputs if style.startswith("rowwise") else layer.inputs
+                )
         return chosen
 
     def joined(self, name: str, steps: Sequence[TracedStep]) -> ModelTrace:
         """Return one trace of all steps."""
-        saved = next((step.saved for step in steps if step.saved is not None and step.saved.total), None) or Saved()
+        saved = (
+            next(
+                (
+                    step.saved
+                    for step in steps
+                    if step.saved is not None and step.saved.total
+                ),
+                None,
+            )
+            or Saved()
+        )
         variants = []
         for one in (step for step in steps if step.run.samples == 1):
-            two = next((s for s in steps if s.run.samples == 2 and _alike(s, one)), None)
+            two = next(
+                (s for s in steps if s.run.samples == 2 and _alike(s, one)), None
+            )
             if two is not None:
                 variants.append(_variant(one, two))
-        facts = next((step.optimizer for step in steps if step.optimizer is not None), None)
+        facts = next(
+            (step.optimizer for step in steps if step.optimizer is not None), None
+        )
         return ModelTrace(
             name=name,
             parameters=self.parameters,
@@ -157,22 +204,33 @@ class Findings:
 
 
 def _alike(one: TracedStep, other: TracedStep) -> bool:
-    return one.run.precision == other.run.precision and one.run.recompute == other.run.recompute
+    return (
+        one.run.precision == other.run.precision
+        and one.run.recompute == other.run.recompute
+    )
 
 
 def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+    inside = {
+        id(part) for block in blocks for part in block.modules() if part is not block
+    }
     return [block for block in blocks if id(block) not in inside]
 
 
-def _kinds(model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, TensorStyle]) -> list[ParameterKind]:
+def _kinds(
+    model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, TensorStyle]
+) -> list[ParameterKind]:
     """Return every parameter once, as its kind."""
     found: dict[int, ParameterKind] = {}
     for owner, name, parameter in owned_parameters(model, list(blocks)):
         if id(parameter) in found:
             continue
         parent, _, leaf = name.rpartition(".")
-        split = split_dims(model.get_submodule(parent), ways[parent]).get(leaf) if parent in ways else None
+        split = (
+            split_dims(model.get_submodule(parent), ways[parent]).get(leaf)
+            if parent in ways
+            else None
+        )
         found[id(parameter)] = ParameterKind(
             shape=tuple(parameter.shape),
             item=parameter.element_size(),
@@ -190,7 +248,12 @@ def _variant(one: TracedStep, two: TracedStep) -> Variant:
     return Variant(
         precision=one.run.precision,
         recompute=bool(one.run.recompute),
-        flops={name: LinearCost.through(first.flops.get(name, 0.0), second.flops.get(name, 0.0)) for name in names},
+        flops={
+            name: LinearCost.through(
+                first.flops.get(name, 0.0), second.flops.get(name, 0.0)
+            )
+            for name in names
+        },
         moved=LinearCost.through(first.moved, second.moved),
         operations=max(first.operations, second.operations),
         moments=tuple(_moments(first.alive, second.alive)),
@@ -198,10 +261,15 @@ def _variant(one: TracedStep, two: TracedStep) -> Variant:
     )
 
 
-def _moments(one: Sequence[tuple[int, int, int]], two: Sequence[tuple[int, int, int]]) -> list[Moment]:
+def _moments(
+    one: Sequence[tuple[int, int, int]], two: Sequence[tuple[int, int, int]]
+) -> list[Moment]:
     """Return the moments of both steps paired by position; for steps that differ in length, only the highest ones."""
     if len(one) != len(two):
-        one, two = [max(one, key=sum, default=(0, 0, 0))], [max(two, key=sum, default=(0, 0, 0))]
+        one, two = (
+            [max(one, key=sum, default=(0, 0, 0))],
+            [max(two, key=sum, default=(0, 0, 0))],
+        )
     total = max((gradients for _, _, gradients in one), default=0) or 1
     return [
         Moment(

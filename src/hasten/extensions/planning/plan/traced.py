@@ -131,14 +131,23 @@ class ModelTrace:
 
     def variant(self, precision: str, recompute: bool) -> Variant | None:
         """Return the variant of this kind, if it was traced."""
-        return next((v for v in self.variants if v.precision == precision and v.recompute == recompute), None)
+        return next(
+            (
+                v
+                for v in self.variants
+                if v.precision == precision and v.recompute == recompute
+            ),
+            None,
+        )
 
     @property
     def num_parameters(self) -> int:
         """Number of elements in all parameters."""
         return sum(kind.numel * kind.count for kind in self.parameters)
 
-    def elements(self, *, in_block: bool | None = None, trained: bool | None = None) -> int:
+    def elements(
+        self, *, in_block: bool | None = None, trained: bool | None = None
+    ) -> int:
         """Return the number of elements in parameters, of those in or outside of blocks, trained or frozen ones."""
         return sum(
             kind.numel * kind.count
@@ -149,7 +158,9 @@ class ModelTrace:
     def gathered_bytes(self, item: int, *, in_block: bool) -> int:
         """Return the bytes of unsharded parameters in or outside of blocks, in a precision of `item` bytes."""
         return sum(
-            kind.numel * kind.count * item for kind in self.parameters if kind.in_block == in_block and kind.shape
+            kind.numel * kind.count * item
+            for kind in self.parameters
+            if kind.in_block == in_block and kind.shape
         )
 
 
@@ -185,5 +196,9 @@ class Candidate:
     def words(self) -> str:
         """Strategy and mesh, for tables."""
         axes = mesh_title(self.mesh)
-        kept = "" if self.reshard or not self.sharded or self.mesh.size(Axis.DP_SHARD) == 1 else ", parameters kept"
+        kept = (
+            ""
+            if self.reshard or not self.sharded or self.mesh.size(Axis.DP_SHARD) == 1
+            else ", parameters kept"
+        )
         return f"{self.strategy} ({axes}{kept})" if axes else self.strategy

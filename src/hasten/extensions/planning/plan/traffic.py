@@ -35,9 +35,12 @@ def sent(trace: ModelTrace, candidate: Candidate) -> Traffic:
         sharded=candidate.sharded,
     )
     if mesh.tp > 1:
-        repeated = 1.5 if candidate.recompute else 1.0  # all-reduces of the forward are repeated
+        # all-reduces of the forward are repeated
+        repeated = 1.5 if candidate.recompute else 1.0
         tokens = candidate.micro_batch * trace.sequence
-        layers = tensor_traffic(mesh, tokens=tokens, summed=round(trace.tp_summed * repeated), item=item)
+        layers = tensor_traffic(
+            mesh, tokens=tokens, summed=round(trace.tp_summed * repeated), item=item
+        )
         for axis, num_bytes in layers.items():
             total[axis] = total.get(axis, 0) + num_bytes * steps
     return total

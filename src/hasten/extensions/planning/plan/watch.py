@@ -41,9 +41,13 @@ class StepWatch(TorchDispatchMode):
     def __init__(self, models: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.seen = Watched()
-        self.names = {id(part): name for model in models for name, part in model.named_modules()}
+        self.names = {
+            id(part): name for model in models for name, part in model.named_modules()
+        }
         self.stack: list[nn.Module] = []
-        self._parameters = {id(p.untyped_storage()) for model in models for p in model.parameters()}
+        self._parameters = {
+            id(p.untyped_storage()) for model in models for p in model.parameters()
+        }
         self._pinned = [
             p.untyped_storage() for model in models for p in model.parameters()
         ]  # an id is valid only while its object is alive
@@ -59,7 +63,9 @@ class StepWatch(TorchDispatchMode):
         with ExitStack() as stack:
             for handle in (
                 module_hooks.register_module_forward_pre_hook(self._enter),
-                module_hooks.register_module_forward_hook(self._leave, always_call=True),
+                module_hooks.register_module_forward_hook(
+                    self._leave, always_call=True
+                ),
             ):
                 stack.callback(handle.remove)
             for model in self._models:
@@ -73,22 +79,29 @@ class StepWatch(TorchDispatchMode):
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter, a view of one, or a cast one."""
         key = id(tensor.untyped_storage())
-        return key in self._parameters or (key in self._known and self._known[key][1] == "copies")
+        return key in self._parameters or (
+            key in self._known and self._known[key][1] == "copies"
+        )
 
     def count(self, flops: float, dtype: str) -> None:
         """Add operations of a function that is not an operator of torch."""
         name = _short(dtype)
         self.seen.flops[name] = self.seen.flops.get(name, 0.0) + flops
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func.name()
-        if name.startswith(_READ):  # numbers that the loop reads: any value works, since nothing is computed
+        # numbers that the loop reads: any value works, since nothing is computed
+        if name.startswith(_READ):
             return 1.0 if args[0].is_floating_point() else 1
         out = func(*args, **kwargs)
         given, made = _flat(args), _flat(out)
         fresh = [tensor for tensor in made if self._is_new(tensor)]
-        is_cast = name.startswith(_CASTS) and any(id(t.untyped_storage()) in self._parameters for t in given)
+        is_cast = name.startswith(_CASTS) and any(
+            id(t.untyped_storage()) in self._parameters for t in given
+        )
         for tensor in fresh:
             self._add(tensor, "copies" if is_cast else "activations")
         self._account(func, name, args, kwargs, out, given, made, bool(fresh))
@@ -96,13 +109,25 @@ class StepWatch(TorchDispatchMode):
         return out
 
     def _account(
-        self, func: Any, name: str, args: Any, kwargs: Any, out: Any, given: list[Tensor], made: list[Tensor], new: bool
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        given: list[Tensor],
+        made: list[Tensor],
+        new: bool,
     ) -> None:
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None and made:
-            self.count(float(formula(*args, **kwargs, out_val=out)), str(given[0].dtype).removeprefix("torch."))
+            self.count(
+                float(formula(*args, **kwargs, out_val=out)),
+                str(given[0].dtype).removeprefix("torch."),
+            )
             self.seen.operations += 1
-        elif new or name.partition(".")[0].endswith("_"):  # neither a view nor a metadata query
+        # neither a view nor a metadata query
+        elif new or name.partition(".")[0].endswith("_"):
             self.seen.moved += sum(_size(tensor) for tensor in (*given, *made))
             self.seen.operations += 1
 
@@ -125,12 +150,21 @@ class StepWatch(TorchDispatchMode):
         self._bytes[kind] += num_bytes
 
     def _note(self) -> None:
-        values = self._bytes["activations"], self._bytes["copies"], self._bytes["gradients"]
+        values = (
+            self._bytes["activations"],
+            self._bytes["copies"],
+            self._bytes["gradients"],
+        )
         self.seen.alive.append(values)
-        if values[0] + values[1] > self._highest:  # gradients may be sharded, and belong to no module
+        # gradients may be sharded, and belong to no module
+        if values[0] + values[1] > self._highest:
             self._highest = values[0] + values[1]
             inner = self.names.get(id(self.stack[-1]), "") if self.stack else ""
-            self.seen.peak_module = f"module {inner}" if inner else (not self.stack and self._last) or "the loss"
+            self.seen.peak_module = (
+                f"module {inner}"
+                if inner
+                else (not self.stack and self._last) or "the loss"
+            )
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         if id(module) in self.names:
@@ -183,13 +217,25 @@ def fake_copy(model: nn.Module) -> dict[int, nn.Parameter]:
     """Replace a model's parameters and buffers by fake ones in place; return new parameters by id of the old ones."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        for name, parameter in list(
+            module.named_parameters(recurse=False, remove_duplicate=False)
+        ):
             if id(parameter) not in made:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                empty = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device="cpu"
+                )
+                made[id(parameter)] = nn.Parameter(
+                    empty, requires_grad=parameter.requires_grad
+                )
             module.register_parameter(name, made[id(parameter)])
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+        for name, buffer in list(
+            module.named_buffers(recurse=False, remove_duplicate=False)
+        ):
+            setattr(
+                module,
+                name,
+                torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"),
+            )
     return made
 
 
@@ -231,7 +277,14 @@ class SavedNotes:
     def entered(self, module: nn.Module, args: object, kwargs: object = None) -> None:
         """Record the shape of the first block's input."""
         if self.saved.width == 0 and id(module) in self.anatomy.blocks:
-            first = next((value for value in tensors([args, kwargs]) if value.is_floating_point()), None)
+            first = next(
+                (
+                    value
+                    for value in tensors([args, kwargs])
+                    if value.is_floating_point()
+                ),
+                None,
+            )
             if first is not None and first.dim() >= 2:
                 self.saved.width = first.shape[-1]
                 self.saved.sequence = first.shape[-2] if first.dim() > 2 else 1
@@ -240,12 +293,16 @@ class SavedNotes:
         """Record a tensor that autograd saves."""
         storage = tensor.untyped_storage()
         known = self._seen.get(id(storage))
-        if (known is not None and known() is storage) or self.watch.is_parameter(tensor):
+        if (known is not None and known() is storage) or self.watch.is_parameter(
+            tensor
+        ):
             return tensor
         self._seen[id(storage)] = weakref.ref(storage)
         num_bytes = storage.nbytes()
         self.saved.total += num_bytes
-        if any(id(module) in self.anatomy.blocks for module in self.watch.stack) and self._is_divided(tensor):
+        if any(
+            id(module) in self.anatomy.blocks for module in self.watch.stack
+        ) and self._is_divided(tensor):
             self.saved.split += num_bytes
         return tensor
 

@@ -23,7 +23,14 @@ from hasten.config import files
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.extensions.planning.tune import tuning
-from hasten.extensions.planning.tune.tuning import Trial, TrialOutcome, TunedMachine, Tuning, Values, in_output
+from hasten.extensions.planning.tune.tuning import (
+    Trial,
+    TrialOutcome,
+    TunedMachine,
+    Tuning,
+    Values,
+    in_output,
+)
 from hasten.launch.base import look
 from hasten.runtime.bytes_plan import size
 
@@ -41,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
     given, unknown = _parser().parse_known_args(words)
     script = Path(given.script)
     if not script.is_file():
-        raise ConfigError(f"the script {given.script!r} does not exist; the current folder is {Path.cwd()}.")
+        raise ConfigError(
+            f"the script {given.script!r} does not exist; the current folder is {Path.cwd()}."
+        )
     budget = tuning.seconds(given.budget)
     tuning.check_names(given.only)
     host = look()
@@ -63,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
         return first.pop() if not values and first else runner.measure(values, hopeless)
 
     second_run_s = runner.unchanged_s  # reserved: it confirms the speedup
-    course.run(measure, lambda: time.monotonic() + runner.shortest + second_run_s < deadline)
+    course.run(
+        measure, lambda: time.monotonic() + runner.shortest + second_run_s < deadline
+    )
     _finish(course, given, [knob.name for knob in candidates])
     return 0
 
@@ -71,7 +82,9 @@ def main(argv: Sequence[str]) -> int:
 class Runner:
     """Runner of trials, one after the other, each in a separate process."""
 
-    def __init__(self, script: list[str], given: argparse.Namespace, deadline: float) -> None:
+    def __init__(
+        self, script: list[str], given: argparse.Namespace, deadline: float
+    ) -> None:
         self._script = script
         self._given = given
         self._deadline = deadline
@@ -82,8 +95,13 @@ class Runner:
 
     def measure(self, values: Values, hopeless: float | None) -> TrialOutcome:
         """Run one trial and return its measurements."""
-        shown = ", ".join(f"{name}={value}" for name, value in values.items()) or "the unchanged script"
-        sys.stderr.write(f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {shown}\n")
+        shown = (
+            ", ".join(f"{name}={value}" for name, value in values.items())
+            or "the unchanged script"
+        )
+        sys.stderr.write(
+            f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {shown}\n"
+        )
         with tempfile.TemporaryDirectory(prefix="hasten_tune_") as folder:
             result = Path(folder) / "result.json"
             spec = {
@@ -97,9 +115,13 @@ class Runner:
             spec_file.write_bytes(msgspec.json.encode(spec))
             command = [*self._command(), str(spec_file), *self._script]
             start = time.monotonic()
-            left = max(30.0, self._deadline - start, 0.0 if values else 2 * self.unchanged_s)
+            left = max(
+                30.0, self._deadline - start, 0.0 if values else 2 * self.unchanged_s
+            )
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=left
+                )
             except subprocess.TimeoutExpired:
                 return TrialOutcome(error="not done within the budget")
             took = time.monotonic() - start
@@ -112,11 +134,25 @@ class Runner:
     def _command(self) -> list[str]:
         if self._given.num_processes == 1 and not self._given.cpu:
             return [sys.executable, "-m", "hasten.extensions.planning.tune.trial"]
-        launch = [sys.executable, "-m", "hasten.cli.main", "launch", "--num_processes", str(self._given.num_processes)]
-        return [*launch, *(["--cpu"] if self._given.cpu else []), "--module", "hasten.extensions.planning.tune.trial"]
+        launch = [
+            sys.executable,
+            "-m",
+            "hasten.cli.main",
+            "launch",
+            "--num_processes",
+            str(self._given.num_processes),
+        ]
+        return [
+            *launch,
+            *(["--cpu"] if self._given.cpu else []),
+            "--module",
+            "hasten.extensions.planning.tune.trial",
+        ]
 
 
-def _finish(course: Tuning, given: argparse.Namespace, candidates: Sequence[str]) -> None:
+def _finish(
+    course: Tuning, given: argparse.Namespace, candidates: Sequence[str]
+) -> None:
     best = course.best
     assert best is not None, "the baseline ran"
     config = tuning.config_of(best.values)
@@ -124,7 +160,10 @@ def _finish(course: Tuning, given: argparse.Namespace, candidates: Sequence[str]
     if given.output:
         files.write(config, given.output)
     if given.json:
-        trials = [{"values": dict(t.values), "verdict": t.verdict, **asdict(t.outcome)} for t in course.trials]
+        trials = [
+            {"values": dict(t.values), "verdict": t.verdict, **asdict(t.outcome)}
+            for t in course.trials
+        ]
         content = {
             "trials": trials,
             "best": dict(best.values),
@@ -140,13 +179,13 @@ def _finish(course: Tuning, given: argparse.Namespace, candidates: Sequence[str]
     for line in conclusion(course, lines, given.output, changed=config != Config()):
         console.print(line, highlight=False, soft_wrap=True)
     if missing := [name for name in tuning.NAMES if name not in candidates]:
-        sentence = (
-            f"no candidates for this script on this machine (docs/planning.md says when they are): {', '.join(missing)}"
-        )
+        sentence = f"no candidates for this script on this machine (docs/planning.md says when they are): {', '.join(missing)}"
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def conclusion(course: Tuning, advice: Sequence[str], output: str | None, changed: bool) -> list[str]:
+def conclusion(
+    course: Tuning, advice: Sequence[str], output: str | None, changed: bool
+) -> list[str]:
     """Return the conclusion of the table, in sentences."""
     best = course.best
     assert best is not None, "the baseline ran"
@@ -154,7 +193,9 @@ def conclusion(course: Tuning, advice: Sequence[str], output: str | None, change
     if len(course.trials) == 1:
         lines = ["only the unchanged script was measured"]
     if best.values:
-        lines = [f"best: {_words(best)}, {course.gain:.2f} times as fast as the unchanged script"]
+        lines = [
+            f"best: {_words(best)}, {course.gain:.2f} times as fast as the unchanged script"
+        ]
     if course.unconfirmed:
         lines.append(
             f"not confirmed: the second run of the unchanged script failed ({course.unconfirmed}), so other load on the machine may be "
@@ -167,19 +208,28 @@ def conclusion(course: Tuning, advice: Sequence[str], output: str | None, change
         )
     lines += [f"  in the script: {line}" for line in advice]
     if output:
-        lines.append(f"written: {output}" if changed else f"written: {output}, which changes no setting")
+        lines.append(
+            f"written: {output}"
+            if changed
+            else f"written: {output}, which changes no setting"
+        )
     return lines
 
 
 def _words(trial: Trial) -> str:
-    return ", ".join(f"{name}={value}" for name, value in trial.values.items()) or "the unchanged script"
+    return (
+        ", ".join(f"{name}={value}" for name, value in trial.values.items())
+        or "the unchanged script"
+    )
 
 
 def table(trials: Sequence[Trial], base: Trial) -> Table:
     """Return a table with one row per trial."""
     shown = Table(title="measured")
     for title in ("values", "step", "samples/s", "memory", "verdict"):
-        shown.add_column(title, justify="left" if title in ("values", "verdict") else "right")
+        shown.add_column(
+            title, justify="left" if title in ("values", "verdict") else "right"
+        )
     for trial in trials:
         out = trial.outcome
         shown.add_row(
@@ -201,7 +251,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("script", help="a training script with an Accelerator")
-    parser.add_argument("--budget", default="10m", help="time for all trials: 90s, 10m, 1h")
+    parser.add_argument(
+        "--budget", default="10m", help="time for all trials: 90s, 10m, 1h"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -209,12 +261,33 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="candidates to try, in this order: fused, compile, num_workers, …",
     )
-    parser.add_argument("--updates", type=whole(2), default=20, help="updates that are timed in each trial")
-    parser.add_argument("--warmup", type=whole(), default=5, help="updates before those, which are not timed")
     parser.add_argument(
-        "--num_processes", "--num-processes", type=whole(1), default=1, help="number of processes in each trial"
+        "--updates",
+        type=whole(2),
+        default=20,
+        help="updates that are timed in each trial",
     )
-    parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
+    parser.add_argument(
+        "--warmup",
+        type=whole(),
+        default=5,
+        help="updates before those, which are not timed",
+    )
+    parser.add_argument(
+        "--num_processes",
+        "--num-processes",
+        type=whole(1),
+        default=1,
+        help="number of processes in each trial",
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="run on the CPU even if there is a GPU"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the best settings to a file")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="config.yaml",
+        help="write the best settings to a file",
+    )
     return parser

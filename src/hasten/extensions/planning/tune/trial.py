@@ -67,7 +67,8 @@ class ScriptTrial(RunPart):
         self._overwritten = False
         """True if the compiled model writes its outputs, including the loss, to the same memory in each step."""
 
-    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:  # Any: arguments of an Accelerator
+    # Any: arguments of an Accelerator
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the script's arguments of its Accelerator, overridden by this trial's values."""
         values, own = self.spec.values, dict(given)
         own |= {"log_with": None, "project_dir": None}
@@ -77,7 +78,10 @@ class ScriptTrial(RunPart):
         if values.get("step_graph"):
             own["performance"] = {"mode": "auto", "compile": False}
         if values.get("compile") in WAYS:
-            own |= {f"dynamo.{name}": value for name, value in WAYS[values["compile"]].items()}
+            own |= {
+                f"dynamo.{name}": value
+                for name, value in WAYS[values["compile"]].items()
+            }
         if "prefetch" in values:
             own["dataloader.prefetch"] = values["prefetch"]
         if "bucket_cap_mb" in values:
@@ -88,10 +92,17 @@ class ScriptTrial(RunPart):
         """Return one of the script's objects, modified for this trial."""
         values = self.spec.values
         if isinstance(value, nn.Module):
-            self.convolutions = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in value.modules())
+            self.convolutions = any(
+                isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+                for part in value.modules()
+            )
             head = getattr(value, "get_output_embeddings", lambda: None)()
             self.computes_loss = type(head) is nn.Linear
-            return value.to(memory_format=torch.channels_last) if values.get("channels_last") else value  # type: ignore[call-overload]
+            return (
+                value.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                if values.get("channels_last")
+                else value
+            )
         if isinstance(value, DataLoader) and "num_workers" in values:
             value.num_workers = values["num_workers"]
             value.prefetch_factor = 2
@@ -124,12 +135,17 @@ class ScriptTrial(RunPart):
 
     def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Record a loss before its backward."""
-        self.losses.append(loss.detach().clone() if self._overwritten else loss.detach())
+        self.losses.append(
+            loss.detach().clone() if self._overwritten else loss.detach()
+        )
 
     def after_update(self, optimizer: Holder, applied: bool) -> None:
         """Record an update; the script ends at the last one."""
         done = len(self.marks)
-        if done in (self.spec.warmup, self.spec.warmup + self.spec.updates) and torch.cuda.is_available():
+        if (
+            done in (self.spec.warmup, self.spec.warmup + self.spec.updates)
+            and torch.cuda.is_available()
+        ):
             torch.cuda.synchronize()
         self.marks.append(time.perf_counter())
         limit = self.spec.hopeless_s
@@ -144,12 +160,20 @@ class ScriptTrial(RunPart):
         """Samples in one update, over all ranks and micro-steps."""
         if self._accelerator is None:
             return self.rows
-        return self.rows * components(self._accelerator).clock.every * self._accelerator.ctx.mesh.size(*BATCH)
+        return (
+            self.rows
+            * components(self._accelerator).clock.every
+            * self._accelerator.ctx.mesh.size(*BATCH)
+        )
 
     def outcome(self, error: str = "") -> TrialOutcome:
         """Return the measurements."""
         measured = self.marks[self.spec.warmup :]
-        step = (measured[-1] - measured[0]) / (len(measured) - 1) if len(measured) > 1 else 0.0
+        step = (
+            (measured[-1] - measured[0]) / (len(measured) - 1)
+            if len(measured) > 1
+            else 0.0
+        )
         if not error and not step:
             error = (
                 f"it ended after {len(self.marks)} updates, and {self.spec.warmup + self.spec.updates} are needed; train for longer, or "
@@ -160,7 +184,8 @@ class ScriptTrial(RunPart):
         losses: list[float] = []
         try:
             losses += [float(loss) for loss in self.losses]
-        except RuntimeError as wrong:  # a kernel of the script failed, which surfaces when its result is read
+        # a kernel of the script failed, which surfaces when its result is read
+        except RuntimeError as wrong:
             error = error or happened(wrong)
         cuda = torch.cuda.is_available()
         return TrialOutcome(
@@ -188,7 +213,11 @@ def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerato
     """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
     if trust == "off":
         return {"stall": "off", "divergence": "off", "numbers": "report"}
-    fields = {name: getattr(trust, name) for name in given(trust)} if isinstance(trust, TrustSettings) else trust
+    fields = (
+        {name: getattr(trust, name) for name in given(trust)}
+        if isinstance(trust, TrustSettings)
+        else trust
+    )
     if isinstance(fields, Mapping) and fields.get("numbers") == "off":
         return {**fields, "numbers": "report"}
     return trust
@@ -208,7 +237,8 @@ def main(argv: list[str]) -> int:
         pass
     except SystemExit as ended:
         error = f"it ended with exit code {ended.code}" if ended.code else ""
-    except Exception as wrong:  # any kind: the script is the user's, and the table shows what it raised
+    # any kind: the script is the user's, and the table shows what it raised
+    except Exception as wrong:
         error = happened(wrong)
     if facade_rank() == 0:
         Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))

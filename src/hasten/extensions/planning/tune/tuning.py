@@ -29,7 +29,14 @@ HOPELESS: Final = 1.5
 LAUNCHED_S: Final = 0.1
 """Step time of the unchanged script above which it does not wait for kernels to be launched, so that CUDA graphs gain nothing."""
 NAMES: Final = (
-    *("mixed_precision", "fused", "compile", "step_graph", "num_workers", "channels_last"),
+    *(
+        "mixed_precision",
+        "fused",
+        "compile",
+        "step_graph",
+        "num_workers",
+        "channels_last",
+    ),
     *("tf32", "prefetch", "bucket_cap_mb"),
 )
 """Names of all knobs."""
@@ -45,12 +52,20 @@ UNTRIED: Final = MappingProxyType(
 Values = Mapping[str, Any]  # Any: numbers, names and flags
 WAYS: Final = MappingProxyType[str, Mapping[str, Any]](
     {
-        "regional": MappingProxyType({"backend": "inductor", "use_regional_compilation": True}),
+        "regional": MappingProxyType(
+            {"backend": "inductor", "use_regional_compilation": True}
+        ),
         "regional and loss": MappingProxyType(
-            {"backend": "inductor", "use_regional_compilation": True, "compile_loss": True}
+            {
+                "backend": "inductor",
+                "use_regional_compilation": True,
+                "compile_loss": True,
+            }
         ),
         "whole": MappingProxyType({"backend": "inductor"}),
-        "cuda graph": MappingProxyType({"backend": "inductor", "mode": "reduce-overhead"}),
+        "cuda graph": MappingProxyType(
+            {"backend": "inductor", "mode": "reduce-overhead"}
+        ),
     }
 )
 """Settings of torch.compile for each value of the knob "compile"."""
@@ -152,7 +167,8 @@ class Tuning:
                 if verdict == TAKEN:
                     best = self.trials[-1]
         self.best = best
-        if best is not unchanged:  # a machine that was busy at first exaggerates speedups
+        # a machine that was busy at first exaggerates speedups
+        if best is not unchanged:
             repeated = measure({}, None)
             self.unconfirmed = repeated.error
             if not repeated.error:
@@ -181,7 +197,9 @@ class Tuning:
         return min(unchanged) / self.best.outcome.step_s if self.best.values else 1.0
 
 
-def judge(outcome: TrialOutcome, baseline: TrialOutcome, best: TrialOutcome, tolerance: float) -> str:
+def judge(
+    outcome: TrialOutcome, baseline: TrialOutcome, best: TrialOutcome, tolerance: float
+) -> str:
     """Return the verdict on a trial: TAKEN, or the reason why its values are not taken."""
     if outcome.error:
         return f"failed: {outcome.error}"
@@ -210,16 +228,29 @@ def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
     rows = [
         (computes_in_fp32_on_gpu, Knob("mixed_precision", ("bf16",), HALF)),
         (True, Knob("fused", (True,), same, advice="the optimizer with fused=True")),
-        (machine.has_compiler or machine.cuda, Knob("compile", _ways(machine, base), same)),
+        (
+            machine.has_compiler or machine.cuda,
+            Knob("compile", _ways(machine, base), same),
+        ),
         (machine.cuda and base.captures_step, Knob("step_graph", (True,), same)),
         (True, Knob("num_workers", workers, advice="DataLoader(..., num_workers={})")),
         (
             base.convolutions,
-            Knob("channels_last", (True,), same, advice="model.to(memory_format=torch.channels_last)"),
+            Knob(
+                "channels_last",
+                (True,),
+                same,
+                advice="model.to(memory_format=torch.channels_last)",
+            ),
         ),
         (
             computes_in_fp32_on_gpu,
-            Knob("tf32", (True,), HALF, advice='torch.set_float32_matmul_precision("high")'),
+            Knob(
+                "tf32",
+                (True,),
+                HALF,
+                advice='torch.set_float32_matmul_precision("high")',
+            ),
         ),
         (machine.cuda, Knob("prefetch", (0, 4))),
         (machine.processes > 1, Knob("bucket_cap_mb", (50, 100), same)),
@@ -232,7 +263,8 @@ def _ways(machine: TunedMachine, base: TrialOutcome) -> tuple[str, ...]:
     ways = ["regional", "whole"]
     if machine.cuda and base.computes_loss:
         ways.insert(0, "regional and loss")
-    if machine.cuda and base.step_s <= LAUNCHED_S and not base.captures_step:  # a captured step is one CUDA graph
+    # a captured step is one CUDA graph
+    if machine.cuda and base.step_s <= LAUNCHED_S and not base.captures_step:
         ways.append("cuda graph")
     return tuple(ways)
 
@@ -246,7 +278,9 @@ def check_names(only: Sequence[str]) -> None:
             )
         if name not in NAMES:
             near = get_close_matches(name, NAMES, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}."
+            hint = (
+                f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}."
+            )
             raise ConfigError(f"--only {name}: unknown candidate; {hint}")
 
 
@@ -269,11 +303,17 @@ def config_of(values: Values) -> Config:
     if "mixed_precision" in values:
         config = config.replace(mixed_precision=values["mixed_precision"])
     if "prefetch" in values:
-        config = config.replace(dataloader=config.dataloader.replace(prefetch=values["prefetch"]))
+        config = config.replace(
+            dataloader=config.dataloader.replace(prefetch=values["prefetch"])
+        )
     if "bucket_cap_mb" in values:
-        config = config.replace(ddp=DistributedDataParallelKwargs(bucket_cap_mb=values["bucket_cap_mb"]))
+        config = config.replace(
+            ddp=DistributedDataParallelKwargs(bucket_cap_mb=values["bucket_cap_mb"])
+        )
     if values.get("step_graph"):
-        config = config.replace(performance=PerformanceSettings(mode="auto", compile=False))
+        config = config.replace(
+            performance=PerformanceSettings(mode="auto", compile=False)
+        )
     if values.get("compile") in WAYS:
         config = config.replace(dynamo=TorchDynamoPlugin(**WAYS[values["compile"]]))
     return config
@@ -281,7 +321,11 @@ def config_of(values: Values) -> Config:
 
 def advice(values: Values, tried: Sequence[Knob]) -> list[str]:
     """Return the changes of the script for values that are not settings."""
-    return [knob.advice.format(values[knob.name]) for knob in tried if knob.advice and knob.name in values]
+    return [
+        knob.advice.format(values[knob.name])
+        for knob in tried
+        if knob.advice and knob.name in values
+    ]
 
 
 def seconds(text: str) -> float:
@@ -307,7 +351,9 @@ _WHERE: Final = " Stack trace:"
 def happened(error: BaseException) -> str:
     """Return the class of an exception, and the first line of its message."""
     lines = str(error).strip().splitlines()
-    return _short(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+    return _short(
+        f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    )
 
 
 def in_output(stderr: str, code: int) -> str:
@@ -315,7 +361,11 @@ def in_output(stderr: str, code: int) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]
-    begins = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    begins = [
+        index
+        for index, line in enumerate(lines)
+        if line.startswith("Traceback (most recent call last)")
+    ]
     if begins:
         for line in lines[begins[-1] + 1 :]:
             if line and not line[0].isspace() and _RAISED.fullmatch(line):
@@ -336,4 +386,8 @@ def _short(text: str) -> str:
     if len(text) <= _LONGEST:
         return text
     sentence = text[:_LONGEST].rfind(". ")
-    return text[: sentence + 1] if sentence > 0 else f"{text[:_LONGEST].rpartition(' ')[0] or text[:_LONGEST]} …"
+    return (
+        text[: sentence + 1]
+        if sentence > 0
+        else f"{text[:_LONGEST].rpartition(' ')[0] or text[:_LONGEST]} …"
+    )

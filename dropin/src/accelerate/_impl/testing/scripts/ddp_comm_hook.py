@@ -33,20 +33,35 @@ def _run_and_get_grads(model: Any, rank: int) -> Tensor:
     return gradient
 
 
-def test_ddp_comm_hook(comm_hook: Any, comm_wrapper: Any, comm_state_option: dict[str, Any]) -> None:
+def test_ddp_comm_hook(
+    comm_hook: Any, comm_wrapper: Any, comm_state_option: dict[str, Any]
+) -> None:
     handler = DistributedDataParallelKwargs(
-        comm_hook=comm_hook, comm_wrapper=comm_wrapper, comm_state_option=comm_state_option
+        comm_hook=comm_hook,
+        comm_wrapper=comm_wrapper,
+        comm_state_option=comm_state_option,
     )
     accelerator = Accelerator(kwargs_handlers=[handler])
-    with_hook = _run_and_get_grads(accelerator.prepare(MockModel()), accelerator.process_index)
-    plain = _run_and_get_grads(Accelerator().prepare(MockModel()), accelerator.process_index)
-    assert torch.allclose(with_hook, plain, rtol=1e-2, atol=1e-2), f"{with_hook} is far from {plain}"
+    with_hook = _run_and_get_grads(
+        accelerator.prepare(MockModel()), accelerator.process_index
+    )
+    plain = _run_and_get_grads(
+        Accelerator().prepare(MockModel()), accelerator.process_index
+    )
+    assert torch.allclose(with_hook, plain, rtol=1e-2, atol=1e-2), (
+        f"{with_hook} is far from {plain}"
+    )
 
 
 def main() -> None:
     """Check every pair of a hook and a wrapper that the device allows."""
     kinds, cuda = DDPCommunicationHookType, torch.cuda.is_available()
-    hooks = [kinds.NO, kinds.FP16, *([kinds.BF16, kinds.POWER_SGD, kinds.BATCHED_POWER_SGD] if cuda else [])]
+    hooks = [
+        kinds.NO,
+        kinds.FP16,
+        *([kinds.BF16, kinds.POWER_SGD, kinds.BATCHED_POWER_SGD] if cuda else []),
+    ]
     for hook in hooks:
-        for wrapper in (kinds.NO, kinds.FP16) if "power" in hook.value else (kinds.NO,):  # a wrapper casts around it
+        # a wrapper casts around it
+        for wrapper in (kinds.NO, kinds.FP16) if "power" in hook.value else (kinds.NO,):
             test_ddp_comm_hook(hook, wrapper, {})

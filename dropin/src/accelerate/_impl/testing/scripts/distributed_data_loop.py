@@ -37,21 +37,35 @@ class DummyDataset(Dataset[Any]):
         return NUM_ELEMENTS
 
     def __getitem__(self, index: Any) -> Any:
-        return {"index": index, "label": index % 2, "random_augmentation": torch.rand(1).item()}
+        return {
+            "index": index,
+            "label": index % 2,
+            "random_augmentation": torch.rand(1).item(),
+        }
 
 
 def create_accelerator(even_batches: bool = True) -> Accelerator:
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even_batches))
-    assert accelerator.num_processes == 2, f"these checks need two processes, not {accelerator.num_processes}"
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(even_batches=even_batches)
+    )
+    assert accelerator.num_processes == 2, (
+        f"these checks need two processes, not {accelerator.num_processes}"
+    )
     return accelerator
 
 
 def create_dataloader(
-    accelerator: Any, dataset_size: int, batch_size: int, iterable: bool = False, shuffle: bool = False
+    accelerator: Any,
+    dataset_size: int,
+    batch_size: int,
+    iterable: bool = False,
+    shuffle: bool = False,
 ) -> Any:
     numbers = torch.arange(dataset_size)
     data: Any = DummyIterableDataset(numbers) if iterable else TensorDataset(numbers)
-    loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size, shuffle=shuffle or None)
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_size=batch_size, shuffle=shuffle or None
+    )
     return accelerator.prepare(loader)
 
 
@@ -64,8 +78,12 @@ def verify_dataloader_batch_sizes(
 ) -> None:
     loader = create_dataloader(accelerator, dataset_size, batch_size)
     found = [len(batch[0]) for batch in loader]
-    expected = (process_0_expected_batch_sizes, process_1_expected_batch_sizes)[accelerator.process_index]
-    assert found == expected, f"process {accelerator.process_index} has batches of {found}, not {expected}"
+    expected = (process_0_expected_batch_sizes, process_1_expected_batch_sizes)[
+        accelerator.process_index
+    ]
+    assert found == expected, (
+        f"process {accelerator.process_index} has batches of {found}, not {expected}"
+    )
 
 
 def test_default_ensures_even_batch_sizes() -> None:
@@ -83,7 +101,10 @@ def test_can_disable_even_batches() -> None:
 def test_can_join_uneven_inputs() -> None:
     """Check that a process that has run out of batches waits for the others."""
     accelerator = create_accelerator(even_batches=False)
-    model, loader = accelerator.prepare(nn.Linear(1, 1)), create_dataloader(accelerator, 3, 1)
+    model, loader = (
+        accelerator.prepare(nn.Linear(1, 1)),
+        create_dataloader(accelerator, 3, 1),
+    )
     seen = 0
     with accelerator.join_uneven_inputs([model]):
         for batch in loader:
@@ -94,7 +115,10 @@ def test_can_join_uneven_inputs() -> None:
 
 def test_join_can_override_even_batches() -> None:
     accelerator = create_accelerator()
-    model, loaders = accelerator.prepare(nn.Linear(1, 1)), [create_dataloader(accelerator, 3, 1) for _ in range(2)]
+    model, loaders = (
+        accelerator.prepare(nn.Linear(1, 1)),
+        [create_dataloader(accelerator, 3, 1) for _ in range(2)],
+    )
     with accelerator.join_uneven_inputs([model], even_batches=False):
         assert not any(one.batch_sampler.even_batches for one in loaders)
     assert all(one.batch_sampler.even_batches for one in loaders)
@@ -120,7 +144,9 @@ def test_join_raises_warning_for_iterable_when_overriding_even_batches() -> None
         warnings.simplefilter("always")
         with accelerator.join_uneven_inputs([model], even_batches=False):
             pass
-    assert any("only supported for map-style datasets" in str(one.message) for one in found), found
+    assert any(
+        "only supported for map-style datasets" in str(one.message) for one in found
+    ), found
 
 
 def test_pickle_accelerator() -> None:
@@ -148,13 +174,19 @@ def _resumed(accelerator: Any, iterable: bool, folder: str | None = None) -> Non
     if folder:
         accelerator.load_state(folder)
     else:
-        loader = create_dataloader(accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable)
+        loader = create_dataloader(
+            accelerator, NUM_ELEMENTS, BATCH_SIZE, iterable=iterable
+        )
         loader.load_state_dict(state)
-    assert _batches(loader) == everything[1:], "the loader did not go on behind its first batch"
+    assert _batches(loader) == everything[1:], (
+        "the loader did not go on behind its first batch"
+    )
 
 
 def _batches(loader: Any) -> list[Any]:
-    return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
+    return [
+        (batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader
+    ]
 
 
 def test_stateful_dataloader(accelerator: Any) -> None:
@@ -165,20 +197,33 @@ def test_stateful_dataloader(accelerator: Any) -> None:
 def test_stateful_dataloader_save_state(accelerator: Any) -> None:
     for iterable in (False, True):
         accelerator.free_memory()
-        _resumed(accelerator, iterable, tempfile.mkdtemp())  # another folder on each process
+        # another folder on each process
+        _resumed(accelerator, iterable, tempfile.mkdtemp())
 
 
 def main() -> None:
     accelerator = create_accelerator()
     workers = min(NUM_WORKERS, os.cpu_count() or 1)  # torch warns of more
-    loader = accelerator.prepare(DataLoader(DummyDataset(), batch_size=BATCH_SIZE, num_workers=workers))
+    loader = accelerator.prepare(
+        DataLoader(DummyDataset(), batch_size=BATCH_SIZE, num_workers=workers)
+    )
     test_data_loader(loader, accelerator)
-    checks = (test_default_ensures_even_batch_sizes, test_can_disable_even_batches, test_can_join_uneven_inputs)
-    for check in (*checks, test_join_can_override_even_batches, test_join_can_override_for_mixed_type_dataloaders):
+    checks = (
+        test_default_ensures_even_batch_sizes,
+        test_can_disable_even_batches,
+        test_can_join_uneven_inputs,
+    )
+    for check in (
+        *checks,
+        test_join_can_override_even_batches,
+        test_join_can_override_for_mixed_type_dataloaders,
+    ):
         check()
     test_join_raises_warning_for_iterable_when_overriding_even_batches()
     test_pickle_accelerator()
     AcceleratorState._reset_state()
-    stateful = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    stateful = Accelerator(
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+    )
     test_stateful_dataloader(stateful)
     test_stateful_dataloader_save_state(stateful)

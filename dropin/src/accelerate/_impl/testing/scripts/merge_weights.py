@@ -25,7 +25,11 @@ from accelerate._impl.testing.cases import torch_device as torch_device
 class TinyModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear1, self.activation, self.linear2 = nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)
+        self.linear1, self.activation, self.linear2 = (
+            nn.Linear(16, 16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+        )
         self.softmax = nn.Softmax(dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,15 +46,21 @@ def setup() -> tuple[Any, Any, Any]:
 def mock_training(accelerator: Any, model: Any) -> Any:
     optimizer = accelerator.prepare(torch.optim.Adam(model.parameters(), lr=0.01))
     for _ in range(3):
-        accelerator.backward(model(torch.rand(2, 16, device=accelerator.device)).pow(2).sum())
+        accelerator.backward(
+            model(torch.rand(2, 16, device=accelerator.device)).pow(2).sum()
+        )
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
-def check_weights(operation: str, state_1: dict[str, Tensor], state_2: dict[str, Tensor]) -> None:
+def check_weights(
+    operation: str, state_1: dict[str, Tensor], state_2: dict[str, Tensor]
+) -> None:
     """Raise unless two state dictionaries are the `same`, or `diff`erent, as `operation` says."""
-    same = all(torch.allclose(one.cpu(), state_2[name].cpu()) for name, one in state_1.items())
+    same = all(
+        torch.allclose(one.cpu(), state_2[name].cpu()) for name, one in state_1.items()
+    )
     assert same == (operation == "same"), f"weights should be {operation}"
 
 
@@ -60,16 +70,25 @@ def check_safetensors_weights(path: str, model: Any) -> None:
 
 def check_pytorch_weights(path: str, model: Any) -> None:
     """Raise unless the merged file of torch has the model's weights."""
-    check_weights("same", torch.load(Path(path, "pytorch_model.bin"), weights_only=True), model)
+    check_weights(
+        "same", torch.load(Path(path, "pytorch_model.bin"), weights_only=True), model
+    )
 
 
 def _by_command(folder: str, path: str, safe_serialization: bool) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "merge-weights",
+    ]
     flags = [] if safe_serialization else ["--unsafe_serialization"]
     subprocess.run([*command, *flags, folder, path], check=True)
 
 
-def _test(about: str, merge: Callable[..., None], safe: bool) -> Callable[[Any, str], None]:
+def _test(
+    about: str, merge: Callable[..., None], safe: bool
+) -> Callable[[Any, str], None]:
     def check(model: Any, path: str) -> None:
         merge(str(Path(path, "pytorch_model_fsdp_0")), path, safe_serialization=safe)
         (check_safetensors_weights if safe else check_pytorch_weights)(path, model)
@@ -78,10 +97,18 @@ def _test(about: str, merge: Callable[..., None], safe: bool) -> Callable[[Any, 
     return check
 
 
-test_merge_weights_safetensors = _test("Check the merged safetensors file.", merge_fsdp_weights, True)
-test_merge_weights_command_safetensors = _test("Check the command's safetensors file.", _by_command, True)
-test_merge_weights_pytorch = _test("Check the merged file of torch.", merge_fsdp_weights, False)
-test_merge_weights_command_pytorch = _test("Check the command's file of torch.", _by_command, False)
+test_merge_weights_safetensors = _test(
+    "Check the merged safetensors file.", merge_fsdp_weights, True
+)
+test_merge_weights_command_safetensors = _test(
+    "Check the command's safetensors file.", _by_command, True
+)
+test_merge_weights_pytorch = _test(
+    "Check the merged file of torch.", merge_fsdp_weights, False
+)
+test_merge_weights_command_pytorch = _test(
+    "Check the command's file of torch.", _by_command, False
+)
 
 
 def main() -> None:
@@ -94,8 +121,15 @@ def main() -> None:
     save_fsdp_model(plugin, accelerator, model, path)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        checks = (test_merge_weights_safetensors, test_merge_weights_command_safetensors)
-        for check in (*checks, test_merge_weights_pytorch, test_merge_weights_command_pytorch):
+        checks = (
+            test_merge_weights_safetensors,
+            test_merge_weights_command_safetensors,
+        )
+        for check in (
+            *checks,
+            test_merge_weights_pytorch,
+            test_merge_weights_command_pytorch,
+        ):
             check(weights, path)
             for file in (*Path(path).glob("*.safetensors"), *Path(path).glob("*.bin")):
                 file.unlink()

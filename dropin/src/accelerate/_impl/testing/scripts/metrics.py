@@ -28,17 +28,26 @@ class ListHandler(logging.Handler):
         self.logs.append(record)
 
 
-def get_basic_setup(accelerator: Any, num_samples: int = 82, batch_size: int = 16) -> tuple[Any, Any, Any]:
+def get_basic_setup(
+    accelerator: Any, num_samples: int = 82, batch_size: int = 16
+) -> tuple[Any, Any, Any]:
     set_seed(42)
     model = RegressionModel()
-    loader = DataLoader(RegressionDataset(length=num_samples, seed=1), batch_size=batch_size)
+    loader = DataLoader(
+        RegressionDataset(length=num_samples, seed=1), batch_size=batch_size
+    )
     prepared, loader = accelerator.prepare(RegressionModel(), loader)
     return model.to(accelerator.device), prepared, loader
 
 
-def generate_predictions(model: Any, dataloader: Any, accelerator: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def generate_predictions(
+    model: Any, dataloader: Any, accelerator: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        found = [accelerator.gather_for_metrics((model(batch["x"]), batch["y"])) for batch in dataloader]
+        found = [
+            accelerator.gather_for_metrics((model(batch["x"]), batch["y"]))
+            for batch in dataloader
+        ]
     outputs, targets = zip(*found, strict=True)
     return torch.cat(outputs), torch.cat(targets)
 
@@ -52,7 +61,9 @@ def test_torch_metrics(
 ) -> None:
     _, model, loader = get_basic_setup(accelerator, num_samples, batch_size)
     outputs, targets = generate_predictions(model, loader, accelerator)
-    assert len(outputs) == len(targets) == num_samples, f"{len(outputs)} predictions for {num_samples} samples"
+    assert len(outputs) == len(targets) == num_samples, (
+        f"{len(outputs)} predictions for {num_samples} samples"
+    )
 
 
 def test_gather_for_metrics_with_iterable_dataset() -> None:
@@ -61,7 +72,11 @@ def test_gather_for_metrics_with_iterable_dataset() -> None:
     handler = ListHandler()
     logger = logging.getLogger("accelerate")
     logger.addHandler(handler)
-    loader = accelerator.prepare(DataLoader(DummyIterableDataset([torch.tensor(n) for n in range(30)]), batch_size=10))
+    loader = accelerator.prepare(
+        DataLoader(
+            DummyIterableDataset([torch.tensor(n) for n in range(30)]), batch_size=10
+        )
+    )
     found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     logger.removeHandler(handler)
     assert found.tolist() == list(range(30)), found
@@ -69,18 +84,30 @@ def test_gather_for_metrics_with_iterable_dataset() -> None:
 
 
 def test_gather_for_metrics_with_non_tensor_objects_iterable_dataset() -> None:
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=False)
+    )
     words = [str(one) for one in range(30)]
-    plain: DataLoader[Any] = DataLoader(DummyIterableDataset(words), batch_size=10, collate_fn=list)
+    plain: DataLoader[Any] = DataLoader(
+        DummyIterableDataset(words), batch_size=10, collate_fn=list
+    )
     loader = accelerator.prepare(plain)
-    found = [one for batch in loader for one in accelerator.gather_for_metrics(batch, use_gather_object=True)]
+    found = [
+        one
+        for batch in loader
+        for one in accelerator.gather_for_metrics(batch, use_gather_object=True)
+    ]
     assert sorted(found, key=int) == words, found
 
 
 def test_gather_for_metrics_drop_last() -> None:
     accelerator = Accelerator()
     size, n = 5, accelerator.num_processes
-    plain: DataLoader[Any] = DataLoader(range(2 * size * n + 1), batch_size=size, drop_last=True)  # type: ignore[arg-type]
+    plain: DataLoader[Any] = DataLoader(
+        range(2 * size * n + 1),  # type: ignore[arg-type]
+        batch_size=size,
+        drop_last=True,
+    )
     loader = accelerator.prepare(plain)
     *_, last = (accelerator.gather_for_metrics(batch) for batch in loader)
     assert len(last) == size * n, last

@@ -43,19 +43,31 @@ def assert_clean_cuda_fork_function() -> None:
     assert not begun, "CUDA was initialised by the parent"
 
 
-def _check(about: str, function: Callable[[], None], **options: Any) -> Callable[[], None]:
+def _check(
+    about: str, function: Callable[[], None], **options: Any
+) -> Callable[[], None]:
     def run() -> None:
-        accelerate.notebook_launcher(function, (), num_processes=NUM_PROCESSES, **options)
+        accelerate.notebook_launcher(
+            function, (), num_processes=NUM_PROCESSES, **options
+        )
 
     run.__doc__ = about
     return run
 
 
 test_can_initialize = _check("Check that processes start.", basic_function)
-test_static_rdzv_backend = _check("Check the rendezvous without a server.", basic_function, rdzv_backend="static")
-test_c10d_rdzv_backend = _check("Check the rendezvous of torch.", basic_function, rdzv_backend="c10d")
-test_clean_cuda_fork = _check("Check that processes begin without CUDA.", assert_clean_cuda_fork_function)
-test_problematic_imports = _check("Check that a notebook's imports do not matter: nothing is forked.", basic_function)
+test_static_rdzv_backend = _check(
+    "Check the rendezvous without a server.", basic_function, rdzv_backend="static"
+)
+test_c10d_rdzv_backend = _check(
+    "Check the rendezvous of torch.", basic_function, rdzv_backend="c10d"
+)
+test_clean_cuda_fork = _check(
+    "Check that processes begin without CUDA.", assert_clean_cuda_fork_function
+)
+test_problematic_imports = _check(
+    "Check that a notebook's imports do not matter: nothing is forked.", basic_function
+)
 
 
 def test_fault_tolerant(max_restarts: int = 3) -> None:
@@ -63,7 +75,11 @@ def test_fault_tolerant(max_restarts: int = 3) -> None:
         for number in range(max_restarts):
             Path(folder, str(number)).touch()
         accelerate.notebook_launcher(
-            tough_nut_function, (folder,), num_processes=NUM_PROCESSES, rdzv_backend="c10d", max_restarts=max_restarts
+            tough_nut_function,
+            (folder,),
+            num_processes=NUM_PROCESSES,
+            rdzv_backend="c10d",
+            max_restarts=max_restarts,
         )
 
 
@@ -72,15 +88,26 @@ def test_monitoring(monitor_interval: float = 0.01, sleep_sec: int = 100) -> Non
     started = time.monotonic()
     try:
         accelerate.notebook_launcher(
-            bipolar_sleep_function, (sleep_sec,), num_processes=NUM_PROCESSES, monitor_interval=monitor_interval
+            bipolar_sleep_function,
+            (sleep_sec,),
+            num_processes=NUM_PROCESSES,
+            monitor_interval=monitor_interval,
         )
-    except Exception as error:  # of the launcher or of the child: what counts is how soon it came
-        assert "fails at once" in str(error) or time.monotonic() - started < sleep_sec, error
+    # of the launcher or of the child: what counts is how soon it came
+    except Exception as error:
+        assert (
+            "fails at once" in str(error) or time.monotonic() - started < sleep_sec
+        ), error
     assert time.monotonic() - started < sleep_sec, "the others were not stopped"
 
 
 def main() -> None:
-    for check in (test_can_initialize, test_static_rdzv_backend, test_c10d_rdzv_backend, test_clean_cuda_fork):
+    for check in (
+        test_can_initialize,
+        test_static_rdzv_backend,
+        test_c10d_rdzv_backend,
+        test_clean_cuda_fork,
+    ):
         check()
     if NUM_PROCESSES > 1:
         test_fault_tolerant()

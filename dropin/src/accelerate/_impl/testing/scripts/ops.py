@@ -26,7 +26,11 @@ def _all(state: Any) -> torch.Tensor:
 
 
 def _equal(found: Any, expected: Any) -> None:
-    same = torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
+    same = (
+        torch.equal(found, expected)
+        if isinstance(found, torch.Tensor)
+        else found == expected
+    )
     assert same, f"the processes got {found} instead of {expected}"
 
 
@@ -35,7 +39,9 @@ def test_gather(state: Any) -> None:
 
 
 def test_gather_object(state: Any) -> None:
-    _equal(tensors.gather_object([state.process_index]), list(range(state.num_processes)))
+    _equal(
+        tensors.gather_object([state.process_index]), list(range(state.num_processes))
+    )
 
 
 def test_gather_non_contiguous(state: Any) -> None:
@@ -45,12 +51,17 @@ def test_gather_non_contiguous(state: Any) -> None:
 
 
 def test_broadcast(state: Any) -> None:
-    _equal(tensors.broadcast(create_tensor(state)), torch.arange(1.0, state.num_processes + 1, device=state.device))
+    _equal(
+        tensors.broadcast(create_tensor(state)),
+        torch.arange(1.0, state.num_processes + 1, device=state.device),
+    )
 
 
 def test_pad_across_processes(state: Any) -> None:
     """Check that shorter tensors are filled with zeros up to the longest one's length."""
-    own = torch.arange(state.num_processes + (state.process_index == 0), device=state.device)
+    own = torch.arange(
+        state.num_processes + (state.process_index == 0), device=state.device
+    )
     padded = tensors.pad_across_processes(own)
     _equal(padded.shape, torch.Size([state.num_processes + 1]))
     _equal(padded[: len(own)], own)
@@ -58,11 +69,17 @@ def test_pad_across_processes(state: Any) -> None:
 
 
 def test_reduce_sum(state: Any) -> None:
-    _equal(tensors.reduce(create_tensor(state), "sum"), _all(state).view(state.num_processes, -1).sum(0))
+    _equal(
+        tensors.reduce(create_tensor(state), "sum"),
+        _all(state).view(state.num_processes, -1).sum(0),
+    )
 
 
 def test_reduce_mean(state: Any) -> None:
-    _equal(tensors.reduce(create_tensor(state), "mean"), _all(state).view(state.num_processes, -1).mean(0))
+    _equal(
+        tensors.reduce(create_tensor(state), "mean"),
+        _all(state).view(state.num_processes, -1).mean(0),
+    )
 
 
 def test_reduce_max(state: Any) -> None:
@@ -79,7 +96,10 @@ def test_op_checker(state: Any) -> None:
         with patch_environment(ACCELERATE_DEBUG_MODE="1"):
             uneven = torch.zeros(2 + state.process_index, device=state.device)
             for operation in (tensors.gather, tensors.broadcast, tensors.reduce):
-                with assert_exception(DistributedOperationException, ": [2]}\n  - Process 1: {'tensor': [3]}"):
+                with assert_exception(
+                    DistributedOperationException,
+                    ": [2]}\n  - Process 1: {'tensor': [3]}",
+                ):
                     operation({"tensor": uneven})
     finally:
         state.debug = before
@@ -88,15 +108,30 @@ def test_op_checker(state: Any) -> None:
 def test_copy_tensor_to_devices(state: Any) -> None:
     """Check that every process has the first one's tensor after it was sent, on XLA devices."""
     if state.device.type == "xla":
-        _equal(tensors.copy_tensor_to_devices(create_tensor(state)), torch.arange(1.0, state.num_processes + 1))
+        _equal(
+            tensors.copy_tensor_to_devices(create_tensor(state)),
+            torch.arange(1.0, state.num_processes + 1),
+        )
 
 
 def main() -> None:
     state = PartialState()
     state.print(f"State: {state}")
     checks = (
-        *(test_gather, test_gather_object, test_gather_non_contiguous, test_broadcast, test_pad_across_processes),
-        *(test_reduce_sum, test_reduce_mean, test_reduce_max, test_op_checker, test_copy_tensor_to_devices),
+        *(
+            test_gather,
+            test_gather_object,
+            test_gather_non_contiguous,
+            test_broadcast,
+            test_pad_across_processes,
+        ),
+        *(
+            test_reduce_sum,
+            test_reduce_mean,
+            test_reduce_max,
+            test_op_checker,
+            test_copy_tensor_to_devices,
+        ),
     )
     for check in checks:
         state.print(f"testing {check.__name__.removeprefix('test_')}")

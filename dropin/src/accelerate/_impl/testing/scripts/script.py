@@ -15,7 +15,11 @@ from accelerate._impl.loaders.samplers import BatchSamplerShard, SeedableRandomS
 from accelerate._impl.loaders.share import prepare_data_loader
 from accelerate._impl.settings.general import DataLoaderConfiguration
 from accelerate._impl.tensors import gather, gather_object
-from accelerate._impl.testing.cases import are_the_same_tensors, assert_exception, capture_call_output
+from accelerate._impl.testing.cases import (
+    are_the_same_tensors,
+    assert_exception,
+    capture_call_output,
+)
 from accelerate._impl.testing.training import RegressionDataset, RegressionModel
 from accelerate._impl.views.random import synchronize_rng_states
 from accelerate._impl.views.state import AcceleratorState, PartialState
@@ -28,12 +32,17 @@ RTOL = 1e-6
 
 
 def generate_baseline_dataloader(
-    train_set: Any, generator: torch.Generator, batch_size: int, use_seedable_sampler: bool = False
+    train_set: Any,
+    generator: torch.Generator,
+    batch_size: int,
+    use_seedable_sampler: bool = False,
 ) -> DataLoader[Any]:
     if use_seedable_sampler:
         sampler = SeedableRandomSampler(train_set, generator=generator, data_seed=42)
         return DataLoader(train_set, batch_size=batch_size, sampler=sampler)
-    return DataLoader(train_set, batch_size=batch_size, shuffle=True, generator=generator)
+    return DataLoader(
+        train_set, batch_size=batch_size, shuffle=True, generator=generator
+    )
 
 
 def _print(about: str, index: str, what: str) -> Callable[..., None]:
@@ -45,7 +54,11 @@ def _print(about: str, index: str, what: str) -> Callable[..., None]:
 
 
 print_main = _print("Print from the main process.", "process_index", "the main process")
-print_local_main = _print("Print from a machine's main process.", "local_process_index", "the local main process")
+print_local_main = _print(
+    "Print from a machine's main process.",
+    "local_process_index",
+    "the local main process",
+)
 print_last = _print("Print from the last process.", "process_index", "the last process")
 print_on = _print("Print from a process of this index.", "process_index", "process {}:")
 
@@ -55,12 +68,28 @@ def process_execution_check() -> None:
     accelerator = Accelerator()
     state, last = accelerator.state, accelerator.num_processes - 1
     cases: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = [
-        (accelerator.on_main_process(print_main), (state,), accelerator.is_main_process),
-        (accelerator.on_local_main_process(print_local_main), (state,), accelerator.is_local_main_process),
-        (accelerator.on_last_process(print_last), (state,), accelerator.process_index == last),
+        (
+            accelerator.on_main_process(print_main),
+            (state,),
+            accelerator.is_main_process,
+        ),
+        (
+            accelerator.on_local_main_process(print_local_main),
+            (state,),
+            accelerator.is_local_main_process,
+        ),
+        (
+            accelerator.on_last_process(print_last),
+            (state,),
+            accelerator.process_index == last,
+        ),
     ]
     cases += [
-        (accelerator.on_process(print_on, process_index=index), (state, index), accelerator.process_index == index)
+        (
+            accelerator.on_process(print_on, process_index=index),
+            (state, index),
+            accelerator.process_index == index,
+        )
         for index in range(accelerator.num_processes)
     ]
     for function, args, here in cases:
@@ -82,10 +111,14 @@ def rng_sync_check() -> None:
     state = AcceleratorState()
     torch.manual_seed(state.process_index)
     synchronize_rng_states(["torch"])
-    assert are_the_same_tensors(torch.get_rng_state()), "the states of torch differ between processes"
+    assert are_the_same_tensors(torch.get_rng_state()), (
+        "the states of torch differ between processes"
+    )
     generator = torch.Generator().manual_seed(state.process_index)
     synchronize_rng_states(["generator"], generator=generator)
-    assert are_the_same_tensors(generator.get_state()), "the states of the generator differ between processes"
+    assert are_the_same_tensors(generator.get_state()), (
+        "the states of the generator differ between processes"
+    )
     state.print("All rng are properly synched.")
 
 
@@ -100,11 +133,25 @@ def _loaders_checked(dispatch_batches: bool) -> None:
         for split_batches in (False, True):
             size = 8 * (state.num_processes if split_batches else 1)
             plain = DataLoader(range(length), batch_size=size, shuffle=shuffle)  # type: ignore[arg-type, var-annotated]
-            how: Any = {"put_on_device": True, "split_batches": split_batches, "dispatch_batches": dispatch_batches}
-            found = _rows(prepare_data_loader(plain, state.device, state.num_processes, state.process_index, **how))
-            assert torch.equal(found.sort().values, torch.arange(length)), f"rows {found.tolist()} of {length}"
-            assert shuffle or torch.equal(found, torch.arange(length)), f"rows out of order: {found.tolist()}"
-            assert not shuffle or not torch.equal(found, torch.arange(length)), "rows were not shuffled"
+            how: Any = {
+                "put_on_device": True,
+                "split_batches": split_batches,
+                "dispatch_batches": dispatch_batches,
+            }
+            found = _rows(
+                prepare_data_loader(
+                    plain, state.device, state.num_processes, state.process_index, **how
+                )
+            )
+            assert torch.equal(found.sort().values, torch.arange(length)), (
+                f"rows {found.tolist()} of {length}"
+            )
+            assert shuffle or torch.equal(found, torch.arange(length)), (
+                f"rows out of order: {found.tolist()}"
+            )
+            assert not shuffle or not torch.equal(found, torch.arange(length)), (
+                "rows were not shuffled"
+            )
         kind = "central dataloader" if dispatch_batches else "dataloader"
         state.print(f"{'Shuffled' if shuffle else 'Non-shuffled'} {kind} passing.")
 
@@ -121,14 +168,25 @@ def central_dl_preparation_check() -> None:
 def custom_sampler_check() -> None:
     state: Any = AcceleratorState()
     rows = list(range(16 * state.num_processes))
-    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=BatchSampler(rows[::-1], 4, False))  # type: ignore[arg-type]
-    prepared = prepare_data_loader(loader, state.device, state.num_processes, state.process_index, put_on_device=True)
+    loader: DataLoader[Any] = DataLoader(
+        rows,  # type: ignore[arg-type]
+        batch_sampler=BatchSampler(rows[::-1], 4, False),
+    )
+    prepared = prepare_data_loader(
+        loader,
+        state.device,
+        state.num_processes,
+        state.process_index,
+        put_on_device=True,
+    )
     assert _rows(prepared).tolist() == rows[::-1]
 
 
 def _shuffled(**options: Any) -> Callable[[], list[Any]]:
     config = DataLoaderConfiguration(use_seedable_sampler=True, **options)
-    loader = Accelerator(dataloader_config=config).prepare(DataLoader(range(16), batch_size=4, shuffle=True))  # type: ignore[arg-type]
+    loader = Accelerator(dataloader_config=config).prepare(
+        DataLoader(range(16), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    )
     return lambda: [batch.tolist() for batch in loader]
 
 
@@ -151,32 +209,49 @@ def check_seedable_sampler_in_batch_sampler_shard() -> None:
     config = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator: Any = Accelerator(dataloader_config=config)
     plain: DataLoader[Any] = DataLoader(range(64), batch_size=4, shuffle=True)  # type: ignore[arg-type]
-    prepared = prepare_data_loader(plain, accelerator.device, 2, 0, put_on_device=True, use_seedable_sampler=True)
+    prepared = prepare_data_loader(
+        plain, accelerator.device, 2, 0, put_on_device=True, use_seedable_sampler=True
+    )
     assert isinstance(prepared.batch_sampler, BatchSamplerShard)
-    assert isinstance(prepared.batch_sampler.batch_sampler.sampler, SeedableRandomSampler)
+    assert isinstance(
+        prepared.batch_sampler.batch_sampler.sampler, SeedableRandomSampler
+    )
     assert isinstance(plain.sampler, RandomSampler)
 
 
 def mock_training(
-    length: int, batch_size: int, generator: torch.Generator, use_seedable_sampler: bool = False
+    length: int,
+    batch_size: int,
+    generator: torch.Generator,
+    use_seedable_sampler: bool = False,
 ) -> tuple[RegressionDataset, nn.Module]:
     set_seed(42)
     generator.manual_seed(42)
     data, model = RegressionDataset(length=length, seed=42), RegressionModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = generate_baseline_dataloader(data, generator, batch_size, use_seedable_sampler)
+    loader = generate_baseline_dataloader(
+        data, generator, batch_size, use_seedable_sampler
+    )
     _three_epochs(model, loader, optimizer, torch.Tensor.backward)
     return data, model
 
 
-def _three_epochs(model: Any, loader: Any, optimizer: Any, backward: Callable[[torch.Tensor], None]) -> None:
+def _three_epochs(
+    model: Any, loader: Any, optimizer: Any, backward: Callable[[torch.Tensor], None]
+) -> None:
     for batch in (batch for _ in range(3) for batch in loader):
         model.zero_grad()
         backward(nn.functional.mse_loss(model(batch["x"]).float(), batch["y"]))
         optimizer.step()
 
 
-def _trained(data: RegressionDataset, generator: torch.Generator, size: int, seedable: bool, **options: Any) -> Any:
+def _trained(
+    data: RegressionDataset,
+    generator: torch.Generator,
+    size: int,
+    seedable: bool,
+    **options: Any,
+) -> Any:
     precision = options.pop("mixed_precision", None)
     config = DataLoaderConfiguration(use_seedable_sampler=seedable, **options)
     AcceleratorState._reset_state()
@@ -185,7 +260,9 @@ def _trained(data: RegressionDataset, generator: torch.Generator, size: int, see
     generator.manual_seed(42)
     loader: Any = generate_baseline_dataloader(data, generator, size, seedable)
     model: Any = RegressionModel()
-    loader, model, optimizer = accelerator.prepare(loader, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader, model, optimizer = accelerator.prepare(
+        loader, model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     _three_epochs(model, loader, optimizer, accelerator.backward)
     return accelerator.unwrap_model(model).cpu()
 
@@ -196,14 +273,28 @@ def training_check(use_seedable_sampler: bool = False) -> None:
     generator, size, n = torch.Generator(), 8, state.num_processes
     data, plain = mock_training(size * 4 * n, size * n, generator, use_seedable_sampler)
     for split, said in ((False, "no batch split"), (True, "batch split")):
-        made = _trained(data, generator, size * n if split else size, use_seedable_sampler, split_batches=split)
+        made = _trained(
+            data,
+            generator,
+            size * n if split else size,
+            use_seedable_sampler,
+            split_batches=split,
+        )
         for mine, theirs in zip(plain.parameters(), made.parameters(), strict=True):
-            assert torch.allclose(mine, theirs, atol=ATOL, rtol=RTOL), f"{said}: {theirs} instead of {mine}"
-        state.print(f"Training yielded the same results on one CPU or distributed setup with {said}.")
+            assert torch.allclose(mine, theirs, atol=ATOL, rtol=RTOL), (
+                f"{said}: {theirs} instead of {mine}"
+            )
+        state.print(
+            f"Training yielded the same results on one CPU or distributed setup with {said}."
+        )
     for precision in ("bf16", "fp16"):
-        made = _trained(data, generator, size, use_seedable_sampler, mixed_precision=precision)
+        made = _trained(
+            data, generator, size, use_seedable_sampler, mixed_precision=precision
+        )
         for mine, theirs in zip(plain.parameters(), made.parameters(), strict=True):
-            assert torch.allclose(mine, theirs, atol=0.1), f"{precision}: {theirs}, far from {mine}"
+            assert torch.allclose(mine, theirs, atol=0.1), (
+                f"{precision}: {theirs}, far from {mine}"
+            )
         state.print(f"{precision.upper()} training check.")
     AcceleratorState._reset_state()
     Accelerator()
@@ -214,16 +305,25 @@ def test_split_between_processes_list() -> None:
     with state.split_between_processes(list(range(2 * state.num_processes))) as part:
         assert part == [2 * state.process_index, 2 * state.process_index + 1], part
     if state.num_processes > 1:
-        with state.split_between_processes(list(range(3 * state.num_processes - 1)), apply_padding=True) as part:
+        with state.split_between_processes(
+            list(range(3 * state.num_processes - 1)), apply_padding=True
+        ) as part:
             assert len(part) == 3, part
 
 
 def test_split_between_processes_nested_dict() -> None:
     state = AcceleratorState()
     count, at = 2 * state.num_processes, state.process_index
-    whole: dict[str, Any] = {"a": list(range(count)), "b": [str(one) for one in range(count)], "c": torch.arange(count)}
+    whole: dict[str, Any] = {
+        "a": list(range(count)),
+        "b": [str(one) for one in range(count)],
+        "c": torch.arange(count),
+    }
     with state.split_between_processes(whole) as part:
-        assert part["a"] == [2 * at, 2 * at + 1] and part["b"] == [str(2 * at), str(2 * at + 1)], part
+        assert part["a"] == [2 * at, 2 * at + 1] and part["b"] == [
+            str(2 * at),
+            str(2 * at + 1),
+        ], part
         assert part["c"].tolist() == part["a"], part
 
 
@@ -231,7 +331,9 @@ def test_split_between_processes_tensor() -> None:
     state = AcceleratorState()
     rows = torch.arange(4 * state.num_processes).view(state.num_processes, 4)
     with state.split_between_processes(rows) as part:
-        assert torch.equal(part.cpu(), rows[state.process_index : state.process_index + 1]), part
+        assert torch.equal(
+            part.cpu(), rows[state.process_index : state.process_index + 1]
+        ), part
 
 
 def test_split_between_processes_evenly() -> None:
@@ -246,9 +348,13 @@ def test_split_between_processes_evenly() -> None:
 
 def test_split_between_processes_dataset(datasets_Dataset: Any) -> None:  # noqa: N803  the original's name
     state = AcceleratorState()
-    whole = datasets_Dataset.from_list([{"k": one} for one in range(2 * state.num_processes)])
+    whole = datasets_Dataset.from_list(
+        [{"k": one} for one in range(2 * state.num_processes)]
+    )
     with state.split_between_processes(whole) as part:
-        assert part["k"][:] == [2 * state.process_index, 2 * state.process_index + 1], part
+        assert part["k"][:] == [2 * state.process_index, 2 * state.process_index + 1], (
+            part
+        )
 
 
 def test_trigger() -> None:
@@ -275,10 +381,25 @@ def main() -> None:
     state: Any = Accelerator().state
     state.print("**Initialization**")
     init_state_check()
-    checks: list[Callable[..., None]] = [process_execution_check, test_split_between_processes_list]
-    checks += [test_split_between_processes_nested_dict, test_split_between_processes_tensor]
-    checks += [test_split_between_processes_evenly, rng_sync_check, dl_preparation_check, central_dl_preparation_check]
-    checks += [custom_sampler_check, check_seedable_sampler, check_seedable_sampler_with_data_seed]
+    checks: list[Callable[..., None]] = [
+        process_execution_check,
+        test_split_between_processes_list,
+    ]
+    checks += [
+        test_split_between_processes_nested_dict,
+        test_split_between_processes_tensor,
+    ]
+    checks += [
+        test_split_between_processes_evenly,
+        rng_sync_check,
+        dl_preparation_check,
+        central_dl_preparation_check,
+    ]
+    checks += [
+        custom_sampler_check,
+        check_seedable_sampler,
+        check_seedable_sampler_with_data_seed,
+    ]
     checks += [check_seedable_sampler_in_batch_sampler_shard]
     for check in checks:
         state.print(f"\n**{check.__name__}**")

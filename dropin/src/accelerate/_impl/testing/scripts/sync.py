@@ -25,17 +25,29 @@ _EVERY = 2
 
 
 def check_model_parameters(
-    model_a: nn.Module, model_b: nn.Module, did_step: bool, iteration: int, **kwargs: Any
+    model_a: nn.Module,
+    model_b: nn.Module,
+    did_step: bool,
+    iteration: int,
+    **kwargs: Any,
 ) -> None:
     """Raise unless the gradients of two models are equal after a synchronised step, and different otherwise."""
     for a, b in zip(model_a.parameters(), model_b.parameters(), strict=True):
         if a.requires_grad and a.grad is not None and b.grad is not None:
             same = torch.allclose(a.grad, b.grad, **kwargs)
             wanted = "equal" if did_step else "different"
-            assert same == did_step, f"iteration {iteration}: {a.grad} and {b.grad} should be {wanted}"
+            assert same == did_step, (
+                f"iteration {iteration}: {a.grad} and {b.grad} should be {wanted}"
+            )
 
 
-def step_model(model: Any, input: Tensor, target: Tensor, accelerator: Any, do_backward: bool = True) -> None:
+def step_model(
+    model: Any,
+    input: Tensor,
+    target: Tensor,
+    accelerator: Any,
+    do_backward: bool = True,
+) -> None:
     """Run forward and backward; without `do_backward`, the loss is divided by hand and the Accelerator is left out."""
     model.train()
     loss = functional.mse_loss(model(input), target.to(input.device))
@@ -54,7 +66,9 @@ def get_training_setup(accelerator: Any, sched: bool = False) -> tuple[Any, ...]
     model.to(accelerator.device)
     if not sched:
         return model, *accelerator.prepare(prepared, loader)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, prepared)]
+    optimizers = [
+        torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, prepared)
+    ]
     schedulers = [LambdaLR(one, lambda epoch: 0.65**epoch) for one in optimizers]
     made = accelerator.prepare(prepared, optimizers[1], loader, schedulers[1])
     return model, optimizers[0], schedulers[0], made[2], made[0], made[1], made[3]
@@ -71,7 +85,11 @@ def test_noop_sync(accelerator: Any) -> None:
 
 
 def _gradients(model: nn.Module) -> Tensor:
-    return torch.stack([one.grad for one in model.parameters() if one.grad is not None]).detach().clone()
+    return (
+        torch.stack([one.grad for one in model.parameters() if one.grad is not None])
+        .detach()
+        .clone()
+    )
 
 
 def test_distributed_sync(accelerator: Any) -> None:
@@ -81,10 +99,14 @@ def test_distributed_sync(accelerator: Any) -> None:
     with accelerator.no_sync(model):
         step_model(model, batch["x"], batch["y"], accelerator)
     apart = accelerator.gather(_gradients(model)[None])
-    assert not torch.equal(apart[0], apart[1]), "no_sync let gradients reach the other process"
+    assert not torch.equal(apart[0], apart[1]), (
+        "no_sync let gradients reach the other process"
+    )
     step_model(model, batch["x"], batch["y"], accelerator)
     together = accelerator.gather(_gradients(model)[None])
-    assert torch.equal(together[0], together[1]), "gradients differ after a synchronised step"
+    assert torch.equal(together[0], together[1]), (
+        "gradients differ after a synchronised step"
+    )
     assert torch.allclose(together[0], 2 * apart.mean(0), rtol=1e-4), (together, apart)
 
 
@@ -99,17 +121,27 @@ def test_distributed_sync_multiple_fwd(accelerator: Any) -> None:
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(losses[-1])
     together = accelerator.gather(_gradients(model)[None])
-    assert torch.equal(together[0], together[1]), "gradients differ after trigger_sync_in_backward"
+    assert torch.equal(together[0], together[1]), (
+        "gradients differ after trigger_sync_in_backward"
+    )
 
 
-def _accelerator(split_batches: bool, dispatch_batches: bool, sync_each_batch: bool) -> Accelerator:
-    config = DataLoaderConfiguration(split_batches=split_batches, dispatch_batches=dispatch_batches)
-    plugin = GradientAccumulationPlugin(num_steps=_EVERY, sync_each_batch=sync_each_batch)
+def _accelerator(
+    split_batches: bool, dispatch_batches: bool, sync_each_batch: bool
+) -> Accelerator:
+    config = DataLoaderConfiguration(
+        split_batches=split_batches, dispatch_batches=dispatch_batches
+    )
+    plugin = GradientAccumulationPlugin(
+        num_steps=_EVERY, sync_each_batch=sync_each_batch
+    )
     return Accelerator(dataloader_config=config, gradient_accumulation_plugin=plugin)
 
 
 def test_gradient_accumulation(
-    split_batches: bool = False, dispatch_batches: bool = False, sync_each_batch: bool = False
+    split_batches: bool = False,
+    dispatch_batches: bool = False,
+    sync_each_batch: bool = False,
 ) -> None:
     """Check that gradients of a window are those of one step over all its samples, on every process."""
     accelerator = _accelerator(split_batches, dispatch_batches, sync_each_batch)
@@ -129,11 +161,15 @@ def test_gradient_accumulation(
 
 
 def test_gradient_accumulation_with_opt_and_scheduler(
-    split_batches: bool = False, dispatch_batches: bool = False, sync_each_batch: bool = False
+    split_batches: bool = False,
+    dispatch_batches: bool = False,
+    sync_each_batch: bool = False,
 ) -> None:
     """Check that weights and learning rates change at the end of a window only, and as those of a plain loop."""
     accelerator = _accelerator(split_batches, dispatch_batches, sync_each_batch)
-    model, optimizer, scheduler, loader, prepared, own, its = get_training_setup(accelerator, True)
+    model, optimizer, scheduler, loader, prepared, own, its = get_training_setup(
+        accelerator, True
+    )
     for iteration, batch in enumerate(loader):
         inputs, targets = accelerator.gather((batch["x"], batch["y"]))
         ended = (iteration + 1) % _EVERY == 0 or iteration + 1 == len(loader)
@@ -152,14 +188,18 @@ def test_gradient_accumulation_with_opt_and_scheduler(
         rates = optimizer.param_groups[0]["lr"], own.param_groups[0]["lr"]
         assert rates[0] == rates[1], f"iteration {iteration}: learning rates {rates}"
         for a, b in zip(model.parameters(), prepared.parameters(), strict=True):
-            assert torch.allclose(a, b, rtol=1e-4), f"iteration {iteration}: {a} and {b}"
+            assert torch.allclose(a, b, rtol=1e-4), (
+                f"iteration {iteration}: {a} and {b}"
+            )
     GradientState._reset_state()
 
 
 def test_dataloader_break() -> None:
     """Check that a loop inside of a loop, and one that is left early, leave the active loader as it was."""
     accelerator = Accelerator()
-    first, second = accelerator.prepare(*(DataLoader(RegressionDataset(length=n), batch_size=16) for n in (80, 96)))
+    first, second = accelerator.prepare(
+        *(DataLoader(RegressionDataset(length=n), batch_size=16) for n in (80, 96))
+    )
     assert not accelerator.gradient_state.in_dataloader
     for iteration, _ in enumerate(first):
         assert accelerator.gradient_state.active_dataloader is first
@@ -184,7 +224,11 @@ def main() -> None:
         state.print("**Test Distributed `no_sync` context manager**")
         test_distributed_sync(accelerator)
         test_distributed_sync_multiple_fwd(accelerator)
-    kinds = itertools.product((False, True), repeat=3) if state.num_processes > 1 else [(False, False, False)]
+    kinds = (
+        itertools.product((False, True), repeat=3)
+        if state.num_processes > 1
+        else [(False, False, False)]
+    )
     for split, dispatch, each in kinds:
         said = f"`split_batches={split}`, `dispatch_batches={dispatch}`, `sync_each_batch={each}`"
         state.print(f"**Test `accumulate` gradient accumulation, {said}**")
