@@ -15,10 +15,9 @@ PLAN = ["plan", "train.py", "--gpu", "h200", "--global-batch", "8"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a script, bytes that are no text, and an empty folder."""
+    """A working folder with a script and an empty folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    (tmp_path / "bytes.py").write_bytes(b"accelerate \xff")
     (tmp_path / "empty").mkdir()
     return tmp_path
 
@@ -53,7 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["predict", "a:b", "train.py", "-o", "o.jsonl", "--batch-size=x"],
             "'x' is not an integer from 0",
         ),
-        (["migrate", "bytes.py"], "cannot be read as UTF-8 text"),
         (["data", "show", "empty", "--batch=-1"], "'-1' is not an integer from 0"),
         (["top", "--interval=-1"], "'-1' is not a number of seconds above 0"),
         (["tune", "train.py", "--updates=0"], "'0' is not an integer from 2"),

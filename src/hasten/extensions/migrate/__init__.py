@@ -1,1 +1,0 @@
-"""`hasten migrate`: a diff that ports a script from Hugging Face Accelerate. Start with `migrating.py`."""
