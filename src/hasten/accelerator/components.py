@@ -46,8 +46,6 @@ class Components:
     """The run log of this rank; None without one."""
     epochs: EpochLoops
     """The loops over epochs."""
-    rolling_back: bool
-    """True if the newest checkpoint will be loaded before the next batch."""
 
     def __init__(self, accelerator: Any) -> None:  # Any: the Accelerator, as above
         self.accelerator = accelerator

@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -88,7 +88,7 @@ from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose_strategy
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
-from hasten.trust.numbers.numbers import NumbersWatch, Rollback
+from hasten.trust.numbers.numbers import NumbersWatch
 from hasten.version import __version__
 
 # the modules of the components below, which are loaded when a component is first used
@@ -314,29 +314,14 @@ class Accelerator:
             )
         self._preemption = Preemption(self.ctx.world, self._clock)
         members: list[RunPart] = [self._preemption]
-        self._rollback: Rollback | None = None
         number_settings = numbers_settings(self.config, self._strategy, self._precision)
         if number_settings is not None:
-            if number_settings.then == "rollback":
-                find_newest, max_rollbacks = (
-                    partial(self._saving.newest, wait=True),
-                    number_settings.rollbacks,
-                )
-                self._rollback = Rollback(
-                    find_newest,
-                    self.load_state,
-                    self._clock.loaders,
-                    max_rollbacks,
-                    self.is_main_process,
-                )
-                members.append(self._rollback)
             numbers_watch = NumbersWatch(
                 self._prepared,
                 self.unwrap_model,
                 self.ctx,
                 self._clock,
                 number_settings,
-                self._rollback,
                 lambda: self._saving.newest(),
             )
             members.append(numbers_watch)
@@ -1202,18 +1187,6 @@ class Accelerator:
         for tell in parts.after_load if reports or must_exist else ():
             tell(None)
         return reports
-
-    def roll_back(self) -> bool:
-        """Load the newest checkpoint if `trust.numbers="rollback"` has requested it; returns whether it did. Ranks: every rank.
-
-        The loader calls this method before its next batch. Call it yourself where a loop may end after an update.
-        """
-        return self._rollback is not None and self._rollback.now()
-
-    @property
-    def _rolling_back(self) -> bool:
-        """True if the newest checkpoint will be loaded before the next batch."""
-        return self._rollback is not None and self._rollback.target is not None
 
     def wait_for_saves(self) -> None:
         """Wait for background saves; if one failed, its error is raised here. Ranks: every rank."""

@@ -296,17 +296,19 @@ def numbers_settings(
                 "loss. Set trust.numbers to report, stop or skip, or leave trust.numbers_spike out."
             )
         return None
-    holds_back = trust.numbers in ("skip", "rollback")
-    if holds_back and precision.scaler is not None and trust.numbers_spike is not None:
+    if (
+        trust.numbers == "skip"
+        and precision.scaler is not None
+        and trust.numbers_spike is not None
+    ):
         raise ConfigError(
-            f"trust.numbers_spike={trust.numbers_spike:g} with trust.numbers={trust.numbers} cannot be honoured under "
+            f"trust.numbers_spike={trust.numbers_spike:g} with trust.numbers=skip cannot be honoured under "
             "mixed_precision='fp16': the scaler decides which updates are skipped, and looks at overflow only. Use trust.numbers=stop or report, or 'bf16'."
         )
     return NumbersSettings(
         trust.numbers,
         trust.numbers_spike,
         strategy.caps.sharded_state,
-        trust.numbers_rollbacks,
         precision.scaler is not None,
         config.dynamo.backend != "no" and config.dynamo.makes_cuda_graphs,
     )

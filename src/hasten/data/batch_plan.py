@@ -349,8 +349,6 @@ class FoundSample:
     """Dataset indices, without padding."""
     given: bool
     """True if the batch had been returned when the checkpoint was saved."""
-    left_out: bool
-    """True if the run skips the batch after a rollback."""
 
 
 def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON values
@@ -406,19 +404,12 @@ def find(
         if reading["shuffled"]
         else positions
     )
-    first, end = plan.consumed(size, batch - 1), plan.consumed(size, batch)
+    end = plan.consumed(size, batch)
     is_returned = (batch_epoch, end) <= (int(state["epoch"]), int(state["consumed"]))
-    out = any(
-        left_out_range[0] == batch_epoch
-        and left_out_range[1] < end
-        and first < left_out_range[2]
-        for left_out_range in state.get("left_out", ())
-    )
     return FoundSample(
         batch_epoch,
         batch,
         steps,
         tuple(int(index) for index in indices),
         is_returned,
-        out,
     )

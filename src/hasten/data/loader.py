@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.data.batch_plan import derive_seed
-from hasten.data.position import BatchRange, Position, decode, encode
+from hasten.data.position import Position, decode, encode
 from hasten.data.source import BatchSource, Item, forward_epoch, samples_of_last_batch
 from hasten.errors import ArgumentError, PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
@@ -56,8 +56,6 @@ class LoaderIteration:
     """State of the source after the latest of these batches."""
     fresh: bool = True
     """True if the next iteration starts at `start`; False once an iteration has started there."""
-    left_out: set[BatchRange] = field(default_factory=set)
-    """Batches that are read and not returned."""
     iterator: weakref.ref[Iterator[Any]] | None = None
     """The newest iterator of the loader, if it has not been read yet."""
     requested_at: int = 0
@@ -184,19 +182,16 @@ class Loader(DataLoader[Any]):
         if unread and iteration.fresh and iteration.start.consumed:
             iteration.place(iteration.start.begin(iteration.start.epoch + 1))
 
-    def _begin(
-        self, skip: int, opened: bool = False
-    ) -> tuple[Iterator[Item], Position]:
-        """Start an iteration at the loader's position, or `skip` batches into that epoch."""
+    def _begin(self) -> tuple[Iterator[Item], Position]:
+        """Start an iteration at the loader's position; a skipping copy starts `skip` batches into that epoch."""
         parts = self.parts
         if not parts.iteration.fresh:
             parts.iteration.place(parts.iteration.upcoming())
         parts.clock.keep_position(parts.cursor)
         position = parts.iteration.start
-        if skip:
-            position = replace(
-                parts.source.skipped(replace(position, consumed=0), skip), batches=skip
-            )
+        if parts.skip:
+            first = parts.source.skipped(replace(position, consumed=0), parts.skip)
+            position = replace(first, batches=parts.skip)
         # a resumed epoch has saved states
         if parts.equalise is not None and position.consumed == 0:
             parts.equalise()
@@ -223,79 +218,49 @@ class Loader(DataLoader[Any]):
         cursor.pads_like = (
             None if steps is None else (size, position.consumed, total, steps)
         )
-        if not opened:
+        if not cursor.opened:
             parts.clock.loaders.opening(cursor)
         return items if parts.move is None else parts.move(items), position
 
     def _hand_out(self) -> Iterator[Any]:
-        """Yield the batches to the end of the epoch; after a rollback, from the new position to this epoch's end."""
-        cursor = self.parts.cursor
+        """Yield the batches from the loader's position to the end of its epoch."""
+        parts = self.parts
+        cursor, iteration, clock = parts.cursor, parts.iteration, parts.clock
         if cursor.num_again:  # the resumed epoch had completed this pass
-            cursor.num_again, cursor.num_ended = (
-                cursor.num_again - 1,
-                cursor.num_ended + 1,
-            )
+            cursor.num_again -= 1
+            cursor.num_ended += 1
             return
-        for tell in self.parts.clock.parts.pass_begins:
+        active, run_parts, total = clock.loaders, clock.parts, parts.total_batch_size
+        for tell in run_parts.pass_begins:
             tell(cursor)
-        items, pass_start = self._begin(self.parts.skip, opened=bool(cursor.opened))
-        active, until = self.parts.clock.loaders, pass_start.epoch
-        with self.parts.clock.watching(self.parts.cursor):
-            while True:
-                num_rollbacks = active.num_rollbacks
-                yield from self._pass(items, pass_start, num_rollbacks)
-                if active.num_rollbacks == num_rollbacks and pass_start.epoch >= until:
-                    return
-                if callable(close := getattr(items, "close", None)):
-                    close()
-                items, pass_start = self._begin(
-                    0 if self.parts.iteration.upcoming().consumed else self.parts.skip
+        items, pass_start = self._begin()
+        with clock.watching(cursor):
+            for batch, padding, last, source_state in items:
+                if iteration.start is pass_start:  # not superseded by a later pass
+                    iteration.steps += 1
+                    iteration.source_state = source_state
+                active.moving(cursor)
+                cursor.batch += 1
+                cursor.num_real, cursor.num_rows = (
+                    (None, None) if padding is None else padding
                 )
-
-    def _pass(
-        self, items: Iterator[Item], pass_start: Position, num_rollbacks: int
-    ) -> Iterator[Any]:
-        """Yield the batches of these items; stop early when the run was rolled back."""
-        cursor, iteration, clock = (
-            self.parts.cursor,
-            self.parts.iteration,
-            self.parts.clock,
-        )
-        active, run_parts, total = (
-            clock.loaders,
-            clock.parts,
-            self.parts.total_batch_size,
-        )
-        for batch, padding, last, source_state in items:
-            if iteration.start is pass_start:  # not superseded by a later pass
-                iteration.steps += 1
-                iteration.source_state = source_state
-                if iteration.left_out and self._is_left_out():
-                    continue
-            active.moving(cursor)
-            cursor.batch += 1
-            cursor.num_real, cursor.num_rows = (
-                (None, None) if padding is None else padding
-            )
-            cursor.at_end, cursor.given = last, batch
-            cursor.num_samples = total
-            if last:
-                source, steps = self.parts.source, iteration.steps
-                cursor.num_samples = samples_of_last_batch(
-                    source, pass_start, steps, cursor, total, self.batch_size
-                )
-            cursor.passes_at_batch = clock.num_passes
-            for tell in run_parts.batch_ready:
-                tell(cursor)
-            yield batch
-            for tell in run_parts.batch:
-                tell(cursor)
-            if active.num_rollbacks != num_rollbacks:
-                return
-            if clock.every > 1:
-                clock.keep_position(cursor)
-        if iteration.start is pass_start:
-            iteration.place(pass_start.begin(pass_start.epoch + 1))
+                cursor.at_end, cursor.given = last, batch
+                cursor.num_samples = total
+                if last:
+                    source, steps = self.parts.source, iteration.steps
+                    cursor.num_samples = samples_of_last_batch(
+                        source, pass_start, steps, cursor, total, self.batch_size
+                    )
+                cursor.passes_at_batch = clock.num_passes
+                for tell in run_parts.batch_ready:
+                    tell(cursor)
+                yield batch
+                for tell in run_parts.batch:
+                    tell(cursor)
+                if clock.every > 1:
+                    clock.keep_position(cursor)
+            if iteration.start is pass_start:
+                iteration.place(pass_start.begin(pass_start.epoch + 1))
 
     def _set_seeds(self, position: Position) -> None:
         parts = self.parts
@@ -349,36 +314,14 @@ class Loader(DataLoader[Any]):
         iteration = self.parts.iteration
         return iteration.start, iteration.steps
 
-    def batch_range(self, start: Position, steps: int) -> BatchRange:
-        """Return the global batch that contains this rank's batch number `steps` since `start`."""
-        if self.parts.source.unit == "stream":
-            return (start.epoch, start.batches + steps - 1, start.batches + steps)
-        first, end = (
-            self.parts.source.skipped(start, number).consumed
-            for number in (steps - 1, steps)
-        )
-        return (start.epoch, first, end)
-
     def number(self, start: Position, steps: int) -> int | None:
         """Return the number of that batch in its epoch, from 1; None if unknown, as after a resume with other ranks."""
         total = self.parts.total_batch_size
         if total is None or self.parts.source.unit != "samples":
             return None
-        number, remainder = divmod(self.batch_range(start, steps)[1], total)
+        first_sample = self.parts.source.skipped(start, steps - 1).consumed
+        number, remainder = divmod(first_sample, total)
         return None if remainder else number + 1
-
-    def leave_out(self, batches: Iterable[BatchRange]) -> None:
-        """Skip these global batches from now on, also after a resume. Ranks: every rank, with equal arguments."""
-        self.parts.iteration.left_out.update(batches)
-
-    def _is_left_out(self) -> bool:
-        epoch, first, end = self.batch_range(*self.current())
-        return any(
-            left_out_range[0] == epoch
-            and left_out_range[1] < end
-            and first < left_out_range[2]
-            for left_out_range in self.parts.iteration.left_out
-        )
 
     def samples(
         self, start: Position | None = None, steps: int = 0
@@ -496,8 +439,6 @@ class Loader(DataLoader[Any]):
         state = encode(position, source.unit, source.size())
         if (reading := getattr(source, "reading", None)) is not None:
             state["reading"] = dict(reading)
-        if iteration.left_out:
-            state["left_out"] = sorted(map(list, iteration.left_out))
         return state
 
     def saved_state(self, has_trained: bool = False) -> dict[str, Any]:
@@ -518,9 +459,7 @@ class Loader(DataLoader[Any]):
 
         Raises: DataError when the state belongs to other data.
         """
-        parts = self.parts
-        parts.iteration.place(self.checked(state))
-        parts.iteration.left_out = set(map(tuple, state.get("left_out", ())))
+        self.parts.iteration.place(self.checked(state))
 
     def checked(self, state: Mapping[str, Any]) -> Position:
         """Return the position in a state. Raises: DataError when it belongs to other data."""

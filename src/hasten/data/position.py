@@ -16,9 +16,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Part = tuple[Count, Count | None]
 """The number of shards, and the number of units of this rank's shard, if known."""
 
-BatchRange = tuple[Count, Count, Count]
-"""A global batch: its epoch, and its first position and end there, in units of the order (streams: in batches)."""
-
 Witness = tuple[Count, Count]
 """The number of units at the start of the order that were checked, and their checksum."""
 
@@ -65,14 +62,13 @@ class _StreamRecord(msgspec.Struct):
 
 
 class _LoaderRecord(msgspec.Struct):
-    """Required fields of a saved loader's state besides those of its position, and its batches that are left out."""
+    """Required fields of a saved loader's state besides those of its position."""
 
     unit: Unit
     size: Count | None
     epoch: Count
     consumed: Count
     seed: int
-    left_out: list[BatchRange] = msgspec.field(default_factory=list)
 
 
 def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:

@@ -69,10 +69,6 @@ class ActiveLoaders:
     watched: list[LoaderCursor] = field(default_factory=list)
     followed: LoaderCursor | None = None
     """The loader that the caller named for this step."""
-    num_rollbacks: int = 0
-    """Number of rollbacks: an iteration started before a rollback continues from the loader's new position."""
-    num_ended: int = 0
-    """Number of complete passes with training."""
     _exhausted: LoaderCursor | None = None
     """The loader that ran out last, unless another pass has started since."""
     now: int = 0
@@ -119,7 +115,6 @@ class ActiveLoaders:
         cursor.opened, cursor.given = 0, None
         if exhausted:
             self._exhausted, self.exhausted_at = cursor, self.now
-            self.num_ended += trained
             cursor.num_ended += all(
                 id(cursor) in other.partners for other in self.watched
             )

@@ -24,7 +24,8 @@ class _Loop:
     num_passes: int = 0
     """Number of backward passes of the run at the start of this body."""
     inner: _Level = field(default_factory=lambda: _Level())
-    loaded: _Loaded | None = None
+    loaded: bool = False
+    """True if a state was loaded that has not taken effect yet."""
 
 
 @dataclass(slots=True)
@@ -40,18 +41,6 @@ class _Level:
             self.loops.append(_Loop())
         self.num_begun += 1
         return self.loops[self.num_begun - 1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A state that was loaded into a loop and has not taken effect yet."""
-
-    body: int
-    """Epoch of the body that ran meanwhile; -1 for none."""
-    num_rollbacks: int
-    num_ended: int
-    epochs: tuple[int, ...]
-    """Epochs of the loaders."""
 
 
 class EpochLoops:
@@ -108,26 +97,18 @@ class EpochLoops:
 
     def _next(self, loop: _Loop) -> int:
         """Start the next body of the loop and return its epoch."""
-        loaded, loop.loaded = loop.loaded, None
-        # resume from the loaded state
-        if loaded is not None and not self._caught_up(loaded):
+        if loop.loaded:
+            loop.loaded = False
             loop.inner.num_begun = 0
         else:
-            # the body has ended that could have continued loaded passes
-            resumed = loop.inside and loaded is None
-            if loop.inside or loaded is not None:
-                loop.epoch = (loop.epoch if loaded is None else loaded.body) + 1
+            if loop.inside:
+                loop.epoch += 1
             loop.inner, loop.trained = _Level(), False
             for loader in self._objects.loaders:
-                loader.end_pass(resumed)
+                # the body has ended that could have continued loaded passes
+                loader.end_pass(resumed=loop.inside)
         loop.inside, loop.num_passes = True, self._clock.num_passes
         return loop.epoch
-
-    def _caught_up(self, loaded: _Loaded) -> bool:
-        """Return True if the rolled-back body has read its loader to the end since."""
-        loaders = self._clock.loaders
-        went_back = loaded.body >= 0 and loaders.num_rollbacks > loaded.num_rollbacks
-        return went_back and loaders.num_ended > loaded.num_ended and not self._midway()
 
     def _midway(self) -> list[int]:
         """Return the indices of the loaders that are inside an epoch."""
@@ -169,25 +150,13 @@ class EpochLoops:
         return states
 
     def _state(self, loop: _Loop, midway: list[int]) -> dict[str, Any]:
-        epoch, trained, loaded = (
-            loop.epoch,
-            loop.trained or self._clock.num_passes > loop.num_passes,
-            loop.loaded,
-        )
-        if loaded is not None and loaded.body >= 0 and self._caught_up(loaded):
-            return _begin_at(loaded.body + 1)
-        # the loader catches up with the running body
-        if loaded is not None and loaded.body >= 0 and midway:
-            epoch += max(
-                self._objects.loaders[i].epoch - loaded.epochs[i] for i in midway
-            )
-            return {"epoch": epoch, "inside": True, "trained": True, "inner": []}
+        trained = loop.trained or self._clock.num_passes > loop.num_passes
         if not loop.inside:
-            return _begin_at(epoch)
-        if loaded is None and self._over(loop, trained, midway):
-            return _begin_at(epoch + 1)
+            return _begin_at(loop.epoch)
+        if not loop.loaded and self._over(loop, trained, midway):
+            return _begin_at(loop.epoch + 1)
         return {
-            "epoch": epoch,
+            "epoch": loop.epoch,
             "inside": True,
             "trained": trained,
             "inner": self._states(loop.inner, midway),
@@ -221,28 +190,15 @@ class EpochLoops:
         )
         del level.loops[max(len(saved), level.num_begun) :]
         level.loops += [_Loop() for _ in saved[len(level.loops) :]]
-        loaders, epochs = (
-            self._clock.loaders,
-            tuple(loader.epoch for loader in self._objects.loaders),
-        )
         for index, loop in enumerate(level.loops):
             state = saved[index] if index < len(saved) else _begin_at(0)
-            body = (
-                loop.loaded.body
-                if loop.loaded is not None
-                else loop.epoch
-                if loop in self._open
-                else -1
-            )
             loop.epoch, loop.inside, loop.trained = (
                 state["epoch"],
                 state["inside"],
                 state["trained"],
             )
             loop.num_passes = self._clock.num_passes
-            loop.loaded = _Loaded(
-                body, loaders.num_rollbacks, loaders.num_ended, epochs
-            )
+            loop.loaded = True
             self._load(loop.inner, state["inner"])
 
 

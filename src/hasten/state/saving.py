@@ -490,10 +490,8 @@ class Saving:
             self._newest = place
         return list(map(attrgetter("report"), plan.models))
 
-    def newest(self, wait: bool = False) -> str | None:
-        """Return the checkpoint that this run saved or loaded last; `wait` (every rank) includes a save in flight."""
-        if wait:
-            self.wait_for_saves()
+    def newest(self) -> str | None:
+        """Return the checkpoint that this run saved or loaded last."""
         return self._newest
 
     def reconfigure(self, strategy: Strategy) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -120,44 +119,3 @@ def test_every_sample_of_every_epoch_once_on_another_number_of_processes(
             row for number, _, rows in steps if number == epoch for row in rows
         ) == list(range(ROWS))
     assert {epoch for part, _, _ in second for epoch, _, _ in part} == ({1, 2})
-
-
-@ranks(2, exhaustive=(1,))
-def test_a_run_that_goes_back_keeps_count(ctx: ProcessContext, tmp_path: Path) -> None:
-    """The loader catches up with the epoch of the loop; what is saved meanwhile resumes in the epoch of the loader."""
-    per_epoch = ROWS // (2 * ctx.world.size)
-    accelerator, prepared = make(ctx, tmp_path, bad=2, trust={"numbers": "rollback"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seen = train(accelerator, prepared, 4, (2, 3 * per_epoch + per_epoch))
-    bodies = list(dict.fromkeys(epoch for epoch, _, _ in seen))
-    assert bodies == [0, 1, 2, 3]
-    assert [number for body, number, _ in seen if body == 2][-1] == 2
-    assert {number for body, number, _ in seen if body == 3} == {3}
-    back = next(n for n in range(1, len(seen)) if seen[n][1] < seen[n - 1][1])
-    assert seen[back][:2] == (2, 0), (
-        "the loader went back to the epoch of the checkpoint"
-    )
-    saved = seen[4 * per_epoch - 1]
-    assert saved[1] in (0, 1, 2), (
-        "the second checkpoint was saved while the loader caught up"
-    )
-    resumed, parts = make(ctx, tmp_path, bad=2, trust={"numbers": "rollback"})
-    resumed.load_state()
-    assert [step[1:] for step in train(resumed, parts, 4)] == [
-        step[1:] for step in seen[4 * per_epoch :]
-    ]
-
-
-@ranks(2)
-def test_a_resume_after_going_back_counts_epochs_as_the_loader_does(
-    ctx: ProcessContext, tmp_path: Path
-) -> None:
-    accelerator, prepared = make(ctx, tmp_path, bad=2, trust={"numbers": "rollback"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seen = train(accelerator, prepared, 4, (2, 16))
-    resumed, parts = make(ctx, tmp_path, trust={"numbers": "rollback"})
-    resumed.load_state()
-    assert all(epoch == number for epoch, number, _ in train(resumed, parts, 4))
-    assert seen[15][0] == 2

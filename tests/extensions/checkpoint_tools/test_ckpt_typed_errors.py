@@ -228,7 +228,6 @@ def test_forged_states_of_loaders(kind: str) -> None:
         "generator": None,
         "ahead": False,
         "workers_ran": None,
-        "left_out": [],
         "batches": 3,
     }
     del state["witness"]

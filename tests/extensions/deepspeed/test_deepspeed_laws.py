@@ -539,42 +539,6 @@ def test_an_update_of_numbers_that_are_not_finite_is_skipped_on_every_rank(
 
 
 @ranks(2)
-@pytest.mark.filterwarnings("ignore:.*the loss is nan:hasten.errors.HastenWarning")
-def test_a_rollback_leaves_the_bad_batch_out(
-    ctx: ProcessContext, tmp_path: Path
-) -> None:
-    """Back to the checkpoint, without the batch of both ranks in which one sample is nan: as if it had not been there."""
-
-    def weights(stage: int, rotten: bool) -> State:
-        accelerator = Accelerator(
-            trust={"numbers": "rollback"},
-            project_dir=str(tmp_path / f"{stage}{rotten}"),
-            **engine(stage),
-        )
-        rows = [x.clone() for x, _ in samples(40)]
-        if rotten:
-            rows[25] *= torch.nan  # of the fourth batch of 4 rows on 2 ranks
-        loader: Any = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        for number, batch in enumerate(loader):
-            if not rotten and number == 3:
-                continue
-            accelerator.backward(model(batch).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            if number == 1:
-                accelerator.save_state(tmp_path / f"state{stage}{rotten}")
-        return {
-            name: [value] for name, value in accelerator.get_state_dict(model).items()
-        }
-
-    for stage in (0, 1, 2, 3):
-        assert_same(weights(stage, True), weights(stage, False), f"stage {stage}")
-
-
-@ranks(2)
 def test_placeholders_and_auto_values(ctx: ProcessContext) -> None:
     settings = engine(2)
     settings["deepspeed_plugin"]["hf_ds_config"] |= {

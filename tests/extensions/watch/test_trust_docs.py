@@ -25,10 +25,6 @@ SNIPPETS: dict[str, dict[str, object]] = {
         "numbers": "skip",
         "numbers_spike": 20.0,
     },
-    'trust=TrustSettings(numbers="rollback"), project_dir="run"': {
-        "numbers": "rollback",
-        "numbers_rollbacks": 5,
-    },
     # a step that may run out of memory
     "gradient_accumulation_steps=2": {"numbers": "report"},
 }

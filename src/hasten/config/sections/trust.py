@@ -38,14 +38,11 @@ class TrustSettings(Section):
         (),
         "patterns of names of parameters and buffers that differ between ranks on purpose",
     )
-    numbers: Literal["report", "stop", "skip", "rollback", "off"] = setting(
+    numbers: Literal["report", "stop", "skip", "off"] = setting(
         "report",
-        "what happens when a loss is nan or inf: report it; stop all ranks, skip the update on all ranks, or go back to the newest "
-        "checkpoint and leave those batches out (these three look at gradients as well, before each update); or nothing",
+        "what happens when a loss is nan or inf: report it; stop all ranks, or skip the update on all ranks "
+        "(these two look at gradients as well, before each update); or nothing",
     )
     numbers_spike: float | None = setting(
         None, "also act on a loss above this multiple of the recent median", minimum=1
-    )
-    numbers_rollbacks: int = setting(
-        5, "rollbacks with numbers=rollback before the run stops", minimum=1
     )

@@ -78,11 +78,7 @@ def as_json(found: FoundSample, samples: list[Any] | None) -> dict[str, Any]:
 
 def in_words(found: FoundSample, rank: int, samples: list[Any] | None) -> Iterator[str]:
     """Yield the lines that describe the batch for a terminal."""
-    notes = [
-        "" if found.given else "not yet given when the checkpoint was saved",
-        "left out by the run" * found.left_out,
-    ]
-    note = "".join(f", {one}" for one in notes if one)
+    note = "" if found.given else ", not yet given when the checkpoint was saved"
     yield f"epoch {found.epoch}, batch {found.batch} of {found.num_batches} on rank {rank}{note}"
     yield f"dataset indices: {', '.join(map(str, found.samples)) or 'none: the batch is all padding'}"
     for index, sample in zip(found.samples, samples or (), strict=False):

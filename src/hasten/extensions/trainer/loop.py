@@ -74,9 +74,7 @@ class TrainingLoop:
             trainer.callbacks.call("on_epoch_begin")
             is_complete = self._train_epoch()
             self._replicas.receive_state()
-            if self._roll_back() or (
-                is_complete and self._replicas.have_counted_epoch()
-            ):
+            if is_complete and self._replicas.have_counted_epoch():
                 continue
             if control.should_epoch_stop and not is_complete:
                 trainer.train_loader.set_epoch(trainer.train_loader.epoch + 1)
@@ -120,11 +118,7 @@ class TrainingLoop:
 
     def _train_epoch(self) -> bool:
         """Train on the batches of an epoch, or on the rest of it after a resume; return whether its end was reached."""
-        trainer, state, run = (
-            self._trainer,
-            self._trainer.state,
-            components(self._trainer.accelerator),
-        )
+        trainer, state = self._trainer, self._trainer.state
         self._begins_window = (
             trainer.accelerator.sync_gradients or state.global_step == 0
         )
@@ -132,8 +126,6 @@ class TrainingLoop:
         for batch in trainer.train_loader:
             self._replicas.receive_state()
             self._train_on(batch)
-            if run.rolling_back:
-                return False
             if self._replicas.receive_state():
                 # the update was skipped, and the state that was received counts it
                 continue
@@ -168,14 +160,6 @@ class TrainingLoop:
             trainer.lr_scheduler.step()
             optimizer.zero_grad()
         self._begins_window = accelerator.sync_gradients
-
-    def _roll_back(self) -> bool:
-        """Load the newest checkpoint if a bad update requires it; return whether it was loaded. Ranks: every rank."""
-        if not self._trainer.accelerator.roll_back():
-            return False
-        self._continue_with_loaded_state()
-        self._count_updates(loaded=True)
-        return True
 
     def _continue_with_loaded_state(self) -> None:
         """Drop the losses that are not in the state, which was replaced, and give callbacks their states in it."""
@@ -335,9 +319,6 @@ class TrainingLoop:
 
     def _finish(self) -> TrainOutput:
         trainer, state = self._trainer, self._trainer.state
-        if self._complete():
-            # batches that a rollback left out make fewer updates than planned
-            state.max_steps = state.global_step
         self.add_up()
         seconds = slowest(trainer.accelerator, time.perf_counter() - self._began_s)
         steps = state.global_step - self._began_at

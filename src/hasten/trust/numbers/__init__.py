@@ -1,4 +1,4 @@
-"""NaN and inf in losses and gradients: reported with their samples, skipped, or rolled back.
+"""NaN and inf in losses and gradients: reported with their samples, skipped, or a reason to stop.
 
-Start with `numbers.py`, which also rolls back to a checkpoint; `first_module.py` finds the first module with a non-finite output.
+Start with `numbers.py`; `first_module.py` finds the first module with a non-finite output.
 """

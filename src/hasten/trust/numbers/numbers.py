@@ -1,7 +1,7 @@
 """Watch over losses and gradients that are NaN, inf or far too large, before or shortly after they do harm.
 
-With "report" each rank checks its losses some updates later, so that it never waits for the device. With "stop", "skip" and
-"rollback" all ranks check losses and gradients before each update and decide together.
+With "report" each rank checks its losses some updates later, so that it never waits for the device. With "stop" and
+"skip" all ranks check losses and gradients before each update and decide together.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from hasten.data.loader import Loader
-from hasten.data.position import BatchRange, Position
+from hasten.data.position import Position
 from hasten.errors import HastenWarning, NumbersError
 from hasten.modules.names import is_dtensor, named_parameters, stage_part
 from hasten.optim.clock import StepClock
-from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor
+from hasten.optim.loader_progress import LoaderCursor
 from hasten.optim.run_part import Objects, RunPart
 from hasten.optim.window import Holder
 from hasten.prepare_args import PreparedObjects
@@ -30,94 +30,6 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.trust.numbers.first_module import LastCalls, first_bad_module
 from hasten.trust.numbers.late_losses import LateLosses, Update, read
-
-
-class Rollback(RunPart):
-    """Rollback of a run to its latest checkpoint, a limited number of times. Ranks: every rank does the same."""
-
-    def __init__(
-        self,
-        newest: Callable[[], str | None],
-        load: Callable[[str], object],
-        active_loaders: ActiveLoaders,
-        limit: int,
-        is_main: bool = True,
-    ) -> None:
-        self._is_main = is_main
-        self._find_newest = newest
-        self._load_checkpoint = load
-        self._active_loaders = active_loaders
-        self.limit = limit
-        self.times = 0
-        """Number of rollbacks so far, including a pending one."""
-        self.target: str | None = None
-        """Checkpoint of a pending rollback, from the decision until it is loaded."""
-        self._excluded_batches: WeakKeyDictionary[Loader, set[BatchRange]] = (
-            WeakKeyDictionary()
-        )
-        self._bad_cursors: tuple[LoaderCursor, ...] = ()
-
-    def refusal(self, knows_batches: bool) -> str:
-        """Return the reason why a rollback is not possible; empty if it is. Ranks: every rank."""
-        if not knows_batches:
-            return "trust.numbers=rollback needs batches from a prepared loader; prepare() the loader, or use trust.numbers=skip"
-        if self.times >= self.limit:
-            return (
-                f"the run was already rolled back {self.times} times (trust.numbers_rollbacks={self.limit}), so single batches are probably "
-                "not the cause"
-            )
-        if self._find_newest() is None:
-            return (
-                "this run has neither saved nor loaded a checkpoint to roll back to; call save_state() before the first step and "
-                "regularly afterwards"
-            )
-        return ""
-
-    def decide(self, batches: Iterable[tuple[Loader, Position, int]]) -> str:
-        """Schedule a rollback before the next batch that omits `batches`; return the checkpoint. Ranks: every rank."""
-        self.target = self._find_newest()
-        assert self.target is not None, "refusal() found a checkpoint"
-        cursors = []
-        for loader, start, number in batches:
-            self._excluded_batches.setdefault(loader, set()).add(
-                loader.batch_range(start, number)
-            )
-            cursors.append(loader.cursor)
-        self._bad_cursors = tuple(cursors)
-        self.times += 1
-        return self.target
-
-    def batch(self, cursor: LoaderCursor) -> None:
-        """Perform a pending rollback before the next batch of a loader whose batches are left out."""
-        if self.target is not None and any(
-            cursor is bad_cursor for bad_cursor in self._bad_cursors
-        ):
-            self.now()
-
-    def before_save(self) -> str | None:
-        """Refuse a save while a rollback is pending; return the checkpoint that will be loaded."""
-        if self.target is not None and self._is_main:
-            warnings.warn(
-                f"save_state() saved nothing: the run is about to go back to {self.target}, and what it holds now, "
-                "after a bad batch, would become the newest checkpoint.",
-                HastenWarning,
-                stacklevel=4,
-            )
-        return self.target
-
-    def now(self) -> bool:
-        """Perform a pending rollback; return whether there was one. Ranks: every rank."""
-        target, self.target = self.target, None
-        if target is None:
-            return False
-        self._bad_cursors = ()
-        self._load_checkpoint(target)
-        for loader, batches in self._excluded_batches.items():
-            # the checkpoint only has the batches excluded before it was saved
-            loader.leave_out(batches)
-        self._active_loaders.num_rollbacks += 1
-        return True
-
 
 _NUM_RECENT_LOSSES: Final = 64
 _FEWEST_LOSSES: Final = 16
@@ -136,13 +48,11 @@ _WHY: Final = (
 class NumbersSettings:
     """Reaction to a number that is not finite, and the threshold of a loss spike."""
 
-    then: Literal["report", "stop", "skip", "rollback"] = "report"
+    then: Literal["report", "stop", "skip"] = "report"
     spike: float | None = None
     """Factor over the median of recent losses above which a loss is a spike; None to disable."""
     runs_together: bool = False
     """True if a forward needs every rank, because parameters are sharded."""
-    rollbacks: int = 0
-    """Maximum number of rollbacks to a checkpoint."""
     scaled: bool = False
     """True if losses are scaled; the scaler handles overflow."""
     overwritten: bool = False
@@ -173,7 +83,6 @@ class NumbersWatch(RunPart):
         ctx: ProcessContext,
         clock: StepClock,
         settings: NumbersSettings,
-        rollback: Rollback | None = None,
         newest: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._prepared = prepared
@@ -181,7 +90,6 @@ class NumbersWatch(RunPart):
         self._ctx = ctx
         self._clock = clock
         self._settings = settings
-        self.rollback = rollback
         self._find_newest = newest
         self._last_calls = LastCalls()
         self._losses: LateLosses[Batches] = LateLosses(
@@ -259,12 +167,8 @@ class NumbersWatch(RunPart):
     def before_update(self, optimizer: Holder) -> bool:
         """Check losses and gradients, and return whether the update must be skipped. Ranks: every rank.
 
-        Raises: NumbersError on every rank when a number of any rank is not finite and the setting is "stop", or a rollback is not possible.
+        Raises: NumbersError on every rank when a number of any rank is not finite and the setting is "stop".
         """
-        # the update will be undone
-        if self.rollback is not None and self.rollback.target is not None:
-            self._losses.take()
-            return not optimizer.scaled
         return self._check_update(
             self._losses.take(), self._clock.num_updates + 1, optimizer
         )
@@ -273,17 +177,6 @@ class NumbersWatch(RunPart):
         """Check the losses that have not been checked yet."""
         if self._settings.then == "report":
             self._report(self._losses.rest())
-        elif (
-            self.rollback is not None
-            and self.rollback.target is not None
-            and self._ctx.is_main
-        ):
-            warnings.warn(
-                f"the training ended before it was rolled back to {self.rollback.target}, because the loop read no further batch. The "
-                "bad update was skipped; nothing else was undone. Call accelerator.roll_back() if the loop may end after any update.",
-                HastenWarning,
-                stacklevel=3,
-            )
 
     # -- reports of one rank, some updates later --------------------------------------------------------------------
     def _report(self, updates: Sequence[Update[Batches]]) -> None:
@@ -328,27 +221,13 @@ class NumbersWatch(RunPart):
             problem = ""
         finding = self._find_problem(update, problem, optimizer)
         self._last_calls.clear()
-        batches = [
-            batch_of_rank
-            for _, _, loss_batches in update.losses
-            for batch_of_rank in loss_batches
-        ]
         findings_by_rank = self._ctx.world.all_gather_object(
-            (bool(batches), (finding.what, finding.samples, finding.lines))
+            (finding.what, finding.samples, finding.lines)
         )
         findings = {
-            rank: BadValue(*batch_of_rank)
-            for rank, (_, batch_of_rank) in enumerate(findings_by_rank)
+            rank: BadValue(*fields) for rank, fields in enumerate(findings_by_rank)
         }
-        if self._settings.then == "rollback":
-            self._roll_back(
-                step,
-                findings,
-                batches,
-                all(knows_batches for knows_batches, _ in findings_by_rank),
-            )
-        else:
-            self._react(step, findings, optimizer.scaled)
+        self._react(step, findings, optimizer.scaled)
         return not optimizer.scaled
 
     def _largest_severity(self, severity: int) -> int:
@@ -378,24 +257,6 @@ class NumbersWatch(RunPart):
                 step, findings, f"{reaction}; optimizer and scheduler are unchanged"
             )
         )
-
-    def _roll_back(
-        self,
-        step: int,
-        findings: Mapping[int, BadValue],
-        batches: Batches,
-        knows_batches: bool,
-    ) -> None:
-        rollback = self.rollback
-        assert rollback is not None, "made with the setting"
-        if refusal := rollback.refusal(knows_batches):
-            raise _make_error(
-                step, findings, f"every rank stops, before the update: {refusal}"
-            )
-        checkpoint = rollback.decide(batches)
-        self._recent_losses.clear()  # the losses of the undone updates will be repeated
-        reaction = f"the run is rolled back to {checkpoint} and skips the batches of this update ({rollback.times} of at most {rollback.limit} times)"
-        self._warn_on_main(_render_findings(step, findings, reaction))
 
     def _warn_on_main(self, text: str) -> None:
         if self._ctx.is_main:
