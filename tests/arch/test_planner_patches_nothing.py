@@ -122,7 +122,7 @@ def changed(before: Picture, after: Picture) -> list[tuple[str, str]]:
 
 
 def test_a_traced_script_sees_hasten_as_it_is() -> None:
-    trace(loop, "once", ("no",), workers=1)  # everything is imported now
+    trace(loop, "once", ("no",))  # everything is imported now
     before = picture()
     seen: list[tuple[str, str]] = []
 
@@ -130,7 +130,7 @@ def test_a_traced_script_sees_hasten_as_it_is() -> None:
         seen.extend(changed(before, picture()))
         loop()
 
-    trace(looking, "again", ("no",), workers=1)
+    trace(looking, "again", ("no",))
     assert not seen
     assert not parts_of_every_run(), "it ends with its block"
 

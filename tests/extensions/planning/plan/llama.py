@@ -48,7 +48,6 @@ def llama(layers: int = 80, width: int = 8192, sequence: int = 4096) -> ModelTra
         split_share=0.7,
         tp_sizes=(2, 4, 8),
         tp_summed=6 * layers * width,
-        width=width,
         sequence=sequence,
     )
 
@@ -70,5 +69,4 @@ def _variant(
             Moment(activations=LinearCost(0, kept)),
             Moment(activations=LinearCost(0, kept / 2), gradients=0.5),
         ),
-        peak_module="lm_head",
     )

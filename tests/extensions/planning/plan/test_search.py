@@ -12,7 +12,7 @@ from hasten.errors import ConfigError
 from hasten.extensions.planning.plan import hardware, report
 from hasten.extensions.planning.plan.memory import held, local_numel, need
 from hasten.extensions.planning.plan.search import (
-    SIMPLER,
+    FEATURE_COST,
     LayoutPlan,
     Option,
     PlanRequest,
@@ -110,16 +110,8 @@ def test_the_best_is_the_fastest_that_fits(plans: list[LayoutPlan]) -> None:
     for plan in plans:
         usable = [option for option in plan.options if option.fits]
         assert plan.best in usable
-        assert (
-            plan.fastest.time.total
-            <= min(option.time.total for option in usable) + 1e-6
-        )
-        assert plan.best.time.total <= plan.fastest.time.total * (1 + SIMPLER)
-        words = " ".join(report.why(plan))
-        assert ("simpler than" in words) == (
-            "simpler than" in report.rows(plan, 1)[0]["why"]
-        )
-        assert ("simpler than" in words) == (plan.fastest is not plan.best)
+        fastest_s = min(option.time.total for option in usable)
+        assert plan.best.time.total <= fastest_s * (1 + 4 * FEATURE_COST)
         assert all(
             option.need.total <= plan.request.accelerator.memory_bytes
             for option in usable
@@ -134,9 +126,10 @@ def test_copies_are_taken_where_shards_gain_next_to_nothing(
 ) -> None:
     for plan in plans:
         copies = [one for one in plan.options if one.fits and _is_plain(one)]
-        if copies and min(
-            one.time.total for one in copies
-        ) <= plan.fastest.time.total * (1 + SIMPLER):
+        fastest_s = min(one.time.total for one in plan.options if one.fits)
+        if copies and min(one.time.total for one in copies) <= fastest_s * (
+            1 + FEATURE_COST
+        ):
             assert _is_plain(plan.best)
     assert _is_plain(plans[0].best), "one GPU"
 
@@ -187,7 +180,7 @@ def test_copies_are_offered_where_they_fit_and_only_there(
 def test_what_cannot_be_planned_is_said_in_one_sentence() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"fits no layout on 2 x l4.*recompute, offload to host memory\).*use at least [0-9]+ GPUs",
+        match=r"fits no layout on 2 x l4.*recompute, offload to host memory\).*; use more GPUs",
     ):
         search(
             llama(),

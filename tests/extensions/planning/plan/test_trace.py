@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import weakref
 from dataclasses import replace
@@ -54,7 +53,7 @@ def loop() -> None:
 
 @pytest.fixture(scope="module")
 def traced() -> ModelTrace:
-    return trace(loop, "toy", ("no",), workers=1)
+    return trace(loop, "toy", ("no",))
 
 
 def test_a_fake_step_keeps_what_a_real_one_keeps(traced: ModelTrace) -> None:
@@ -79,8 +78,7 @@ def test_the_trace_knows_the_model_and_its_optimizer(traced: ModelTrace) -> None
     model = net()
     assert traced.num_parameters == sum(p.numel() for p in model.parameters())
     assert traced.num_blocks == 3
-    assert traced.batch_size == 4
-    assert (traced.sequence, traced.width) == (LENGTH, 16)
+    assert traced.sequence == LENGTH
     assert traced.optimizer.states == (4, 4)
     assert 0 < traced.split_share < 1
     plain, again = (
@@ -109,7 +107,7 @@ def test_products_are_counted_as_they_are() -> None:
             accelerator.backward(model(batch).sum())
             optimizer.step()
 
-    found = trace(one_layer, "layer", ("no",), workers=1)
+    found = trace(one_layer, "layer", ("no",))
     (variant,) = found.variants
     assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4, (
         "forward, and the gradient of the weights"
@@ -137,7 +135,7 @@ def test_objects_may_be_prepared_in_any_order(way: str) -> None:
                 accelerator.backward(net(batch).sum())
                 updates.step()
 
-    (variant,) = trace(one_by_one, "layer", ("no",), workers=1).variants
+    (variant,) = trace(one_by_one, "layer", ("no",)).variants
     assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4
 
 
@@ -250,14 +248,12 @@ def test_the_command_plans_a_script_and_writes_settings(
         "h100",
         "--global-batch",
         "64",
-        "--json",
         "-o",
         str(out),
     ]
     assert main(asked) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == sum(p.numel() for p in net().parameters())
-    assert found["options"][0]["fits"]
+    num_parameters = sum(p.numel() for p in net().parameters())
+    assert f"{num_parameters:,} parameters" in capsys.readouterr().out
     names = {entry.name: entry.value for entry in files.read(out).entries}
     assert names["launch.num_processes"] == 8
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -18,11 +16,25 @@ from hasten.cli.flags import CommandParser, split_at_dashes, whole
 from hasten.config import files
 from hasten.errors import ConfigError
 from hasten.extensions.planning.plan import hardware, report
-from hasten.extensions.planning.plan.search import LayoutPlan, PlanRequest, search
+from hasten.extensions.planning.plan.search import (
+    LayoutPlan,
+    Option,
+    PlanRequest,
+    search,
+)
 from hasten.launch import links
 from hasten.runtime.bytes_plan import size
 
-_ABOUT = """target:
+_NUM_ROWS: Final = 10
+_COLUMNS: Final = (
+    "layout",
+    "batch\nx steps",
+    "memory\nof a rank",
+    "step",
+    "MFU",
+    "why",
+)
+_ABOUT: Final = """target:
   script.py [its arguments]    a training script with an Accelerator; it runs up to its first batch, and its step is traced
   module:function              a function that returns the model, or the model and the inputs of one sample
   a folder                     with a config.json of transformers
@@ -41,8 +53,6 @@ def main(argv: Sequence[str]) -> int:
         )
     known = hardware.read(given.hardware) if given.hardware else hardware.KNOWN
     accelerator = hardware.find(given.gpu, known)
-    if given.gpus_per_node:
-        accelerator = replace(accelerator, per_node=given.gpus_per_node)
     if given.links:
         accelerator = hardware.linked(accelerator, links.read(given.links))
     request = PlanRequest(
@@ -51,8 +61,6 @@ def main(argv: Sequence[str]) -> int:
         global_batch=given.global_batch,
         precisions=tuple(given.precision),
         micro_batch=given.micro_batch,
-        offload=not given.no_offload,
-        tf32=given.tf32,
     )
     # import torch, which --help and invalid requests do not need
     from hasten.extensions.planning.plan import (
@@ -60,28 +68,22 @@ def main(argv: Sequence[str]) -> int:
         trace,
     )
 
-    loop, name = targets.loop_of(
-        given.target, [*unknown, *own], given.seq, given.optimizer
-    )
+    loop, name = targets.loop_of(given.target, [*unknown, *own], given.seq)
     sys.stderr.write(f"[hasten] tracing one training step of {name}\n")
     plan = search(trace.trace(loop, name, request.precisions), request)
+    show(plan, Console())
     if given.output:
         files.write(report.config_of(plan, plan.best), given.output)
-    if given.json:
-        sys.stdout.write(json.dumps(report.summary(plan), indent=2) + "\n")
-    else:
-        show(plan, given.rows, Console())
-        if given.output:
-            sys.stdout.write(
-                f"\nwritten: {given.output}; start it with `hasten launch --config_file {shlex.quote(given.output)} …`\n"
-            )
+        sys.stdout.write(
+            f"\nwritten: {given.output}; start it with `hasten launch --config_file {shlex.quote(given.output)} …`\n"
+        )
     return 0
 
 
-def show(plan: LayoutPlan, most: int, console: Console) -> None:
+def show(plan: LayoutPlan, console: Console) -> None:
     """Print the ranked table, and the reasons for the best option."""
     request, trace = plan.request, plan.trace
-    console.print(table(plan, most))
+    console.print(table(plan))
     console.print(
         f"{trace.num_parameters:,} parameters, {trace.optimizer.name}, "
         f"{f'{trace.sequence} tokens a sample, ' if trace.sequence > 1 else ''}"
@@ -98,19 +100,12 @@ def show(plan: LayoutPlan, most: int, console: Console) -> None:
             console.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
-def table(plan: LayoutPlan, most: int) -> Table:
+def table(plan: LayoutPlan) -> Table:
     """Return a table of the first options, one per row."""
     shown = Table(
         title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}"
     )
-    for title in (
-        "layout",
-        "batch\nx steps",
-        "memory\nof a rank",
-        "step",
-        "MFU",
-        "why",
-    ):
+    for title in _COLUMNS:
         # these columns share the remaining width of a narrow terminal
         in_words = title in ("layout", "why")
         shown.add_column(
@@ -120,25 +115,20 @@ def table(plan: LayoutPlan, most: int) -> Table:
             ratio=1 if in_words else None,
             overflow="fold",
         )
-    for row in report.rows(plan, most):
-        shown.add_row(*_cells(row), row["why"], style=None if row["fits"] else "dim")
+    for option in plan.options[:_NUM_ROWS]:
+        shown.add_row(*_cells(plan, option), style=None if option.fits else "dim")
     return shown
 
 
-def _cells(row: dict[str, Any]) -> list[str]:  # Any: JSON values
-    extras = [name for name in ("recompute", "offload") if row[name]]
-    words = [
-        row["layout"].replace(" (", "\n").rstrip(")"),
-        " + ".join([row["precision"], *extras]),
-    ]
+def _cells(plan: LayoutPlan, option: Option) -> list[str]:
+    layout, memory = option.candidate, size(option.need.total)
     return [
-        "\n".join(words),
-        f"{row['micro_batch']} x {row['micro_steps']}",
-        size(row["memory_bytes"]["total"])
-        if row["fits"]
-        else f"({size(row['memory_bytes']['total'])})",
-        report.seconds(row["step_s"]),
-        f"{row['mfu']:.0%}",
+        f"{layout.full_title}\n{layout.precision}",
+        f"{layout.micro_batch} x {layout.micro_steps}",
+        memory if option.fits else f"({memory})",
+        report.seconds(option.time.total),
+        f"{option.time.mfu(plan.request.accelerator, layout):.0%}",
+        option.time.words() if option.fits else f"needs {memory}",
     ]
 
 
@@ -179,21 +169,10 @@ def _parser() -> argparse.ArgumentParser:
         help="precisions to choose from",
     )
     parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        help="adamw, adam or sgd, for targets other than scripts",
-    )
-    parser.add_argument(
         "--micro-batch",
         "--micro_batch",
         type=whole(1),
         help="samples per forward pass, instead of a search",
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        "--gpus_per_node",
-        type=whole(1),
-        help="GPUs in one machine (default: by the model of GPU)",
     )
     parser.add_argument(
         "--hardware",
@@ -207,19 +186,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="speeds of links measured by `hasten test --links FILE`, in place of the table's",
     )
-    parser.add_argument(
-        "--tf32", action="store_true", help="assume TF32 for fp32 matrix products"
-    )
-    parser.add_argument(
-        "--no-offload",
-        "--no_offload",
-        action="store_true",
-        help="do not offload to host memory",
-    )
-    parser.add_argument(
-        "--rows", type=whole(1), default=10, help="number of rows in the table"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "-o",
         "--output",

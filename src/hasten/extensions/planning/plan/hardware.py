@@ -57,23 +57,15 @@ def _entry(
 ) -> AcceleratorEntry:
     like = given.pop("like", None)
     names = [spec.name for spec in fields(AcceleratorEntry) if spec.name != "name"]
-    wrong = next((key for key in given if key not in names), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"{path}: {name}.{wrong} is not a field of an accelerator; the fields are {', '.join(names)}."
-        )
-    bad = next(
-        (
-            key
-            for key, value in given.items()
-            if not isinstance(value, int | float) or value < 0
-        ),
-        None,
-    )
-    if bad is not None:
-        raise ConfigError(
-            f"{path}: {name}.{bad}={given[bad]!r} is not a number; give one that is not negative."
-        )
+    for key, value in given.items():
+        if key not in names:
+            raise ConfigError(
+                f"{path}: {name}.{key} is not a field of an accelerator; the fields are {', '.join(names)}."
+            )
+        if not isinstance(value, int | float) or value < 0:
+            raise ConfigError(
+                f"{path}: {name}.{key}={value!r} is not a number; give one that is not negative."
+            )
     if like is not None:
         return replace(find(str(like), entries), name=name, **given)
     try:

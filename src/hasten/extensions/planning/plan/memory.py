@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from hasten.extensions.planning.plan.traced import (
@@ -42,7 +43,6 @@ class Need:
     """The maximum allocated at one time; not every kind is at its maximum then."""
     host: float = 0.0
     """Bytes in host memory."""
-    peak_module: str = ""
 
     @property
     def total(self) -> float:
@@ -77,10 +77,7 @@ def local_numel(kind: ParameterKind, candidate: Candidate, rank: int = 0) -> int
     if candidate.sharded and shape:
         chunk = -(-shape[0] // candidate.mesh.size(*SHARD))
         shape[0] = max(0, min(chunk, shape[0] - rank * chunk))
-    total = 1
-    for length in shape:
-        total *= length
-    return total
+    return prod(shape)
 
 
 def held(trace: ModelTrace, candidate: Candidate, rank: int = 0) -> Kept:
@@ -131,7 +128,6 @@ def need(trace: ModelTrace, candidate: Candidate, kept: Kept | None = None) -> N
         margin=_MARGIN * (working + buffers.standing),
         peak=on_device + buffers.standing + working,
         host=parameters + gradients + optimizer if candidate.offload else 0.0,
-        peak_module=variant.peak_module,
     )
 
 

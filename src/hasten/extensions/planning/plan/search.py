@@ -14,9 +14,8 @@ from hasten.extensions.planning.plan.traced import Candidate, ModelTrace, Precis
 from hasten.runtime.bytes_plan import size
 from hasten.runtime.mesh_plan import BATCH, MeshSpec, divisors
 
-_MOST_GPUS: Final = 65_536
-SIMPLER: Final = 0.03
-"""Largest slowdown for which a simpler layout is preferred: predictions are not more accurate than that."""
+FEATURE_COST: Final = 0.01
+"""Share of the time that each feature beyond plain replicas must gain; predictions are not more accurate than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +28,6 @@ class PlanRequest:
     precisions: tuple[PrecisionName, ...] = ("bf16", "no")
     micro_batch: int | None = None
     """Samples in a forward, if fixed by the script."""
-    offload: bool = True
-    """Whether host memory may be used."""
-    tf32: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
@@ -53,10 +49,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """Result of a search: options from best to worst, those that fit first.
-
-    The first one is the simplest of those that are nearly as fast as the fastest (`SIMPLER`).
-    """
+    """Result of a search: options from best to worst, those that fit first."""
 
     trace: ModelTrace
     request: PlanRequest
@@ -66,11 +59,6 @@ class LayoutPlan:
     def best(self) -> Option:
         """The recommended option."""
         return self.options[0]
-
-    @property
-    def fastest(self) -> Option:
-        """The fastest option that fits; equal to the best unless a simpler one is nearly as fast."""
-        return min((option for option in self.options if option.fits), key=_rank)
 
 
 def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
@@ -91,61 +79,28 @@ def search(trace: ModelTrace, request: PlanRequest) -> LayoutPlan:
         )
     options.sort(key=_rank)
     if not options[0].fits:
-        raise ConfigError(_nothing_fits(trace, request, options))
-    slowest_s = options[0].time.total * (1 + SIMPLER)
-    simplest = min(
-        (
-            option
-            for option in options
-            if option.fits and option.time.total <= slowest_s
-        ),
-        key=lambda option: (_changed(option), _rank(option)),
-    )
-    options.sort(key=lambda option: option is not simplest)
+        raise ConfigError(_explain_misfit(trace, request, options))
     return LayoutPlan(trace, request, tuple(options))
 
 
-def _changed(option: Option) -> int:
-    """Return the number of features that plain replicated training does not use."""
-    chosen = option.candidate
-    return (
-        int(chosen.offload)
-        + int(chosen.recompute)
-        + int(chosen.sharded)
-        + int(chosen.mesh.tp > 1)
-    )
+def _rank(option: Option) -> tuple[bool, float]:
+    """Return the key of the ranking: the predicted time, with a charge for each feature beyond plain replicas."""
+    layout = option.candidate
+    features = (layout.offload, layout.recompute, layout.sharded, layout.mesh.tp > 1)
+    charged_s = option.time.total * (1 + FEATURE_COST * sum(features))
+    return not option.fits, charged_s
 
 
-def _rank(option: Option) -> tuple[bool, float, int]:
-    return not option.fits, round(option.time.total, 6), _changed(option)
-
-
-def _nothing_fits(
+def _explain_misfit(
     trace: ModelTrace, request: PlanRequest, options: Sequence[Option]
 ) -> str:
-    least = min(options, key=lambda option: option.need.total)
-    chosen, has = least.candidate, request.accelerator.memory_bytes
-    extras = [
-        word
-        for word, used in (
-            ("recompute", chosen.recompute),
-            ("offload to host memory", chosen.offload),
-        )
-        if used
-    ]
-    text = (
+    smallest = min(options, key=lambda option: option.need.total)
+    available_bytes = request.accelerator.memory_bytes
+    return (
         f"{trace.name} fits no layout on {request.gpus} x {request.accelerator.name}: the one that needs least "
-        f"({', '.join([chosen.words, *extras])}) takes {size(least.need.total)} of {size(has)} per GPU"
+        f"({smallest.candidate.full_title}) takes {size(smallest.need.total)} of {size(available_bytes)} per GPU; use more GPUs, GPUs with more "
+        "memory, or shorter sequences."
     )
-    gpus = request.gpus * 2
-    while gpus <= _MOST_GPUS:
-        larger = replace(
-            request, gpus=gpus, global_batch=max(request.global_batch, gpus)
-        )
-        if any(option.fits for option in _options(trace, larger)):
-            return f"{text}; use at least {gpus} GPUs, GPUs with more memory, or shorter sequences."
-        gpus *= 2
-    return f"{text}; use GPUs with more memory, shorter sequences, or a smaller model."
 
 
 def _options(trace: ModelTrace, request: PlanRequest) -> Iterator[Option]:
@@ -167,7 +122,7 @@ def _option(
     trace: ModelTrace, request: PlanRequest, candidate: Candidate, kept: Kept
 ) -> Option:
     memory = need(trace, candidate, kept)
-    time = predict(trace, candidate, request.accelerator, request.tf32, kept)
+    time = predict(trace, candidate, request.accelerator, kept)
     return Option(
         candidate, memory, time, memory.total <= request.accelerator.memory_bytes
     )
@@ -189,12 +144,10 @@ def layouts(trace: ModelTrace, request: PlanRequest) -> Iterator[Candidate]:
     """Yield every strategy on every mesh, in every precision, with and without recompute, resharding and offload."""
     for mesh, sharded in _meshes(trace, request):
         reshards = (True, False) if sharded and mesh.dp_shard > 1 else (True,)
-        offloads: tuple[bool, ...] = (
-            (False, True) if sharded and request.offload else (False,)
-        )
+        offloads: tuple[bool, ...] = (False, True) if sharded else (False,)
         # sharding over one rank only makes sense for offload
         if sharded and mesh.world_size == 1:
-            offloads = (True,) if request.offload else ()
+            offloads = (True,)
         for variant in trace.variants:
             if variant.precision not in request.precisions:
                 continue

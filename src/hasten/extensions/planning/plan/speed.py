@@ -76,7 +76,6 @@ def predict(
     trace: ModelTrace,
     candidate: Candidate,
     accelerator: AcceleratorEntry,
-    tf32: bool = False,
     kept: Kept | None = None,
 ) -> Time:
     """Return the predicted time of one update of a candidate; `kept` as in `memory.need`."""
@@ -87,7 +86,7 @@ def predict(
     )
     assert plain is not None, "the variant stands for it"
     mesh, steps = candidate.mesh, candidate.micro_steps
-    one = micro_step(trace, candidate, variant, accelerator, tf32) + _copying(
+    one = micro_step(trace, candidate, variant, accelerator) + _copying(
         trace, candidate, accelerator
     )
     compute = one * steps
@@ -118,13 +117,12 @@ def micro_step(
     candidate: Candidate,
     variant: Variant,
     accelerator: AcceleratorEntry,
-    tf32: bool = False,
 ) -> float:
     """Return the seconds of a forward and backward on one rank, bound by compute and memory or by kernel launches."""
     mesh, samples = candidate.mesh, candidate.micro_batch
     flops = (
         sum(
-            line.at(samples) / accelerator.flops(dtype, tf32)
+            line.at(samples) / accelerator.flops(dtype)
             for dtype, line in variant.flops.items()
         )
         / mesh.tp

@@ -64,7 +64,6 @@ class TracedStep:
     watched: Watched = field(default_factory=Watched)
     optimizer: OptimizerFacts | None = None
     saved: Saved | None = None
-    batch_size: int = 0
     error: str = ""
 
 
@@ -75,12 +74,9 @@ class _EndOfPlanning(BaseException):
 class ScriptPlanner(RunPart):
     """The planner inside a running script."""
 
-    def __init__(
-        self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int
-    ) -> None:
+    def __init__(self, precisions: Sequence[PrecisionName], inspect: Inspect) -> None:
         self._precisions = precisions
         self._inspect = inspect
-        self._workers = max(1, workers)
         self.steps: list[TracedStep] = []
         self.own: dict[str, str | int] = {}
         """Settings of `OWN` that the script passes to its Accelerator."""
@@ -99,7 +95,6 @@ class ScriptPlanner(RunPart):
         """Loaders of the `prepare()` that runs, by position."""
         self._building = ExitStack()
         """While open, models are built without memory."""
-        self._rows = 0
 
     def run(self, loop: Callable[[], object]) -> list[TracedStep]:
         """Run `loop` until its first `prepare()` with a model, and trace its step there.
@@ -181,38 +176,24 @@ class ScriptPlanner(RunPart):
     def _fork_all(
         self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]
     ) -> None:
-        waiting = [
-            ScriptRun(precision, names, samples)
-            for precision, names in variants
-            for samples in (2, 1)
-        ]
-        running: list[tuple[ScriptRun, int, IO[bytes]]] = []
-        while waiting or running:
-            while waiting and len(running) < self._workers:
-                run = waiting.pop(0)
+        forks: list[tuple[ScriptRun, int, IO[bytes]]] = []
+        for precision, names in variants:
+            for samples in (2, 1):
+                run = ScriptRun(precision, names, samples)
                 source, target = os.pipe()
-                pid = self._fork()
+                pid = os.fork()
                 if pid == 0:
                     os.close(source)
                     self._become(run, target)
                     return
                 os.close(target)
-                running.append((run, pid, os.fdopen(source, "rb")))
-            run, pid, pipe = running.pop(0)
+                forks.append((run, pid, os.fdopen(source, "rb")))
+        for run, pid, pipe in forks:
             with pipe:
                 content = pipe.read()
             os.waitpid(pid, 0)
             self.steps.append(_decode(content, run))
         raise _EndOfPlanning
-
-    def _fork(self) -> int:
-        try:
-            return os.fork()
-        except OSError as error:
-            raise ConfigError(
-                f"the process that runs the script cannot be copied ({error.strerror}): the script has loaded too much data before its "
-                "first prepare(). Load less data, or give module:function, which needs none."
-            ) from error
 
     # -- in a fork --------------------------------------------------------------------------------------------------
     def _become(self, run: ScriptRun, target: int) -> None:
@@ -284,7 +265,6 @@ class ScriptPlanner(RunPart):
         )
         first = next(iter(loader))
         rows = batch_size(first) or 1
-        self._rows = self._rows or rows
         wanted = self._run.samples
         few = (
             slice_rows(first, slice(0, min(rows, wanted)), rows) if rows > 1 else first
@@ -317,14 +297,13 @@ class ScriptPlanner(RunPart):
         """Measure the update in place of performing it, and end the traced step."""
         if self._run is None or self._watch is None or self._notes is None:
             return
-        step = TracedStep(self._run, batch_size=self._rows)
+        step = TracedStep(self._run)
         watch = self._watch
         step.watched = Watched(
             watch.seen.alive[:],
             dict(watch.seen.flops),
             watch.seen.moved,
             watch.seen.operations,
-            watch.seen.peak_module,
         )
         step.saved = self._notes.saved
         before = len(watch.seen.alive)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
 from hasten.accelerator.facade import Accelerator
@@ -24,14 +24,12 @@ from hasten.trees import map_tensors, tensors
 Loop = Callable[[], object]
 _LONGEST: Final = 4096
 """Maximum tokens of a sample if neither the request nor the model specifies fewer."""
-_OPTIMIZERS: Final = (("adamw", AdamW), ("adam", Adam), ("sgd", SGD))
 
 
 def loop_of(
     target: str,
     arguments: Sequence[str] = (),
     sequence: int | None = None,
-    optimizer: str = "adamw",
 ) -> tuple[Loop, str]:
     """Return the training loop of a target, and the target's name.
 
@@ -45,9 +43,9 @@ def loop_of(
             )
         return (lambda: run_script(path, arguments)), path.name
     if path.is_dir():
-        return (lambda: _train(*_from_folder(path, sequence), optimizer)), path.name
+        return (lambda: _train(*_from_folder(path, sequence))), path.name
     if ":" in target:
-        return (lambda: _train(*_from_factory(target, sequence), optimizer)), target
+        return (lambda: _train(*_from_factory(target, sequence))), target
     raise ConfigError(
         f"{target!r} is neither a script, nor module:function, nor a folder with a config.json; give one of them."
     )
@@ -120,51 +118,25 @@ def _from_folder(path: Path, sequence: int | None) -> tuple[nn.Module, Sample]:
         raise ConfigError(
             f"{str(path)!r} contains no model that transformers supports ({str(error).splitlines()[0]}); give a folder with a config.json."
         ) from error
-    named = (getattr(config, "architectures", None) or [""])[0]
-    kind = getattr(library, named, None)
-    model: nn.Module
-    if isinstance(kind, type):
-        model = kind(config)
-    else:
-        model = library.AutoModelForCausalLM.from_config(config)
+    model: nn.Module = library.AutoModelForCausalLM.from_config(config)
     return model, _sample_for(model, str(path), sequence)
 
 
 def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
-    """Return one sample for a model of transformers, from its configuration: tokens with labels, or an image."""
+    """Return one sample for a language model of transformers: tokens, which are its labels too."""
     config: Any = getattr(model, "config", None)  # Any: a configuration of transformers
     accepted = inspect.signature(model.forward).parameters
-    if "input_ids" in accepted and hasattr(config, "vocab_size"):
-        longest = getattr(config, "max_position_embeddings", None) or _LONGEST
-        tokens = torch.zeros(1, sequence or min(longest, _LONGEST), dtype=torch.long)
-        named: dict[str, Any] = {"input_ids": tokens}
-        if "labels" in accepted:
-            named["labels"] = (
-                tokens
-                if "For" not in type(model).__name__ or _labels_tokens(model)
-                else tokens[:, 0]
-            )
-        if "use_cache" in accepted:
-            named["use_cache"] = False
-        return (), named
-    if "pixel_values" in accepted and hasattr(config, "image_size"):
-        side = int(config.image_size)
-        images = torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side)
-        labels = (
-            {"labels": torch.zeros(1, dtype=torch.long)} if "labels" in accepted else {}
+    if not {"input_ids", "labels"} <= accepted.keys():
+        raise ConfigError(
+            f"{target!r} returns a {type(model).__name__} without inputs, so no step can be traced; return the model and the "
+            "inputs of one sample."
         )
-        return (), {"pixel_values": images, **labels}
-    raise ConfigError(
-        f"{target!r} returns a {type(model).__name__} without inputs, so no step can be traced; return the model and the "
-        "inputs of one sample."
-    )
-
-
-def _labels_tokens(model: nn.Module) -> bool:
-    """Return whether there is one label per token rather than one per sequence."""
-    return not type(model).__name__.endswith(
-        ("ForSequenceClassification", "ForMultipleChoice")
-    )
+    longest = getattr(config, "max_position_embeddings", None) or _LONGEST
+    tokens = torch.zeros(1, sequence or min(longest, _LONGEST), dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return (), inputs
 
 
 class _Rows(Dataset[Any]):
@@ -182,18 +154,13 @@ class _Rows(Dataset[Any]):
         return self._sample
 
 
-def _train(model: nn.Module, sample: Sample, optimizer: str) -> None:
-    """Train a model in a plain loop; if its output is not and has no loss, the mean of the output is the loss."""
-    kind = dict(_OPTIMIZERS).get(optimizer.lower())
-    if kind is None:
-        raise ConfigError(
-            f"optimizer {optimizer!r} is not supported; use one of {', '.join(dict(_OPTIMIZERS))}."
-        )
+def _train(model: nn.Module, sample: Sample) -> None:
+    """Train a model in a plain loop with AdamW; if its output is not and has no loss, the mean of the output is the loss."""
     args, named = sample
     rows = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     fixed = {name: value for name, value in named.items() if name not in rows}
     accelerator = Accelerator()
-    updates = kind(model.parameters(), lr=1e-3)
+    updates = AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(_Rows([list(args), rows]), batch_size=2)
     model, updates, loader = accelerator.prepare(model, updates, loader)
     model.train()

@@ -37,7 +37,6 @@ def trace(
     loop: Callable[[], object],
     name: str,
     precisions: Sequence[PrecisionName] = ("bf16",),
-    workers: int | None = None,
 ) -> ModelTrace:
     """Return the trace of one step of `loop`, which prepares a model with an Accelerator and trains it.
 
@@ -48,9 +47,7 @@ def trace(
             "planning needs fork(), which this system does not support; run it on Linux or macOS."
         )
     found = Findings()
-    takeover = ScriptPlanner(
-        precisions, found.look, workers or min(4, os.cpu_count() or 1)
-    )
+    takeover = ScriptPlanner(precisions, found.look)
     steps = takeover.run(loop)
     failed = next(
         (step for step in steps if step.error and not step.run.recompute), None
@@ -103,15 +100,7 @@ class Findings:
                 )
             )
         self.parameters = tuple(
-            ParameterKind(
-                shape=kind.shape,
-                item=kind.item,
-                count=count,
-                trained=kind.trained,
-                in_block=kind.in_block,
-                split=kind.split,
-            )
-            for kind, count in kinds.items()
+            replace(kind, count=count) for kind, count in kinds.items()
         )
         self.num_blocks = len(blocks)
         self._measure_largest(blocks)
@@ -197,9 +186,7 @@ class Findings:
             split_share=saved.split / saved.total if saved.total else 0.0,
             tp_sizes=self.tp_sizes,
             tp_summed=self.tp_summed,
-            width=saved.width,
             sequence=saved.sequence,
-            batch_size=max((step.batch_size for step in steps), default=0),
         )
 
 
@@ -257,7 +244,6 @@ def _variant(one: TracedStep, two: TracedStep) -> Variant:
         moved=LinearCost.through(first.moved, second.moved),
         operations=max(first.operations, second.operations),
         moments=tuple(_moments(first.alive, second.alive)),
-        peak_module=second.peak_module,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import Final, Literal
 
 from hasten.runtime.mesh_plan import BATCH, Axis, MeshSpec, mesh_title
@@ -32,15 +33,7 @@ class ParameterKind:
     @property
     def numel(self) -> int:
         """Number of elements of one parameter."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all parameters of this kind."""
-        return self.numel * self.item * self.count
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +89,6 @@ class Variant:
     """Bytes that all other operations read and write."""
     operations: int
     moments: tuple[Moment, ...]
-    peak_module: str = ""
-    """The module at the peak of activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +111,8 @@ class ModelTrace:
     """Numbers of ranks over which layers can be split."""
     tp_summed: int = 0
     """Widths all-reduced over tensor-parallel ranks per forward and backward (see `bytes_plan.tensor_traffic`)."""
-    width: int = 0
-    """Width of the hidden states between blocks."""
     sequence: int = 1
     """Tokens of one sample."""
-    batch_size: int = 0
-    """Batch size of the script's loader; 0 if there is none."""
     own: tuple[tuple[str, str | int], ...] = ()
     """Settings of `OWN` that the script passes to its Accelerator, which override any file."""
 
@@ -202,3 +189,13 @@ class Candidate:
             else ", parameters kept"
         )
         return f"{self.strategy} ({axes}{kept})" if axes else self.strategy
+
+    @property
+    def full_title(self) -> str:
+        """Strategy, mesh, recompute and offload."""
+        parts = [self.words]
+        if self.recompute:
+            parts.append("recompute")
+        if self.offload:
+            parts.append("offload to host memory")
+        return ", ".join(parts)

@@ -32,7 +32,6 @@ class Watched:
     flops: dict[str, float] = field(default_factory=dict)
     moved: float = 0.0
     operations: int = 0
-    peak_module: str = ""
 
 
 class StepWatch(TorchDispatchMode):
@@ -41,9 +40,7 @@ class StepWatch(TorchDispatchMode):
     def __init__(self, models: list[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.seen = Watched()
-        self.names = {
-            id(part): name for model in models for name, part in model.named_modules()
-        }
+        self._modules = {id(part) for model in models for part in model.modules()}
         self.stack: list[nn.Module] = []
         self._parameters = {
             id(p.untyped_storage()) for model in models for p in model.parameters()
@@ -54,8 +51,6 @@ class StepWatch(TorchDispatchMode):
         self._models = models
         self._known: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}
         self._bytes: dict[Kind, int] = {"activations": 0, "copies": 0, "gradients": 0}
-        self._highest = 0
-        self._last = ""
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -69,10 +64,11 @@ class StepWatch(TorchDispatchMode):
             ):
                 stack.callback(handle.remove)
             for model in self._models:
-                for name, parameter in model.named_parameters():
+                for parameter in model.parameters():
                     if parameter.requires_grad:
-                        hook = self._accumulated(name.rpartition(".")[0])
-                        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                        handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                            self._accumulated
+                        )
                         stack.callback(handle.remove)
             yield
 
@@ -105,7 +101,13 @@ class StepWatch(TorchDispatchMode):
         for tensor in fresh:
             self._add(tensor, "copies" if is_cast else "activations")
         self._account(func, name, args, kwargs, out, given, made, bool(fresh))
-        self._note()
+        self.seen.alive.append(
+            (
+                self._bytes["activations"],
+                self._bytes["copies"],
+                self._bytes["gradients"],
+            )
+        )
         return out
 
     def _account(
@@ -149,45 +151,24 @@ class StepWatch(TorchDispatchMode):
         self._known[key] = (weakref.ref(storage, gone), kind, num_bytes)
         self._bytes[kind] += num_bytes
 
-    def _note(self) -> None:
-        values = (
-            self._bytes["activations"],
-            self._bytes["copies"],
-            self._bytes["gradients"],
-        )
-        self.seen.alive.append(values)
-        # gradients may be sharded, and belong to no module
-        if values[0] + values[1] > self._highest:
-            self._highest = values[0] + values[1]
-            inner = self.names.get(id(self.stack[-1]), "") if self.stack else ""
-            self.seen.peak_module = (
-                f"module {inner}"
-                if inner
-                else (not self.stack and self._last) or "the loss"
-            )
-
     def _enter(self, module: nn.Module, inputs: object) -> None:
-        if id(module) in self.names:
+        if id(module) in self._modules:
             self.stack.append(module)
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         if self.stack and self.stack[-1] is module:
             self.stack.pop()
 
-    def _accumulated(self, owner: str) -> Any:
-        def hook(parameter: Tensor) -> None:
-            self._last = f"the backward pass after module {owner}"
-            if parameter.grad is None:
-                return
-            key = id(parameter.grad.untyped_storage())
-            if key in self._known:
-                reference, was, amount = self._known[key]
-                if was != "gradients":
-                    self._known[key] = (reference, "gradients", amount)
-                    self._bytes[was] -= amount
-                    self._bytes["gradients"] += amount
-
-        return hook
+    def _accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        key = id(parameter.grad.untyped_storage())
+        if key in self._known:
+            reference, was, amount = self._known[key]
+            if was != "gradients":
+                self._known[key] = (reference, "gradients", amount)
+                self._bytes[was] -= amount
+                self._bytes["gradients"] += amount
 
 
 def _flat(values: Any) -> list[Tensor]:  # Any: arguments or results of an operator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,24 +59,18 @@ def main(argv: Sequence[str]) -> int:
     machine = TunedMachine(
         cuda=on_cuda,
         cores=host.cores,
-        processes=given.num_processes,
         has_compiler=bool(shutil.which("g++")) and budget >= _LEAST_FOR_COMPILING,
     )
     deadline = time.monotonic() + budget
     runner = Runner([str(script), *unknown, *own], given, deadline)
-    found = runner.measure({}, None)
-    candidates = tuning.knobs(machine, found)
-    course = Tuning(tuning.chosen(candidates, given.only))
-    first = [found]
-
-    def measure(values: Values, hopeless: float | None) -> TrialOutcome:
-        return first.pop() if not values and first else runner.measure(values, hopeless)
-
-    second_run_s = runner.unchanged_s  # reserved: it confirms the speedup
+    baseline = runner.measure({})
+    course = Tuning(tuning.chosen(tuning.knobs(machine, baseline), given.only))
+    # for one more trial, and for the second run of the unchanged script, which confirms the speedup
+    reserved_s = 2 * runner.unchanged_s
     course.run(
-        measure, lambda: time.monotonic() + runner.shortest + second_run_s < deadline
+        baseline, runner.measure, lambda: time.monotonic() + reserved_s < deadline
     )
-    _finish(course, given, [knob.name for knob in candidates])
+    _finish(course, given)
     return 0
 
 
@@ -88,19 +83,13 @@ class Runner:
         self._script = script
         self._given = given
         self._deadline = deadline
-        self.shortest = 0.0
-        """Seconds of the shortest trial; with less time left, another one would not finish."""
         self.unchanged_s = 0.0
         """Seconds of the first run of the unchanged script."""
 
-    def measure(self, values: Values, hopeless: float | None) -> TrialOutcome:
+    def measure(self, values: Values) -> TrialOutcome:
         """Run one trial and return its measurements."""
-        shown = (
-            ", ".join(f"{name}={value}" for name, value in values.items())
-            or "the unchanged script"
-        )
         sys.stderr.write(
-            f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {shown}\n"
+            f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {_words(values)}\n"
         )
         with tempfile.TemporaryDirectory(prefix="hasten_tune_") as folder:
             result = Path(folder) / "result.json"
@@ -109,50 +98,36 @@ class Runner:
                 "result": str(result),
                 "warmup": self._given.warmup,
                 "updates": self._given.updates,
-                "hopeless_s": hopeless,
             }
             spec_file = Path(folder) / "spec.json"
             spec_file.write_bytes(msgspec.json.encode(spec))
-            command = [*self._command(), str(spec_file), *self._script]
+            command = [
+                *(sys.executable, "-m", "hasten.extensions.planning.tune.trial"),
+                str(spec_file),
+                *self._script,
+            ]
+            variables = {
+                **os.environ,
+                **({"HASTEN_CPU": "1"} if self._given.cpu else {}),
+            }
             start = time.monotonic()
             left = max(
                 30.0, self._deadline - start, 0.0 if values else 2 * self.unchanged_s
             )
             try:
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=left
+                    command, capture_output=True, text=True, timeout=left, env=variables
                 )
             except subprocess.TimeoutExpired:
                 return TrialOutcome(error="not done within the budget")
             took = time.monotonic() - start
-            self.shortest = min(self.shortest or took, took)
             self.unchanged_s = self.unchanged_s or took
             if not result.is_file():
                 return TrialOutcome(error=in_output(done.stderr, done.returncode))
             return msgspec.json.decode(result.read_bytes(), type=TrialOutcome)
 
-    def _command(self) -> list[str]:
-        if self._given.num_processes == 1 and not self._given.cpu:
-            return [sys.executable, "-m", "hasten.extensions.planning.tune.trial"]
-        launch = [
-            sys.executable,
-            "-m",
-            "hasten.cli.main",
-            "launch",
-            "--num_processes",
-            str(self._given.num_processes),
-        ]
-        return [
-            *launch,
-            *(["--cpu"] if self._given.cpu else []),
-            "--module",
-            "hasten.extensions.planning.tune.trial",
-        ]
 
-
-def _finish(
-    course: Tuning, given: argparse.Namespace, candidates: Sequence[str]
-) -> None:
+def _finish(course: Tuning, given: argparse.Namespace) -> None:
     best = course.best
     assert best is not None, "the baseline ran"
     config = tuning.config_of(best.values)
@@ -168,19 +143,15 @@ def _finish(
             "trials": trials,
             "best": dict(best.values),
             "gain": course.gain,
-            "not_tried": course.not_tried_words,
-            "not_applicable": [name for name in tuning.NAMES if name not in candidates],
+            "not_tried": course.not_tried,
             "advice": lines,
         }
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return
     console = Console()
-    console.print(table(course.trials, course.trials[0]))
+    console.print(table(course.trials))
     for line in conclusion(course, lines, given.output, changed=config != Config()):
         console.print(line, highlight=False, soft_wrap=True)
-    if missing := [name for name in tuning.NAMES if name not in candidates]:
-        sentence = f"no candidates for this script on this machine (docs/planning.md says when they are): {', '.join(missing)}"
-        console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def conclusion(
@@ -194,15 +165,10 @@ def conclusion(
         lines = ["only the unchanged script was measured"]
     if best.values:
         lines = [
-            f"best: {_words(best)}, {course.gain:.2f} times as fast as the unchanged script"
+            f"best: {_words(best.values)}, {course.gain:.2f} times as fast as the unchanged script"
         ]
-    if course.unconfirmed:
-        lines.append(
-            f"not confirmed: the second run of the unchanged script failed ({course.unconfirmed}), so other load on the machine may be "
-            "the reason; increase --budget"
-        )
     if course.not_tried:
-        words = ", ".join(course.not_tried_words)
+        words = "; ".join(map(_words, course.not_tried))
         lines.append(
             f"not tried, because the budget was used up: {words}; increase --budget, or select candidates with --only"
         )
@@ -216,26 +182,23 @@ def conclusion(
     return lines
 
 
-def _words(trial: Trial) -> str:
-    return (
-        ", ".join(f"{name}={value}" for name, value in trial.values.items())
-        or "the unchanged script"
-    )
+def _words(values: Values) -> str:
+    settings = [f"{name}={value}" for name, value in values.items()]
+    return ", ".join(settings) or "the unchanged script"
 
 
-def table(trials: Sequence[Trial], base: Trial) -> Table:
+def table(trials: Sequence[Trial]) -> Table:
     """Return a table with one row per trial."""
     shown = Table(title="measured")
-    for title in ("values", "step", "samples/s", "memory", "verdict"):
+    for title in ("values", "step", "memory", "verdict"):
         shown.add_column(
             title, justify="left" if title in ("values", "verdict") else "right"
         )
     for trial in trials:
         out = trial.outcome
         shown.add_row(
-            _words(trial),
+            _words(trial.values),
             f"{out.step_s * 1e3:.2f} ms" if out.step_s else "",
-            f"{out.samples_per_s:.0f}" if out.samples_per_s else "",
             size(out.peak_bytes) if out.peak_bytes else "",
             trial.verdict,
         )
@@ -272,13 +235,6 @@ def _parser() -> argparse.ArgumentParser:
         type=whole(),
         default=5,
         help="updates before those, which are not timed",
-    )
-    parser.add_argument(
-        "--num_processes",
-        "--num-processes",
-        type=whole(1),
-        default=1,
-        help="number of processes in each trial",
     )
     parser.add_argument(
         "--cpu", action="store_true", help="run on the CPU even if there is a GPU"

@@ -10,10 +10,8 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
@@ -21,19 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hasten.accelerator.components import Components, components
-from hasten.accelerator.facade import Accelerator
-from hasten.config.base import given
-from hasten.config.sections.trust import TrustSettings
-from hasten.data.loader import Loader
+from hasten.accelerator.components import Components
 from hasten.extensions.planning.plan.targets import run_script
 from hasten.extensions.planning.tune.tuning import WAYS, TrialOutcome, happened
 from hasten.optim.run_part import Objects, RunPart, in_every_run
 from hasten.optim.window import Holder
-from hasten.runtime.mesh_plan import BATCH
-
-_OFTEN: Final = 10
-"""Number of updates between two checks whether a trial is hopeless."""
 
 
 class Spec(msgspec.Struct):
@@ -43,7 +33,6 @@ class Spec(msgspec.Struct):
     result: str
     warmup: int
     updates: int
-    hopeless_s: float | None = None
 
 
 class _TrialDone(BaseException):
@@ -57,13 +46,10 @@ class ScriptTrial(RunPart):
         self.spec = spec
         self.losses: list[Tensor] = []
         self.marks: list[float] = []
-        self.rows = 0
         self.convolutions = False
         self.precision = "no"
         self.captures_step = False
         self.computes_loss = False
-        self.gave_up = False
-        self._accelerator: Accelerator | None = None
         self._overwritten = False
         """True if the compiled model writes its outputs, including the loss, to the same memory in each step."""
 
@@ -72,7 +58,6 @@ class ScriptTrial(RunPart):
         """Return the script's arguments of its Accelerator, overridden by this trial's values."""
         values, own = self.spec.values, dict(given)
         own |= {"log_with": None, "project_dir": None}
-        own["trust"] = _recording(own.get("trust"))
         if "mixed_precision" in values:
             own["mixed_precision"] = values["mixed_precision"]
         if values.get("step_graph"):
@@ -84,8 +69,6 @@ class ScriptTrial(RunPart):
             }
         if "prefetch" in values:
             own["dataloader.prefetch"] = values["prefetch"]
-        if "bucket_cap_mb" in values:
-            own["ddp.bucket_cap_mb"] = values["bucket_cap_mb"]
         return own
 
     def _changed(self, value: Any) -> Any:  # Any: an object that the script prepares
@@ -114,20 +97,12 @@ class ScriptTrial(RunPart):
 
     def built(self, run: Components) -> None:
         """Note the facts about the run of an Accelerator."""
-        self._accelerator = run.accelerator
         self.precision = run.precision.spec
         self._overwritten = run.accelerator.config.dynamo.makes_cuda_graphs
 
     def preparing(self, objects: Objects) -> Objects:
         """Return the script's objects, modified for this trial."""
         return tuple(self._changed(value) for value in objects)
-
-    def prepared(self, objects: Objects) -> Objects:
-        """Note the batch size of the first loader, the training loader."""
-        for loader in objects:
-            if isinstance(loader, Loader):
-                self.rows = self.rows or loader.batch_size or 0
-        return objects
 
     def capturing(self) -> None:
         """Record that the script captures its whole step."""
@@ -148,23 +123,8 @@ class ScriptTrial(RunPart):
         ):
             torch.cuda.synchronize()
         self.marks.append(time.perf_counter())
-        limit = self.spec.hopeless_s
-        measured = self.marks[self.spec.warmup :]
-        if limit is not None and measured and len(measured) % _OFTEN == 0:
-            self.gave_up = median(b - a for a, b in pairwise(measured)) > limit
-        if done >= self.spec.warmup + self.spec.updates or self.gave_up:
+        if done >= self.spec.warmup + self.spec.updates:
             raise _TrialDone
-
-    @property
-    def _samples(self) -> int:
-        """Samples in one update, over all ranks and micro-steps."""
-        if self._accelerator is None:
-            return self.rows
-        return (
-            self.rows
-            * components(self._accelerator).clock.every
-            * self._accelerator.ctx.mesh.size(*BATCH)
-        )
 
     def outcome(self, error: str = "") -> TrialOutcome:
         """Return the measurements."""
@@ -190,16 +150,13 @@ class ScriptTrial(RunPart):
         cuda = torch.cuda.is_available()
         return TrialOutcome(
             step_s=step,
-            samples_per_s=self._samples / step if step else 0.0,
             peak_bytes=torch.cuda.max_memory_allocated() if cuda else _resident(),
             losses=tuple(losses),
-            batch_size=self.rows,
             convolutions=self.convolutions,
             precision=self.precision,
             captures_step=self.captures_step,
             computes_loss=self.computes_loss,
             error=error,
-            gave_up=self.gave_up,
         )
 
 
@@ -207,20 +164,6 @@ def _resident() -> int:
     """Return the peak resident memory of this process."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def _recording(trust: Any) -> Any:  # Any: the argument `trust` of an Accelerator
-    """Return the script's `trust` with `numbers="report"` in place of "off", which would not record losses."""
-    if trust == "off":
-        return {"stall": "off", "divergence": "off", "numbers": "report"}
-    fields = (
-        {name: getattr(trust, name) for name in given(trust)}
-        if isinstance(trust, TrustSettings)
-        else trust
-    )
-    if isinstance(fields, Mapping) and fields.get("numbers") == "off":
-        return {**fields, "numbers": "report"}
-    return trust
 
 
 def main(argv: list[str]) -> int:
@@ -240,14 +183,8 @@ def main(argv: list[str]) -> int:
     # any kind: the script is the user's, and the table shows what it raised
     except Exception as wrong:
         error = happened(wrong)
-    if facade_rank() == 0:
-        Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))
+    Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))
     return 0
-
-
-def facade_rank() -> int:
-    """Return this process's rank."""
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -13,7 +14,6 @@ from typing import Any, Final
 
 from hasten.config.root import Config
 from hasten.config.sections.loop import PerformanceSettings, TorchDynamoPlugin
-from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError
 
 SAME: Final = 1e-3
@@ -24,8 +24,6 @@ ROUNDED: Final = 1e-2
 """Relative difference of losses if the script itself uses half precision, where reordered operations round more."""
 WORTH: Final = 0.02
 """Speedup above which a candidate is taken; less is noise."""
-HOPELESS: Final = 1.5
-"""Ratio of the step time to the best one above which a trial ends early."""
 LAUNCHED_S: Final = 0.1
 """Step time of the unchanged script above which it does not wait for kernels to be launched, so that CUDA graphs gain nothing."""
 NAMES: Final = (
@@ -37,18 +35,9 @@ NAMES: Final = (
         "num_workers",
         "channels_last",
     ),
-    *("tf32", "prefetch", "bucket_cap_mb"),
+    *("tf32", "prefetch"),
 )
 """Names of all knobs."""
-UNTRIED: Final = MappingProxyType(
-    {
-        "fp8": 'set mixed_precision="fp8" and compare the losses of two runs',
-        "chunked_loss": "call hasten.use_chunked_loss(model) before prepare()",
-        "batch_size": "use find_executable_batch_size()",
-        "recompute": "set recompute to the class of the model's blocks",
-    }
-)
-"""What to do for changes that save memory or change the training, which are not tried."""
 Values = Mapping[str, Any]  # Any: numbers, names and flags
 WAYS: Final = MappingProxyType[str, Mapping[str, Any]](
     {
@@ -89,7 +78,6 @@ class TunedMachine:
 
     cuda: bool = False
     cores: int = 1
-    processes: int = 1
     has_compiler: bool = False
 
 
@@ -98,10 +86,8 @@ class TrialOutcome:
     """Measurements of one trial."""
 
     step_s: float = 0.0
-    samples_per_s: float = 0.0
     peak_bytes: int = 0
     losses: tuple[float, ...] = ()
-    batch_size: int = 0
     convolutions: bool = False
     precision: str = "no"
     captures_step: bool = False
@@ -109,7 +95,6 @@ class TrialOutcome:
     computes_loss: bool = False
     """True for a model of transformers, whose loss can be compiled with its blocks."""
     error: str = ""
-    gave_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +106,8 @@ class Trial:
     verdict: str
 
 
-Measure = Callable[[Values, float | None], TrialOutcome]
-"""Runs the script with values, and with the step time beyond which the trial is hopeless."""
+Measure = Callable[[Values], TrialOutcome]
+"""Runs the script with values."""
 
 
 @dataclass(slots=True)
@@ -134,15 +119,14 @@ class Tuning:
     best: Trial | None = None
     not_tried: list[Values] = field(default_factory=list)
     """Values that were not tried for lack of time."""
-    unconfirmed: str = ""
-    """Error of the second run of the unchanged script, without which the speedup is not confirmed."""
 
-    def run(self, measure: Measure, in_time: Callable[[], bool]) -> None:
-        """Measure the script unchanged, with each value of each knob until time is up, and unchanged again to confirm a speedup.
+    def run(
+        self, baseline: TrialOutcome, measure: Measure, in_time: Callable[[], bool]
+    ) -> None:
+        """Measure each value of each knob until time is up, and the unchanged script again to confirm a speedup over `baseline`.
 
         Raises: ConfigError when the unchanged script does not run.
         """
-        baseline = measure({}, None)
         if baseline.error:
             goal = "enough updates" if baseline.losses else "its updates"
             raise ConfigError(
@@ -161,7 +145,7 @@ class Tuning:
                 if not in_time():
                     self.not_tried.append(values)
                     continue
-                outcome = measure(values, HOPELESS * best.outcome.step_s)
+                outcome = measure(values)
                 verdict = judge(outcome, baseline, best.outcome, knob.tolerance)
                 self.trials.append(Trial(values, outcome, verdict))
                 if verdict == TAKEN:
@@ -169,25 +153,11 @@ class Tuning:
         self.best = best
         # a machine that was busy at first exaggerates speedups
         if best is not unchanged:
-            repeated = measure({}, None)
-            self.unconfirmed = repeated.error
-            if not repeated.error:
-                self.trials.append(Trial({}, repeated, "as it is, once more"))
-                if repeated.step_s * (1 - WORTH) <= best.outcome.step_s:
-                    self.best = unchanged
-
-    @property
-    def not_tried_words(self) -> list[str]:
-        """Values not tried for lack of time: a knob's name, or its values if others of it were tried."""
-        untried: dict[str, list[str]] = {}
-        for values in self.not_tried:
-            name = list(values)[-1]
-            untried.setdefault(name, []).append(str(values[name]))
-        num_values = {knob.name: len(knob.values) for knob in self.knobs}
-        return [
-            name if len(values) == num_values[name] else f"{name} ({', '.join(values)})"
-            for name, values in untried.items()
-        ]
+            repeated = measure({})
+            verdict = f"failed: {repeated.error}" if repeated.error else "as it is"
+            self.trials.append(Trial({}, repeated, verdict))
+            if repeated.step_s * (1 - WORTH) <= best.outcome.step_s:
+                self.best = unchanged
 
     @property
     def gain(self) -> float:
@@ -203,8 +173,6 @@ def judge(
     """Return the verdict on a trial: TAKEN, or the reason why its values are not taken."""
     if outcome.error:
         return f"failed: {outcome.error}"
-    if outcome.gave_up:
-        return "slower, ended early"
     loss_difference = difference(baseline.losses, outcome.losses)
     if loss_difference > tolerance:
         return f"losses differ by {loss_difference:.1%}, more than {tolerance:.1%}"
@@ -253,7 +221,6 @@ def knobs(machine: TunedMachine, base: TrialOutcome) -> list[Knob]:
             ),
         ),
         (machine.cuda, Knob("prefetch", (0, 4))),
-        (machine.processes > 1, Knob("bucket_cap_mb", (50, 100), same)),
     ]
     return [knob for applies, knob in rows if applies]
 
@@ -272,10 +239,6 @@ def _ways(machine: TunedMachine, base: TrialOutcome) -> tuple[str, ...]:
 def check_names(only: Sequence[str]) -> None:
     """Raise ConfigError for a name that is not a knob."""
     for name in only:
-        if name in UNTRIED:
-            raise ConfigError(
-                f"--only {name}: it is not tried, as it does not only make steps faster; {UNTRIED[name]}."
-            )
         if name not in NAMES:
             near = get_close_matches(name, NAMES, n=1, cutoff=0.5)
             hint = (
@@ -306,10 +269,6 @@ def config_of(values: Values) -> Config:
         config = config.replace(
             dataloader=config.dataloader.replace(prefetch=values["prefetch"])
         )
-    if "bucket_cap_mb" in values:
-        config = config.replace(
-            ddp=DistributedDataParallelKwargs(bucket_cap_mb=values["bucket_cap_mb"])
-        )
     if values.get("step_graph"):
         config = config.replace(
             performance=PerformanceSettings(mode="auto", compile=False)
@@ -339,55 +298,23 @@ def seconds(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2] or "s"]
 
 
-_LONGEST: Final = 160
-_RAISED: Final = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:: .*)?")
-"""Pattern of the line in a traceback that names the exception, as opposed to a frame or an interpreter's note."""
-_PREFIX: Final = re.compile(r"^\[[^\]]*\]:? ?")
-"""Pattern of the prefix that launchers add to the lines of a rank."""
-_WHERE: Final = " Stack trace:"
-"""Start of the source location that torch appends to its messages on the same line."""
+_CAUSE_CHARS: Final = 160
 
 
 def happened(error: BaseException) -> str:
     """Return the class of an exception, and the first line of its message."""
     lines = str(error).strip().splitlines()
-    return _short(
-        f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    )
+    name = type(error).__name__
+    return _short(f"{name}: {lines[0]}" if lines else name)
 
 
 def in_output(stderr: str, code: int) -> str:
-    """Return the cause of exit code `code`: its last traceback's exception, else its last line, else the code."""
+    """Return the cause of exit code `code`: the signal, the last line of the output, or the code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]
-    begins = [
-        index
-        for index, line in enumerate(lines)
-        if line.startswith("Traceback (most recent call last)")
-    ]
-    if begins:
-        for line in lines[begins[-1] + 1 :]:
-            if line and not line[0].isspace() and _RAISED.fullmatch(line):
-                return _short(_unqualified(line))
-    said = [line.strip() for line in lines if line.strip()]
-    return _short(said[-1]) if said else f"exit code {code}"
-
-
-def _unqualified(line: str) -> str:
-    """Return the line with an unqualified class name, as in `happened`."""
-    kind, colon, message = line.partition(":")
-    return f"{kind.rpartition('.')[2]}{colon}{message}"
+    lines = stderr.strip().splitlines()
+    return _short(lines[-1]) if lines else f"exit code {code}"
 
 
 def _short(text: str) -> str:
-    """Return the text shortened to whole sentences or words that fit a table."""
-    text = text.partition(_WHERE)[0].strip()
-    if len(text) <= _LONGEST:
-        return text
-    sentence = text[:_LONGEST].rfind(". ")
-    return (
-        text[: sentence + 1]
-        if sentence > 0
-        else f"{text[:_LONGEST].rpartition(' ')[0] or text[:_LONGEST]} …"
-    )
+    return textwrap.shorten(text, _CAUSE_CHARS, placeholder=" …")
