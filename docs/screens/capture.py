@@ -106,28 +106,6 @@ class Screen:
         svg.write_text(svg.read_text("utf-8").replace(self.folder, "~"), "utf-8")
 
 
-def wizard(folder: str) -> None:
-    """Go through the wizard: two CPU processes, FSDP2 with named blocks."""
-    with Screen(folder) as screen:
-        screen.press("hasten config", "Enter", until="Where will training run?")
-        screen.press("Enter", until="How many machines?")
-        screen.press("Enter", until="How many processes?")
-        screen.press("BSpace", "2", "Enter", until="Mixed precision?")
-        screen.press("Down", "Enter", until="How is the model distributed")
-        screen.press("Down", until="FSDP2")
-        screen.save("wizard-strategy", "hasten config")
-        screen.press("Enter", until="When are gathered")
-        screen.press("Enter", until="What is sharded")
-        screen.press("Down", "Enter", until="Class names")
-        screen.press("BertLayer", "Enter", until="Keep parameters")
-        screen.press("n", until="Recompute")
-        screen.press("y", until="Compile the model")
-        screen.press("Enter", until="Micro-steps")
-        screen.press("BSpace", "4", "Enter", until="config.yaml?")
-        screen.press("Enter", until="Train with")
-        screen.save("wizard", "hasten config")
-
-
 def show_why(folder: str) -> None:
     """Show where values come from: a file, a variable and a flag for the same setting."""
     Path(folder, "config.yaml").write_text(FILE, "utf-8")
@@ -152,7 +130,7 @@ def check(folder: str) -> None:
 
 def main() -> None:
     """Capture all screens."""
-    for capture in (wizard, show_why, check):
+    for capture in (show_why, check):
         with tempfile.TemporaryDirectory() as folder:
             capture(folder)
 

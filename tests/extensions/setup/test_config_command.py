@@ -18,7 +18,6 @@ from hasten.extensions.setup.machine import (
     cluster_of,
     examine,
     parse_devices,
-    parse_links,
     recommended_precision,
 )
 
@@ -195,15 +194,3 @@ def test_machine_in_words() -> None:
 def test_what_the_driver_prints_is_understood() -> None:
     assert parse_devices(["143771, 9.0", " 81559, 8.0 "]) == (81559 << 20, 8.0)
     assert parse_devices(["No devices were found"]) == (0, 0.0)
-    header = "\tGPU0\tGPU1\tNIC0\tCPU Affinity\n"
-    assert (
-        parse_links(
-            f"{header}GPU0\t X \tNV18\tPIX\t0-7\nGPU1\tNV18\t X \tPIX\t0-7\nNIC0\tPIX\tPIX\t X \n"
-        )
-        == "NVLink"
-    )
-    assert (
-        parse_links(f"{header}GPU0\t X \tSYS\tPIX\t0-7\nGPU1\tSYS\t X \tPIX\t0-7\n")
-        == "PCIe"
-    )
-    assert parse_links("") == ""

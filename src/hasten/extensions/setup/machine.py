@@ -1,16 +1,15 @@
-"""This machine for the wizard: devices, memory, links, and recommended settings. Does not import torch."""
+"""This machine for the wizard: devices, memory, and recommended settings. Does not import torch."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from hasten.config.sections.loop import PrecisionType
-from hasten.launch.base import DeviceKind, Host, look
+from hasten.launch.base import DeviceKind, look
 
 _GIB: Final = 1024**3
 _BF16_CAPABILITY: Final = 8.0  # Ampere
@@ -31,8 +30,6 @@ class MachineFacts:
     host_memory_bytes: int = 0
     capability: float = 0.0
     """NVIDIA's compute capability; 0 for other devices."""
-    link: str = ""
-    """Connection between devices: NVLink, PCIe, or empty for one device or if unknown."""
     cluster: str = ""
     """The scheduler that this shell runs under; empty if none."""
 
@@ -50,15 +47,14 @@ class MachineFacts:
                 if self.memory_bytes
                 else ""
             )
-            link = f", linked by {self.link}" if self.link else ""
-            device_text = f"{self.num_devices} x {self.device_name or self.device}{memory}{link}; {host}"
+            device_text = f"{self.num_devices} x {self.device_name or self.device}{memory}; {host}"
         return f"{device_text}; under {self.cluster}" if self.cluster else device_text
 
 
 def examine() -> MachineFacts:
     """Return the current state of this machine."""
     host = look()
-    memory, capability, link = _nvidia(host) if host.device == "cuda" else (0, 0.0, "")
+    memory, capability = _examine_nvidia() if host.device == "cuda" else (0, 0.0)
     return MachineFacts(
         device=host.device,
         num_devices=host.num_devices,
@@ -67,7 +63,6 @@ def examine() -> MachineFacts:
         memory_bytes=memory,
         host_memory_bytes=host.memory_bytes,
         capability=capability,
-        link=link,
         cluster=cluster_of(host.env),
     )
 
@@ -105,17 +100,18 @@ def cluster_of(env: Mapping[str, str]) -> str:
     return next((name for variable, name in signs if env.get(variable)), "")
 
 
-def _nvidia(host: Host) -> tuple[int, float, str]:
-    """Return the memory of the smallest device in bytes, the lowest compute capability and the slowest link."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0, 0.0, ""
-    rows = _output(
-        [tool, "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
-    )
-    memory, capability = parse_devices(rows.splitlines())
-    link = parse_links(_output([tool, "topo", "-m"])) if host.num_devices > 1 else ""
-    return memory, capability, link
+def _examine_nvidia() -> tuple[int, float]:
+    """Return the memory of the smallest device in bytes and the lowest compute capability."""
+    query = "--query-gpu=memory.total,compute_cap"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    # a machine without a working driver
+    except (OSError, subprocess.SubprocessError):
+        return 0, 0.0
+    return parse_devices(output.splitlines())
 
 
 def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
@@ -130,23 +126,3 @@ def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
     return min(int(match[1]) for match in device_rows) * 1024**2, min(
         float(match[2]) for match in device_rows
     )
-
-
-def parse_links(table: str) -> str:
-    """Return the slowest link between two devices in the driver's topology table."""
-    rows = [row.split() for row in table.splitlines() if re.match(r"^GPU\d+\s", row)]
-    width = len(rows)
-    words = [word for row in rows for word in row[1 : width + 1] if word != "X"]
-    if not words:
-        return ""
-    return "NVLink" if all(word.startswith("NV") for word in words) else "PCIe"
-
-
-def _output(command: list[str]) -> str:
-    """Return the output of a command; empty if it fails, as on a machine without a working driver."""
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -1,16 +1,16 @@
-"""Wizard of `hasten config`: asks questions in the terminal, shows the file, and writes it."""
+"""Questions of `hasten config`, asked in a terminal, and the settings for their answers."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import questionary
 
-from hasten.config.files import dump, read, write
+from hasten.config.files import dump, write
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ConfigError
@@ -21,314 +21,27 @@ from hasten.extensions.setup.machine import (
     recommended_precision,
 )
 
-Answers = Mapping[str, Any]
-Kind = Literal["choice", "number", "yesno", "text"]
+_PRECISION_TITLES = (
+    ("no", "no (fp32)"),
+    ("bf16", "bf16"),
+    ("fp16", "fp16 (with loss scaling)"),
+    ("fp8", "fp8 (linear layers)"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question. `key` is a dotted setting, or starts with `?` if it only determines later questions."""
+    """A question with choices, the recommended one first, or with a typed answer."""
 
-    key: str
     prompt: str
-    kind: Kind
-    default: Any
-    choices: tuple[tuple[Any, str], ...] = ()
-    minimum: int = 0
-    check: Callable[[str], str] = field(default=lambda text: "")
-    """For text: returns the problem with an answer, or an empty string."""
+    choices: tuple[tuple[str, str], ...] = ()
+    """Values with their titles."""
+    default: str = ""
+    minimum: int | None = None
+    """The lowest number; None for text."""
 
 
-def questions(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
-    """Yield the questions in order; `answers` is read before each, so that it determines later questions."""
-    yield from _place(machine)
-    if answers["?place"] != "tpu":
-        yield from _machines(machine, answers)
-        yield from _processes(machine, answers)
-    yield _precision(machine, answers)
-    if answers["mixed_precision"] == "fp8":
-        backends = (
-            ("auto", "whichever is installed"),
-            ("ao", "torchao"),
-            ("te", "Transformer Engine"),
-        )
-        yield Question(
-            "fp8.backend", "Which fp8 implementation?", "choice", "auto", backends
-        )
-    if answers["?place"] != "tpu" and num_processes(machine, answers) > 1:
-        yield _strategy()
-        if answers["strategy"] == "fsdp":
-            yield from _fsdp(answers)
-    compilers = (
-        ("no", "no"),
-        ("regional", "the repeated block (short compile time)"),
-        ("whole", "the whole model"),
-    )
-    yield Question(
-        "?compile", "Compile the model with torch.compile?", "choice", "no", compilers
-    )
-    accumulation = "Micro-steps accumulated per optimizer update?"
-    yield Question(
-        "gradient_accumulation.num_steps", accumulation, "number", 1, minimum=1
-    )
-
-
-def num_processes(machine: MachineFacts, answers: Answers) -> int:
-    """Return the number of processes requested by the answers so far."""
-    answer = answers.get("launch.num_processes")
-    return (
-        int(answer)
-        if answer
-        else devices(machine, answers) * int(answers.get("launch.num_machines", 1))
-    )
-
-
-def devices(machine: MachineFacts, answers: Answers) -> int:
-    """Return the default number of processes on one machine."""
-    return max(1, machine.num_devices) if answers.get("?place") == "accelerator" else 1
-
-
-def _place(machine: MachineFacts) -> Iterator[Question]:
-    choices: list[tuple[str, str]] = []
-    if machine.device not in ("cpu", "tpu"):
-        choices.append(
-            (
-                "accelerator",
-                f"{machine.num_devices} x {machine.device_name or machine.device} (found)",
-            )
-        )
-    if machine.device == "tpu":
-        choices.append(("tpu", f"TPU, {machine.num_devices} cores (found)"))
-    choices.append(
-        (
-            "cpu",
-            f"CPU, {machine.cores} cores"
-            + ("" if choices else " (nothing else was found)"),
-        )
-    )
-    if machine.device == "cpu":
-        choices.append(("accelerator", "GPUs or other accelerators of another machine"))
-    if machine.device != "tpu":
-        choices.append(("tpu", "TPU of another machine"))
-    yield Question(
-        "?place", "Where will training run?", "choice", choices[0][0], tuple(choices)
-    )
-
-
-def _machines(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
-    yield Question("launch.num_machines", "How many machines?", "number", 1, minimum=1)
-    if answers["launch.num_machines"] > 1:
-        scheduler = machine.cluster or "SLURM, MPI, LSF or Kubernetes"
-        ways = (
-            ("cluster", f"from {scheduler}"),
-            ("by hand", "I start the command on each machine, with --machine_rank"),
-        )
-        default = "cluster" if machine.cluster else "by hand"
-        yield Question(
-            "?meeting",
-            "How does each machine learn its number?",
-            "choice",
-            default,
-            ways,
-        )
-        if answers["?meeting"] == "by hand":
-            prompt = "Address of machine 0?"
-            yield Question(
-                "launch.main_process_ip",
-                prompt,
-                "text",
-                "",
-                check=lambda text: "" if text else "needed",
-            )
-            yield Question(
-                "launch.main_process_port",
-                "Free port on machine 0?",
-                "number",
-                29500,
-                minimum=1,
-            )
-
-
-def _processes(machine: MachineFacts, answers: Answers) -> Iterator[Question]:
-    default = devices(machine, answers) * answers["launch.num_machines"]
-    prompt = (
-        "How many processes, over all machines?"
-        if answers["launch.num_machines"] > 1
-        else "How many processes?"
-    )
-    yield Question(
-        "launch.num_processes",
-        prompt,
-        "number",
-        default,
-        minimum=answers["launch.num_machines"],
-    )
-
-
-def _precision(machine: MachineFacts, answers: Answers) -> Question:
-    elsewhere = answers["?place"] == "accelerator" and machine.device == "cpu"
-    best, why = recommended_precision(
-        machine if answers["?place"] != "cpu" else MachineFacts()
-    )
-    if elsewhere or answers["?place"] == "tpu":
-        best, why = "bf16", "recommended for recent accelerators"
-    words = {
-        "no": "no (fp32)",
-        "bf16": "bf16",
-        "fp16": "fp16 (with loss scaling)",
-        "fp8": "fp8 (linear layers)",
-    }
-    offered = [
-        name for name in words if name != "fp8" or offers_fp8(machine) or elsewhere
-    ]
-    ordered = sorted(offered, key=lambda name: name != best)
-    choices = tuple(
-        (name, words[name] + (f" (recommended: {why})" if name == best else ""))
-        for name in ordered
-    )
-    return Question("mixed_precision", "Mixed precision?", "choice", best, choices)
-
-
-def _strategy() -> Question:
-    choices = [
-        ("ddp", "DDP: every process holds the whole model (recommended while it fits)"),
-        ("fsdp", "FSDP2: parameters, gradients and optimizer state are sharded"),
-    ]
-    for extension in installed():
-        # A strategy with a variable is selected by the kind of device.
-        names = [
-            name
-            for name in extension.strategies
-            if name not in extension.strategy_variables
-        ]
-        choices += [
-            (name, f"{extension.summary}; edit its settings in the file")
-            for name in names
-        ]
-    return Question(
-        "strategy",
-        "How is the model distributed over processes?",
-        "choice",
-        "ddp",
-        tuple(choices),
-    )
-
-
-def _fsdp(answers: Answers) -> Iterator[Question]:
-    reshard = (
-        (True, "after forward too (least memory)"),
-        (False, "after backward only (less traffic)"),
-    )
-    yield Question(
-        "fsdp.reshard_after_forward",
-        "When are gathered parameters freed?",
-        "choice",
-        True,
-        reshard,
-    )
-    policies = (
-        ("auto", "the repeated block, detected automatically (recommended)"),
-        ("transformer_based_wrap", "blocks by class name"),
-        ("size_based_wrap", "modules above a size"),
-    )
-    yield Question(
-        "fsdp.auto_wrap_policy",
-        "What is sharded as one unit?",
-        "choice",
-        "auto",
-        policies,
-    )
-    if answers["fsdp.auto_wrap_policy"] == "transformer_based_wrap":
-        prompt = "Class names of the blocks, separated by commas?"
-        key = "fsdp.transformer_cls_names_to_wrap"
-        yield Question(
-            key,
-            prompt,
-            "text",
-            "",
-            check=lambda text: "" if text else "at least one is needed",
-        )
-    elif answers["fsdp.auto_wrap_policy"] == "size_based_wrap":
-        yield Question(
-            "fsdp.min_num_params",
-            "Smallest unit, in parameters?",
-            "number",
-            100_000_000,
-            minimum=1,
-        )
-    if answers["launch.num_machines"] > 1:
-        prompt = "Shard inside each machine only, and replicate across machines (HSDP)?"
-        yield Question("fsdp.hybrid_shard", prompt, "yesno", False)
-    yield Question(
-        "fsdp.cpu_offload",
-        "Keep parameters in host memory between uses (slow, saves memory)?",
-        "yesno",
-        False,
-    )
-    prompt = "Recompute activations in backward (slower, saves memory)?"
-    yield Question("fsdp.activation_checkpointing", prompt, "yesno", False)
-
-
-def remembered(question: Question, previous_config: Config) -> Question:
-    """Return the question with the previous setting as its default, if that is one of its answers."""
-    value = _said_before(question.key, previous_config)
-    if isinstance(value, tuple):
-        value = ", ".join(value)
-    if value is None or (
-        question.choices and value not in [choice for choice, _ in question.choices]
-    ):
-        return question
-    return replace(question, default=value)
-
-
-def _said_before(key: str, previous_config: Config) -> Any:
-    match key:
-        case "?place":
-            return (
-                "tpu"
-                if previous_config.launch.tpu
-                else "cpu"
-                if previous_config.cpu
-                else "accelerator"
-            )
-        case "?meeting":
-            return "by hand" if previous_config.launch.main_process_ip else "cluster"
-        case "?compile":
-            regional = (
-                "regional"
-                if previous_config.dynamo.use_regional_compilation
-                else "whole"
-            )
-            return "no" if previous_config.dynamo.backend == "no" else regional
-    value: Any = previous_config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def to_arguments(machine: MachineFacts, answers: Answers) -> dict[str, Any]:
-    """Return the settings for the answers, as arguments of `resolve`."""
-    arguments = {
-        key: value for key, value in answers.items() if not key.startswith("?")
-    }
-    device_answer = answers.get("?place")
-    default = devices(machine, answers) * int(answers.get("launch.num_machines", 1))
-    has_accelerator = device_answer == "accelerator" and machine.device != "cpu"
-    if has_accelerator and arguments.get("launch.num_processes") == default:
-        # determined at launch, also on a machine with another number of devices
-        del arguments["launch.num_processes"]
-    if device_answer == "cpu":
-        arguments["cpu"] = True
-    elif device_answer == "tpu":
-        arguments |= {"launch.tpu": True, "strategy": "xla"}
-    elif num_processes(machine, answers) > 1:
-        arguments["launch.multi_gpu"] = True
-    if answers.get("?compile", "no") != "no":
-        arguments["dynamo.backend"] = "inductor"
-        arguments["dynamo.use_regional_compilation"] = answers["?compile"] == "regional"
-    return arguments
-
-
+# Any: a number for questions with a minimum, else a text
 Ask = Callable[[Question], Any]
 
 
@@ -336,62 +49,123 @@ class Abandoned(ConfigError):
     """Raised when the user leaves the wizard; nothing was written."""
 
 
-def interview(
-    machine: MachineFacts, ask: Ask, previous_config: Config | None = None
-) -> Config:
-    """Return the settings for the answers; `ask` asks one question, `before` provides the defaults.
+def interview(machine: MachineFacts, ask: Ask) -> Config:
+    """Return the settings for the answers; `ask` asks one question.
 
     Raises: ConfigError when the answers contradict each other.
     """
-    answers: dict[str, Any] = {}
-    for question in questions(machine, answers):
-        answers[question.key] = ask(
-            remembered(question, previous_config) if previous_config else question
+    device = ask(_device_question(machine))
+    settings: dict[str, Any] = {}
+    if device == "tpu":
+        settings |= {"launch.tpu": True, "strategy": "xla"}
+    else:
+        settings |= _ask_for_processes(machine, device, ask)
+    settings["mixed_precision"] = ask(_precision_question(machine, device))
+    return resolve(code=settings).config
+
+
+def _device_question(machine: MachineFacts) -> Question:
+    titles = {
+        "cpu": f"CPU, {machine.cores} cores",
+        "accelerator": "GPUs or other accelerators of another machine",
+        "tpu": "TPU of another machine",
+    }
+    detected = machine.device if machine.device in ("cpu", "tpu") else "accelerator"
+    if detected != "cpu":
+        name = machine.device_name or machine.device
+        titles[detected] = f"{machine.num_devices} x {name} (found)"
+    choices = sorted(titles.items(), key=lambda choice: choice[0] != detected)
+    return Question("Where will training run?", tuple(choices))
+
+
+def _ask_for_processes(machine: MachineFacts, device: str, ask: Ask) -> dict[str, Any]:
+    """Return the settings of machines, processes and strategy."""
+    settings: dict[str, Any] = {"cpu": True} if device == "cpu" else {}
+    num_machines = ask(Question("How many machines?", default="1", minimum=1))
+    settings["launch.num_machines"] = num_machines
+    if num_machines > 1 and not machine.cluster:
+        settings["launch.main_process_ip"] = ask(Question("Address of machine 0?"))
+        settings["launch.main_process_port"] = ask(
+            Question("Free port on machine 0?", default="29500", minimum=1)
         )
-    return resolve(code=to_arguments(machine, answers)).config
+    has_devices = device == "accelerator" and machine.device != "cpu"
+    num_devices = num_machines * (machine.num_devices if has_devices else 1)
+    num_processes = ask(
+        Question(
+            "How many processes, over all machines?",
+            default=str(num_devices),
+            minimum=num_machines,
+        )
+    )
+    # devices are counted at launch, also on a machine with another number of them
+    if not has_devices or num_processes != num_devices:
+        settings["launch.num_processes"] = num_processes
+    if num_processes > 1:
+        settings["launch.multi_gpu"] = device != "cpu"
+        settings["strategy"] = ask(_strategy_question())
+    return settings
 
 
+def _strategy_question() -> Question:
+    choices = [
+        ("ddp", "DDP: every process holds the whole model (recommended while it fits)"),
+        ("fsdp", "FSDP2: parameters, gradients and optimizer state are sharded"),
+    ]
+    for extension in installed():
+        for name in extension.strategies:
+            # A strategy with a variable is selected by the kind of device.
+            if name not in extension.strategy_variables:
+                choices.append(
+                    (name, f"{extension.summary}; edit its settings in the file")
+                )
+    return Question("How is the model distributed over processes?", tuple(choices))
+
+
+def _precision_question(machine: MachineFacts, device: str) -> Question:
+    is_elsewhere = device == "accelerator" and machine.device == "cpu"
+    if is_elsewhere or device == "tpu":
+        best, reason = "bf16", "recommended for recent accelerators"
+    else:
+        best, reason = recommended_precision(
+            MachineFacts() if device == "cpu" else machine
+        )
+    choices = [
+        (name, f"{title} (recommended: {reason})" if name == best else title)
+        for name, title in _PRECISION_TITLES
+        if name != "fp8" or offers_fp8(machine) or is_elsewhere
+    ]
+    choices.sort(key=lambda choice: choice[0] != best)
+    return Question("Mixed precision?", tuple(choices))
+
+
+# Any: as `Ask`
 def ask_in_terminal(question: Question) -> Any:
-    """Ask a question with questionary and return its answer in the setting's type.
+    """Ask a question with questionary and return its answer.
 
-    Raises: Abandoned on Ctrl-C.
+    Raises: KeyboardInterrupt on Ctrl-C.
     """
-    match question.kind:
-        case "choice":
-            choices = [
-                questionary.Choice(text, value=value)
-                for value, text in question.choices
-            ]
-            default = next(
-                choice for choice in choices if choice.value == question.default
-            )
-            prompt = questionary.select(
-                question.prompt, choices, default=default, instruction="(arrow keys)"
-            )
-        case "yesno":
-            prompt = questionary.confirm(question.prompt, default=question.default)
-        case "number":
-            prompt = questionary.text(
-                question.prompt,
-                default=str(question.default),
-                validate=lambda text: _number_problem(question, text),
-            )
-        case "text":
-            prompt = questionary.text(
-                question.prompt,
-                default=question.default,
-                validate=lambda text: question.check(text.strip()) or True,
-            )
-    answer = prompt.unsafe_ask()
-    if question.kind == "number":
-        return int(answer)
-    return answer.strip() if isinstance(answer, str) else answer
+    if question.choices:
+        choices = [
+            questionary.Choice(title, value=value) for value, title in question.choices
+        ]
+        return questionary.select(
+            question.prompt, choices, instruction="(arrow keys)"
+        ).unsafe_ask()
+    answer: str = questionary.text(
+        question.prompt,
+        default=question.default,
+        validate=lambda text: _problem_of(question, text.strip()) or True,
+    ).unsafe_ask()
+    return answer.strip() if question.minimum is None else int(answer)
 
 
-def _number_problem(question: Question, text: str) -> str | bool:
-    if not text.strip().isdigit() or int(text) < question.minimum:
-        return f"a whole number of at least {question.minimum}"
-    return True
+def _problem_of(question: Question, text: str) -> str:
+    """Return the problem with a typed answer; empty if there is none."""
+    if question.minimum is None:
+        return "" if text else "needed"
+    if text.isdigit() and int(text) >= question.minimum:
+        return ""
+    return f"a whole number of at least {question.minimum}"
 
 
 def run(machine: MachineFacts, path: Path) -> int:
@@ -403,22 +177,15 @@ def run(machine: MachineFacts, path: Path) -> int:
         raise Abandoned(
             "the wizard needs an interactive terminal; run `hasten config default`, or write the file by hand (docs/config.md)."
         )
-    say = sys.stdout.write
-    say(f"This machine: {machine.words}\n")
-    previous_config = resolve(file=read(path).entries).config if path.exists() else None
-    say(
-        "The default answers are those of the existing file.\n\n"
-        if previous_config
-        else "\n"
-    )
+    sys.stdout.write(f"This machine: {machine.words}\n\n")
     try:
-        config = interview(machine, ask_in_terminal, previous_config)
-        say(f"\n{dump(config, masked=True)}\n")
+        config = interview(machine, ask_in_terminal)
+        sys.stdout.write(f"\n{dump(config, masked=True)}\n")
         verb = "Replace" if path.exists() else "Write"
         if not questionary.confirm(f"{verb} {path}?", default=True).unsafe_ask():
             raise Abandoned(f"nothing was written; {path} is unchanged.")
     except (KeyboardInterrupt, EOFError) as error:
         raise Abandoned(f"cancelled; nothing was written to {path}.") from error
     write(config, path)
-    say(f"Written to {path}\nTrain with: hasten launch train.py\n")
+    sys.stdout.write(f"Written to {path}\nTrain with: hasten launch train.py\n")
     return 0
