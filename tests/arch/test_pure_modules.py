@@ -22,7 +22,6 @@ PURE_FILES: Final = MappingProxyType(
         "errors": "imported by everything",
         "optional": "imported by everything",
         "extensions.metrics.catalogue": "names and meanings of metrics",
-        "extensions.metrics.server": "serves a text",
         "extensions.survive.crew": "supervises processes",
         "extensions.survive.launch_target": "plans and supervises processes",
         "extensions.survive.replica_machines": "part of the supervision of several machines",

@@ -119,8 +119,6 @@ class RunLogPart(RunPart):
         self._clock = clock
         self._read_step: Callable[[], int] = lambda: 0
         self._began_s = 0.0
-        if not run_log.tells_phases:
-            self.unused_events = ("backward", "backward_done", "before_update")
 
     def built(self, run: Components) -> None:
         """Find out how to read the number of updates, without keeping the Accelerator alive."""
@@ -183,7 +181,6 @@ class RunLogPart(RunPart):
             self.run_log.event(
                 kind, seconds=round(time.perf_counter() - self._began_s, 4), step=step
             )
-            self.run_log.reached(kind, step)
         else:
             self.run_log.event(
                 f"{kind}: failed", error=masked(f"{type(error).__name__}: {error}")

@@ -6,16 +6,14 @@ counted as replayed. All other time has one cause each, so that the parts add up
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.tracking.run_log import USEFUL, LoggedRank, RunLog, read_run_log
+from hasten.tracking.run_log import USEFUL, LoggedRank
 
 CAUSES: Final = (
     "useful",
@@ -26,10 +24,9 @@ CAUSES: Final = (
     "stall",
     "restart",
     "replayed",
-    "running",
     "other",
 )
-"""Parts of the wall time; all but the first are losses. `running` is the phase of a live process that has not ended."""
+"""Parts of the wall time; all but the first are losses."""
 _IN_STEPS: Final = ("data", "checkpoint", "evaluation", "stall")
 
 
@@ -113,15 +110,8 @@ def _start(log: LoggedRank) -> _RunStart:
 
 def _in_start(start: _RunStart) -> dict[str, float]:
     """Return the seconds of one start that were neither useful nor unknown, by cause."""
-    steps, startup = start.log.steps, start.log.started.get("startup_s")
-    if startup is None:  # written by an earlier version
-        first = (
-            sum(float(steps[phase][0]) for phase in (steps.dtype.names or ())[1:-2])
-            if len(steps)
-            else 0.0
-        )
-        startup = float(steps["time"][0]) - first - start.began_s if len(steps) else 0.0
-    seconds_by_cause = {"startup": max(float(startup), 0.0)}
+    steps = start.log.steps
+    seconds_by_cause = {"startup": float(start.log.started.get("startup_s") or 0.0)}
     seconds_by_cause |= {
         phase: float(steps[phase].astype(np.float64).sum()) for phase in _IN_STEPS
     }
@@ -197,76 +187,3 @@ def of_run(ranks: Sequence[LoggedRank]) -> Goodput | None:
         and goodput.seconds["useful"] + goodput.seconds["replayed"] > 0
     ]
     return min(goodputs, key=lambda goodput: goodput.ratio, default=None)
-
-
-class LiveGoodput:
-    """Goodput of a running process, including earlier starts of the run in the same folder.
-
-    Called by the thread that serves metrics. Earlier logs are read once, and once more after the process has loaded a checkpoint.
-    """
-
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self._folder = folder
-        self._rank = rank
-        self._earlier: tuple[object, Goodput] | None = None
-
-    def read(self, log: RunLog) -> Goodput:
-        """Return the seconds of each cause so far; the phase that is running counts when it has ended."""
-        seconds = dict(self._before(log).seconds)
-        spent = dict(log.spent)
-        seconds["startup"] += (
-            time.time() - log.process_began_s
-            if log.startup_s is None
-            else log.startup_s
-        )
-        useful = sum(spent[phase] for phase in USEFUL)
-        seconds["useful"] += useful - log.replayed_s
-        seconds["replayed"] += log.replayed_s
-        for phase in _IN_STEPS:
-            seconds[phase] += spent[phase]
-        known_s = (
-            (log.startup_s or 0.0) + useful + sum(spent[phase] for phase in _IN_STEPS)
-        )
-        if log.startup_s is not None:
-            seconds["running"] += max(time.time() - log.process_began_s - known_s, 0.0)
-        return Goodput(seconds)
-
-    def _before(self, log: RunLog) -> Goodput:
-        """Return the goodput of the earlier starts, with the time until this one, and with the steps that this one repeats."""
-        key = (log.loaded, log.startup_s is None)
-        if self._earlier is None or self._earlier[0] != key:
-            self._earlier = (key, self._read_earlier(log))
-        return self._earlier[1]
-
-    def _read_earlier(self, log: RunLog) -> Goodput:
-        logs = (
-            read_run_log(self._folder)
-            if self._folder is not None and self._folder.is_dir()
-            else []
-        )
-        earlier = [
-            logged_rank
-            for logged_rank in logs
-            if logged_rank.rank == self._rank
-            and logged_rank.started
-            and float(logged_rank.started["time"]) < log.process_began_s
-        ]
-        if not earlier:
-            return Goodput(dict.fromkeys(CAUSES, 0.0))
-        began = {
-            "event": "started",
-            "time": log.process_began_s,
-            "process_began": log.process_began_s,
-            "startup_s": 0.0,
-        }
-        events = [began]
-        if log.loaded is not None:
-            events.append(
-                {"event": "loaded", "time": log.loaded[0], "step": log.loaded[1]}
-            )
-        elif log.startup_s is not None:
-            events.append({"event": "begun", "time": log.process_began_s})
-        goodput = account(
-            [*earlier, LoggedRank(self._rank, earlier[0].steps[:0], events)]
-        )
-        return Goodput({**goodput.seconds, "other": account(earlier).seconds["other"]})

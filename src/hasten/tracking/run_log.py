@@ -38,10 +38,6 @@ STEP_PARTS: Final = ("data", *USEFUL)
 """Phases of a training step; the others of `PARTS` interrupt steps."""
 _RECORD: Final = struct.Struct(f"<d{len(PARTS) + 2}f")
 _EVERY_S: Final = 1.0
-_REMEMBERED: Final = 1000
-"""Number of saves whose time is remembered."""
-_MINUTE: Final = 61
-"""Number of readings, one a second, over which the share of the wait for data is computed."""
 
 # Any in this file: facts and events are JSON values.
 
@@ -109,13 +105,6 @@ class RunLog:
         self.num_skipped = self.num_stalls = self.num_saves = 0
         self.last_save: tuple[float, float] | None = None
         """Time of the newest complete checkpoint's state, in seconds since 1970, and the seconds that its save took."""
-        self.replayed_s = 0.0
-        """Useful seconds of this process that a load of an earlier checkpoint has made void."""
-        self.loaded: tuple[float, int] | None = None
-        """Time and step of the first checkpoint that this process loaded."""
-        self._useful_at: dict[int, float] = {}
-        self.readings: deque[tuple[float, float]] = deque([(0.0, 0.0)], maxlen=_MINUTE)
-        """Seconds in all phases and in the wait for data, once a second."""
         self.broken = ""
         """Error message of the disk, after which nothing is written."""
 
@@ -124,10 +113,6 @@ class RunLog:
         """Add the time since the last mark to a phase, without collectives; returns the current time."""
         now_s = time.perf_counter()
         spent = self.spent
-        if self._folder is None:  # useful phases are not told apart
-            spent[phase] += now_s - self._last_s
-            self._last_s = now_s
-            return now_s
         collected = self._collectives_s()
         waited = collected - self._collected_s
         spent["communication"] += waited
@@ -143,18 +128,6 @@ class RunLog:
         `unused` means that no backward pass used the loader's previous batch: it was an evaluation's.
         """
         if self._begun:
-            # in as few operations as possible
-            if self._folder is None and not unused and not self._stalls:
-                now_s = time.perf_counter()
-                self.spent["other"] += now_s - self._last_s
-                self._last_s = now_s
-                self.samples += self._in_batch
-                self._in_batch = 0
-                if self._updated:
-                    self._updated = False
-                    if now_s - self._flushed_s >= _EVERY_S:
-                        self._commit(now_s)
-                return
             if unused and not self._updated:
                 now_s = self._take("evaluation")
                 self.spent["data"] -= self._waited_s
@@ -176,12 +149,6 @@ class RunLog:
 
     def got(self, num_samples: int) -> None:
         """Mark the arrival of a batch, which ends the wait for data."""
-        if self._folder is None:
-            now_s = time.perf_counter()
-            self._waited_s = now_s - self._last_s
-            self.spent["data"] += self._waited_s
-            self._last_s, self._in_batch = now_s, num_samples
-            return
         data_s = self.spent["data"]
         self._take("data")
         self._waited_s = self.spent["data"] - data_s
@@ -202,14 +169,11 @@ class RunLog:
 
     def optimizer_begins(self) -> None:
         """Mark the start of an update; the time since backward, such as clipping, counts as other."""
-        if self._folder is not None:
-            self._take("other")
+        self._take("other")
 
     def optimizer_done(self) -> None:
         """Mark the end of an update, applied or skipped."""
-        self.updated_s = now_s = (
-            time.perf_counter() if self._folder is None else self._take("optimizer")
-        )
+        self.updated_s = now_s = self._take("optimizer")
         self._updated = True
         if now_s >= self._due_s:
             self._due_s = now_s + _EVERY_S
@@ -253,16 +217,6 @@ class RunLog:
         except OSError as error:
             self.broken = str(error)
 
-    @property
-    def tells_phases(self) -> bool:
-        """True if forward, backward and optimizer are timed separately; otherwise their marks are not needed."""
-        return self._folder is not None
-
-    @property
-    def useful_s(self) -> float:
-        """Seconds in steps so far, without the wait for data, evaluation, saves, loads and stalls."""
-        return sum(self.spent[phase] for phase in USEFUL)
-
     def _commit(self, now_s: float) -> None:
         # the stall happened inside one phase of this step, the longest
         while self._stalls:
@@ -276,7 +230,6 @@ class RunLog:
             spent["stall"] += moved
         if now_s - self._flushed_s >= _EVERY_S:
             self.flush()
-            self.readings.append((sum(self.spent.values()), self.spent["data"]))
         self._updated = False
         if self._folder is None:
             return
@@ -303,26 +256,6 @@ class RunLog:
         """Record a complete checkpoint of the state at `taken_s`, in any thread; `seconds` is the time of the whole save."""
         self.last_save = (taken_s, seconds)
         self.num_saves += 1
-
-    def reached(self, kind: str, step: int) -> None:
-        """Record the step of a state that was saved or loaded, to count the steps that a load makes void."""
-        if kind == "saved":
-            self._useful_at[step] = self.useful_s
-            for old in list(self._useful_at)[:-_REMEMBERED]:
-                del self._useful_at[old]
-        elif kind == "loaded":
-            if step in self._useful_at:
-                self.replayed_s = (
-                    max(self.replayed_s, 0.0) + self.useful_s - self._useful_at[step]
-                )
-                self._useful_at = {
-                    saved_step: useful
-                    for saved_step, useful in self._useful_at.items()
-                    if saved_step < step
-                }
-                self._useful_at[step] = self.useful_s
-            elif self.loaded is None:
-                self.loaded = (time.time(), step)
 
     def flush(self) -> None:
         """Append pending records to the files, once a training has started; the first time also the facts about the run."""

@@ -315,10 +315,6 @@ def test_the_launcher_translates_its_exit_code(
             r"submit_options.*options of a batch script",
         ),
         (
-            ["--cpu", "--metrics_port=9400", "--metrics_host=0.0.0.0"],
-            r"beyond the pod without.*metrics_token_file",
-        ),
-        (
             ["--cpu", "--kubernetes_resources=rdma/hca=many"],
             r"rdma/hca=many is not a quantity",
         ),
@@ -475,11 +471,10 @@ def test_prometheus_is_asked_to_scrape_only_what_it_can_reach() -> None:
         template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
         return dict(template["metadata"].get("annotations", {}))
 
-    beyond = ("--metrics_host=0.0.0.0", "--metrics_token_file=/run/token")
+    beyond = ("--metrics_host=0.0.0.0",)
     assert annotations("--metrics_port=9400", *beyond) == {
         "prometheus.io/scrape": "true",
         "prometheus.io/port": "9400",
-        "prometheus.io/scheme": "http",
     }
     assert (
         annotations(*beyond)

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.extensions.metrics.catalogue import RankReading, metrics_text
+from hasten.extensions.metrics.catalogue import HELP, RankCollector, serve
 from hasten.extensions.metrics.part import metrics_of
-from hasten.extensions.metrics.server import MetricsServer, access_of
-from hasten.extensions.metrics.settings import MetricsSettings
+from hasten.extensions.metrics.reading import RankReading
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
+from tests.support.exposition import metrics_text
 
 DOCS = Path(__file__).parents[3] / "docs"
 PLACES = os.pathsep.join([os.environ.get("PROMETHEUS_BIN", ""), os.environ["PATH"]])
@@ -44,7 +44,7 @@ def asked(port: int, path: str, **query: str) -> Any:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: list[str], token: str) -> Iterator[int]:
+def prometheus(folder: Path, targets: list[str]) -> Iterator[int]:
     """Run a Prometheus that scrapes the targets every half second; yields its port."""
     rules = (DOCS / "prometheus" / "hasten.rules.yml").read_text()
     for limit, shorter in SHORT_RULES:
@@ -52,7 +52,6 @@ def prometheus(folder: Path, targets: list[str], token: str) -> Iterator[int]:
         rules = rules.replace(limit, shorter)
     (folder / "rules.yml").write_text(rules)
     (folder / "targets.json").write_text(json.dumps([{"targets": targets}]))
-    (folder / "token").write_text(token)
     (folder / "prometheus.yml").write_text(
         f"""
 global: {{scrape_interval: 500ms, evaluation_interval: 500ms}}
@@ -60,7 +59,6 @@ rule_files: [{folder}/rules.yml]
 scrape_configs:
   - job_name: trainings
     honor_labels: true
-    authorization: {{credentials_file: {folder}/token}}
     file_sd_configs: [{{files: [{folder}/targets.json]}}]
 """
     )
@@ -103,10 +101,9 @@ def until(port: int, path: str, wanted: str, **query: str) -> str:
 @needs_prometheus
 @ranks(2, timeout_s=120)
 def test_a_stalled_job_is_alerted(ctx: ProcessContext, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("token-of-the-job")
     accelerator = Accelerator(
         context=ctx,
-        metrics={"port": 0, "job": "nightly", "token_file": str(tmp_path / "secret")},
+        metrics={"port": 0, "job": "nightly"},
     )
     metrics = metrics_of(accelerator)
     assert metrics is not None
@@ -116,7 +113,7 @@ def test_a_stalled_job_is_alerted(ctx: ProcessContext, tmp_path: Path) -> None:
     model, optimizer = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1)
     )
-    targets = accelerator.gather_object([f"127.0.0.1:{metrics.server.port}"])
+    targets = accelerator.gather_object([f"127.0.0.1:{metrics.server.server_port}"])
 
     def step() -> None:
         accelerator.backward(model(torch.ones(2, 4)).square().mean())
@@ -124,7 +121,7 @@ def test_a_stalled_job_is_alerted(ctx: ProcessContext, tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     if ctx.is_main:
-        with prometheus(tmp_path, targets, "token-of-the-job") as port:
+        with prometheus(tmp_path, targets) as port:
             for _ in range(200):  # makes progress until both ranks were scraped
                 step()
                 time.sleep(0.05)
@@ -171,41 +168,26 @@ def test_prometheus_accepts_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def full_text(rank: int, began: float) -> str:
-    """The metrics of a rank for which every number is known; counters grow with time."""
+def full_reading(began: float) -> RankReading:
+    """Return a reading in which every number is known; counters grow with time."""
     passed = time.monotonic() - began
     count = 1 + int(passed * 10)
-    reading = RankReading(
+    return RankReading(
         facts={"version": "1"},
-        world_size=2,
-        uptime_s=passed,
-        step=count,
-        updates=count,
-        samples=count * 8,
-        step_age_s=0.1,
-        loss=1 / count,
-        grad_norm=1.0,
-        tokens_per_second=1e4,
-        mfu=0.4,
         memory_bytes={"host": 1 << 30, "device": 1 << 32},
-        data_wait=0.1,
-        stalls=count,
-        restarts=1,
-        skipped=count,
-        saves=count,
-        checkpoint_age_s=60.0,
-        checkpoint_s=2.0,
-        seconds={"useful": passed, "startup": 1.0},
-        goodput=0.9,
-        replicas_present=2,
-        replicas_lost=count,
-        replicas_joined=count,
-        samples_returned=count,
-        replicas_waiting_s=0.5,
+        seconds={"useful": passed, "startup": 1.0, "data": passed / 10},
+        numbers={
+            **{name: count if name.endswith("_total") else 0.5 for name in HELP},
+            "hasten_world_size": 2,
+            "hasten_step": count,
+            "hasten_uptime_seconds": passed,
+        },
     )
-    return metrics_text(
-        reading, {"job": "nightly", "rank": str(rank), "machine": f"node{rank}"}
-    )
+
+
+def labels_of_rank(rank: int) -> dict[str, str]:
+    """Return the labels of a rank's samples."""
+    return {"job": "nightly", "rank": str(rank), "machine": f"node{rank}"}
 
 
 @needs_prometheus
@@ -221,18 +203,20 @@ def test_every_query_of_the_dashboard_returns_data(tmp_path: Path) -> None:
         "$__rate_interval": "10s",
         "$__range": "1m",
     }
-    (tmp_path / "secret").write_text("right")
-    access = access_of(MetricsSettings(token_file=str(tmp_path / "secret")))
     servers = [
-        MetricsServer(0, access, partial(full_text, rank, began)) for rank in range(2)
+        serve(
+            "127.0.0.1",
+            0,
+            RankCollector(partial(full_reading, began), labels_of_rank(rank)),
+        )
+        for rank in range(2)
     ]
     with ExitStack() as stack:
-        for one in servers:
-            one.start()
-            stack.callback(one.close)
-        port = stack.enter_context(
-            prometheus(tmp_path, [f"127.0.0.1:{one.port}" for one in servers], "right")
-        )
+        for server in servers:
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+        targets = [f"127.0.0.1:{server.server_port}" for server in servers]
+        port = stack.enter_context(prometheus(tmp_path, targets))
         queries = [
             target["expr"] for panel in board["panels"] for target in panel["targets"]
         ]
@@ -301,7 +285,11 @@ def missing(given: Any, found: Any, at: str = "") -> Iterator[str]:
 
 def test_the_dashboard_and_the_rules_use_metrics_that_exist() -> None:
     known = set(
-        re.findall(r"^# TYPE (\S+)", full_text(0, time.monotonic()), re.MULTILINE)
+        re.findall(
+            r"^# TYPE (\S+)",
+            metrics_text(full_reading(time.monotonic()), labels_of_rank(0)),
+            re.MULTILINE,
+        )
     )
     rules, board = (
         (DOCS / "prometheus" / "hasten.rules.yml").read_text(),

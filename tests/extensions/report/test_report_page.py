@@ -1,4 +1,4 @@
-"""The report's page: any name of a metric, images and tables, readable time axes, wide and narrow."""
+"""The report's page: any name of a metric, readable time axes, wide and narrow."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hasten.cli.main import main
 from hasten.extensions.report import report_data
 from hasten.extensions.report.report_page import script_json
 from hasten.extensions.report.run_folder import read_run
-from hasten.tracking.values import png
 
 BEGAN = 1_700_000_000.0
 HOSTILE = (
@@ -49,7 +47,7 @@ def write_run(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def odd_run(folder: Path) -> Path:
-    """Curves with hostile names, gaps and no finite value, and two images."""
+    """Curves with hostile names, gaps and no finite value."""
     rows: list[dict[str, Any]] = []
     for step in range(20):
         values: dict[str, Any] = dict.fromkeys(HOSTILE, step)
@@ -129,39 +127,6 @@ def test_a_browser_draws_odd_runs_inside_the_window(tmp_path: Path, width: int) 
         "cut": 0,
         "over": 0,
     }
-
-
-def test_logged_images_and_tables_are_shown(tmp_path: Path) -> None:
-    run, outside = tmp_path / "run", tmp_path / "outside.png"
-    table = {"name": "answers", "columns": ["question"], "rows": [["<i>why</i>"]]}
-    rows = [
-        {"step": step, "images": {"noise": [f"images/{step}.png"]}}
-        for step in range(20)
-    ]
-    rows += [
-        {
-            "step": 20,
-            "images": {"noise": ["../outside.png", "missing.png", "text.png"]},
-        },
-        {"step": 20, "table": table},
-    ]
-    write_run(run, [*rows, {"step": 20, "values": {"loss": 1.0}}])
-    (run / "images").mkdir()
-    pixels = np.random.default_rng(0).integers(0, 255, (21, 4, 4, 3), dtype=np.uint8)
-    for step in range(20):
-        (run / "images" / f"{step}.png").write_bytes(png(pixels[step]))
-    outside.write_bytes(png(pixels[20]))
-    (run / "text.png").write_text("a credential")
-    text = report([run], tmp_path / "report.html")
-    steps = [int(step) for step in re.findall(r"<figcaption>step (\d+)", text)]
-    assert steps[0] == 0
-    assert len(steps) == 7, (
-        "8 steps, of which the last has no image inside the run's folder"
-    )
-    assert text.count("data:image/png;base64,") == 7
-    assert "noise (7 of 23 images)" in text
-    assert "&lt;i&gt;why" in text
-    assert "answers (step 20)" in text
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from hasten.config.resolve import resolve
-from hasten.extensions.metrics.catalogue import RankReading, metrics_text
 from hasten.extensions.metrics.part import number_of
+from hasten.extensions.metrics.reading import RankReading
 from hasten.extensions.survive.report import SurvivalReport
-
-PLAIN = RankReading(uptime_s=0.0, step=0, updates=0, samples=0, step_age_s=0.0)
+from tests.support.exposition import metrics_text
 
 
 def test_the_metrics_hold_present_lost_and_joined_replicas_and_returned_samples() -> (
     None
 ):
-    reading = replace(
-        PLAIN,
-        replicas_present=3,
-        replicas_lost=2,
-        replicas_joined=1,
-        samples_returned=24,
-        replicas_waiting_s=0.5,
+    reading = RankReading(
+        numbers={
+            "hasten_replicas": 3,
+            "hasten_replicas_lost_total": 2,
+            "hasten_replicas_joined_total": 1,
+            "hasten_samples_returned_total": 24,
+            "hasten_replicas_waiting_seconds": 0.5,
+        }
     )
     text = metrics_text(reading, {})
     for line in (
@@ -36,7 +35,8 @@ def test_the_metrics_hold_present_lost_and_joined_replicas_and_returned_samples(
 
 
 def test_runs_that_cannot_lose_replicas_have_no_such_samples() -> None:
-    assert "hasten_replicas" not in metrics_text(PLAIN, {})
+    unknown = RankReading(numbers={"hasten_replicas": None})
+    assert "hasten_replicas" not in metrics_text(unknown, {})
 
 
 def test_a_wait_for_others_is_measured_while_it_lasts() -> None:

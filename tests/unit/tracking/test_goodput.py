@@ -16,7 +16,7 @@ from hasten import Accelerator
 from hasten.accelerator.setup import RunLogPart
 from hasten.extensions.report.report_data import causes
 from hasten.testing.toys import seeded
-from hasten.tracking.goodput import CAUSES, Goodput, LiveGoodput, account, of_run
+from hasten.tracking.goodput import Goodput, account, of_run
 from hasten.tracking.run_log import LoggedRank, RunLog, read_run_log, step_dtype
 from tests.support.toys import Blobs, Classifier
 
@@ -194,7 +194,7 @@ def test_the_run_is_its_lowest_rank() -> None:
 
 
 def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
-    """The times of a real run: what was slow on purpose is found under its cause, in the files and live."""
+    """The times of a real run: what was slow on purpose is found under its cause."""
     for turn in range(2):
         accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
         model: Any = seeded(Classifier)
@@ -218,7 +218,6 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
                 for x, _ in valid:
                     model(x)
                     time.sleep(0.05)
-        live = LiveGoodput(tmp_path / "run_log", 0).read(accelerator._run_log)
         if turn == 0:
             accelerator._run_log.flush()  # and then lost, without an end
         else:
@@ -233,10 +232,6 @@ def test_a_training_with_evaluation_saves_and_a_resume(tmp_path: Path) -> None:
     assert [float(log.steps["samples"].sum()) for log in logs] == [32.0, 16.0], (
         "an evaluation's are not counted"
     )
-    for cause in set(CAUSES) - {"running", "other", "restart"}:
-        assert live.seconds[cause] == pytest.approx(found.seconds[cause], abs=0.1), (
-            cause
-        )
 
 
 def test_a_stall_moves_from_the_phase_it_happened_in(tmp_path: Path) -> None:

@@ -289,7 +289,6 @@ def _pod_metadata(pods: PodPlan) -> JsonObject:
         annotations = {
             "prometheus.io/scrape": "true",
             "prometheus.io/port": str(pods.scrape_port),
-            "prometheus.io/scheme": pods.scrape_scheme,
             **annotations,
         }
     metadata: JsonObject = {"labels": _labels(pods)}

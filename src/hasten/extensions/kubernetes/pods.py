@@ -111,7 +111,6 @@ class PodPlan:
     serves_metrics: bool = False
     scrape_port: int | None = None
     """Port at which Prometheus reaches the metrics of a pod's first process; None if it cannot."""
-    scrape_scheme: str = "http"
 
     @property
     def elastic(self) -> bool:
@@ -147,8 +146,6 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
     # Any: settings of another extension
     metrics: Any = getattr(config, "metrics", None)
     serves_metrics = metrics is not None and metrics.port is not None
-    if serves_metrics:
-        _check_metrics(metrics)
     return PodPlan(
         name=name,
         settings=settings,
@@ -165,18 +162,7 @@ def plan_pods(request: LaunchRequest) -> PodPlan:
         scrape_port=metrics.port or None
         if serves_metrics and not network.is_loopback(metrics.host)
         else None,
-        scrape_scheme="https" if serves_metrics and metrics.tls_cert_file else "http",
     )
-
-
-def _check_metrics(metrics: Any) -> None:  # Any: as above
-    """Raise for metrics that every rank would refuse to serve once the pods run."""
-    authenticated = metrics.token_file is not None or metrics.tls_client_ca is not None
-    if not network.is_loopback(metrics.host) and not authenticated:
-        raise ConfigError(
-            f"metrics.host={metrics.host!r} serves metrics beyond the pod without authentication, which every rank refuses. Give "
-            "--metrics_token_file with a path in the pod, or --metrics_tls_client_ca."
-        )
 
 
 def _refuse_foreign(launch: LaunchConfig) -> None:

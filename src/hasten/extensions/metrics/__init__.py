@@ -1,1 +1,1 @@
-"""Metrics for operations: `part.py` reads a run, `catalogue.py` names the metrics, `server.py` serves them to Prometheus."""
+"""Metrics for operations: `part.py` reads a run and serves it to Prometheus, `catalogue.py` names the metrics."""

@@ -5,13 +5,12 @@ The training thread only stores the newest loss and gradient norm, once a second
 
 from __future__ import annotations
 
-import atexit
+import logging
 import socket
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,10 +19,8 @@ from torch import Tensor
 
 from hasten.accelerator.components import Components, components
 from hasten.accelerator.setup import RunLogPart
-from hasten.comm.agreement import agree
 from hasten.config.root import Config
-from hasten.extensions.metrics.catalogue import RankReading, metrics_text
-from hasten.extensions.metrics.server import MetricsServer, access_of
+from hasten.extensions.metrics.reading import RankReading
 from hasten.extensions.metrics.settings import MetricsSettings
 from hasten.optim.run_part import RunPart
 from hasten.optional import check_installed
@@ -31,13 +28,15 @@ from hasten.progress.meter import MemoryGauge
 from hasten.progress.scalars import LateScalars
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
-from hasten.tracking.goodput import LiveGoodput
-from hasten.tracking.run_log import FOLDER, RunLog
+from hasten.tracking.run_log import USEFUL, RunLog
 from hasten.version import __version__
 
 if TYPE_CHECKING:
+    from prometheus_client.exposition import ThreadingWSGIServer
+
     from hasten.accelerator.facade import Accelerator
 
+log = logging.getLogger(__name__)
 SampledName = Literal["loss", "grad_norm"]
 
 
@@ -98,9 +97,9 @@ class Metrics(RunPart):
         self.rank = rank = RankMetrics(accelerator, run_log)
         run_log.every_second = rank.sampled.request
         rank.start(accelerator.config, accelerator.ctx)
-        at_exit: Callable[[], None] = partial(_close, weakref.ref(rank))
-        atexit.register(at_exit)
-        weakref.finalize(accelerator, _forget, rank.close, at_exit).atexit = False
+        # in a thread: the serving one cannot wait for itself
+        closing = threading.Thread(target=rank.close, daemon=True)
+        weakref.finalize(accelerator, closing.start).atexit = False
 
     def loss(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Store the loss once a second."""
@@ -139,87 +138,104 @@ class RankMetrics:
         self._gauges = {"host": MemoryGauge(torch.device("cpu"))}
         if ctx.device.type != "cpu":
             self._gauges["device"] = MemoryGauge(ctx.device)
-        folder = config.project.project_dir
-        local = None if folder is None or "://" in folder else Path(folder) / FOLDER
-        self._goodput = LiveGoodput(local, ctx.rank)
         self._run_log = weakref.ref(run_log)
-        self.server: MetricsServer | None = None
+        self.server: ThreadingWSGIServer | None = None
+        """The server; None while nothing is served."""
 
     def start(self, config: Config, ctx: ProcessContext) -> None:
-        """Start the thread. Ranks: every rank. Raises: ConfigError on every rank for settings that one cannot honour."""
+        """Serve the readings; a port that is taken is reported and does not end the training."""
         metrics = config.section(MetricsSettings)
         assert metrics.port is not None, "metrics are served"
-        with agree(ctx.world, "starting the metrics"):
-            number = number_of(
-                config, ctx.topology.local_rank, ctx.topology.local_world_size
+        topology = ctx.topology
+        local_rank = number_of(config, topology.local_rank, topology.local_world_size)
+        port = metrics.port + (local_rank if metrics.port else 0)
+        # needs the optional package
+        from hasten.extensions.metrics.catalogue import RankCollector, serve
+
+        collector = RankCollector(self.read, self._labels)
+        try:
+            self.server = serve(metrics.host, port, collector)
+        except (OSError, OverflowError) as error:
+            log.warning(
+                "metrics are not served at %s:%d (%s); the training is not affected. Set metrics.port to a free one, with a free port for "
+                "every rank of the machine.",
+                metrics.host,
+                port,
+                error,
             )
-            port = metrics.port + (number if metrics.port else 0)
-            self.server = MetricsServer(port, access_of(metrics), self.text)
-        self.server.start()
+        else:
+            log.info(
+                "metrics are served at %s:%d", metrics.host, self.server.server_port
+            )
 
     def close(self) -> None:
-        """Stop the thread."""
-        if self.server is not None:
-            self.server.close()
-
-    def text(self) -> str:
-        """Return the metrics of now in Prometheus's text format; empty if the Accelerator is gone."""
-        reading = self.read()
-        return "" if reading is None else metrics_text(reading, self._labels)
+        """Stop serving and free the port."""
+        server, self.server = self.server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
 
     def read(self) -> RankReading | None:
         """Return the numbers of now, without waiting for the training or a device; None if the Accelerator is gone."""
-        accelerator, log = self._owner(), self._run_log()
-        if accelerator is None or log is None:
+        accelerator, run_log = self._owner(), self._run_log()
+        if accelerator is None or run_log is None:
             return None
         known_parts = components(accelerator)
         clock, optimizers = known_parts.clock, list(known_parts.prepared.optimizers)
         status = clock.parts.read_numbers()
-        goodput, save, now = self._goodput.read(log), log.last_save, time.time()
+        save, now_s = run_log.last_save, time.time()
         sizes = {kind: gauge.used_bytes() for kind, gauge in self._gauges.items()}
-        known = self.sampled.known
+        sampled = self.sampled.known
         # a run whose optimizer is not prepared makes no updates that would
         self.sampled.request()
+        uptime_s = max(now_s - run_log.process_began_s, 0.0)
+        seconds = _seconds_by_cause(run_log, uptime_s)
         return RankReading(
             facts=self._facts,
-            world_size=self._world_size,
-            uptime_s=max(now - log.process_began_s, 0.0),
-            step=max((one.num_updates for one in optimizers), default=0),
-            updates=clock.num_updates,
-            samples=log.samples,
-            step_age_s=max(time.perf_counter() - log.updated_s, 0.0),
-            loss=known.get("loss"),
-            grad_norm=known.get("grad_norm"),
-            tokens_per_second=status.get("tokens_per_second"),
-            mfu=status.get("mfu"),
             memory_bytes={
                 kind: size for kind, size in sizes.items() if size is not None
             },
-            data_wait=_data_wait(log),
-            stalls=log.num_stalls,
-            restarts=self._restarts,
-            skipped=log.num_skipped,
-            saves=log.num_saves,
-            checkpoint_age_s=None if save is None else max(now - save[0], 0.0),
-            checkpoint_s=None if save is None else save[1],
-            seconds=goodput.seconds,
-            goodput=goodput.ratio,
-            replicas_present=status.get("replicas"),
-            replicas_lost=status.get("replicas_lost"),
-            replicas_joined=status.get("replicas_joined"),
-            samples_returned=status.get("samples_returned"),
-            replicas_waiting_s=status.get("replicas_waiting_s"),
+            seconds=seconds,
+            numbers={
+                "hasten_world_size": self._world_size,
+                "hasten_step": max((o.num_updates for o in optimizers), default=0),
+                "hasten_updates_total": clock.num_updates,
+                "hasten_samples_total": run_log.samples,
+                "hasten_loss": sampled.get("loss"),
+                "hasten_grad_norm": sampled.get("grad_norm"),
+                "hasten_tokens_per_second": status.get("tokens_per_second"),
+                "hasten_mfu_ratio": status.get("mfu"),
+                "hasten_uptime_seconds": uptime_s,
+                "hasten_last_step_age_seconds": max(
+                    time.perf_counter() - run_log.updated_s, 0.0
+                ),
+                "hasten_stalls_total": run_log.num_stalls,
+                "hasten_restarts_total": self._restarts,
+                "hasten_skipped_updates_total": run_log.num_skipped,
+                "hasten_checkpoints_total": run_log.num_saves,
+                "hasten_checkpoint_age_seconds": (
+                    None if save is None else max(now_s - save[0], 0.0)
+                ),
+                "hasten_checkpoint_duration_seconds": None if save is None else save[1],
+                "hasten_goodput_ratio": seconds["useful"] / max(uptime_s, 1e-9),
+                "hasten_replicas": status.get("replicas"),
+                "hasten_replicas_lost_total": status.get("replicas_lost"),
+                "hasten_replicas_joined_total": status.get("replicas_joined"),
+                "hasten_samples_returned_total": status.get("samples_returned"),
+                "hasten_replicas_waiting_seconds": status.get("replicas_waiting_s"),
+            },
         )
 
 
-def _data_wait(log: RunLog) -> float | None:
-    """Return the share of the wait for data in the last minute of steps; None before the first second."""
-    readings = list(log.readings)
-    total, waited = sum(log.spent.values()), log.spent["data"]
-    passed = total - readings[0][0]
-    return (
-        None if passed <= 0 else min(max((waited - readings[0][1]) / passed, 0.0), 1.0)
-    )
+def _seconds_by_cause(run_log: RunLog, uptime_s: float) -> dict[str, float]:
+    """Return the wall time of this process by cause; `running` is the phase that has not ended."""
+    spent = dict(run_log.spent)
+    startup_s = uptime_s if run_log.startup_s is None else run_log.startup_s
+    seconds = {"useful": sum(spent[phase] for phase in USEFUL), "startup": startup_s}
+    for phase in ("data", "checkpoint", "evaluation", "stall"):
+        seconds[phase] = spent[phase]
+    seconds["running"] = max(uptime_s - sum(seconds.values()), 0.0)
+    return seconds
 
 
 def labels_of(config: Config, ctx: ProcessContext) -> dict[str, str]:
@@ -245,16 +261,6 @@ def number_of(config: Config, rank: int, num_ranks: int) -> int:
     return (
         int(name) * num_ranks + rank if name is not None and name.isdecimal() else rank
     )
-
-
-def _close(ref: weakref.ref[RankMetrics]) -> None:
-    if (made := ref()) is not None:
-        made.close()
-
-
-def _forget(close: Callable[[], None], at_exit: Callable[[], None]) -> None:
-    atexit.unregister(at_exit)
-    close()
 
 
 def metrics_of(accelerator: Accelerator) -> RankMetrics | None:

@@ -18,22 +18,9 @@ class MetricsSettings(Section):
         maximum=65535,
     )
     host: str = setting(
-        "127.0.0.1",
-        "address that serves metrics; one beyond this machine needs token_file or tls_client_ca",
+        "127.0.0.1", "address that serves metrics, to everyone who reaches it"
     )
     job: str | None = setting(
         None,
         "value of the label job (default: name of project_dir, else of the script)",
-    )
-    token_file: str | None = setting(
-        None, "file with the bearer token that requests must carry", path=True
-    )
-    tls_cert_file: str | None = setting(
-        None, "certificate of the metrics server (PEM)", path=True
-    )
-    tls_key_file: str | None = setting(None, "key of tls_cert_file (PEM)", path=True)
-    tls_client_ca: str | None = setting(
-        None,
-        "certificates (PEM) that must have signed those of clients: mutual TLS",
-        path=True,
     )

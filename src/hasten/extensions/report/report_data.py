@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from html import escape
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hasten.extensions.report.run_folder import Curve, LoggedImage, RunFolder
+from hasten.extensions.report.run_folder import Curve, RunFolder
 from hasten.tracking.goodput import Goodput
 from hasten.tracking.run_log import PARTS, STEP_PARTS, LoggedRank
 
@@ -62,46 +59,27 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
 
 
 def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Return all charts of the page, in order: metrics first, then timings."""
-    found = [_metric(name, runs) for name in _metric_names(runs)]
-    logged = [
-        (run, log)
-        for run in runs
-        for log in sorted(run.ranks, key=lambda log: log.rank)
-        if len(log.steps)
-    ]
-    if not logged:
-        return found
-    several = len(runs) > 1
-    found.append(
-        _over_time(
-            "throughput (samples/s)",
-            [_throughput(run, log, several) for run, log in logged if log.rank == 0],
-        )
-    )
+    """Return all charts of the page, in order: metrics first, then throughput and the time of a step by part."""
+    all_charts = [_metric_chart(name, runs) for name in _metric_names(runs)]
+    has_several_runs = len(runs) > 1
+    throughput = []
     for run in runs:
-        logs = [log for log in run.ranks if log.rank == 0 and len(log.steps)]
-        if logs:
-            title = "time of a step by part (ms)" + (f": {run.name}" if several else "")
-            found.append(
-                {
-                    **_over_time(title, _parts(run, logs)),
-                    "stacked": True,
-                    "run": run.name,
-                }
-            )
-    found.append(
-        _over_time(
-            "time of a step by rank (ms)",
-            [_step_time(run, log, several) for run, log in logged],
-        )
-    )
-    found.append(
-        _over_time(
-            "memory by rank (MB)", [_memory(run, log, several) for run, log in logged]
-        )
-    )
-    return [chart for chart in found if any(trace["y"] for trace in chart["traces"])]
+        for log in main_logs(run):
+            throughput.append(_throughput(run, log, has_several_runs))
+    all_charts.append(_time_chart("throughput (samples/s)", throughput))
+    for run in runs:
+        if logs := main_logs(run):
+            title = "time of a step by part (ms)"
+            if has_several_runs:
+                title += f": {run.name}"
+            chart = _time_chart(title, _step_parts(run, logs))
+            all_charts.append({**chart, "stacked": True, "run": run.name})
+    return [chart for chart in all_charts if any(t["y"] for t in chart["traces"])]
+
+
+def main_logs(run: RunFolder) -> list[LoggedRank]:
+    """Return the logs of rank 0 that have steps, one for each start of the program."""
+    return [log for log in run.ranks if log.rank == 0 and len(log.steps)]
 
 
 def _metric_names(runs: Sequence[RunFolder]) -> list[str]:
@@ -122,7 +100,7 @@ def _metric_names(runs: Sequence[RunFolder]) -> list[str]:
     ]
 
 
-def _metric(name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
+def _metric_chart(name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     traces = []
     for run in runs:
         if name in run.curves:
@@ -134,7 +112,7 @@ def _metric(name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
     return {"title": name, "traces": traces, "metric": True}
 
 
-def _over_time(title: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
+def _time_chart(title: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
     return {"title": title, "traces": traces, "metric": False}
 
 
@@ -148,16 +126,13 @@ def _trace(
     return {"name": name, "minutes": np.round(minutes, 5).tolist(), "y": shown, **more}
 
 
-def _label(run: RunFolder, log: LoggedRank, several: bool) -> str:
-    restarts = sum(
-        1
-        for other in run.ranks
-        if other.rank == log.rank
-        and other.started.get("time", 0) < log.started.get("time", 0)
-    )
-    words = [run.name] if several else []
+def _label(run: RunFolder, log: LoggedRank, has_several_runs: bool) -> str:
+    words = [run.name] if has_several_runs else []
     words.append(f"rank {log.rank}")
-    if restarts:
+    began = log.started.get("time", 0)
+    if restarts := sum(
+        other.started.get("time", 0) < began for other in main_logs(run)
+    ):
         words.append(f"restart {restarts}")
     return ", ".join(words)
 
@@ -182,15 +157,19 @@ def _minutes(run: RunFolder, times: NDArray[Any]) -> NDArray[Any]:
     return (times - run.began_s) / 60
 
 
-def _throughput(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
+def _throughput(
+    run: RunFolder, log: LoggedRank, has_several_runs: bool
+) -> dict[str, Any]:
     times, sums = _bucketed(log, [*STEP_PARTS, "samples"])
     seconds = np.maximum(sums[: len(STEP_PARTS)].sum(axis=0), 1e-9)
     return _trace(
-        _label(run, log, several), _minutes(run, times), sums[len(STEP_PARTS)] / seconds
+        _label(run, log, has_several_runs),
+        _minutes(run, times),
+        sums[len(STEP_PARTS)] / seconds,
     )
 
 
-def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
+def _step_parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
     found = [_bucketed(log, PARTS) for log in logs]
     gap = np.array(
         [[0.0]] * len(PARTS) + [[1.0]]
@@ -208,25 +187,6 @@ def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
         _trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1])
         for index, part in enumerate(PARTS)
     ]
-
-
-def _step_time(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
-    times, sums = _bucketed(log, STEP_PARTS)
-    return _trace(
-        _label(run, log, several),
-        _minutes(run, times),
-        1e3 * sums[:-1].sum(axis=0) / sums[-1],
-    )
-
-
-def _memory(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
-    times, sums = _bucketed(log, ["memory_mb"])
-    values = sums[0] / sums[-1]
-    return _trace(
-        _label(run, log, several),
-        _minutes(run, times),
-        np.where(values > 0, values, np.nan),
-    )
 
 
 def last_values(runs: Sequence[RunFolder]) -> list[list[str]]:
@@ -319,7 +279,6 @@ _MEANINGS: Final = MappingProxyType(
         "stall": "ranks waiting for each other, as the watchdog reported",
         "restart": "from the last record of a process to the start of the next, with the unfinished step",
         "replayed": "steps after the checkpoint that a later load restored",
-        "running": "the phase that has not ended",
         "other": "after the last step, and not measured",
     }
 )
@@ -344,80 +303,3 @@ def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [[name, *(table.get(name, "—") for table in tables)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-MOST_STEPS: Final = 8
-MOST_PER_STEP: Final = 8
-MOST_BYTES: Final = 24_000_000
-MOST_ROWS: Final = 200
-_PNG: Final = b"\x89PNG\r\n\x1a\n"
-
-
-def images(runs: Sequence[RunFolder]) -> list[str]:
-    """Return HTML per name and run with its images at up to 8 steps, including the first and the last."""
-    found, room = [], MOST_BYTES
-    for run in runs:
-        for name, logged in run.images.items():
-            title = f"{name}: {run.name}" if len(runs) > 1 else name
-            figures: list[str] = []
-            for image in _chosen(logged):
-                content = _content(image.path, run.folder, room)
-                if content is None:
-                    continue
-                room -= len(content)
-                address = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-                caption = f"step {image.step}" + (
-                    f", {image.number}" if image.number else ""
-                )
-                figures.append(
-                    f'<figure><img src="{address}" alt="{escape(title)}"><figcaption>{caption}</figcaption></figure>'
-                )
-            left_out = (
-                f"{len(figures)} of {len(logged)} images"
-                if len(figures) < len(logged)
-                else ""
-            )
-            heading = f"<h2>{escape(title)}{f' ({left_out})' if left_out else ''}</h2>"
-            found.append(f'{heading}<div class="images">{"".join(figures)}</div>')
-    return found
-
-
-def _chosen(logged: Sequence[LoggedImage]) -> list[LoggedImage]:
-    """Return the images of the first, the last and evenly spaced steps between them."""
-    steps = sorted({image.step for image in logged})
-    spread = (
-        np.linspace(0, len(steps) - 1, min(MOST_STEPS, len(steps)))
-        .round()
-        .astype(int)
-        .tolist()
-    )
-    kept = {steps[at] for at in spread}
-    return [
-        image for image in logged if image.step in kept and image.number < MOST_PER_STEP
-    ]
-
-
-def _content(path: Path, folder: Path, room: int) -> bytes | None:
-    """Return the PNG, or None if it is missing, not a PNG, larger than `room`, or outside the run's folder."""
-    whole = path.resolve()
-    if (
-        not whole.is_relative_to(folder.resolve())
-        or not whole.is_file()
-        or whole.stat().st_size > room
-    ):
-        return None
-    content = whole.read_bytes()
-    return content if content.startswith(_PNG) else None
-
-
-def tables(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return title, heading and rows of the latest table of each name and run."""
-    return [
-        (
-            f"{name}{f': {run.name}' if len(runs) > 1 else ''} (step {table.step})",
-            list(table.columns),
-            [[str(cell) for cell in row] for row in table.rows[:MOST_ROWS]],
-        )
-        for run in runs
-        for name, table in run.tables.items()
-    ]

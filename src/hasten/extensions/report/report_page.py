@@ -1,4 +1,4 @@
-"""HTML page of `hasten report`: one file with its data, images and drawing code, which needs no network."""
+"""HTML page of `hasten report`: one file with its data and drawing code, which needs no network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def page(runs: Sequence[RunFolder]) -> str:
     }
     parts = {
         "__TITLE__": escape(f"hasten report: {', '.join(run.name for run in runs)}"),
-        "__TABLES__": "\n".join([*report_data.images(runs), *_tables(runs)]),
+        "__TABLES__": "\n".join(_tables(runs)),
         "__DATA__": script_json(content),
         "__DRAWING__": _file("report_svg.js"),
     }
@@ -58,7 +58,6 @@ def _tables(runs: Sequence[RunFolder]) -> list[str]:
                 rows,
             )
         )
-    tables += [_folded(*table) for table in report_data.tables(runs)]
     for run in runs:
         of_run = f": {run.name}" if len(runs) > 1 else ""
         if (found := goodput.of_run(run.ranks)) is not None:

@@ -1,8 +1,8 @@
-"""Contents of a run's folder: curves of metrics, images, tables, step times, events, settings."""
+"""Contents of a run's folder: curves of metrics, step times, events, settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -34,24 +34,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedImage:
-    """An image of a step with its index among those logged together; the file may be missing."""
-
-    step: int
-    number: int
-    path: Path
-
-
-@dataclass(frozen=True, slots=True)
-class LoggedTable:
-    """A table of a step."""
-
-    step: int
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """Contents of the folder of one run, including restarts."""
 
@@ -60,10 +42,6 @@ class RunFolder:
     ranks: tuple[LoggedRank, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     """The config passed to `init_trackers`, flattened, with credentials masked."""
-    folder: Path = field(default_factory=Path)
-    images: Mapping[str, Sequence[LoggedImage]] = field(default_factory=dict)
-    tables: Mapping[str, LoggedTable] = field(default_factory=dict)
-    """The newest table of each name."""
 
     @property
     def began_s(self) -> float:
@@ -160,17 +138,10 @@ def read_run(folder: str | Path) -> RunFolder:
         )
     curves: dict[str, Curve] = {}
     config: dict[str, Any] = {}
-    images: dict[str, list[LoggedImage]] = {}
-    tables: dict[str, LoggedTable] = {}
     for path in files:
         suffix = "" if len(files) == 1 else f" ({path.parent.name})"
         records = _records(path)
         curves |= {f"{name}{suffix}": curve for name, curve in _curves(records).items()}
-        images |= {
-            f"{name}{suffix}": found
-            for name, found in _images(records, path.parent).items()
-        }
-        tables |= {f"{name}{suffix}": found for name, found in _tables(records).items()}
         settings = path.with_name("config.json")
         if settings.exists():
             config |= dict(
@@ -181,19 +152,6 @@ def read_run(folder: str | Path) -> RunFolder:
         curves,
         logs,
         config,
-        root,
-        images,
-        tables,
-    )
-
-
-def run_files(root: Path) -> list[Path]:
-    """Return the files of a run that grow during training, in order; empty if there is nothing to report yet."""
-    metrics, logs = _metrics_files(root), sorted((root / FOLDER).glob("rank*-*"))
-    return (
-        [*metrics, *logs]
-        if metrics or any(path.suffix == ".jsonl" for path in logs)
-        else []
     )
 
 
@@ -229,30 +187,6 @@ def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
                     (record["step"], record["time"], float(number))
                 )
     return {name: _curve(points) for name, points in found.items()}
-
-
-def _images(
-    records: Iterable[Mapping[str, Any]], folder: Path
-) -> dict[str, list[LoggedImage]]:
-    found: dict[str, dict[tuple[int, int], LoggedImage]] = {}
-    for record in records:
-        for name, paths in record.get("images", {}).items():
-            for number, path in enumerate(paths):
-                image = LoggedImage(record["step"], number, folder / path)
-                found.setdefault(name, {})[image.step, number] = image
-    return {
-        name: [images[key] for key in sorted(images)] for name, images in found.items()
-    }
-
-
-def _tables(records: Iterable[Mapping[str, Any]]) -> dict[str, LoggedTable]:
-    return {
-        record["table"]["name"]: LoggedTable(
-            record["step"], record["table"]["columns"], record["table"]["rows"]
-        )
-        for record in records
-        if "table" in record
-    }
 
 
 def _curve(points: list[tuple[int, float, float]]) -> Curve:
