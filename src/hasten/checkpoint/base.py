@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,8 +213,8 @@ class Draft(Protocol):
     name: str
     token: str
     """Token that another rank needs, besides the name, to join this draft."""
-    replaces: Collection[str] | None
-    """Files of the folder that go besides those of an earlier checkpoint; None if an exported model may be replaced."""
+    keeps_exports: bool
+    """False if the save may replace an exported model in its folder."""
 
     @property
     def folder(self) -> Path | None:

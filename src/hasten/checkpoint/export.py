@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +32,11 @@ from hasten.checkpoint.state_dicts import LoadReport, few, names_of_other_stages
 from hasten.checkpoint.store.disk import Disk, cannot_write, write_files
 from hasten.checkpoint.store.drafts import temporary_draft
 from hasten.checkpoint.store.locate import check_local, check_path
-from hasten.checkpoint.store.occupied import WEIGHTS, check_unlisted, unchanged
+from hasten.checkpoint.store.occupied import (
+    check_no_checkpoint,
+    check_unlisted,
+    exported_weights,
+)
 from hasten.checkpoint.writer import FileLayout, encode, hub_index, plan_component
 from hasten.errors import (
     CheckpointError,
@@ -88,9 +92,8 @@ def save_model(
     max_shard_size: float | str = "10GB",
     safe_serialization: bool = True,
     disk: Disk | None = None,
-    replaces: Collection[str] = (),
 ) -> list[str]:
-    """Write a model's weights in the Hub layout, in place of the files in `replaces`; return the file names. Ranks: main only.
+    """Write a model's weights in the Hub layout; return the file names. Ranks: main only.
 
     Tied weights are stored once, under their first name; the other names are stored in the file's metadata.
     Raises: CheckpointError for tensors that are not whole.
@@ -119,7 +122,7 @@ def save_model(
             "the weights are sharded over ranks; gather them with accelerator.get_state_dict first."
         )
     plans = plan_component("model", component, 0, (0,), FileLayout(limit, limit))
-    blobs = {plan.name: encode(component, plan)[0] for plan in plans}
+    blobs = {plan.name: encode(component, plan) for plan in plans}
     if len(plans) > 1:
         end = "safetensors" if safe_serialization else "bin"
         stem = "model" if safe_serialization else "pytorch_model"
@@ -128,33 +131,28 @@ def save_model(
             + b"\n"
         )
         blobs[f"{stem}.{end}.index.json"] = Blob([raw], len(raw))
-    replace_files(target, blobs, disk or Disk(), replaces)
+    replace_model_files(target, blobs, disk or Disk())
     return list(blobs)
 
 
-def replace_files(
-    folder: Path, blobs: Mapping[str, Blob], disk: Disk, replaces: Collection[str] = ()
-) -> None:
+def replace_model_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
     """Replace the model in a folder: write new files into a draft, then rename each into place.
 
     An interruption leaves the old model, the new one, or an incomplete one, but no mixture of two: the index of shards goes
-    first and comes last. Weight files of an earlier export go, and those in `replaces`.
-    Raises: CheckpointError when the folder holds a checkpoint with other weights of these names that is not to be replaced,
-    or is not writable.
+    first and comes last.
+    Raises: CheckpointError when the folder holds a checkpoint, or is not writable.
     """
+    check_no_checkpoint(folder)
     with (
         _explaining_errors(folder, "the model", blobs),
         temporary_draft(folder, disk) as draft,
     ):
-        records = write_files(draft, blobs, disk)
-        same_names = set() if replaces else unchanged(folder, records)
-        outdated = {
-            path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)
-        }.union(replaces) - blobs.keys()
+        write_files(draft, blobs, disk)
+        outdated = set(exported_weights(folder)) - blobs.keys()
         indexes = [name for name in blobs if name.endswith(".json")]
-        for name in ([MANIFEST_NAME] if MANIFEST_NAME in replaces else []) + indexes:
+        for name in indexes:
             disk.remove_file(folder / name)
-        for name in (*sorted(blobs.keys() - same_names - set(indexes)), *indexes):
+        for name in (*sorted(blobs.keys() - set(indexes)), *indexes):
             disk.rename(draft / name, folder / name)
         for name in sorted(outdated):
             disk.remove_file(folder / name)

@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Final, TypeVar
 
 from hasten.checkpoint.base import CheckpointStore, Json
 from hasten.checkpoint.format.formats import (
-    SUFFIX,
     Piece,
     TensorFile,
-    read_by_sidecar,
     read_tensors,
 )
 from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside, size_of
@@ -76,7 +73,6 @@ class Checkpoint:
         self._stamps: Mapping[str, Stamp] = {}
         """Identities of the verified files; a file that was replaced since is refused."""
         self.is_current = is_current
-        self._names = frozenset(map(attrgetter("name"), manifest.files))
 
     def same_data(self, world_size: int, mesh: Mapping[str, int]) -> bool:
         """Return True if each rank of a run reads the samples that the same rank read in the saved run."""
@@ -150,30 +146,19 @@ class Checkpoint:
             )
 
     def _read(self, file: str) -> TensorFile:
+        """Map a file. Raises: CorruptCheckpointError unless it is still the one that was verified."""
         try:
-            return self._read_file(file)
+            content = read_tensors(inside(self.folder, file), self._allow_pickle)
         except (CheckpointError, OSError):
             self.check_current()
             raise
-
-    def _read_file(self, file: str) -> TensorFile:
-        path, beside = inside(self.folder, file), file + SUFFIX
-        if beside in self._names:
-            content = read_by_sidecar(path, inside(self.folder, beside))
-            self._check_same(beside)
-        else:
-            content = read_tensors(path, self._allow_pickle)
-        self._check_same(file)
-        return content
-
-    def _check_same(self, file: str) -> None:
-        """Raise CorruptCheckpointError unless the file is still the one that was verified."""
         if self._stamps and stamp(self.folder / file) != self._stamps.get(file):
             self.check_current()
             raise CorruptCheckpointError(
                 f"{self.folder / file}: was replaced or changed after it was verified, so it may not be part of this "
                 "checkpoint. Nothing was loaded. Wait for the process that writes there, and load again."
             )
+        return content
 
 
 def stamp(path: Path) -> Stamp:

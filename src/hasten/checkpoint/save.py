@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import TracebackType
@@ -24,7 +24,6 @@ from hasten.checkpoint.base import (
     local_data,
     number_of,
 )
-from hasten.checkpoint.format.formats import SUFFIX
 from hasten.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
 from hasten.checkpoint.writer import (
     FileLayout,
@@ -187,12 +186,8 @@ class Save:
             assert plan.name not in self.blobs, (
                 f"{plan.name} belongs to {plan.component} and {self._component_of[plan.name]}"
             )
-            self.blobs[plan.name], sidecar = encode(
-                tree.components[plan.component], plan
-            )
+            self.blobs[plan.name] = encode(tree.components[plan.component], plan)
             self._component_of[plan.name] = plan.component
-            if sidecar is not None:
-                self.blobs[plan.name + SUFFIX] = sidecar
 
     def _add_index(self, plans: Sequence[FilePlan], component: Component) -> None:
         """Add the index that Hub tools read next to weights in several files."""
@@ -210,7 +205,7 @@ class Save:
         together.label = f"writing the checkpoint {self.draft.name!r}"
         records = []
         for file, record in self.draft.put(self.blobs).items():
-            # None for sidecars, indexes and files of hooks
+            # None for indexes and files of hooks
             component = self._component_of.get(file)
             rank = None if component is None else self._rank
             records.append(
@@ -279,13 +274,11 @@ def save_tree(
     tree: StateTree,
     header: Manifest,
     comm: Comm,
-    replaces: Collection[str] = (),
     node: int = 0,
 ) -> Manifest:
-    """Save a tree as one checkpoint, in the place of the files in `replaces`. Ranks: every rank."""
+    """Save a tree as one checkpoint. Ranks: every rank."""
     with agreeing(comm, f"saving {name!r}") as together, Save(store, comm) as save:
         save.start(together, name, node=node)
-        save.draft.replaces = replaces
         save.plan(tree, together)
         return save.write(header, together)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hasten.checkpoint.base import Blob, Component, Format, Slice, num_bytes
 from hasten.checkpoint.format.formats import (
     encode_safetensors,
-    encode_with_sidecar,
+    encode_torch,
     tied,
 )
 
@@ -157,12 +157,12 @@ def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, obje
     }
 
 
-def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
-    """Return the bytes of one planned file, and those of its sidecar, if any."""
+def encode(component: Component, plan: FilePlan) -> Blob:
+    """Return the bytes of one planned file."""
     tensors = dict(
         zip(plan.keys, map(component.tensors.__getitem__, plan.keys), strict=True)
     )
     data = component.data if plan.with_data else None
     if plan.format == "torch":
-        return encode_with_sidecar(tensors, data)
-    return encode_safetensors(tensors, data), None
+        return encode_torch(tensors, data)
+    return encode_safetensors(tensors, data)

@@ -205,8 +205,7 @@ class Saving:
                 self._ctx.topology.node_rank,
             )
             save.start(together, name, self.iteration, node=node, each_node=each_node)
-        if not self.keeps_exports:
-            save.draft.replaces = None
+        save.draft.keeps_exports = self.keeps_exports
         number = number_of(save.draft.name)
         if (
             name is None

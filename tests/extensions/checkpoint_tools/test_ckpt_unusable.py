@@ -36,7 +36,7 @@ from hasten.errors import (
     IncompleteCheckpointError,
     UnsafeCheckpointError,
 )
-from hasten.extensions.checkpoint_tools.inspect import find, merge, verify
+from hasten.extensions.checkpoint_tools.inspect import find, verify
 
 
 def run(folder: Path | None = None, **settings: Any) -> tuple[Accelerator, nn.Module]:
@@ -245,13 +245,11 @@ def sharded(value: float) -> StateTree:
     )
 
 
-@pytest.mark.parametrize("has_manifest", [False, True])
-def test_a_sharded_save_leaves_no_stale_model_beside_its_shards(
-    has_manifest: bool, tmp_path: Path
-) -> None:
+def test_a_model_and_shards_do_not_lie_in_one_folder(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    if has_manifest:
-        save_tree(store, "out", sharded(2.0), Manifest(), LocalComm())
+    save_tree(store, "other", sharded(2.0), Manifest(), LocalComm())
+    with pytest.raises(CheckpointError, match="holds a checkpoint"):
+        save_model({"w": torch.ones(4)}, tmp_path / "other")
     save_model({"w": torch.ones(4)}, tmp_path / "out")
     with pytest.raises(
         CheckpointError, match=r"holds an exported model \(model\.safetensors\)"
@@ -274,7 +272,7 @@ def test_a_whole_checkpoint_gives_way_to_a_sharded_one(tmp_path: Path) -> None:
         ]
 
 
-# -- interrupted commands --------------------------------------------------------------------------------------------
+# -- interrupted exports ---------------------------------------------------------------------------------------------
 class Killed(Disk):
     """Kills the process at one of its changes of the disk."""
 
@@ -296,18 +294,13 @@ class Killed(Disk):
 
 
 @pytest.mark.parametrize("size", ["10GB", "20B"])
-def test_a_killed_merge_leaves_no_mixture_and_the_next_one_no_leftovers(
-    size: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_killed_export_leaves_no_mixture_and_the_next_one_no_leftovers(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = (
         {"a": torch.zeros(4), "b": torch.zeros(4)},
         {"a": torch.ones(4), "b": torch.ones(4)},
     )
-    source = StateTree({"model": Component(new, None, "model")})
-    save_tree(LocalStore(tmp_path), "source", source, Manifest(), LocalComm())
     target = tmp_path / "target"
     monkeypatch.setattr("hasten.checkpoint.export.Disk", Killed)
     for at in range(30):
@@ -315,7 +308,7 @@ def test_a_killed_merge_leaves_no_mixture_and_the_next_one_no_leftovers(
         pid = os.fork()
         if pid == 0:
             Killed.calls, Killed.at = 0, at
-            merge(str(tmp_path / "source"), target, max_shard_size=size, overwrite=True)
+            save_model(new, target, size)
             os._exit(0)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
             break
@@ -325,13 +318,7 @@ def test_a_killed_merge_leaves_no_mixture_and_the_next_one_no_leftovers(
             assert size == "20B", "one file is replaced at once"
             values = {1.0}
         assert len(values) == 1
-        if list(target.glob(".hasten-draft*")):
-            main(["ckpt", "list", str(target)])
-            assert (
-                "was interrupted; the next one there removes them"
-                in capsys.readouterr().out
-            )
-        merge(str(tmp_path / "source"), target, max_shard_size=size, overwrite=True)
+        save_model(new, target, size)
         assert {float(tensor[0]) for tensor in read_model(target).values()} == {1.0}
         assert not list(target.glob(".hasten*"))
     else:

@@ -18,9 +18,9 @@ from hasten.checkpoint import reshard
 from hasten.checkpoint.format.formats import (
     Piece,
     encode_safetensors,
-    encode_with_sidecar,
-    read_by_sidecar,
+    encode_torch,
     read_safetensors,
+    read_torch,
 )
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reshard import Copy, plan_copies, run_copies
@@ -44,10 +44,8 @@ def stored(folder: Path, values: dict[str, Tensor], kind: str) -> dict[str, Piec
         write_files(folder, {"f.safetensors": encode_safetensors(values)}, Disk())
         return dict(read_safetensors(folder / "f.safetensors").pieces)
     data, named = pack(values | {f"s{i}": torch.tensor(float(i)) for i in range(80)})
-    blob, beside = encode_with_sidecar(named, data)
-    assert beside is not None, "many tensors have a layout file"
-    write_files(folder, {"f.bin": blob, "f.json": beside}, Disk())
-    return dict(read_by_sidecar(folder / "f.bin", folder / "f.json").pieces)
+    write_files(folder, {"f.bin": encode_torch(named, data)}, Disk())
+    return dict(read_torch(folder / "f.bin").pieces)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])

@@ -14,16 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.serialization import skip_data
 
-from hasten.checkpoint.base import Blob, Json, Slice, local_data
+from hasten.checkpoint.base import Blob, Json, Slice
 from hasten.checkpoint.format.manifest import (
     FORGED,
     open_outside,
-    read_outside,
     size_of,
 )
 from hasten.checkpoint.format.packing import from_native, to_native
@@ -313,22 +311,14 @@ def check_piece(key: str, piece: Piece) -> None:
 
 
 def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Blob:
-    """Return one torch file as `torch.save` writes it, with the state in its original nesting."""
-    return lay_out_torch(tensors, data)[0]
-
-
-def lay_out_torch(
-    tensors: Mapping[str, Tensor | Slice], data: Json = None
-) -> tuple[Blob, dict[str, int]]:
-    """Return one torch file, and the offset at which the bytes of each tensor begin.
+    """Return one torch file as `torch.save` writes it, with the state in its original nesting.
 
     `torch.save` lays the file out with the tensor bytes left blank; the tensors follow as segments, so that they
     can be written in parallel and copied from a device piece by piece.
     """
-    owned: list[Tensor] = []
+    owned: dict[int, Tensor] = {}
+    """Tensors by the id of their blank."""
     blanks: dict[str, Tensor | Slice] = {}
-    by_memory: dict[str, Tensor] = {}
-    starts: dict[str, int] = {}
     aliases = tied(tensors)
     for key, value in tensors.items():
         if isinstance(value, Slice):
@@ -336,23 +326,20 @@ def lay_out_torch(
                 f"{key} is a slice of a sharded tensor; torch files hold whole tensors only."
             )
         if (same := aliases.get(key)) is not None:
-            blanks[key] = by_memory[same]
+            blanks[key] = blanks[same]
             continue
         tensor = dense(value, key)
-        blanks[key] = by_memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        owned.append(tensor)
+        blanks[key] = blank = torch.empty(tensor.shape, dtype=tensor.dtype)
+        owned[id(blank)] = tensor
     nested: Any = blanks if data is None else to_native(data, blanks)
     # Any: it implements the methods of a file that torch.save calls
     archive: Any = _BlankArchive()
     with skip_data():
         torch.save(nested, archive)
-    order = dict(zip(map(id, by_memory.values()), range(len(by_memory)), strict=True))
     found: dict[int, None] = {}
     _find_storages(nested, found)
-    blob, begins = archive.fill(owned, list(map(order.__getitem__, found)))
-    for key, blank in blanks.items():
-        starts[key] = begins[order[id(blank)]]
-    return blob, starts
+    blob: Blob = archive.fill([owned[blank_id] for blank_id in found])
+    return blob
 
 
 def _find_storages(value: Any, found: dict[int, None]) -> None:
@@ -398,28 +385,21 @@ class _BlankArchive:
     def flush(self) -> None:
         """Do nothing: there is no buffer to flush."""
 
-    def fill(
-        self, owned: list[Tensor], order: list[int]
-    ) -> tuple[Blob, dict[int, int]]:
-        """Return the file with the tensors in their reserved space, and their offsets; `order` is the archive order."""
-        begins, segments, at = dict.fromkeys(order, 0), list[bytes | Tensor](), 0
-        tensors = iter(order)
+    def fill(self, ordered: list[Tensor]) -> Blob:
+        """Return the file with the tensors, in the order of the archive, in their reserved space."""
+        segments: list[bytes | Tensor] = []
+        tensors = iter([tensor for tensor in ordered if tensor.numel()])
         for part in self._parts:
             if isinstance(part, bytearray):
                 segments.append(bytes(part))
-                at += len(part)
                 continue
-            index = next(tensors)
-            while not owned[index].numel():
-                index = next(tensors)
-            size = owned[index].numel() * owned[index].element_size()
-            assert part == size, f"torch left {part} bytes for a tensor of {size}"
-            segments.append(owned[index])
-            begins[index] = at
-            at += size
-        for index in tensors:
-            assert not owned[index].numel(), "torch left space for every tensor"
-        return Blob(segments, self._size), begins
+            tensor = next(tensors)
+            assert part == tensor.nbytes, (
+                f"torch left {part} bytes for a tensor of {tensor.nbytes}"
+            )
+            segments.append(tensor)
+        assert next(tensors, None) is None, "torch left space for every tensor"
+        return Blob(segments, self._size)
 
 
 def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
@@ -493,61 +473,3 @@ def read_tensors(path: Path, allow_pickle: bool = False) -> TensorFile:
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     return read_torch(path, allow_pickle)
-
-
-SUFFIX: Final = ".layout.json"
-WORTH_IT: Final = 64
-"""Number of tensors from which unpickling a file takes longer than reading a sidecar."""
-
-
-class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of a torch file without the bytes of its tensors."""
-
-    size: int
-    """Size of the torch file: a sidecar belongs to one file only."""
-    tensors: dict[str, tuple[str, tuple[int, ...], int]]
-    """Dtype, shape and offset of the first byte, by name."""
-    data: Any  # Any: JSON
-
-
-def encode_with_sidecar(
-    tensors: Mapping[str, Tensor | Slice], data: Json
-) -> tuple[Blob, Blob | None]:
-    """Return a torch file, and a sidecar if the file has enough tensors to need one."""
-    blob, begins = lay_out_torch(tensors, data)
-    if len(tensors) < WORTH_IT:
-        return blob, None
-    kinds = {key: local_data(tensor) for key, tensor in tensors.items()}
-    if any(tensor.dtype not in DTYPE_NAMES for tensor in kinds.values()):
-        return blob, None
-    places = {
-        key: (DTYPE_NAMES[kinds[key].dtype], tuple(kinds[key].shape), begins[key])
-        for key in tensors
-    }
-    raw = msgspec.json.encode(Sidecar(blob.size, places, data))
-    return blob, Blob([raw], len(raw))
-
-
-def read_by_sidecar(path: Path, sidecar: Path) -> TensorFile:
-    """Map a torch file into memory as described by its sidecar; the file itself is not unpickled.
-
-    Raises: CorruptCheckpointError naming the sidecar and the problem.
-    """
-    try:
-        found = msgspec.json.decode(read_outside(sidecar), type=Sidecar)
-        size = size_of(path)
-        if size != found.size:
-            raise ValueError(
-                f"it describes a file of {found.size} bytes, {path.name} has {size}"
-            )
-        file = MappedFile(path, size)
-        return TensorFile(
-            {key: _piece(file, key, *entry) for key, entry in found.tensors.items()},
-            {},
-            found.data,
-        )
-    except (msgspec.MsgspecError, *FORGED) as error:
-        raise CorruptCheckpointError(
-            f"{sidecar}: does not describe {path.name} ({type(error).__name__}: {error}). Nothing was loaded; use "
-            "another checkpoint."
-        ) from error

@@ -24,7 +24,7 @@ from hasten.checkpoint.format.manifest import (
     read_manifest,
 )
 from hasten.checkpoint.store.disk import Disk, write_files
-from hasten.checkpoint.store.occupied import check_export, holding
+from hasten.checkpoint.store.occupied import exported_weights
 from hasten.errors import CheckpointBusyError, CheckpointError
 
 log = logging.getLogger(__name__)
@@ -224,32 +224,16 @@ def replace_content(
     folder: Path,
     content: Path,
     manifest: Manifest,
-    replaced: Collection[str] | None,
+    keeps_exports: bool,
     disk: Disk,
 ) -> None:
     """Make the files in `content`, a folder of a draft inside `folder`, the checkpoint of the folder.
 
     One rename of a manifest, which lists the files where they are, commits them; then they get their final names.
-    `replaced` are other files of the folder that go; None if an exported model there may be hidden or replaced.
     Ranks: main only, with the folder's lock.
-    Raises: CheckpointError when the folder holds a model with other weights, or the user's files have one of the names.
+    Raises: CheckpointError when the folder holds an exported model and `keeps_exports`, or the user's files have one of the names.
     """
-    previous = read_manifest(folder / MANIFEST_NAME)
-    previous_draft = draft_of(previous)
-    outdated = {*(replaced or ())}
-    for file in previous.files if previous is not None else ():
-        outdated.add(
-            file.name
-            if previous_draft is None
-            else file.name.removeprefix(f"{previous_draft}/")
-        )
-    # damaged: the weights beside it were its files
-    if previous is None and os.path.lexists(folder / MANIFEST_NAME):
-        damaged = holding(folder)
-        outdated.update(damaged.names if damaged is not None else ())
-    outdated.discard(MANIFEST_NAME)
-    if replaced is not None:
-        check_export(folder, manifest, outdated)
+    outdated = _outdated_files(folder, keeps_exports)
     _check_names(folder, manifest, outdated)
     place = content.relative_to(folder).as_posix()
     files = [
@@ -265,6 +249,24 @@ def replace_content(
     disk.sync_folder(folder)
     give_final_names(folder, disk)
     remove_leftovers(folder, disk, current=content.parent.name)
+
+
+def _outdated_files(folder: Path, keeps_exports: bool) -> set[str]:
+    """Return the files of the folder's earlier checkpoint."""
+    weights = exported_weights(folder)
+    previous = read_manifest(folder / MANIFEST_NAME)
+    if previous is not None:
+        draft = draft_of(previous)
+        prefix = "" if draft is None else f"{draft}/"
+        return {file.name.removeprefix(prefix) for file in previous.files}
+    if os.path.lexists(folder / MANIFEST_NAME):  # damaged: the weights are its files
+        return set(weights)
+    if weights and keeps_exports:
+        raise CheckpointError(
+            f"{folder} holds an exported model ({', '.join(weights[:3])}), and load_model would read the one or the other. Nothing was "
+            "changed. Save the checkpoint into another folder, or delete the model first."
+        )
+    return set()
 
 
 def _check_names(folder: Path, manifest: Manifest, outdated: Collection[str]) -> None:

@@ -6,7 +6,7 @@ import errno
 import logging
 import secrets
 import stat
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from operator import attrgetter
@@ -70,8 +70,8 @@ class LocalDraft:
         """The folder that hooks see; it has the checkpoint's name."""
         self.is_numbered = False
         """True if the name was chosen by the store; then the checkpoint never replaces another."""
-        self.replaces: Collection[str] | None = ()
-        """Files of the target that go besides those of an earlier checkpoint; None if an exported model may be replaced."""
+        self.keeps_exports = True
+        """False if the save may replace an exported model in its folder."""
         self._target = target
         self._lock = lock
         """The lock that shows that the writer is alive; None on ranks that join the draft."""
@@ -129,7 +129,11 @@ class LocalDraft:
                 with folder_lock(self._target, self._disk):
                     self._release()
                     replace_content(
-                        self._target, self.folder, manifest, self.replaces, self._disk
+                        self._target,
+                        self.folder,
+                        manifest,
+                        self.keeps_exports,
+                        self._disk,
                     )
 
     def _rename_to_target(self) -> bool:

@@ -104,12 +104,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="allow pickle; use only for files you trust",
     )
-    for one in (merge, convert):
-        one.add_argument(
-            "--overwrite",
-            action="store_true",
-            help="replace the content of the output folder",
-        )
     return parser
 
 
@@ -119,10 +113,7 @@ def _tools() -> Any:  # Any: a module
 
 
 def _list(given: argparse.Namespace) -> int:
-    rows, leftovers = (
-        _tools().list_checkpoints(given.folder),
-        _tools().leftovers(given.folder),
-    )
+    rows = _tools().list_checkpoints(given.folder)
     if given.json:
         keys = (
             "name",
@@ -140,10 +131,6 @@ def _list(given: argparse.Namespace) -> int:
             )
         )
         return 0
-    for path in leftovers:
-        _write(
-            f"{path}: files of a save or command that is running or was interrupted; the next one there removes them"
-        )
     if not rows:
         _write(f"no checkpoints in {given.folder}")
         return 1
@@ -234,7 +221,6 @@ def _merge(given: argparse.Namespace) -> int:
             given.component,
             given.max_shard_size,
             not given.unsafe_serialization,
-            given.overwrite,
         )
     _write(f"wrote {', '.join(files)} to {given.output}")
     return 0
@@ -242,9 +228,7 @@ def _merge(given: argparse.Namespace) -> int:
 
 def _convert(given: argparse.Namespace) -> int:
     with _bar(f"converting {given.source}", None):
-        notes = _tools().convert(
-            given.source, given.output, given.allow_pickle, given.overwrite
-        )
+        notes = _tools().convert(given.source, given.output, given.allow_pickle)
     for note in notes:
         _write(f"note: {note}")
     _write(f"wrote {given.output}")

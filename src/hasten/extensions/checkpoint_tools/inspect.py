@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from hasten.checkpoint.reader import (
 )
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.save import save_tree
-from hasten.checkpoint.store.drafts import hidden_entries
 from hasten.checkpoint.store.locate import (
     check_local,
     is_url,
@@ -33,15 +32,15 @@ from hasten.checkpoint.store.locate import (
     newest,
     open_store,
 )
-from hasten.checkpoint.store.occupied import FOREIGN, holding, listed
+from hasten.checkpoint.store.occupied import FOREIGN, WEIGHTS, listed
 from hasten.comm.local import LocalComm
 from hasten.errors import (
     CheckpointError,
     CheckpointReplacedError,
-    ConfigError,
     IncompleteCheckpointError,
 )
 from hasten.extensions.checkpoint_tools.torch_folder import (
+    TORCH_TABLE,
     is_torch_folder,
     whole_tensors,
 )
@@ -76,19 +75,6 @@ def everything(place: str) -> list[tuple[CheckpointStore, str]]:
         store, name = locate(place)
         checkpoints += [(store, name)] if name in store.names() else []
     return checkpoints
-
-
-def leftovers(place: str) -> list[Path]:
-    """Return the hidden folders that saves and commands in progress, or interrupted ones, have in a local folder."""
-    if is_url(place):
-        return []
-    root = Path(place)
-    hidden_folders = []
-    for folder in (root, root / "checkpoints", root.parent):
-        for path in hidden_entries(folder):
-            if folder != root.parent or (path / root.name).exists():
-                hidden_folders.append(path)
-    return hidden_folders
 
 
 def row(store: CheckpointStore, name: str) -> Row:
@@ -271,20 +257,17 @@ def merge(
     component: str = "model",
     max_shard_size: float | str = "10GB",
     safe_serialization: bool = True,
-    overwrite: bool = False,
 ) -> list[str]:
     """Write the unsharded model of a checkpoint in the Hub layout and return the file names.
 
     Folders of torch.distributed.checkpoint are accepted too; all their tensors are the model.
-    Raises: CheckpointError when the output folder holds a checkpoint or a model, unless `overwrite`.
+    Raises: CheckpointError when the output folder holds a checkpoint or a model.
     """
     target = check_local(output, "the folder for the model")
     if is_torch_folder(Path(place)):
-        replaces = _names_to_replace(target, [Path(place)], overwrite)
+        _refuse_occupied(target)
         weights = _unprefixed(whole_tensors(Path(place)))
-        return save_model(
-            weights, target, max_shard_size, safe_serialization, replaces=replaces
-        )
+        return save_model(weights, target, max_shard_size, safe_serialization)
     store, name = find(place)
     kinds = {
         key: record.kind
@@ -295,38 +278,21 @@ def merge(
         raise CheckpointError(
             f"{place} has no model called {component!r}; it has {models}. Choose one with --component."
         )
-    sources = [] if store.remote else [Path(store.address) / name]
-    replaces = _names_to_replace(target, sources, overwrite)
-    return save_model(
-        tensors_of(place, component),
-        target,
-        max_shard_size,
-        safe_serialization,
-        replaces=replaces,
-    )
+    _refuse_occupied(target)
+    weights = tensors_of(place, component)
+    return save_model(weights, target, max_shard_size, safe_serialization)
 
 
-def _names_to_replace(
-    target: Path, sources: Sequence[Path], overwrite: bool
-) -> tuple[str, ...]:
-    """Return the files of a target folder that a command replaces: none if it is empty.
-
-    Raises: ConfigError when the target is also a source; CheckpointError when it is not empty and `overwrite` is False.
-    """
-    if any(target.resolve() == source.resolve() for source in sources):
-        raise ConfigError(
-            f"{target} is both the source and the target, so it would be overwritten while it is read; nothing was changed. Give "
-            "another folder for the result."
-        )
-    content = holding(target)
-    if content is None:
-        return ()
-    if not overwrite:
-        raise CheckpointError(
-            f"{target} already holds {content.what} ({', '.join(content.names[:3])}{', ...' if len(content.names) > 3 else ''}), which "
-            "would be lost. Nothing was changed. Give another folder, or --overwrite to replace it."
-        )
-    return content.names
+def _refuse_occupied(target: Path) -> None:
+    """Raise CheckpointError if a folder holds a checkpoint of any tool, or a model."""
+    for path in sorted(target.iterdir()) if target.is_dir() else ():
+        name = path.name
+        is_table = name in (MANIFEST_NAME, TORCH_TABLE)
+        if is_table or WEIGHTS.fullmatch(name) or FOREIGN.fullmatch(name):
+            raise CheckpointError(
+                f"{target} already holds a checkpoint or a model ({name}), which would be lost. Nothing was changed. Give another folder, or "
+                "delete it first."
+            )
 
 
 def _verified_manifest(store: CheckpointStore, name: str) -> Manifest:
@@ -348,13 +314,12 @@ def convert(
     source: str | Path,
     target: str | Path,
     allow_pickle: bool = False,
-    overwrite: bool = False,
 ) -> list[str]:
     """Convert a folder of Hugging Face Accelerate (or of plain torch files) to a checkpoint of hasten; return remarks.
 
     Model, optimizers, schedulers, scaler and registered objects are converted; random states are not, since other
     tools pickle them: the run continues with new ones. Raises: UnsafeCheckpointError for files with pickle, unless
-    allowed; CheckpointError when the source is a checkpoint of hasten, or the target is not empty, unless `overwrite`.
+    allowed; CheckpointError when the source is a checkpoint of hasten, or the target holds a checkpoint or a model.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -367,24 +332,12 @@ def convert(
             "objects. Nothing was changed. Load it as it is, or copy the folder."
         )
     store, name = locate(target)
-    replaces: tuple[str, ...] = ()
-    if not store.remote:
-        replaces = _names_to_replace(Path(store.address) / name, [folder], overwrite)
-    elif not overwrite and name in store.names():
+    if name in store.names():
         raise CheckpointError(
-            f"{store.address}/{name} already holds a checkpoint, which would be lost. Nothing was changed. Give another URL, or --overwrite "
-            "to replace it."
+            f"{store.address}/{name} already holds a checkpoint, which would be lost. Nothing was changed. Give another place, or delete it first."
         )
-    return _convert(folder, store, name, replaces, allow_pickle)
-
-
-def _convert(
-    folder: Path,
-    store: CheckpointStore,
-    name: str,
-    replaces: tuple[str, ...],
-    allow_pickle: bool,
-) -> list[str]:
+    if not store.remote:
+        _refuse_occupied(Path(store.address) / name)
     components: dict[str, Component] = {}
     for key, state in _models(folder, allow_pickle).items():
         components[key] = Component(state, None, "model")
@@ -404,7 +357,7 @@ def _convert(
         "random states and data positions are not converted: the run continues with new random numbers"
     )
     header = Manifest(notes={"converted_from": folder.name, "partial": True})
-    save_tree(store, name, StateTree(components), header, LocalComm(), replaces)
+    save_tree(store, name, StateTree(components), header, LocalComm())
     return notes
 
 

@@ -44,6 +44,7 @@ from hasten.errors import (
     UnsafeCheckpointError,
 )
 
+TORCH_TABLE: Final = ".metadata"
 # Any in this file: pickled values, and arguments of torch's methods.
 _RECORDS: Final = (
     "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta "
@@ -85,7 +86,7 @@ class PlainReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         folder = Path(self.path)
-        file = folder / ".metadata"
+        file = folder / TORCH_TABLE
         try:
             with open_outside(file, MAX_TABLE_BYTES) as stream:
                 table = _Table(stream, file).load()
@@ -186,7 +187,7 @@ class PlainPlanner(DefaultLoadPlanner):
 
 def is_torch_folder(folder: Path) -> bool:
     """Return True if torch.distributed.checkpoint wrote this folder."""
-    return (folder / ".metadata").is_file()
+    return (folder / TORCH_TABLE).is_file()
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +66,7 @@ class RemoteDraft:
         self._store = store
         self.name = name
         self.token = version
-        self.replaces: Collection[str] | None = ()
+        self.keeps_exports = True
         """Of no effect at a URL, where other files are never changed."""
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hasten.accelerator.components import components
 from hasten.checkpoint.store.locate import check_local, join_place, newest, open_store
-from hasten.checkpoint.store.occupied import check_no_weights
+from hasten.checkpoint.store.occupied import check_no_checkpoint
 from hasten.comm.agreement import agree, agreeing
 from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError, HastenWarning, HubError
@@ -121,7 +121,7 @@ def _save_model(trainer: TrainerInterface, folder: str) -> str:
         weights = accelerator.get_state_dict(model)
         with agree(accelerator.ctx.world, "save_model"):
             if accelerator.is_main_process:
-                check_no_weights(check_local(folder, "save_model(output_dir)"))
+                check_no_checkpoint(check_local(folder, "save_model(output_dir)"))
                 inner.save_pretrained(folder, state_dict=weights)
     with agree(accelerator.ctx.world, "save_model: tokenizer and arguments"):
         if accelerator.is_main_process:

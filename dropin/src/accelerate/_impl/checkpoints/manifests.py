@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hasten.checkpoint.format.manifest import MANIFEST_NAME
-from hasten.checkpoint.store.occupied import is_same, listed
+from hasten.checkpoint.format.manifest import CHUNK_BYTES, MANIFEST_NAME, FileRecord
+from hasten.checkpoint.store.disk import file_checksum
+from hasten.checkpoint.store.occupied import listed
 
 
 def rewritten(folder: Path) -> bool:
@@ -25,7 +26,18 @@ def rewritten(folder: Path) -> bool:
         return True
     files = [file for name, file in known.items() if (folder / name).is_file()]
     newer = [file for file in files if (folder / file.name).stat().st_mtime_ns > saved]
-    return any(not is_same(folder / file.name, file) for file in newer)
+    return any(not _is_same(folder / file.name, file) for file in newer)
+
+
+def _is_same(path: Path, file: FileRecord) -> bool:
+    if path.stat().st_size != file.size:
+        return False
+    for index, checksum in enumerate(file.sums):
+        start = index * CHUNK_BYTES
+        stop = min(start + CHUNK_BYTES, file.size)
+        if file_checksum(path, start, stop) != checksum:
+            return False
+    return True
 
 
 @contextmanager
