@@ -85,7 +85,7 @@ test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages 
 SCHEMAS := .kubernetes-schemas
 test-kubernetes: $(READY) ## check manifests and the dashboard against the schemas of Kubernetes, JobSet, Kubeflow and Grafana
 	@test -e $(SCHEMAS)/.ready || { $(BIN)/python -m pip install --quiet --constraint constraints.txt --target $(SCHEMAS) \
-		kubernetes-validate kubeflow-trainer-api kubeflow-training grafana-foundation-sdk && touch $(SCHEMAS)/.ready; }
+		kubernetes-validate kubeflow-trainer-api grafana-foundation-sdk && touch $(SCHEMAS)/.ready; }
 	PYTHONPATH=$(SCHEMAS) $(BIN)/python -m pytest tests/extensions/kubernetes tests/extensions/metrics/test_prometheus.py
 
 check: ## format, lint, types, layers, the documentation site, arch and unit tests

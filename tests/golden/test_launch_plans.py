@@ -119,7 +119,7 @@ CASES: Final[dict[str, Case]] = {
         {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "job-0"},
     ),
     "pod_of_an_elastic_pytorchjob": Case(
-        "--processes_per_machine=1 --max_restarts=2 --cpu=true --exit_codes=85=143 train.py",
+        "--processes_per_machine=1 --max_restarts=2 --cpu=true train.py",
         env={
             "PET_NNODES": "2:4",
             "PET_RDZV_BACKEND": "c10d",
@@ -128,22 +128,14 @@ CASES: Final[dict[str, Case]] = {
         },
     ),
     "kubernetes_jobset": Case(
-        "--submit kubernetes --num_machines 2 --kubernetes_image registry.example/train:1 --kubernetes_gpus 8 --kubernetes_cpu 64 "
-        "--kubernetes_memory 512Gi --kubernetes_shared_memory 64Gi --kubernetes_volume runs --kubernetes_namespace team "
+        "--submit kubernetes --num_machines 2 --kubernetes_image registry.example/train:1 --kubernetes_gpus 8 "
+        "--kubernetes_resources cpu=64,memory=512Gi --kubernetes_volume runs --kubernetes_namespace team "
         "--kubernetes_labels kueue.x-k8s.io/queue-name=gpus --kubernetes_env NCCL_DEBUG=WARN --kubernetes_env_from wandb "
         "--mixed_precision bf16 train.py --data '/my data'"
     ),
     "kubernetes_trainjob": Case(
         "--submit kubernetes --kind trainjob --apply --num_machines 2 --kubernetes_image registry.example/train:1 --num_processes 4 "
-        "--kubernetes_volume runs --kubernetes_on_stall fail --kubernetes_max_restarts 5 -m pkg.train"
-    ),
-    "kubernetes_pytorchjob": Case(
-        "--submit kubernetes --kind pytorchjob --num_machines 3 --kubernetes_image registry.example/train:1 --kubernetes_gpus 8 "
-        "--kubernetes_node_selector pool=gpu --kubernetes_service_account trainer --kubernetes_working_dir /app train.py"
-    ),
-    "kubernetes_elastic": Case(
-        "--submit kubernetes --kind pytorchjob --nnodes 2:4 --max_restarts 2 --cpu --kubernetes_image registry.example/train:1 "
-        "--kubernetes_on_stall fail --kubernetes_name my-run train.py"
+        "--kubernetes_volume runs --kubernetes_max_restarts 5 -m pkg.train"
     ),
     "kubernetes_alone": Case("--submit kubernetes --cpu --kubernetes_image registry.example/train:1 --num_processes 2 train.py"),
     "wrong_kubernetes_elastic": Case("--submit kubernetes --cpu --nnodes 2:4 --kubernetes_image a train.py"),

@@ -334,16 +334,6 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
         )
 
 
-def exit_codes(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """Check that exit codes are numbers which a process can return."""
-    codes = [*config.launch.exit_codes, *config.launch.exit_codes.values()]
-    if not all(str(code).isdecimal() and 0 < int(code) < 256 for code in codes):
-        entry = at(config, entries, "launch.exit_codes")
-        yield SettingValueError(
-            f"{entry.place}: exit codes are numbers from 1 to 255; write pairs such as 85=143."
-        )
-
-
 def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Check that the sizes of the mesh divide the number of processes."""
     names = (
@@ -582,7 +572,7 @@ def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
 RULES: Final = MappingProxyType[str, tuple[Rule, ...]](
     {
         "fp8": (precision,),
-        "launch": (processes, devices, nnodes_range, exit_codes),
+        "launch": (processes, devices, nnodes_range),
         "parallelism": (mesh, strategy_and_mesh),
         "fsdp": (fsdp,),
         "dynamo": (compiling,),

@@ -63,10 +63,9 @@ class Job:
         return "\n".join([*table, ""])
 
     def run(self) -> int:
-        """Run the job to completion and return its exit code, as `exit_codes` translates it."""
+        """Run the job to completion and return its exit code."""
         run = self.launch_target.run if self.launch_target is not None else None
-        code = (run or execute)(self.plan, self.request.config, self.host)
-        return int(self.request.config.launch.exit_codes.get(str(code), code))
+        return (run or execute)(self.plan, self.request.config, self.host)
 
 
 def prepare(

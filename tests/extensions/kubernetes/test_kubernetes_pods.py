@@ -38,8 +38,6 @@ ZYGOTE: Final = Path(__file__).parents[2] / "support" / "launch_zygote.py"
 
 TRAIN: Final = Path(__file__).parents[2] / "support" / "preemptible.py"
 SAMPLES: Final = 240
-SAVED_AT: Final = 5
-"""Step after which the pods of an elastic job save."""
 
 
 def undisturbed(ctx: ProcessContext, folder: str) -> None:
@@ -58,22 +56,17 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 def manifest(kind: str) -> list[dict[str, Any]]:
     """The objects that `hasten launch --submit kubernetes` writes for the training."""
-    size = (
-        ["--nnodes=1:2", "--max_restarts=2"]
-        if kind == "elastic"
-        else ["--num_machines=2", "--quiet"]
-    )
-    kind = "pytorchjob" if kind == "elastic" else kind
     flags = [
         "--submit=kubernetes",
         f"--kind={kind}",
         "--kubernetes_image=a",
         "--kubernetes_name=train",
         "--cpu",
-        *size,
+        "--num_machines=2",
+        "--quiet",
     ]
     resolved = resolve(flags=make_parser().parse_args(flags).settings)
-    words = (str(SAMPLES), "0.04", str(SAVED_AT) if "--nnodes=1:2" in flags else "0")
+    words = (str(SAMPLES), "0.04", "0")
     request = LaunchRequest(
         resolved.config, Target(str(TRAIN), words), handoff.pack(resolved.entries)
     )
@@ -112,43 +105,18 @@ def pod(kind: str, index: int) -> tuple[list[str], dict[str, str], str]:
             ]
         else:
             env[item["name"]] = item["value"]
-    numbers = {
-        "PET_NNODES": "2",
-        "PET_NODE_RANK": str(index),
-        "PET_NPROC_PER_NODE": "1",
-    }
-    first = {"pytorchjob": "train-master-0", "elastic": "train-worker-0"}.get(
-        kind, "train-node-0-0.train"
-    )
+    first = "train-node-0-0.train"
     if kind == "jobset":
         env["JOB_COMPLETION_INDEX"] = str(index)
-    elif kind == "trainjob":
+    else:
         env |= {
             "JOB_COMPLETION_INDEX": str(index),
-            **numbers,
+            "PET_NNODES": "2",
+            "PET_NODE_RANK": str(index),
+            "PET_NPROC_PER_NODE": "1",
             "PET_MASTER_ADDR": first,
             "PET_MASTER_PORT": "29500",
         }
-    elif kind == "elastic":  # pods without numbers: the rendezvous counts them
-        env |= {
-            "PET_NNODES": "1:2",
-            "PET_RDZV_BACKEND": "c10d",
-            "PET_RDZV_ENDPOINT": f"{first}:29500",
-        }
-        env |= {
-            "PET_MAX_RESTARTS": "2",
-            "PET_NPROC_PER_NODE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-    else:
-        env |= {
-            "RANK": str(index),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": first,
-            "MASTER_PORT": "29500",
-            **numbers,
-        }
-        env["PYTHONUNBUFFERED"] = "1"
     command: list[str] = container["command"]
     assert command[:4] == ["python", "-m", "hasten", "launch"]
     return command[4:], env, first
@@ -181,7 +149,6 @@ def wait_for_lines(file: Path, more_than: int) -> None:
     [
         ("jobset", 85),
         pytest.param("trainjob", 85, marks=pytest.mark.exhaustive),
-        pytest.param("pytorchjob", 143, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
@@ -215,53 +182,6 @@ def test_an_evicted_pod_saves_and_the_job_ends_elsewhere_as_if_undisturbed(
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
-@pytest.mark.exhaustive
-def test_an_elastic_job_continues_with_the_pods_that_are_left(
-    zygote: Zygote, tmp_path: Path
-) -> None:
-    """A node is lost without a signal: the other pod restarts alone from the last checkpoint, and every sample is used once."""
-    run = tmp_path / "run"
-    run.mkdir()
-    quick = {
-        "HASTEN_RDZV_CONF": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
-    }
-    with machines(zygote, 2) as (a, b):
-        start(tmp_path, "elastic", [a, b], 0, **quick)
-        wait_for_lines(run / "seen-1", SAVED_AT + 2)  # not within the save
-        b.kill()
-        code, text = a.end()
-    assert code == 0, text
-    assert "1 process on 1 machine" in text
-    used = steps(run)
-    sizes = [len(ranks) for ranks in used.values()]
-    alone = sizes.index(1)
-    assert sizes == [2] * alone + [1] * (len(sizes) - alone)
-    assert alone == SAVED_AT
-    assert sorted(
-        sample for ranks in used.values() for batch in ranks for sample in batch
-    ) == list(range(SAMPLES))
-
-
-def steps(run: Path) -> dict[int, list[list[int]]]:
-    """The samples of each step by rank; a step made again after a restart replaces the first one."""
-    found: dict[int, tuple[int, dict[int, list[int]]]] = {}
-    for rank in (1, 0):  # rank 0 has made every step last
-        for line in (run / f"seen-{rank}").read_text().splitlines():
-            if not line.startswith("end"):
-                step, size, *samples, _ = line.split()
-                found[int(step)] = (
-                    int(size),
-                    {
-                        **found.get(int(step), (0, {}))[1],
-                        rank: [int(one) for one in samples],
-                    },
-                )
-    return {
-        step: [ranks[rank] for rank in range(size)]
-        for step, (size, ranks) in sorted(found.items())
-    }
-
-
 ALONE: Final = """
 import torch
 from hasten import Accelerator
@@ -277,7 +197,7 @@ print(accelerator.process_index, accelerator.num_processes, accelerator.device.t
         "by hand",
         *(
             pytest.param(kind, marks=pytest.mark.exhaustive)
-            for kind in ("jobset", "trainjob", "pytorchjob")
+            for kind in ("jobset", "trainjob")
         ),
     ],
 )

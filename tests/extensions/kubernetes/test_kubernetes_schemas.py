@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes against the real schemas: the core's JSON schemas, Kubeflow's models of TrainJob, JobSet and PyTorchJob.
+"""The manifests for Kubernetes against the real schemas: the core's JSON schemas, Kubeflow's models of TrainJob and JobSet.
 
 `make test-kubernetes` installs the packages that hold them, and runs this file.
 """
@@ -74,7 +74,6 @@ def test_every_kind_is_among_the_plans() -> None:
         "JobSet",
         "TrainingRuntime",
         "TrainJob",
-        "PyTorchJob",
     }
     assert all(list(templates(documents(plan))) for plan in PLANS)
 
@@ -114,7 +113,7 @@ def test_pods_and_jobs_fit_the_schemas_of_the_core(plan: str, version: str) -> N
         )
 
 
-@pytest.mark.parametrize("plan", [p for p in PLANS if not kind(p) & {"PyTorchJob"}])
+@pytest.mark.parametrize("plan", PLANS)
 def test_jobsets_and_trainjobs_fit_the_models_of_kubeflow(plan: str) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason=REASON)
     classes = {
@@ -132,42 +131,3 @@ def test_jobsets_and_trainjobs_fit_the_models_of_kubeflow(plan: str) -> None:
             .to_dict()
             == document
         )
-
-
-def unknown_fields(models: Any, name: str, found: dict[str, Any]) -> Iterator[str]:
-    """The fields of an object that a class of the training operator does not have; pods are the core's."""
-    if name.startswith("V1"):
-        return
-    declared = getattr(models, name)
-    types = {
-        declared.attribute_map[field]: text
-        for field, text in declared.openapi_types.items()
-    }
-    for key, value in found.items():
-        if key not in types:
-            yield f"{name}.{key}"
-        elif types[key].startswith("dict("):
-            inner = types[key].removeprefix("dict(str, ").removesuffix(")")
-            for item in value.values():
-                yield from unknown_fields(models, inner, item)
-        elif isinstance(value, dict):
-            yield from unknown_fields(models, types[key], value)
-        else:
-            assert type(value).__name__ == types[key], (name, key)
-
-
-@pytest.mark.parametrize("plan", [p for p in PLANS if kind(p) == {"PyTorchJob"}])
-def test_pytorchjobs_have_the_fields_of_the_training_operator(plan: str) -> None:
-    models = pytest.importorskip("kubeflow.training.models", reason=REASON)
-    (document,) = documents(plan)
-    assert not [*unknown_fields(models, "KubeflowOrgV1PyTorchJob", document)]
-    wrong = {**document["spec"], "elasticity": {}}
-    assert [*unknown_fields(models, "KubeflowOrgV1PyTorchJobSpec", wrong)] == [
-        "KubeflowOrgV1PyTorchJobSpec.elasticity"
-    ]
-    for replica in document["spec"]["pytorchReplicaSpecs"].values():
-        assert replica["restartPolicy"] == "ExitCode"
-        (container,) = replica["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch"
-        assert [port["name"] for port in container["ports"]] == ["pytorchjob-port"]
-        assert container["command"][:4] == ["python", "-m", "hasten", "launch"]

@@ -123,15 +123,11 @@ def test_a_pod_has_time_to_save_shared_memory_and_its_volume() -> None:
             "--cpu",
             "--stop_grace_s=300",
             "--kubernetes_volume=runs",
-            "--kubernetes_shared_memory=16Gi",
         )
     )
     assert made["terminationGracePeriodSeconds"] == 330
     assert made["volumes"] == [
-        {
-            "name": "shared-memory",
-            "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"},
-        },
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         {"name": "checkpoints", "persistentVolumeClaim": {"claimName": "runs"}},
     ]
     mounts = {
@@ -139,16 +135,10 @@ def test_a_pod_has_time_to_save_shared_memory_and_its_volume() -> None:
         for mount in made["containers"][0]["volumeMounts"]
     }
     assert mounts == {"shared-memory": "/dev/shm", "checkpoints": "/checkpoints"}
-    assert (
-        pod_of(plan("--cpu", "--kubernetes_grace_s=600"))[
-            "terminationGracePeriodSeconds"
-        ]
-        == 600
-    )
 
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
-def test_preempted_pods_are_replaced_and_a_stall_ends_or_restarts_the_job(
+def test_preempted_pods_are_replaced_and_failures_restart_the_job(
     kind: str,
 ) -> None:
     def policies(*flags: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -169,43 +159,8 @@ def test_preempted_pods_are_replaced_and_a_stall_ends_or_restarts_the_job(
         ("Ignore", [85]),
         ("Ignore", None),
     ]
-    policy, rules = policies(
-        "--kubernetes_on_stall=fail", "--kubernetes_max_restarts=0"
-    )
-    assert [rule.get("onExitCodes", {}).get("values") for rule in rules] == [
-        [85],
-        [86],
-        None,
-    ]
-    assert rules[1]["action"] == "FailJob"
-    assert policy["maxRestarts"] == 0
-    assert [
-        (rule["action"], rule["onJobFailureReasons"]) for rule in policy["rules"]
-    ] == [("FailJobSet", ["PodFailurePolicy"])]
-
-
-def test_a_pytorchjob_retries_codes_above_127_so_the_launcher_translates() -> None:
-    def command(*flags: str) -> list[str]:
-        (job,) = objects(plan("--cpu", "--kind=pytorchjob", *flags))
-        found: list[str] = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"][
-            "spec"
-        ]["containers"][0]["command"]
-        return found
-
-    assert "--exit_codes=85=143,86=134" in command()
-    assert "--exit_codes=85=143" in command("--kubernetes_on_stall=fail")
-
-
-def test_the_launcher_translates_its_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("leave.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
-    codes = [
-        main(["--cpu", "--exit_codes=85=143", "leave.py", code])
-        for code in ("85", "3", "0")
-    ]
-    assert codes == [143, 3, 0]
+    policy, _ = policies("--kubernetes_max_restarts=0")
+    assert policy == {"maxRestarts": 0}
 
 
 @pytest.mark.parametrize(
@@ -214,57 +169,6 @@ def test_the_launcher_translates_its_exit_code(
         (
             ["--cpu", "--kubernetes_name=Train"],
             r"name='Train' is not a DNS label.*Correct --kubernetes_name",
-        ),
-        (["--cpu", "--kubernetes_name=1st"], r"starting with a letter"),
-        (
-            ["--cpu", f"--kubernetes_name={'a' * 60}"],
-            r"pods would be called a+-node-0-0-12345.*Use at most 48",
-        ),
-        (
-            ["--cpu", "--kubernetes_namespace=my.team"],
-            r"namespace='my\.team' is not a DNS-1123 label",
-        ),
-        (
-            ["--cpu", "--kubernetes_volume=My_Runs"],
-            r"volume='My_Runs' is not a DNS-1123 name.*Correct it",
-        ),
-        (
-            ["--cpu", "--kubernetes_env_from=a,B!"],
-            r"env_from='B!' is not a DNS-1123 name",
-        ),
-        (
-            ["--cpu", "--kubernetes_cpu=four"],
-            r"cpu='four' is not a quantity of CPUs.*500m",
-        ),
-        (
-            ["--cpu", "--kubernetes_memory=64GB"],
-            r"memory='64GB' is not a quantity of memory.*64Gi",
-        ),
-        (["--cpu", "--kubernetes_memory=0"], r"memory='0' is not a quantity"),
-        (
-            ["--cpu", "--kubernetes_memory=8Gi", "--kubernetes_shared_memory=9G"],
-            r"exceeds kubernetes\.memory=8Gi",
-        ),
-        (["--cpu", "--kubernetes_labels=a b=c"], r"labels: a b=c is not a label"),
-        (
-            ["--cpu", "--kubernetes_node_selector=pool=-x"],
-            r"node_selector: pool=-x is not a label",
-        ),
-        (
-            ["--kubernetes_gpus=1", "--kubernetes_gpu_resource=my gpu"],
-            r"gpu_resource: my gpu= is not a label",
-        ),
-        (
-            ["--cpu", "--kubernetes_volume_path=runs"],
-            r"volume_path='runs' is not an absolute path",
-        ),
-        (
-            ["--cpu", "--kubernetes_volume=a", "--kubernetes_volume_path=/dev/shm"],
-            r"would hide files",
-        ),
-        (
-            ["--cpu", "--kubernetes_env=a-b=1"],
-            r"env: 'a-b' is not the name of a variable",
         ),
         (
             ["--cpu", "--kubernetes_env=PET_NNODES=1"],
@@ -278,12 +182,7 @@ def test_the_launcher_translates_its_exit_code(
             ["--cpu", "--project_dir=s3://id:hunter2@bucket/x"],
             r"project_dir .*looks like a credential",
         ),
-        (["--cpu", "--nnodes=2:4"], r"a jobset has a fixed one.*--kind pytorchjob"),
-        (["--cpu", "--nnodes=2:4", "--kind=trainjob"], r"a trainjob has a fixed one"),
-        (
-            ["--cpu", "--nnodes=2:4", "--kind=pytorchjob", "--num_processes=4"],
-            r"over 2:4 pods.*--processes_per_machine",
-        ),
+        (["--cpu", "--nnodes=2:4"], r"a jobset has a fixed one.*Give --num_machines"),
         (
             ["--cpu", "--num_machines=2", "--num_processes=3"],
             r"cannot be split evenly over 2 pods",
@@ -295,18 +194,6 @@ def test_the_launcher_translates_its_exit_code(
             r"4 processes in a pod with kubernetes\.gpus=2",
         ),
         (
-            ["--cpu", "--kubernetes_grace_s=60"],
-            r"grace_s=60 does not exceed stop_grace_s=120",
-        ),
-        (
-            ["--cpu", "--kind=pytorchjob", "--kubernetes_max_restarts=2"],
-            r"has no counterpart in a PyTorchJob",
-        ),
-        (
-            ["--cpu", "--main_process_port=0"],
-            r"main_process_port=0 cannot be the rendezvous of pods",
-        ),
-        (
             ["--cpu", "--main_process_ip=10.0.0.1"],
             r"main_process_ip.*first pod\. Remove main_process_ip",
         ),
@@ -315,24 +202,12 @@ def test_the_launcher_translates_its_exit_code(
             r"submit_options.*options of a batch script",
         ),
         (
-            ["--cpu", "--kubernetes_resources=rdma/hca=many"],
-            r"rdma/hca=many is not a quantity",
-        ),
-        (
-            ["--cpu", "--kubernetes_resources=memory=1Gi"],
-            r"have --kubernetes_cpu, --kubernetes_memory",
-        ),
-        (
             ["--cpu", '--kubernetes_pod_spec={"volumes": []}'],
             r"pod_spec: volumes is written.*--kubernetes_volume",
         ),
         (
             ["--cpu", '--kubernetes_pod_spec={"x": {"password": "hunter2"}}'],
             r"pod_spec holds what looks like",
-        ),
-        (
-            ["--cpu", "--kubernetes_annotations=a b=c"],
-            r"annotations: a b= is not a label",
         ),
         (["--cpu", "--ray"], r"ask for kubernetes and ray"),
         (["--cpu", "--launcher=mpi"], r"ask for kubernetes and mpi"),
@@ -348,12 +223,11 @@ def test_wrong_settings_are_refused(flags: list[str], message: str) -> None:
     ("image", "said"),
     [
         (None, "image was not given"),
-        ("two words", "image='two words' is not the name"),
         (
             "robot:hunter2@registry.example/train:1",
-            r"image='\*\*\*@registry.example/train:1' is not.*--kubernetes_pull_from",
+            r"image='\*\*\*@registry.example/train:1' holds a credential.*imagePullSecrets",
         ),
-        ("https://robot:hunter2@registry.example/train", r"is not the name"),
+        ("https://robot:hunter2@registry.example/train", r"holds a credential"),
     ],
 )
 def test_a_job_needs_an_image(image: str | None, said: str) -> None:
@@ -364,26 +238,7 @@ def test_a_job_needs_an_image(image: str | None, said: str) -> None:
     }
     with pytest.raises(ConfigError, match=said) as refused:
         plan_of(resolve(code=code))
-    assert "such as registry" in str(refused.value)
     assert "hunter2" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "image",
-    [
-        "train",
-        "localhost:5000/train",
-        "r.example/a/b:1.2-c_d",
-        f"r.example/train:1@sha256:{'0a' * 32}",
-    ],
-)
-def test_names_of_images_are_accepted(image: str) -> None:
-    code = {
-        "cpu": True,
-        "launch.submit": "kubernetes",
-        "launch.kubernetes.image": image,
-    }
-    assert pod_of(plan_of(resolve(code=code)))["containers"][0]["image"] == image
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
@@ -395,7 +250,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
     return re.sub(r"\$\$|\$\((\w+)\)", value, text)
 
 
-@pytest.mark.parametrize("kind", ["jobset", "trainjob", "pytorchjob"])
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_arguments_and_variables_arrive_as_they_were_given(kind: str) -> None:
     words = ("cost$$5", "$(HASTEN_TOKEN)", "$HOME", "$", "$$(A)$$")
     flags = [
@@ -450,7 +305,7 @@ def test_fields_of_the_pod_annotations_and_resources_are_written() -> None:
         code={
             "launch.kubernetes.pod_spec": spec,
             "launch.kubernetes.annotations": {"team/budget": 3},
-            "launch.kubernetes.resources": {"rdma/hca": 1},
+            "launch.kubernetes.resources": {"rdma/hca": 1, "memory": "64Gi"},
         },
     )
     planned = plan_of(resolved)
@@ -459,33 +314,11 @@ def test_fields_of_the_pod_annotations_and_resources_are_written() -> None:
     assert pod["containers"][0]["resources"]["limits"] == {
         "nvidia.com/gpu": "1",
         "rdma/hca": "1",
+        "memory": "64Gi",
     }
     assert objects(planned)[0]["metadata"]["annotations"] == {"team/budget": "3"}
     same = '--kubernetes_pod_spec={"priorityClassName": "batch"}'
     assert pod_of(plan("--cpu", same))["priorityClassName"] == "batch"
-
-
-def test_prometheus_is_asked_to_scrape_only_what_it_can_reach() -> None:
-    def annotations(*flags: str) -> dict[str, str]:
-        (jobset,) = objects(plan("--cpu", *flags))
-        template = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-        return dict(template["metadata"].get("annotations", {}))
-
-    beyond = ("--metrics_host=0.0.0.0",)
-    assert annotations("--metrics_port=9400", *beyond) == {
-        "prometheus.io/scrape": "true",
-        "prometheus.io/port": "9400",
-    }
-    assert (
-        annotations(*beyond)
-        == annotations("--metrics_port=9400")
-        == annotations("--metrics_port=0", *beyond)
-        == {}
-    )
-    assert any(
-        "no annotation asks" in note
-        for note in plan("--cpu", "--metrics_port=9400").notes
-    )
 
 
 def test_the_manifest_alone_is_printed_for_kubectl(
@@ -512,7 +345,6 @@ def test_a_credential_among_the_scripts_arguments_is_refused() -> None:
     ("flags", "message"),
     [
         (["--apply"], r"kubernetes\.apply.*Add --submit kubernetes"),
-        (["--exit_codes=85=many"], r"exit codes are numbers from 1 to 255"),
         (["--submit=kubernetes", "--kind=cronjob"], r"jobset"),
     ],
 )

@@ -110,10 +110,6 @@ class LaunchConfig(Section):
     mpirun_ccl: int | None = setting(
         None, "oneCCL worker threads under mpirun", minimum=0
     )
-    exit_codes: Mapping[str, Any] = setting(
-        factory=dict,
-        help="exit codes that the launcher replaces, such as 85=143 for schedulers that restart only codes above 127",
-    )
     submit: str | None = setting(
         None,
         "write and submit a job: slurm for a batch script, or a launch target of an extension, such as kubernetes",

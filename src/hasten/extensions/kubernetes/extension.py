@@ -8,7 +8,7 @@ from hasten.extension import Extension
 
 extension: Final = Extension(
     name="kubernetes",
-    summary="Kubernetes: manifests of JobSet, TrainJob and PyTorchJob; progress of a TrainJob",
+    summary="Kubernetes: manifests of JobSet and TrainJob; progress of a TrainJob",
     launch_targets={"kubernetes": "hasten.extensions.kubernetes.manifests:TARGET"},
     settings={
         "launch.kubernetes": "hasten.extensions.kubernetes.settings:KubernetesSettings"

@@ -1,15 +1,15 @@
-"""Launch plans for Kubernetes: manifests of a JobSet, a TrainJob or a PyTorchJob, one pod per machine."""
+"""Launch plans for Kubernetes: manifests of a JobSet or a TrainJob, one pod per machine."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 import yaml
 
 from hasten.errors import ConfigError
-from hasten.extensions.kubernetes.pods import PodPlan, plan_pods, tag_text
+from hasten.extensions.kubernetes.pods import PodPlan, plan_pods
 from hasten.extensions.kubernetes.settings import KubernetesSettings
 from hasten.launch.base import (
     Host,
@@ -21,7 +21,7 @@ from hasten.launch.base import (
     Proc,
     Submitter,
 )
-from hasten.launch.failure import PREEMPTED, STALLED
+from hasten.launch.failure import PREEMPTED
 from hasten.launch.torchrun import supervision
 
 JsonObject = dict[str, Any]
@@ -29,9 +29,6 @@ JsonObject = dict[str, Any]
 
 _JOB: Final = "node"
 """Name of the replicated job of a JobSet, and of its container."""
-_PYTORCH: Final = "pytorch"
-"""Name that the training operator requires of the container."""
-_PYTORCH_PORT: Final = "pytorchjob-port"
 _INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _JOBSET_LABEL: Final = "metadata.labels['jobset.sigs.k8s.io/{}']"
 _TRAINER: Final = "trainer.kubeflow.org"
@@ -40,12 +37,15 @@ _TRAINER: Final = "trainer.kubeflow.org"
 def plan_submit(request: LaunchRequest, host: Host) -> LaunchPlan:
     """Return a manifest that runs the program in the pods of a new job, and with `apply` the command that submits it.
 
-    Raises: ConfigError for settings that Kubernetes would refuse, or that cannot be honoured there.
+    Raises: ConfigError for settings that cannot be honoured on Kubernetes.
     """
     pods = plan_pods(request)
     settings: KubernetesSettings = pods.settings
     path = f"{pods.name}-{settings.kind}.yaml"
-    documents = manifests(pods)
+    if settings.kind == "jobset":
+        documents = [_jobset(pods)]
+    else:
+        documents = [_training_runtime(pods), _trainjob(pods)]
     text = "---\n".join(_yaml(document) for document in documents)
     header = (
         "# Written by `hasten launch --submit kubernetes`; docs/kubernetes.md explains the fields.\n"
@@ -79,19 +79,6 @@ TARGET: Final = LaunchTarget(
 )
 
 
-def manifests(pods: PodPlan) -> list[JsonObject]:
-    """Return the objects of the job, in the order in which they are created."""
-    match pods.settings.kind:
-        case "jobset":
-            return [_jobset(pods)]
-        case "trainjob":
-            return [_training_runtime(pods), _trainjob(pods)]
-        case "pytorchjob":
-            return [_pytorchjob(pods)]
-        case other:
-            assert_never(other)
-
-
 def _yaml(document: JsonObject) -> str:
     # or PyYAML would write parts that occur twice as aliases
     unshared = json.loads(json.dumps(document))
@@ -99,35 +86,25 @@ def _yaml(document: JsonObject) -> str:
 
 
 def _notes(pods: PodPlan, path: str) -> tuple[str, ...]:
-    low, high = pods.min_pods, pods.max_pods
-    count = f"{high} pod(s)" if low == high else f"{low} to {high} pods"
     notes = [
-        f"{count} with {pods.processes} process(es) and {pods.gpus} GPU(s) each, as a {pods.settings.kind}"
+        f"{pods.num_pods} pod(s) with {pods.processes} process(es) and {pods.gpus} GPU(s) each, as a {pods.settings.kind}"
     ]
     if pods.settings.volume is None:
         notes.append(
             "no volume: checkpoints must be saved outside the pods (an object store), or they end with them"
-        )
-    if pods.scrape_port is None and pods.serves_metrics:
-        notes.append(
-            "metrics are served inside the pod only (metrics_host and a fixed metrics_port decide), so no annotation asks to scrape it"
-        )
-    if pods.elastic and not pods.pod_restarts:
-        notes.append(
-            "max_restarts=0: losing a pod ends the job; set --max_restarts to continue with the others"
         )
     if not pods.settings.apply:
         notes.append(f"submit it with `kubectl apply -f {path}`, or add --apply")
     return tuple(notes)
 
 
-# -- the three kinds -------------------------------------------------------------------------------------------------
+# -- the two kinds ---------------------------------------------------------------------------------------------------
 
 
 def _jobset(pods: PodPlan) -> JsonObject:
     address = f"{pods.name}-{_JOB}-0-0.{pods.name}"
     env: list[JsonObject] = [
-        {"name": "PET_NNODES", "value": str(pods.max_pods)},
+        {"name": "PET_NNODES", "value": str(pods.num_pods)},
         {"name": "PET_NPROC_PER_NODE", "value": str(pods.processes)},
         _from_field("PET_NODE_RANK", _INDEX),
         {"name": "PET_MASTER_ADDR", "value": address},
@@ -135,65 +112,48 @@ def _jobset(pods: PodPlan) -> JsonObject:
         _from_field("JOBSET_NAME", _JOBSET_LABEL.format("jobset-name")),
         _from_field("REPLICATED_JOB_NAME", _JOBSET_LABEL.format("replicatedjob-name")),
         _from_field("JOBSET_RESTART_ATTEMPT", _JOBSET_LABEL.format("restart-attempt")),
+        *_env(pods),
     ]
+    container: JsonObject = {
+        "name": _JOB,
+        "image": pods.settings.image,
+        "command": _command(pods),
+        "env": env,
+        **_env_from(pods),
+    }
+    if resources := _resources(pods):
+        container["resources"] = resources
     job = {
-        "parallelism": pods.max_pods,
-        "completions": pods.max_pods,
+        "parallelism": pods.num_pods,
+        "completions": pods.num_pods,
         "completionMode": "Indexed",
         **_job_policy(),
-        "template": _pod_template(pods, _container(pods, _JOB, env)),
+        "template": _pod_template(pods, container),
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": _metadata(pods),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": _failure_policy(pods),
-            "replicatedJobs": [
-                {
-                    "name": _JOB,
-                    "replicas": 1,
-                    "template": {"spec": _with_stall_rule(pods, job)},
-                },
-            ],
-        },
+        "spec": _jobset_spec(pods, {"replicas": 1, "template": {"spec": job}}),
     }
 
 
 def _training_runtime(pods: PodPlan) -> JsonObject:
     """Return the runtime of a TrainJob, which holds what a TrainJob itself cannot express: policies, volumes, the grace period."""
-    settings: KubernetesSettings = pods.settings
-    container: JsonObject = {
-        "name": _JOB,
-        "image": settings.image,
-        **_env_from(pods),
-        "volumeMounts": _mounts(pods),
-    }
-    if settings.working_dir is not None:
-        container["workingDir"] = settings.working_dir
+    container = {"name": _JOB, "image": pods.settings.image, **_env_from(pods)}
+    metadata = _metadata(pods)
+    metadata["labels"][f"{_TRAINER}/framework"] = "torch"
     template: JsonObject = {
         "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
-        "spec": _with_stall_rule(
-            pods, {**_job_policy(), "template": _pod_template(pods, container)}
-        ),
+        "spec": {**_job_policy(), "template": _pod_template(pods, container)},
     }
     return {
         "apiVersion": f"{_TRAINER}/v1alpha1",
         "kind": "TrainingRuntime",
-        "metadata": _metadata(pods, {f"{_TRAINER}/framework": "torch"}),
+        "metadata": metadata,
         "spec": {
-            "mlPolicy": {"numNodes": pods.max_pods, "torch": {}},
-            "template": {
-                "spec": {
-                    "network": {
-                        "enableDNSHostnames": True,
-                        "publishNotReadyAddresses": True,
-                    },
-                    "failurePolicy": _failure_policy(pods),
-                    "replicatedJobs": [{"name": _JOB, "template": template}],
-                }
-            },
+            "mlPolicy": {"numNodes": pods.num_pods, "torch": {}},
+            "template": {"spec": _jobset_spec(pods, {"template": template})},
         },
     }
 
@@ -202,97 +162,59 @@ def _trainjob(pods: PodPlan) -> JsonObject:
     trainer: JsonObject = {
         "image": pods.settings.image,
         "command": _command(pods),
-        "numNodes": pods.max_pods,
+        "numNodes": pods.num_pods,
         "numProcPerNode": pods.processes,
     }
     if env := _env(pods):
         trainer["env"] = env
     if resources := _resources(pods):
         trainer["resourcesPerNode"] = resources
+    runtime = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": pods.name}
     return {
         "apiVersion": f"{_TRAINER}/v1alpha1",
         "kind": "TrainJob",
         "metadata": _metadata(pods),
-        "spec": {
-            "runtimeRef": {
-                "apiGroup": _TRAINER,
-                "kind": "TrainingRuntime",
-                "name": pods.name,
-            },
-            "trainer": trainer,
-        },
-    }
-
-
-def _pytorchjob(pods: PodPlan) -> JsonObject:
-    """Return a PyTorchJob: a master and its workers; only workers if the number of pods may change."""
-    port = {"name": _PYTORCH_PORT, "containerPort": pods.port}
-    container = {**_container(pods, _PYTORCH, []), "ports": [port]}
-    # ExitCode restarts a pod whose exit code is above 127; the launcher maps its codes accordingly.
-    replica = {"restartPolicy": "ExitCode", "template": _pod_template(pods, container)}
-    spec: JsonObject = {
-        "runPolicy": {"cleanPodPolicy": "None"},
-        "nprocPerNode": str(pods.processes),
-    }
-    if pods.elastic:
-        spec["elasticPolicy"] = {
-            "minReplicas": pods.min_pods,
-            "maxReplicas": pods.max_pods,
-            "rdzvBackend": "c10d",
-            "rdzvHost": f"{pods.name}-worker-0",
-            "rdzvPort": pods.port,
-            "maxRestarts": pods.pod_restarts,
-        }
-        replicas = {"Worker": {"replicas": pods.max_pods, **replica}}
-    else:
-        replicas = {"Master": {"replicas": 1, **replica}}
-        if pods.max_pods > 1:
-            replicas["Worker"] = {"replicas": pods.max_pods - 1, **replica}
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": _metadata(pods),
-        "spec": {**spec, "pytorchReplicaSpecs": replicas},
+        "spec": {"runtimeRef": runtime, "trainer": trainer},
     }
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _metadata(pods: PodPlan, more_labels: JsonObject | None = None) -> JsonObject:
+def _jobset_spec(pods: PodPlan, replicated_job: JsonObject) -> JsonObject:
+    """Return the spec of a JobSet whose pods all restart after a failure."""
+    return {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": pods.max_restarts},
+        "replicatedJobs": [{"name": _JOB, **replicated_job}],
+    }
+
+
+def _metadata(pods: PodPlan) -> JsonObject:
     settings: KubernetesSettings = pods.settings
     metadata: JsonObject = {"name": pods.name}
     if settings.namespace is not None:
         metadata["namespace"] = settings.namespace
-    metadata["labels"] = {**_labels(pods), **(more_labels or {})}
-    if settings.annotations:
-        metadata["annotations"] = _tags(settings.annotations)
-    return metadata
+    return metadata | _tags(pods)
 
 
-def _labels(pods: PodPlan) -> dict[str, str]:
+def _tags(pods: PodPlan) -> JsonObject:
+    """Return labels and annotations, which the job and its pods share."""
     labels = {
         "app.kubernetes.io/name": pods.name,
         "app.kubernetes.io/managed-by": "hasten",
+        **_texts(pods.settings.labels),
     }
-    return labels | _tags(pods.settings.labels)
+    annotations = _texts(pods.settings.annotations)
+    return {"labels": labels, **({"annotations": annotations} if annotations else {})}
 
 
-def _tags(values: Mapping[str, Any]) -> dict[str, str]:
-    return {key: tag_text(value) for key, value in values.items()}
-
-
-def _pod_metadata(pods: PodPlan) -> JsonObject:
-    """Return labels and annotations of a pod; those for Prometheus only if it can reach the metrics."""
-    annotations = _tags(pods.settings.annotations)
-    if pods.scrape_port is not None:
-        annotations = {
-            "prometheus.io/scrape": "true",
-            "prometheus.io/port": str(pods.scrape_port),
-            **annotations,
-        }
-    metadata: JsonObject = {"labels": _labels(pods)}
-    return {**metadata, "annotations": annotations} if annotations else metadata
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values as text; booleans as in YAML."""
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in values.items()
+    }
 
 
 def _job_policy() -> JsonObject:
@@ -308,78 +230,26 @@ def _job_policy() -> JsonObject:
     return {"backoffLimit": 0, "podFailurePolicy": {"rules": [saved, evicted]}}
 
 
-def _with_stall_rule(pods: PodPlan, job: JsonObject) -> JsonObject:
-    """Return the Job with a rule for a stalled run (86), if it must not be restarted."""
-    if pods.settings.on_stall == "restart":  # like any other failure
-        return job
-    stalled = {
-        "action": "FailJob",
-        "onExitCodes": {"operator": "In", "values": [STALLED]},
-    }
-    first_rule, *later_rules = job["podFailurePolicy"]["rules"]
-    return {**job, "podFailurePolicy": {"rules": [first_rule, stalled, *later_rules]}}
-
-
-def _failure_policy(pods: PodPlan) -> JsonObject:
-    """Return the policy of the JobSet: all pods are restarted, unless a rule of a Job has ended it."""
-    policy: JsonObject = {"maxRestarts": pods.max_restarts}
-    if pods.settings.on_stall == "fail":
-        policy["rules"] = [
-            {
-                "name": "stalled",
-                "action": "FailJobSet",
-                "onJobFailureReasons": ["PodFailurePolicy"],
-            }
-        ]
-    return policy
-
-
 def _pod_template(pods: PodPlan, container: JsonObject) -> JsonObject:
     settings: KubernetesSettings = pods.settings
-    spec: JsonObject = {"terminationGracePeriodSeconds": pods.grace_s}
-    # there the operator sets it from the replica's policy
-    if settings.kind != "pytorchjob":
-        spec["restartPolicy"] = "Never"
-    if settings.service_account is not None:
-        spec["serviceAccountName"] = settings.service_account
-    if settings.pull_from:
-        spec["imagePullSecrets"] = [{"name": name} for name in settings.pull_from]
-    if settings.node_selector:
-        spec["nodeSelector"] = _tags(settings.node_selector)
-    spec |= settings.pod_spec
-    memory = {
-        "medium": "Memory",
-        **({"sizeLimit": settings.shared_memory} if settings.shared_memory else {}),
-    }
-    volumes: list[JsonObject] = [{"name": "shared-memory", "emptyDir": memory}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes: list[JsonObject] = [
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
+    ]
     if settings.volume is not None:
-        volumes.append(
-            {
-                "name": "checkpoints",
-                "persistentVolumeClaim": {"claimName": settings.volume},
-            }
-        )
+        claim = {"claimName": settings.volume}
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
+        mounts.append({"name": "checkpoints", "mountPath": settings.volume_path})
     return {
-        "metadata": _pod_metadata(pods),
-        "spec": {**spec, "containers": [container], "volumes": volumes},
+        "metadata": _tags(pods),
+        "spec": {
+            "terminationGracePeriodSeconds": pods.grace_s,
+            "restartPolicy": "Never",
+            **settings.pod_spec,
+            "containers": [{**container, "volumeMounts": mounts}],
+            "volumes": volumes,
+        },
     }
-
-
-def _container(pods: PodPlan, name: str, env: list[JsonObject]) -> JsonObject:
-    settings: KubernetesSettings = pods.settings
-    container: JsonObject = {
-        "name": name,
-        "image": settings.image,
-        "command": _command(pods),
-    }
-    if settings.working_dir is not None:
-        container["workingDir"] = settings.working_dir
-    if variables := [*env, *_env(pods)]:
-        container["env"] = variables
-    container |= _env_from(pods)
-    if resources := _resources(pods):
-        container["resources"] = resources
-    return {**container, "volumeMounts": _mounts(pods)}
 
 
 def _command(pods: PodPlan) -> list[str]:
@@ -393,16 +263,14 @@ def _literal(text: str) -> str:
 
 def _env(pods: PodPlan) -> list[JsonObject]:
     return [
-        {"name": name, "value": _literal(tag_text(value))}
-        for name, value in pods.settings.env.items()
+        {"name": name, "value": _literal(text)}
+        for name, text in _texts(pods.settings.env).items()
     ]
 
 
 def _env_from(pods: PodPlan) -> JsonObject:
-    names = pods.settings.env_from
-    return (
-        {"envFrom": [{"secretRef": {"name": name}} for name in names]} if names else {}
-    )
+    sources = [{"secretRef": {"name": name}} for name in pods.settings.env_from]
+    return {"envFrom": sources} if sources else {}
 
 
 def _from_field(name: str, path: str) -> JsonObject:
@@ -411,20 +279,7 @@ def _from_field(name: str, path: str) -> JsonObject:
 
 def _resources(pods: PodPlan) -> JsonObject:
     """Return requests equal to limits, so that a pod is the last to be evicted."""
-    settings: KubernetesSettings = pods.settings
-    amounts: JsonObject = {
-        name: value
-        for name, value in (("cpu", settings.cpu), ("memory", settings.memory))
-        if value
-    }
+    amounts = _texts(pods.settings.resources)
     if pods.gpus:
-        amounts[settings.gpu_resource] = str(pods.gpus)
-    amounts |= _tags(settings.resources)
+        amounts[pods.settings.gpu_resource] = str(pods.gpus)
     return {"requests": dict(amounts), "limits": dict(amounts)} if amounts else {}
-
-
-def _mounts(pods: PodPlan) -> list[JsonObject]:
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    if pods.settings.volume is not None:
-        mounts.append({"name": "checkpoints", "mountPath": pods.settings.volume_path})
-    return mounts

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from hasten.config.base import Section, SectionNames, setting, settings
 
-KubernetesKind = Literal["jobset", "trainjob", "pytorchjob"]
+KubernetesKind = Literal["jobset", "trainjob"]
 
 
 @settings
@@ -16,7 +16,7 @@ class KubernetesSettings(Section):
 
     kind: KubernetesKind = setting(
         "jobset",
-        "the object to create: a JobSet, Kubeflow's TrainJob, or a PyTorchJob of the training operator",
+        "the object to create: a JobSet, or Kubeflow's TrainJob",
         flags=("kind",),
     )
     apply: bool = setting(
@@ -34,54 +34,31 @@ class KubernetesSettings(Section):
     labels: Mapping[str, Any] = setting(
         factory=dict, help="labels of the job and its pods, such as a queue's name"
     )
-    node_selector: Mapping[str, Any] = setting(
-        factory=dict, help="labels of the nodes on which pods may run"
-    )
     annotations: Mapping[str, Any] = setting(
         factory=dict, help="annotations of the job and its pods"
     )
     pod_spec: Mapping[str, Any] = setting(
         factory=dict,
-        help="further fields of the pods' spec as JSON, such as tolerations, affinity and priorityClassName",
+        help="further fields of the pods' spec as JSON, such as tolerations, nodeSelector and imagePullSecrets",
     )
-    service_account: str | None = setting(None, "service account of the pods")
-    pull_from: tuple[str, ...] = setting(
-        (), "names of Secrets with the credentials of the image's registry"
-    )
-    cpu: str | None = setting(None, "CPUs of a pod, such as 8 or 500m")
-    memory: str | None = setting(None, "memory of a pod, such as 64Gi")
     gpus: int | None = setting(
         None, "GPUs of a pod (default: one for each of its processes)", minimum=0
     )
     gpu_resource: str = setting("nvidia.com/gpu", "resource name of a GPU")
     resources: Mapping[str, Any] = setting(
-        factory=dict, help="further resources of a pod, such as rdma/hca=1"
-    )
-    shared_memory: str | None = setting(
-        None,
-        "size limit of /dev/shm, such as 16Gi (default: the memory of the pod is the limit)",
+        factory=dict,
+        help="resources of a pod other than GPUs, such as cpu=8,memory=64Gi",
     )
     volume: str | None = setting(
         None, "claim of the volume for checkpoints, which all pods mount"
     )
     volume_path: str = setting("/checkpoints", "path at which pods mount the volume")
-    working_dir: str | None = setting(
-        None, "folder in which the command starts (default: the image's)"
-    )
     python: str = setting("python", "the image's Python")
     env: Mapping[str, Any] = setting(
         factory=dict, help="environment variables of the pods; not for credentials"
     )
     env_from: tuple[str, ...] = setting(
         (), "names of Secrets whose keys become environment variables of the pods"
-    )
-    grace_s: int | None = setting(
-        None,
-        "seconds that a pod may take to save and exit after SIGTERM (default: stop_grace_s + 30)",
-        minimum=1,
-    )
-    on_stall: Literal["restart", "fail"] = setting(
-        "restart", "what follows when a stalled run was ended (exit code 86)"
     )
     max_restarts: int | None = setting(
         None,
