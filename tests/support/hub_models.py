@@ -26,8 +26,8 @@ BERT_PLAN: Final = MappingProxyType(
 )
 GPT2_PLAN: Final = MappingProxyType(
     {
-        "*.c_attn": "colwise_thirds",
-        "*.attn.c_proj": "rowwise",
+        "*.c_attn": "colwise_gather_output",
+        "*.attn.c_proj": "rowwise_split_input",
         "*.c_fc": "colwise",
         "*.mlp.c_proj": "rowwise",
     }

@@ -76,7 +76,7 @@ from hasten.optim.clock import StepClock, check_every
 from hasten.optim.ema import EMA, Decay
 from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.loss_weights import LossWeights
-from hasten.optim.optimizer import PreparedOptimizer, settle
+from hasten.optim.optimizer import PreparedOptimizer, refuse_unowned, settle
 from hasten.optim.run_part import Objects, RunPart, parts_of_every_run
 from hasten.optim.window import divided
 from hasten.precision.build import build_precision
@@ -751,8 +751,6 @@ class Accelerator:
                     "it needs optimizers that prepare() returned",
                 )
             prepared_optimizer.settle()
-        if self._clock.unowned is not None:
-            self._clock.unowned.settle()
 
     def clip_grad_norm_(
         self,
@@ -797,8 +795,11 @@ class Accelerator:
         checked_parameters = clip.as_list(parameters)
         arguments.check_type(f"{call}(parameters)", Tensor, need, *checked_parameters)
         settle(checked_parameters, self._prepared.optimizers)
-        if self._clock.unowned is not None:
-            self._clock.unowned.settle()
+        clock = self._clock
+        if clock.has_unowned and (
+            clock.every > 1 or clock.pending or self._precision.scaler is not None
+        ):
+            refuse_unowned(checked_parameters, self._prepared.optimizers)
         return checked_parameters
 
     @property
@@ -1354,7 +1355,7 @@ class Accelerator:
         for part in self._clock.parts.members:
             if isinstance(part, EMA):
                 self._clock.parts.remove(part)
-        self._clock.unowned = None
+        self._clock.has_unowned = False
         self._accumulations.clear()
         cleared = [None] * len(objects)
         del objects

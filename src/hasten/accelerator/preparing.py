@@ -19,7 +19,6 @@ from hasten.config.root import Config
 from hasten.data.loader import Loader
 from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim.clock import StepClock
-from hasten.optim.gradients import Unowned
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.run_part import Objects
 from hasten.optim.scheduler import (
@@ -268,27 +267,17 @@ class Preparer:
         return prepared
 
     def _note_unowned(self) -> None:
-        """Register trained parameters that no optimizer holds with the clock, so that their gradients are handled too."""
+        """Tell the clock whether a trained parameter is in no optimizer."""
         owned_ids = {
             id(parameter)
             for optimizer in self.done.optimizers
             for parameter in optimizer.parameters
         }
-        if not owned_ids:
-            return
-        trained = [
-            p
+        self._clock.has_unowned = bool(owned_ids) and any(
+            parameter.requires_grad and id(parameter) not in owned_ids
             for model in self.done.models
-            for p in model.parameters()
-            if p.requires_grad
-        ]
-        unowned = self._clock.unowned
-        if unowned is None and all(id(parameter) in owned_ids for parameter in trained):
-            return
-        unowned = unowned or Unowned(self._clock, self._precision, self.done.optimizers)
-        unowned.learn(self.done.models)
-        if unowned.parameters():
-            self._clock.unowned = unowned
+            for parameter in model.parameters()
+        )
 
     # Any: schedulers share no base class
     def _scheduler(self, scheduler: Any) -> PreparedScheduler:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hasten.config.sections.loop import MAX_MICRO_STEPS
 from hasten.errors import ConfigError, StepError
-from hasten.optim.gradients import Unowned
 from hasten.optim.loader_progress import ActiveLoaders, LoaderCursor
 from hasten.optim.loss_weights import LossWeights
 from hasten.optim.run_part import RunParts
@@ -68,8 +67,8 @@ class StepClock:
     """What acts at the events of this run."""
     apart: bool = False
     """True if ranks train separately on purpose, or may be at different batches: nothing can be compared over ranks."""
-    unowned: Unowned | None = None
-    """Gradients of trained parameters that no optimizer holds, if there are such parameters."""
+    has_unowned: bool = False
+    """True if no optimizer holds some trained parameters, whose gradients are neither unscaled nor normalised."""
 
     def __post_init__(self) -> None:
         if self.every != 1 or isinstance(self.every, bool):
@@ -270,8 +269,6 @@ class StepClock:
                 "common denominator. Give every backward() of a window a weight, or none."
             )
         window.losses += 1
-        if self.unowned is not None:
-            self.unowned.begin(weight is not None or window.every > 1)
         weights = self.weights
         if weights.idle:
             loss, weight = (loss * 0, None) if weight is None else (loss, weight * 0)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hasten.modules.names import is_dtensor
-from hasten.precision.base import Precision
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -149,140 +148,6 @@ def _hook(
         seen.update(level)
         depth = None if depth is None else depth - 1
     return handles
-
-
-class GradientHolder(Protocol):
-    """Protocol of an optimizer as the holder of gradients."""
-
-    @property
-    def parameters(self) -> list[Tensor]: ...
-    @property
-    def readable(self) -> bool:
-        """True if gradients are in the parameters' .grad."""
-        ...
-
-
-class WindowCorrection(Protocol):
-    """Protocol of the step clock: the correction that a window's gradients need before they are used."""
-
-    pending: bool
-
-    def correction(self) -> float | Tensor | None: ...
-
-
-class Unowned:
-    """Gradients of parameters without an optimizer; separates those of earlier windows from the window in progress.
-
-    A window's gradients are unscaled and normalised when it ends. Those of earlier windows are already, so they must
-    not be multiplied again. If nothing will be multiplied (no accumulation, weight or loss scale), they stay in .grad.
-    """
-
-    def __init__(
-        self,
-        clock: WindowCorrection,
-        precision: Precision,
-        optimizers: Sequence[GradientHolder],
-    ) -> None:
-        self._clock = clock
-        self._precision = precision
-        self._optimizers = optimizers
-        self.known: list[Tensor] = []
-        """The parameters of all models; under FSDP2 a model has others between forward and backward."""
-        self._open = False
-        self._merged = False
-        self.earlier: dict[Tensor, Tensor] | None = None
-        """Gradients of earlier windows, while the gradients of a window in progress are in .grad."""
-
-    def learn(self, models: Iterable[nn.Module]) -> None:
-        """Record the parameters of the prepared models."""
-        self.known = list(
-            dict.fromkeys(p for model in models for p in model.parameters())
-        )
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that take gradients and belong to no optimizer."""
-        if not all(optimizer.readable for optimizer in self._optimizers):
-            return []  # an engine stores its gradients elsewhere
-        owned = {id(p) for optimizer in self._optimizers for p in optimizer.parameters}
-        return [p for p in self.known if p.requires_grad and id(p) not in owned]
-
-    def begin(self, changes: bool) -> None:
-        """Prepare for the backward of a loss; `changes` means that its window may be multiplied at its end."""
-        if self._open:
-            return
-        self._open, self._merged = True, False
-        if changes or self._precision.scaler is not None:
-            self.put_aside({p: p.grad for p in self.parameters() if p.grad is not None})
-
-    def put_aside(self, earlier: Mapping[Tensor, Tensor]) -> None:
-        """Hold these gradients separately until the window ends."""
-        # A gradient may be in memory that the next reduction overwrites.
-        self.earlier = {p: grad.clone() for p, grad in earlier.items()}
-        for parameter in self.parameters():
-            parameter.grad = None
-        self._open, self._merged = True, False
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Unscale and normalise the window's gradients and add those of earlier windows; a second call does nothing.
-
-        Ranks: every rank.
-        """
-        if not self._open or self._merged or self.earlier is None:
-            return
-        self._merged = True
-        parameters, clock = self.parameters(), self._clock
-        factor: float | Tensor | None = None
-        if clock.pending:
-            factor = clock.correction()
-        scaler = self._precision.scaler
-        if scaler is not None and scaler.is_enabled():
-            factor = (1.0 if factor is None else factor) / scaler.get_scale()
-        if factor is not None:
-            multiply([{"params": parameters}], factor)
-        for parameter, grad in self.earlier.items():
-            parameter.grad = (
-                grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
-            )
-
-    def close(self, applied: bool) -> None:
-        """End the window. If its update was skipped, its gradients are dropped. Ranks: every rank."""
-        self.settle()
-        if not applied and self.earlier is not None:
-            for parameter in self.parameters():
-                parameter.grad = self.earlier.get(parameter)
-        self.earlier, self._open = None, False
-
-    def saved(self) -> dict[Tensor, Tensor]:
-        """Return the gradients of earlier windows."""
-        if self.earlier is not None:
-            return dict(self.earlier)
-        if self._open:
-            return {}
-        return {p: p.grad for p in self.parameters() if p.grad is not None}
-
-    def restore(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Restore the value that `saved` returned, at the beginning of a window."""
-        self.earlier, self._open, self._merged = None, False, False
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-
-
-class UnownedState(torch.optim.Optimizer):
-    """Gradients of parameters without an optimizer in the form of optimizer state, so that checkpoints store and reshard them."""
-
-    def __init__(self, unowned: Unowned) -> None:
-        super().__init__([{"params": unowned.known}], {})
-        self._unowned = unowned
-        for parameter, gradient in unowned.saved().items():
-            self.state[parameter]["gradient"] = gradient
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # Any: as in torch
-        """Restore the gradients."""
-        super().load_state_dict(state_dict)
-        self._unowned.restore(
-            {parameter: values["gradient"] for parameter, values in self.state.items()}
-        )
 
 
 def drop_gradients(model: nn.Module) -> None:

@@ -181,8 +181,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.num_updates += result.applied
         self.spent = True
         clock = self._clock
-        if clock.unowned is not None:
-            clock.unowned.close(result.applied)
         clock.used()
         for tell in clock.parts.after_update:
             tell(self, result.applied)
@@ -421,3 +419,22 @@ def settle(
             for p in group["params"]
         ):
             optimizer.settle()
+
+
+def refuse_unowned(
+    parameters: Sequence[Tensor], optimizers: Sequence[PreparedOptimizer]
+) -> None:
+    """Raise StepError if one of `parameters` is trained, and no optimizer holds it: its gradient is neither unscaled nor normalised."""
+    owned_ids = {
+        id(parameter) for optimizer in optimizers for parameter in optimizer.parameters
+    }
+    num_unowned = sum(
+        parameter.requires_grad and id(parameter) not in owned_ids
+        for parameter in parameters
+    )
+    if num_unowned:
+        raise StepError(
+            f"{num_unowned} of the clipped parameters are trained and in no prepared optimizer, so their gradients add up from step to step, without "
+            "the scale of fp16 or the divisor of the window that the others get. Clip the parameters of the optimizer, or call "
+            "requires_grad_(False) on the rest."
+        )

@@ -23,7 +23,6 @@ from hasten.data.loader import Loader
 from hasten.errors import CheckpointError, CorruptCheckpointError, PrepareError
 from hasten.optim.ema import AverageState
 from hasten.optim.engine import EngineOptimizer
-from hasten.optim.gradients import UnownedState
 from hasten.optim.optimizer import settle_state
 from hasten.optim.scheduler import steps_reached
 from hasten.runtime.logs import get_logger
@@ -50,8 +49,6 @@ class RestorePlan:
     stateful: list[tuple[Stateful, Any]] = field(default_factory=list)
     options: list[list[Mapping[str, Any]]] | None = None
     progress: Mapping[str, Any] = field(default_factory=dict)
-    unowned: OptimizerPlan | None = None
-    """Gradients of parameters that no optimizer holds."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     same_world: bool = True
     """True if each rank reads the samples that the same rank read in the saved run."""
@@ -147,11 +144,6 @@ class RestorePlan:
         for model in parts.objects.models:
             parts.drop_gradients(model)
         parts.clock.load_state_dict(saved["clock"])
-        if parts.clock.unowned is not None:
-            parts.clock.unowned.restore({})
-        if self.unowned is not None:
-            run_copies(self.unowned.copies)
-            self.unowned.finish()
 
     def _place_schedules(self) -> None:
         """Move schedules that the script made for its number of processes to where the data is."""
@@ -253,14 +245,6 @@ def plan_restore(
     if OPTIONS in checkpoint.manifest.components:
         plan.options = plan_options(
             checkpoint, parts.objects.optimizers, rank, world_size
-        )
-    if (
-        parts.clock.unowned is not None
-        and "unowned_gradients" in checkpoint.manifest.components
-    ):
-        unowned = UnownedState(parts.clock.unowned)
-        plan.unowned = plan_optimizer(
-            unowned, names, checkpoint.component("unowned_gradients"), strict, elsewhere
         )
     if plan.same_world:
         if "own_buffers" in checkpoint.manifest.components:

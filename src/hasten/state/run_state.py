@@ -28,7 +28,7 @@ from hasten.errors import CorruptCheckpointError, DataError, HookError, StepErro
 from hasten.modules.names import is_dtensor, plain_name
 from hasten.optim.clock import StepClock
 from hasten.optim.ema import AverageState
-from hasten.optim.gradients import UnownedState, drop_gradients
+from hasten.optim.gradients import drop_gradients
 from hasten.precision.base import Precision
 from hasten.prepare_args import PreparedObjects
 from hasten.runtime.seeding import RngState, device_state, set_seed
@@ -248,10 +248,6 @@ def collect(
     components["progress"] = packed(
         _progress(parts, position), "progress", per_rank=True
     )
-    if parts.clock.unowned is not None:
-        components["unowned_gradients"] = optimizer_component(
-            UnownedState(parts.clock.unowned), names
-        )
     return StateTree(components)
 
 

@@ -164,13 +164,13 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     ]
     mesh = WorldMesh()
     if ctx.mesh.size(Axis.TP) > 1:
-        handler = config.parallelism.tp_handler
-        if config.dynamo.backend != "no" and (
-            handler.sequence_parallel or handler.loss_parallel
+        if (
+            config.dynamo.backend != "no"
+            and config.parallelism.tp_handler.loss_parallel
         ):
             raise ConfigError(
-                f"dynamo backend {config.dynamo.backend!r} is not supported with sequence_parallel or loss_parallel, because compiling "
-                "their communication has not been tested; set dynamo_backend=no, or remove both options."
+                f"dynamo backend {config.dynamo.backend!r} is not supported with loss_parallel, because compiling "
+                "its communication has not been tested; set dynamo_backend=no, or remove it."
             )
         # also loads torch.distributed.tensor
         from hasten.strategies.tensor.strategy import SplitLayers

@@ -19,7 +19,7 @@ from hasten import (
     PipelineParallelConfig,
     TorchContextParallelConfig,
 )
-from hasten.config.sections.parallel import PipelineSchedule, TorchTensorParallelConfig
+from hasten.config.sections.parallel import PipelineSchedule
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
@@ -110,10 +110,6 @@ def staged(schedule: PipelineSchedule) -> Sizes:
 ON_TWO: Final = MappingProxyType[str, Sizes](
     {
         "tp": {"tp_size": 2},
-        "tp, sequence parallel": {
-            "tp_size": 2,
-            "tp_handler": TorchTensorParallelConfig(sequence_parallel=True),
-        },
         "cp allgather": {"cp_size": 2, **along("allgather")},
         "cp ulysses": {"cp_size": 2, **along("ulysses")},
         **{
@@ -173,9 +169,6 @@ def test_each_axis_trains_an_encoder_decoder_like_plain_torch(
 def test_each_axis_trains_like_plain_torch(
     ctx: ProcessContext, layout: str, model: str
 ) -> None:
-    if (layout, model) == ("tp, sequence parallel", "translator"):
-        # tokens of source and target are divided apart: test_tensor_sequence.py has an encoder-decoder of that form
-        return
     check_precisions(ON_TWO[layout], model)
 
 

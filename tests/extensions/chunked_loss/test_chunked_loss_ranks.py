@@ -145,12 +145,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tp_plan": TINY_LM_PLAN,
     },
     "vocabulary": {"tp_size": 2, "tp_plan": TINY_LM_PLAN},
-    "vocabulary and tokens": {
+    "vocabulary in the loss": {
         "tp_size": 2,
         "tp_plan": TINY_LM_PLAN,
-        "tp_handler": TorchTensorParallelConfig(
-            sequence_parallel=True, loss_parallel=True
-        ),
+        "tp_handler": TorchTensorParallelConfig(loss_parallel=True),
     },
 }
 

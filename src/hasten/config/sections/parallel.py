@@ -11,8 +11,6 @@ TensorStyle = Literal[
     "colwise_gather_output",
     "rowwise_split_input",
     "embedding_rowwise",
-    "colwise_halves",
-    "colwise_thirds",
     "embedding_colwise",
     "replicate",
     "replicate_sum_gradients",
@@ -37,10 +35,6 @@ class TorchTensorParallelConfig(Section):
         False,
         "overlap tensor-parallel communication with matrix products",
         flag="parallelism_config_enable_async_tp",
-    )
-    sequence_parallel: bool = setting(
-        False,
-        "shard norms and dropouts along the sequence between tensor-parallel layers",
     )
     loss_parallel: bool = setting(
         False, "keep logits sharded over the vocabulary in the loss"

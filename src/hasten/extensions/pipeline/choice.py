@@ -81,11 +81,9 @@ def _refuse_with_stages(config: Config) -> None:
         raise ConfigError(
             f"mixed_precision='fp8' is not supported in this version with {sizes}; use 'bf16'."
         )
-    handler = config.parallelism.tp_handler
-    if handler.sequence_parallel or handler.loss_parallel:
+    if config.parallelism.tp_handler.loss_parallel:
         raise ConfigError(
-            f"sequence_parallel or loss_parallel is not supported with {sizes}, because stages exchange whole tensors; remove both "
-            "options, or set pp_size=1."
+            f"loss_parallel is not supported with {sizes}, because stages exchange whole tensors; remove it, or set pp_size=1."
         )
     if given(config.ddp):
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -14,16 +14,8 @@ from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import StepError
 from hasten.modules import forwarding
 from hasten.strategies.experts.strategy import CalledExperts
-from hasten.strategies.tensor.layers import BLOCKS, matrix_of
-from hasten.strategies.tensor.ops import (
-    BlockShares,
-    RankRandomStream,
-    enter,
-    gather,
-    leave,
-    split,
-)
-from hasten.strategies.tensor.sequence import SequenceRegion
+from hasten.strategies.tensor.layers import matrix_of
+from hasten.strategies.tensor.ops import RankRandomStream, enter, gather, leave, split
 
 
 class SplitForward(forwarding.Forward):
@@ -33,16 +25,9 @@ class SplitForward(forwarding.Forward):
     transposed = False
     """The layer stores its weight as [inputs, outputs]."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        apart: RankRandomStream,
-        region: SequenceRegion | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, apart: RankRandomStream) -> None:
         self.group = group
         self.apart = apart
-        self.region = region
-        """Region of sequence parallelism around this layer; None if every rank has all tokens."""
 
     def part(self, name: str) -> Tensor | None:
         """Return this rank's shard of a parameter, differentiable; None if the layer lacks the parameter."""
@@ -81,52 +66,20 @@ class SplitForward(forwarding.Forward):
 class Colwise(SplitForward):
     """Forward that computes this rank's output features from the whole input."""
 
-    output: Literal["part", "whole"] = "part"
-    gathered = False
-    """The surrounding module has already gathered the tokens."""
-
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of weight and bias for this rank's output features."""
-        return self.matrix(), self.part("bias")
+    gathers_output = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.weights()
-        if self.region is None:
-            x = enter(x, self.group)
-        elif not self.gathered:
-            x = self.region.gathered(x)
-        late_head = (
-            None
-            if self.output == "part"
-            else forwarding.find(self.module, forwarding.LateHead.tag)
-        )
-        if isinstance(late_head, forwarding.LateHead):
-            return late_head.split_logits(x, weight, bias, self.group)
+        weight, bias = self.matrix(), self.part("bias")
+        x = enter(x, self.group)
+        if self.gathers_output:
+            late_head = forwarding.find(self.module, forwarding.LateHead.tag)
+            if isinstance(late_head, forwarding.LateHead):
+                return late_head.split_logits(x, weight, bias, self.group)
         out = self.multiplied(x, weight, bias)
-        if self.output == "whole":
+        if self.gathers_output:
             return gather(out, -1, self.group)
         self.apart.begin(self.module)
         return out
-
-
-class ColwiseBlocks(Colwise):
-    """Forward of a layer that joins several projections, such as queries, keys and values, of which it computes a share each.
-
-    A rank stores consecutive rows of the weight, as checkpoints do, and exchanges them for the rows of its heads.
-    """
-
-    blocks = 1
-    _shares: BlockShares | None = None
-
-    def weights(self) -> tuple[Tensor, Tensor | None]:
-        stored_rows, bias = self.matrix(), self.part("bias")
-        if self._shares is None:
-            self._shares = BlockShares(
-                stored_rows.shape[0], self.blocks, self.group, stored_rows.device
-            )
-        return self._shares.exchanged(
-            stored_rows
-        ), None if bias is None else self._shares.exchanged(bias)
 
 
 class Rowwise(SplitForward):
@@ -138,36 +91,15 @@ class Rowwise(SplitForward):
         weight, bias = self.matrix(), self.part("bias")
         width = x.shape[-1] // self.group.size() if self.whole_input else x.shape[-1]
         if width != weight.shape[-1]:
-            self._refuse_features(x.shape[-1], weight.shape[-1])
-        if self.region is not None:
-            summed_output = self.region.scattered(self.multiplied(x, weight, None))
-            return (
-                summed_output
-                if bias is None
-                else summed_output + enter(bias, self.group).to(summed_output.dtype)
+            raise StepError(
+                f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {x.shape[-1]} features instead of the "
+                f"{weight.shape[-1]} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
+                "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
             )
         self.apart.end()
         input_part = split(x, -1, self.group) if self.whole_input else x
-        summed_output = leave(self.multiplied(input_part, weight, None), self.group)
-        return (
-            summed_output
-            if bias is None
-            else summed_output + bias.to(summed_output.dtype)
-        )
-
-    def _refuse_features(self, num_features: int, expected_features: int) -> None:
-        if self.region is not None:
-            raise StepError(
-                f"a layer split rowwise got {num_features} features instead of {expected_features}: with "
-                "sequence_parallel the hidden states of a block contain part of the tokens, but the projections return all of them. "
-                "Take the number of tokens from a projection's output, as in "
-                "`projected.unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
-            )
-        raise StepError(
-            f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {num_features} features instead of the "
-            f"{expected_features} of one rank, so its input is not the output of a layer split colwise. Name the layers in tp_plan: "
-            "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that must not be split."
-        )
+        output = leave(self.multiplied(input_part, weight, None), self.group)
+        return output if bias is None else output + bias.to(output.dtype)
 
 
 class _SplitEmbedding(SplitForward):
@@ -240,34 +172,52 @@ class SplitExperts(CalledExperts):
         )
 
 
+class SummedGradients(forwarding.Forward):
+    """Forward of a whole layer that sees this rank's heads: its gradients are summed over ranks."""
+
+    tag = "summed gradients"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    # Any: the user's arguments and outputs
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module_dict = self.module.__dict__
+        names = [
+            name
+            for name, value in self.module.named_parameters(recurse=False)
+            if value.requires_grad
+        ]
+        try:
+            # an entry of the module's __dict__ takes precedence over the parameter
+            for name in names:
+                module_dict[name] = enter(self.module.get_parameter(name), self.group)
+            return self.inner(*args, **kwargs)
+        finally:
+            for name in names:
+                module_dict.pop(name, None)
+
+
 def forward_of(
     layer: nn.Module,
     style: TensorStyle,
     group: dist.ProcessGroup,
     apart: RankRandomStream,
-    place: tuple[SequenceRegion, bool] | None,
     number: int,
 ) -> forwarding.Forward:
     """Return the forward of one layer; `number` is the number of experts (`experts`)."""
-    region, gathered = place or (None, False)
     sizes = matrix_of(layer)
     transposed = sizes is not None and sizes.out_dim == 1
     match style:
-        case "colwise" | "colwise_gather_output" | "colwise_halves" | "colwise_thirds":
-            colwise = Colwise(group, apart, region)
-            if style in dict(BLOCKS):
-                colwise = ColwiseBlocks(group, apart, region)
-                colwise.blocks = dict(BLOCKS)[style]
-            elif style == "colwise_gather_output":
-                colwise.output = "whole"
-            colwise.gathered, colwise.transposed = gathered, transposed
+        case "colwise" | "colwise_gather_output":
+            colwise = Colwise(group, apart)
+            colwise.gathers_output = style == "colwise_gather_output"
+            colwise.transposed = transposed
             return colwise
         case "rowwise" | "rowwise_split_input":
-            rowwise = Rowwise(group, apart, region)
-            rowwise.whole_input, rowwise.transposed = (
-                style == "rowwise_split_input",
-                transposed,
-            )
+            rowwise = Rowwise(group, apart)
+            rowwise.whole_input = style == "rowwise_split_input"
+            rowwise.transposed = transposed
             return rowwise
         case "embedding_rowwise":
             return VocabularyRows(group, apart)

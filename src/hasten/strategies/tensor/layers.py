@@ -10,11 +10,6 @@ from torch import nn
 
 from hasten.config.sections.parallel import TensorStyle
 
-BLOCKS: Final[tuple[tuple[TensorStyle, int], ...]] = (
-    ("colwise_halves", 2),
-    ("colwise_thirds", 3),
-)
-"""Styles of layers that join several projections, with the number of projections."""
 _MULTIPLIED: Final = (nn.MultiheadAttention,)
 """Modules that use the weights of their layers without calling the layers."""
 
@@ -30,8 +25,7 @@ class Matrix:
 
 
 def matrix_of(module: nn.Module) -> Matrix | None:
-    """Return the sizes of a linear layer, also of an adapter's base layer; None for other modules."""
-    module = base_of(module)
+    """Return the sizes of a linear layer; None for other modules."""
     weight = getattr(module, "weight", None)
     shape = tuple(getattr(weight, "shape", ()))
     if isinstance(module, nn.Linear) and shape == (
@@ -50,26 +44,15 @@ def matrix_of(module: nn.Module) -> Matrix | None:
     return None
 
 
-def base_of(module: nn.Module) -> nn.Module:
-    """Return the layer that a PEFT adapter wraps, or the module itself."""
-    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
-        module = inner
-    return module
-
-
-def linear_layers(block: nn.Module, prefix: str) -> list[tuple[str, Matrix]]:
-    """Return the linear layers that a block calls, by name and in order; an adapter and its base layer count as one."""
-    return list(_walk(block, prefix))
-
-
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Matrix]]:
+def linear_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Matrix]]:
+    """Yield the linear layers that a module calls, by name and in order."""
     for leaf, child in module.named_children():
         name = f"{prefix}.{leaf}" if prefix else leaf
-        found = matrix_of(child)
-        if found is not None:
-            yield name, found
+        matrix = matrix_of(child)
+        if matrix is not None:
+            yield name, matrix
         elif not isinstance(child, _MULTIPLIED):
-            yield from _walk(child, name)
+            yield from linear_layers(child, name)
 
 
 def split_dims(layer: nn.Module, style: TensorStyle) -> dict[str, int]:
@@ -101,8 +84,6 @@ class LayerSplit:
     """Per-rank values of attributes that count split things, such as heads, by module name."""
     numbers: dict[str, int] = field(default_factory=dict)
     """Number of experts in modules of experts, by name."""
-    dropouts: dict[str, bool] = field(default_factory=dict)
-    """Dropouts of adapters inside split regions, by name, and whether each rank sees a shard of their input."""
 
     def drop(self, name: str, why: str) -> None:
         """Leave a layer whole and record the reason."""

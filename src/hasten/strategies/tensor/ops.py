@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hasten.modules import forwarding
 from hasten.modules.surgery import may_draw
-from hasten.strategies.experts.ops import exchange
 
 # Any in this file: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
 
@@ -88,29 +84,6 @@ def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _apply(_Split, x, dim, group)
 
 
-class BlockShares:
-    """Exchange that gives a rank, which stores consecutive rows of several joined blocks, its share of each block."""
-
-    def __init__(
-        self, stored: int, blocks: int, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.group = group
-        ranks, rank = group.size(), group.rank()
-        rows_per_block = stored // blocks
-        # owner of each row of the whole weight: each block has `ranks` shares
-        owners = torch.arange(stored * ranks) // rows_per_block % ranks
-        own_owners = owners[rank * stored : (rank + 1) * stored]
-        self._order = torch.argsort(own_owners, stable=True).to(device)
-        self._sent = torch.bincount(own_owners, minlength=ranks).tolist()
-        self._received = (owners.view(ranks, stored) == rank).sum(1).tolist()
-
-    def exchanged(self, rows: Tensor) -> Tensor:
-        """Return this rank's share of every block, in order; gradients return to the stored rows. Ranks: the group."""
-        if self.group.size() == 1:
-            return rows
-        return exchange(rows[self._order], self._sent, self._received, self.group)
-
-
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     output: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return output
@@ -174,49 +147,9 @@ class RankRandomStream:
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._device)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context manager that draws from the common random state inside a region; the rank's state continues after it."""
-        if self._outside is None:
-            yield
-            return
-        inside_state = torch.get_rng_state(), self._on_device()
-        self.end()
-        try:
-            yield
-        finally:
-            self._outside = torch.get_rng_state(), self._on_device()
-            torch.set_rng_state(inside_state[0])
-            if inside_state[1] is not None:
-                torch.cuda.set_rng_state(inside_state[1], self._device)
-
     def _on_device(self) -> Tensor | None:
         return (
             torch.cuda.get_rng_state(self._device)
             if self._device.type == "cuda"
             else None
         )
-
-
-class RankDropout(forwarding.Forward):
-    """Forward of a dropout beside a split layer, as in an adapter, with the random state that fits its input.
-
-    A replicated input loses the same elements on all ranks; a sharded input loses different ones.
-    """
-
-    tag = "drawn apart"
-
-    def __init__(self, apart: RankRandomStream, by_part: bool) -> None:
-        self.apart = apart
-        self.by_part = by_part
-
-    # Any: a dropout's argument and result
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.by_part:
-            with self.apart.paused():
-                return self.inner(*args, **kwargs)
-        self.apart.begin(self.module)
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            self.apart.end()

@@ -27,10 +27,13 @@ from hasten.strategies.gradient_hooks import (
     hooks_to_carry,
     refuse_gradient_hooks,
 )
-from hasten.strategies.tensor import sequence as tensor_sequence
-from hasten.strategies.tensor.forwards import SplitForward, forward_of
+from hasten.strategies.tensor.forwards import (
+    SplitForward,
+    SummedGradients,
+    forward_of,
+)
 from hasten.strategies.tensor.layers import LayerSplit, split_dims
-from hasten.strategies.tensor.ops import RankDropout, RankRandomStream
+from hasten.strategies.tensor.ops import RankRandomStream
 from hasten.strategies.tensor.plan import decide
 from hasten.strategies.weight_sources import WeightSource, copy_from_rank_0, source_of
 
@@ -77,11 +80,6 @@ class SplitLayers:
                 experts=ctx.mesh.ep == 1,
             )
             _check_ties(model, split)
-            block_stacks = (
-                tensor_sequence.check(model, split.styles)
-                if self._handler.sequence_parallel
-                else []
-            )
             if self._handler.loss_parallel:
                 head = _head_of(model, split)
                 if (
@@ -96,7 +94,7 @@ class SplitLayers:
         copy_from_rank_0(model, ctx)
         mesh = self._mesh.along(ctx, Axis.TP)
         hooks = hooks_to_carry(model, whole_parameters)
-        _split_layers(model, split, mesh, ctx.device, block_stacks)
+        _split_layers(model, split, mesh, ctx.device)
         carry_hooks(model, hooks)
         for parent, values in split.attributes.items():
             vars(model.get_submodule(parent)).update(values)
@@ -107,15 +105,7 @@ class SplitLayers:
                     0
                 )
         if ctx.is_main:
-            log.info(
-                _describe_split(
-                    model,
-                    split,
-                    ranks,
-                    sum(len(stack) for stack in block_stacks),
-                    self._handler.loss_parallel,
-                )
-            )
+            log.info(_describe_split(model, split, ranks, self._handler.loss_parallel))
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -151,11 +141,9 @@ def _split_layers(
     split: LayerSplit,
     mesh: DeviceMesh,
     device: torch.device,
-    stacks: list[list[tuple[str, nn.Module]]],
 ) -> None:
     group = mesh.get_group()
     rank_stream = RankRandomStream(model, group.rank())
-    regions = tensor_sequence.install(stacks, split.styles, group, rank_stream)
     shards_by_id: dict[int, nn.Parameter] = {}
     for name, style in split.styles.items():
         layer = model.get_submodule(name)
@@ -167,19 +155,10 @@ def _split_layers(
         # a layer with two names is split once
         if forwarding.find(layer, SplitForward.tag) is None:
             forwarding.replace(
-                layer,
-                forward_of(
-                    layer, style, group, rank_stream, regions.get(name), num_experts
-                ),
+                layer, forward_of(layer, style, group, rank_stream, num_experts)
             )
-    for name, by_part in split.dropouts.items():
-        forwarding.replace(model.get_submodule(name), RankDropout(rank_stream, by_part))
     for name in split.summed:
-        whole_module = model.get_submodule(name)
-        if (
-            forwarding.find(whole_module, tensor_sequence.PerToken.tag) is None
-        ):  # sequence parallelism sums them already
-            forwarding.replace(whole_module, tensor_sequence.PerToken(group))
+        forwarding.replace(model.get_submodule(name), SummedGradients(group))
 
 
 def _replace_by_shard(
@@ -251,7 +230,7 @@ def _head_of(model: nn.Module, split: LayerSplit) -> str:
 
 
 def _describe_split(
-    model: nn.Module, split: LayerSplit, ranks: int, num_blocks: int, keep_logits: bool
+    model: nn.Module, split: LayerSplit, ranks: int, keep_logits: bool
 ) -> str:
     """Return a summary of the split layers, the layers left whole, and the bytes on each rank."""
     by_style: dict[str, int] = {}
@@ -273,8 +252,6 @@ def _describe_split(
         + f"; each rank holds {(split_bytes / ranks + whole_bytes) / 2**20:.1f} of "
         f"{(split_bytes + whole_bytes) / 2**20:.1f} MiB"
     )
-    if num_blocks:
-        text += f"; tokens split between the split layers of {num_blocks} blocks"
     if keep_logits:
         text += "; logits stay sharded for the loss"
     if split.summed:

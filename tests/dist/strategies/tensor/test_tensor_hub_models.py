@@ -52,7 +52,7 @@ MODELS: dict[str, Any] = {
 PLANS: dict[str, dict[str, Any]] = {
     "t5": {"tp_plan": T5_PLAN, "tp_divide": ("n_heads", "inner_dim")},
     "gated t5": {"tp_plan": T5_PLAN, "tp_divide": ("n_heads", "inner_dim")},
-    "gpt2": {"tp_plan": GPT2_PLAN, "tp_divide": ("num_heads", "split_size")},
+    "gpt2": {"tp_plan": GPT2_PLAN},
     "counted heads": {"tp_plan": GPT_NEO_PLAN, "tp_divide": ("num_heads",)},
 }
 """Plans of the models that carry none."""

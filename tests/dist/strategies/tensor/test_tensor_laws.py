@@ -98,34 +98,27 @@ def test_tensor_parallel_beside_data_parallel_trains_like_plain_torch(
     "tied", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("steps", STEPS)
-def test_divided_tokens_and_logits_train_like_plain_torch(
+def test_divided_logits_train_like_plain_torch(
     ctx: ProcessContext, tied: bool, steps: int
 ) -> None:
-    """Sequence parallel, and the loss from parts of the vocabulary."""
-    for loss_parallel in (False, True):
-        handler = TorchTensorParallelConfig(
-            sequence_parallel=True, loss_parallel=loss_parallel
+    """The loss from parts of the vocabulary."""
+    handler = TorchTensorParallelConfig(loss_parallel=True)
+    for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
+        config = ParallelismConfig(tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler)
+        accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
+        got = hasten_losses(accelerator, task(tied), number)
+        assert got == pytest.approx(plain_losses(task(tied), number), abs=tolerance), (
+            precision
         )
-        for precision, number, tolerance in (("no", steps, 1e-5), ("bf16", 4, 5e-2)):
-            config = ParallelismConfig(
-                tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler
-            )
-            accelerator = Accelerator(
-                mixed_precision=precision, parallelism_config=config
-            )
-            got = hasten_losses(accelerator, task(tied), number)
-            assert got == pytest.approx(
-                plain_losses(task(tied), number), abs=tolerance
-            ), f"{handler} {precision}"
 
 
 @ranks(4)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("around", ["dp_shard_size", "dp_replicate_size"])
-def test_divided_tokens_with_data_parallel_train_like_plain_torch(
+def test_divided_logits_with_data_parallel_train_like_plain_torch(
     ctx: ProcessContext, around: str
 ) -> None:
-    handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=True)
+    handler = TorchTensorParallelConfig(loss_parallel=True)
     sizes: dict[str, Any] = {around: 2}
     config = ParallelismConfig(
         tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler, **sizes

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, PrepareError
-from hasten.strategies.tensor.plan import decide, working_plan
+from hasten.strategies.tensor.plan import decide
 
 
 class Attention(nn.Module):
@@ -84,29 +84,22 @@ class Joined(nn.Module):
         self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
 
 
-def test_nothing_to_split_names_a_plan_for_this_very_model() -> None:
+def test_a_model_without_a_plan_is_refused() -> None:
     net = model(Joined)
     with pytest.raises(
-        PrepareError, match=r"ModuleList has no tensor-parallel plan"
-    ) as raised:
-        decide(net, "auto", (), 2)
-    plan = working_plan(net, 2)
-    assert plan == {
-        "*.parts.*.qkv": "colwise_gather_output",
-        "*.parts.*.proj": "colwise_gather_output",
-    }
-    assert repr(plan) in str(raised.value)
-    assert len(decide(net, plan, (), 2).styles) == 4
-
-
-def test_joined_projections_need_a_whole_share_of_each() -> None:
-    assert set(
-        decide(model(Joined), {"*.qkv": "colwise_thirds"}, (), 4).styles.values()
-    ) == {"colwise_thirds"}
-    with pytest.raises(
-        ConfigError, match=r"3 projections side by side.*one of \[1, 2, 4, 8\]"
+        PrepareError, match=r"ModuleList has no tensor-parallel plan.*tp_plan=\{"
     ):
-        decide(model(Joined), {"*.qkv": "colwise_thirds"}, (), 3)
+        decide(net, "auto", (), 2)
+    assert len(decide(net, {"*.qkv": "colwise_gather_output"}, (), 2).styles) == 2
+
+
+def test_a_layer_inside_an_adapter_is_refused() -> None:
+    net = model(Joined)
+    adapted = nn.Module()
+    adapted.base_layer = net.get_submodule("0.parts.0.qkv")
+    net.get_submodule("0.parts.0").qkv = adapted
+    with pytest.raises(ConfigError, match=r"inside an adapter.*Merge"):
+        decide(net, {"*.qkv": "colwise_gather_output"}, (), 2)
 
 
 def test_a_carried_plan_that_cannot_be_honoured_is_refused() -> None:
