@@ -94,12 +94,6 @@ NAMES: Final = (
         (_BUCKETS, "src/hasten/strategies/ddp/strategy.py"),
         "buffers may be synchronised once more",
     ),
-    Name(
-        "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
-        "_orthogonalize",
-        ("src/hasten/strategies/ddp/strategy.py",),
-        "comm_hook='batched_power_sgd' fails",
-    ),
     # several XLA hosts: the end of a backward pass
     Name("torch", "_C", (_HOSTS,), _MEAN),
     Name(

@@ -1,24 +1,17 @@
-"""Optimizers over sharded parameters: elementwise ones update this rank's shards as plain tensors, others gather each parameter.
-
-The shards are plain tensors in the update because operations on DTensors are slow. Adafactor's update of an element depends on the whole
-parameter, so sharded parameters are gathered one by one.
-"""
+"""Optimizers over sharded parameters: elementwise ones update this rank's shards as plain tensors, because operations on DTensors are slow."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import (
     ASGD,
     LBFGS,
     SGD,
     Adadelta,
-    Adafactor,
     Adagrad,
     Adam,
     Adamax,
@@ -30,12 +23,8 @@ from torch.optim import (
     Rprop,
 )
 
-from hasten.checkpoint.base import dtensor_slice
-from hasten.errors import PrepareError, StepError
-from hasten.modules.names import is_dtensor, like_parameter, placements
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from hasten.errors import PrepareError
+from hasten.modules.names import is_dtensor, like_parameter
 
 ELEMENTWISE: Final = (
     SGD,
@@ -51,42 +40,16 @@ ELEMENTWISE: Final = (
     Rprop,
 )
 """Optimizers in which elements are updated independently, so that updating a shard equals sharding the update."""
-_IN_SHARDS: Final = "AdamW, SGD or another elementwise optimizer"
-_MARK: Final = "updates_wholes"
 Collect = Callable[..., Any]  # Any: torch's method, which differs by optimizer
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that cannot update sharded parameters, before training starts.
-
-    Raises: PrepareError with the optimizer, the parameter it cannot handle, and alternatives.
-    """
-    parameters = [
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    shards = [parameter for parameter in parameters if is_dtensor(parameter)]
-    if not shards:
-        return
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if isinstance(optimizer, LBFGS):
-        uneven_parameter = next(
-            (p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None
+    """Raise PrepareError, before training starts, for an optimizer whose update of an element depends on whole parameters."""
+    if isinstance(optimizer, LBFGS) or type(optimizer).__name__ == "Adafactor":
+        raise PrepareError(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} computes with whole parameters, and under this strategy each rank holds "
+            "shards of them. Use AdamW, SGD or another elementwise optimizer, or strategy='ddp'."
         )
-        if uneven_parameter is not None:
-            raise PrepareError(
-                f"{name} concatenates all parameters, which torch does not support if a parameter of shape {tuple(uneven_parameter.shape)} is not "
-                f"sharded evenly over {shards[0].device_mesh.size()} ranks. Use {_IN_SHARDS}, "
-                "or strategy='ddp'."
-            )
-
-
-def _evenly_cut(parameter: DTensor) -> bool:
-    """Return whether all ranks have shards of equal size."""
-    return all(
-        parameter.shape[placement.dim] % parameter.device_mesh.size(axis) == 0
-        for axis, placement in enumerate(parameter.placements)
-        if isinstance(placement, placements().Shard)
-    )
 
 
 def update_own_shards(optimizer: Optimizer) -> None:
@@ -99,9 +62,6 @@ def update_own_shards(optimizer: Optimizer) -> None:
     """
     kinds = {is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}
     if True not in kinds:
-        return
-    if needs_wholes(optimizer):
-        update_wholes(optimizer)
         return
     if type(optimizer) not in ELEMENTWISE and len(kinds) > 1:
         for group in optimizer.param_groups:
@@ -181,132 +141,3 @@ def _cut_alike(value: Tensor, other: Tensor) -> bool:
     if not is_dtensor(value) or not is_dtensor(other):
         return not is_dtensor(value) and not is_dtensor(other)
     return value.placements == other.placements and value.shape == other.shape
-
-
-def needs_wholes(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer has statistics over rows, columns or whole parameters: Adafactor (torch, transformers)."""
-    return isinstance(optimizer, Adafactor) or type(optimizer).__name__ == "Adafactor"
-
-
-def update_wholes(optimizer: Optimizer) -> None:
-    """Make every rank update whole parameters, gathered one at a time, and store its shards; safe to call repeatedly.
-
-    An update sends each parameter and its gradient once. State with the parameter's shape is sharded like the parameter; row
-    and column statistics are whole on every rank.
-    """
-    if _MARK not in vars(optimizer):
-        gather = vars(optimizer)[_MARK] = _GatherShards()
-        optimizer.register_step_pre_hook(gather)
-        optimizer.register_step_post_hook(gather.put_back)
-
-
-class _GatherShards:
-    """Step hooks that update the parameters one by one, and leave none to the step itself."""
-
-    def __init__(self) -> None:
-        self._params: list[list[Tensor]] | None = None
-
-    @torch.no_grad()
-    # Any: step()'s
-    def __call__(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        # the first argument is the optimizer
-        if len(args) > 1 or kwargs.get("closure") is not None:
-            raise StepError(
-                f"{type(optimizer).__name__}.step(closure) is not supported for sharded parameters, which are gathered one by one after "
-                "the backward. Call backward() and step() instead."
-            )
-        groups = optimizer.param_groups
-        params = [list(group["params"]) for group in groups]
-        try:
-            for group, members in zip(groups, params, strict=True):
-                for parameter in members:
-                    if parameter.grad is not None:
-                        optimizer.param_groups = [group]
-                        _update_parameter(optimizer, group, parameter)
-        finally:
-            optimizer.param_groups = groups
-            for group, members in zip(groups, params, strict=True):
-                group["params"] = members
-        self._params = params
-        for group in groups:
-            group["params"] = []
-
-    def put_back(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Restore the parameters of the groups."""
-        for group, members in zip(
-            optimizer.param_groups, self._params or [], strict=True
-        ):
-            group["params"] = members
-        self._params = None
-
-
-def _update_parameter(
-    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor
-) -> None:
-    """Update one parameter. Ranks: every rank that holds a shard of it."""
-    # without hooks, which run once per step
-    step = inspect.unwrap(type(optimizer).step)
-    if not is_dtensor(parameter):
-        group["params"] = [parameter]
-        step(optimizer)
-        return
-    assert parameter.grad is not None, "it has a gradient"
-    whole_parameter = nn.Parameter(_gather_whole(parameter), requires_grad=False)
-    whole_parameter.grad = _gather_whole(parameter.grad)
-    state = optimizer.state.pop(parameter, {})
-    if state:
-        optimizer.state[whole_parameter] = {
-            k: _gather_whole(v) if is_dtensor(v) else v for k, v in state.items()
-        }
-    group["params"] = [whole_parameter]
-    step(optimizer)
-    new_state = optimizer.state.pop(whole_parameter)
-    optimizer.state[parameter] = {
-        key: _shard_of_whole(value, parameter)
-        if isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in new_state.items()
-    }
-    own_slice = dtensor_slice(parameter)
-    own_slice.data.copy_(
-        _narrow_to_shard(whole_parameter, own_slice.offset, own_slice.data)
-    )
-
-
-def _gather_whole(tensor: Tensor) -> Tensor:
-    if not is_dtensor(tensor):
-        return tensor
-    mesh_device_type = tensor.device_mesh.device_type
-    # shards in host memory, which the group cannot gather
-    if tensor.device.type != mesh_device_type:
-        local = placements().DTensor.from_local(
-            tensor.to_local().to(mesh_device_type),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-        gathered: Tensor = local.full_tensor().detach()
-        return gathered
-    return tensor.full_tensor().detach()
-
-
-def _narrow_to_shard(whole: Tensor, offset: tuple[int, ...], like: Tensor) -> Tensor:
-    return whole[
-        tuple(
-            slice(start, start + size)
-            for start, size in zip(offset, like.shape, strict=True)
-        )
-    ]
-
-
-def _shard_of_whole(value: Tensor, parameter: DTensor) -> Tensor:
-    """Return this rank's shard of a whole value, as a DTensor that is sharded like the parameter."""
-    own_slice = dtensor_slice(parameter)
-    own_part = _narrow_to_shard(value, own_slice.offset, own_slice.data).to(
-        own_slice.data.device, copy=True
-    )
-    return like_parameter(own_part, parameter)

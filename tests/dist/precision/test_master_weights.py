@@ -186,11 +186,17 @@ def test_the_banner_names_the_rule(ctx: ProcessContext) -> None:
 
 
 @ranks(1, 2)
-def test_hooks_on_gradients_are_carried_over_or_refused(ctx: ProcessContext) -> None:
+def test_hooks_on_gradients_are_called_or_refused(ctx: ProcessContext) -> None:
     model = Net()
     model.first.weight.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     with pytest.raises(
         PrepareError, match=r"'first.weight' has a hook set with register_hook\(\)"
+    ):
+        Accelerator(strategy="fsdp").prepare(model)
+    model = Net()
+    model.first.weight.register_post_accumulate_grad_hook(print)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    with pytest.raises(
+        PrepareError, match=r"hook set before prepare\(\).*on the prepared model"
     ):
         Accelerator(strategy="fsdp").prepare(model)
     model = Net()
@@ -201,11 +207,12 @@ def test_hooks_on_gradients_are_carried_over_or_refused(ctx: ProcessContext) -> 
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
 
-    model.first.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     # A scalar stays whole, and so does its hook.
     model.temperature.register_hook(lambda grad: grad * 3)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     accelerator = Accelerator(strategy="fsdp")
     prepared = accelerator.prepare(model)
+    weight = accelerator.unwrap_model(prepared).get_parameter("first.weight")
+    weight.register_post_accumulate_grad_hook(halve)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     accelerator.backward(
         prepared(x(0).chunk(ctx.world.size)[ctx.world.rank]).pow(2).mean()
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten.errors import StepError
-from hasten.strategies.context.masks import IGNORED
+from hasten.strategies.context.masks import IGNORED, BufferFlags
 from hasten.strategies.context.ops import shard_of_rank
 from hasten.strategies.context.sdpa import SequenceAttention
 from hasten.strategies.context.sequence_plan import SequenceLayout
@@ -47,8 +47,8 @@ class OpenBlock:
     buffers: list[tuple[Tensor, Tensor, int]]
     """Each buffer, its whole tensor, and its sequence dimension."""
     attention: SequenceAttention
-    counting: Callable[[], tuple[bool, ...]]
-    """Returns for each buffer whether it holds the positions 0, 1, 2, … of the sequence."""
+    read_flags: Callable[[], list[BufferFlags]]
+    """Returns the properties of the buffers."""
     weigh: Callable[[Tensor, Tensor], None]
     """Weighs this rank's loss by its labels, given this rank's labels and the labels of the whole sequence."""
 
@@ -92,7 +92,8 @@ class CallHook:
             for module in inner.modules()
             if isinstance(getattr(module, "is_causal", None), bool)
         ]
-        self._causal = bool(causal_flags) and all(causal_flags)
+        self._declares_attention = len(set(causal_flags)) == 1
+        self._causal = self._declares_attention and causal_flags[0]
         self._checked = False
 
     def __deepcopy__(self, memo: object) -> CallHook:
@@ -125,6 +126,7 @@ class CallHook:
         changed_arguments = self._complete_arguments(block, arguments)
         if not self._checked:
             self._checked = True
+            block.attention.start()
             if "position_ids" not in changed_arguments and not self._has_positions(
                 block, arguments
             ):
@@ -182,7 +184,7 @@ class CallHook:
 
         An argument that is no buffer may be positions that the caller computed inside the block.
         """
-        counting = block.counting()
+        buffer_flags = block.read_flags()
         has_tokens = False
         for argument in arguments.values():
             if not isinstance(argument, Tensor):
@@ -195,7 +197,7 @@ class CallHook:
                 ),
                 None,
             )
-            if index is None or counting[index]:
+            if index is None or buffer_flags[index].counts_positions:
                 return True
             has_tokens = has_tokens or argument.dtype in (torch.int64, torch.int32)
         return not has_tokens
@@ -225,15 +227,17 @@ class CallHook:
         labels = self._shift_labels(block, arguments)
         if labels is not None:
             changed_arguments["shift_labels"] = labels[0]
-        if (
-            mask := block.whole(arguments.get("attention_mask"))
-        ) is not None and self._causal:
-            self._complete_mask(
+        mask = block.whole(arguments.get("attention_mask"))
+        if mask is not None and self._declares_attention and mask[0].ndim == 2:
+            shifted_labels = block.whole(arguments.get("shift_labels"))
+            if labels is not None:
+                shifted_labels = labels[1], 1
+            self._take_mask(
                 block,
-                mask,
-                self._whole_labels_of(block, arguments, labels),
-                changed_arguments,
+                mask[0] != 0,
+                None if shifted_labels is None else shifted_labels[0],
             )
+            changed_arguments["attention_mask"] = None
         return changed_arguments
 
     def _refuse_wholes(
@@ -327,44 +331,27 @@ class CallHook:
             block.weigh(shard_labels, whole_labels)
         return shard_labels, whole_labels
 
-    def _whole_labels_of(
-        self,
-        block: OpenBlock,
-        arguments: Mapping[str, Any],
-        shifted_labels: tuple[Tensor, Tensor] | None,
-    ) -> Tensor | None:
-        """Return the whole shifted labels, aligned with the tokens that predict them."""
-        if shifted_labels is not None:
-            return shifted_labels[1]
-        whole_labels = block.whole(arguments.get("shift_labels"))
-        return None if whole_labels is None else whole_labels[0]
-
-    def _complete_mask(
-        self,
-        block: OpenBlock,
-        mask: tuple[Tensor, int],
-        labels: Tensor | None,
-        changed_arguments: dict[str, Any],
+    def _take_mask(
+        self, block: OpenBlock, is_real: Tensor, labels: Tensor | None
     ) -> None:
-        """Remove a right-padding mask from the model's arguments, and hide the padding in attention where it matters."""
-        whole_mask, dim = mask
-        if whole_mask.ndim != 2 or dim != 1:
-            return
-        is_real = whole_mask != 0
-        padding_is_unused = torch.ones((), dtype=torch.bool, device=is_real.device)
-        if labels is not None:
-            # no label is predicted from padding
-            padding_is_unused = (is_real | (labels == IGNORED)).all()
-        pads_right, has_unused_padding = torch.stack(
-            [(is_real[:, :-1] | ~is_real[:, 1:]).all(), padding_is_unused]
-        ).tolist()
-        if not pads_right:
-            return  # attention raises an error with advice
-        block.attention.start()
-        block.attention.padded = False
-        changed_arguments["attention_mask"] = None
-        if labels is None or not has_unused_padding:
-            block.attention.hidden = block.part(is_real, 1)[:, None, None, :]
+        """Hide the padding of whole sequences in the block's attention, unless no label is predicted from it.
+
+        `labels` are aligned with the tokens that predict them. Raises: StepError for a causal model with padding on the left.
+        """
+        if self._causal:
+            pads_right = (is_real[:, :-1] | ~is_real[:, 1:]).all()
+            is_unused = torch.zeros_like(pads_right)
+            if labels is not None:
+                is_unused = (is_real | (labels == IGNORED)).all()
+            pads_right, is_unused = torch.stack([pads_right, is_unused]).tolist()
+            if not pads_right:
+                raise StepError(
+                    f"{type(self._base).__name__} was called with an attention_mask that hides tokens before others of the same sequence, which is "
+                    "not supported inside a context-parallel block. Pad sequences on the right."
+                )
+            if is_unused:
+                return
+        block.attention.key_mask = is_real[:, None, None, :]
 
 
 def _no_hook() -> Callable[..., None]:

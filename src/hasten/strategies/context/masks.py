@@ -85,162 +85,53 @@ def _causal_in_two_chunks(causal_mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """Properties of the buffers of a block that decide how the block computes."""
+class BufferFlags:
+    """Properties of one buffer of a block that decide how the block computes."""
 
-    padded: bool
-    """A mask of zeros and ones hides something.
-
-    Models may then make different masks on different ranks, or no mask where nothing is hidden, so ranks have to agree.
-    """
-    ignoring: tuple[bool, ...]
-    """For each buffer, whether it holds labels that the loss ignores."""
-    counting: tuple[bool, ...] = ()
-    """For each buffer, whether it holds the positions 0, 1, 2, … of the sequence, or of several samples packed into it."""
-    restarting: tuple[bool, ...] = ()
-    """For each buffer, whether it holds positions that restart, of several samples packed into one sequence."""
+    has_ignored_labels: bool = False
+    counts_positions: bool = False
+    """The buffer holds the positions 0, 1, 2, … of the sequence."""
+    restarts_positions: bool = False
+    """The buffer holds positions that restart, of several samples packed into one sequence."""
 
 
-class PackedSamples:
-    """Samples packed into the sequences of a block: each attends only to itself, over the shards of all ranks."""
-
-    def __init__(self, positions: Tensor, layout: SequenceLayout, rank: int) -> None:
-        """Take the positions of whole sequences, (length,) or (batch, length), which restart with each sample."""
-        positions = positions.reshape(-1, positions.shape[-1])
-        self._layout = layout
-        self._rank = rank
-        self._sample_numbers = (positions == 0).long().cumsum(-1)
-        self._length = positions.shape[-1]
-        self._shard_positions = positions[:, layout.positions(rank, self._length)]
-        self._masks: dict[tuple[bool, bool], Tensor] = {}
-
-    @property
-    def splits_here(self) -> bool:
-        """True if a sample starts inside one of this rank's chunks, so that a mask of this rank shows whether samples are kept apart."""
-        starts = (self._shard_positions == 0).chunk(self._layout.chunks_per_rank, -1)
-        return any(bool(chunk[:, 1:].any()) for chunk in starts)
-
-    def causal(self, mask: Tensor | None, is_causal: bool) -> tuple[bool, bool] | None:
-        """Return whether the attention of this rank's shard is causal, and whether it keeps samples apart; None if unknown.
-
-        A model computes the mask from its shard, where samples seem to end at each jump of the positions, or to start at each 0.
-        """
-        if mask is None:
-            return is_causal, False
-        length = self._shard_positions.shape[-1]
-        if (
-            mask.shape[-2:] != (length, length)
-            or (allowed := _allowed_keys(mask)) is None
-        ):
-            return None
-        causal_mask = torch.ones(
-            length, length, dtype=torch.bool, device=mask.device
-        ).tril()
-        jumps = torch.ones_like(self._shard_positions, dtype=torch.bool)
-        jumps[:, 1:] = self._shard_positions[:, 1:] != self._shard_positions[:, :-1] + 1
-        for starts in (jumps, self._shard_positions == 0):
-            sample_numbers = starts.long().cumsum(-1)
-            is_same_sample = (
-                sample_numbers[:, None, :, None] == sample_numbers[:, None, None, :]
-            ).to(mask.device)
-            for causal, expected_mask in (
-                (True, is_same_sample & causal_mask),
-                (False, is_same_sample),
-            ):
-                if bool((allowed == expected_mask).all()):
-                    return causal, True
-        return (True, False) if bool((allowed == causal_mask).all()) else None
-
-    def mask(self, causal: bool, by_rank: bool, device: torch.device) -> Tensor:
-        """Return True where a query of this rank may attend to a key, (batch, 1, queries, keys).
-
-        With `by_rank`, the queries are this rank's and the keys those of all ranks in the order of the ranks; without, both are the
-        whole sequence in its order.
-        """
-        if (causal, by_rank) not in self._masks:
-            ranks = range(self._layout.ranks)
-            whole_positions = list(range(self._length))
-            key_positions = (
-                [
-                    position
-                    for rank in ranks
-                    for position in self._layout.positions(rank, self._length)
-                ]
-                if by_rank
-                else whole_positions
-            )
-            query_positions = (
-                self._layout.positions(self._rank, self._length)
-                if by_rank
-                else whole_positions
-            )
-            allowed_keys = (
-                self._sample_numbers[:, query_positions, None]
-                == self._sample_numbers[:, None, key_positions]
-            )
-            if causal:
-                allowed_keys = allowed_keys & (
-                    torch.tensor(query_positions).unsqueeze(-1)
-                    >= torch.tensor(key_positions)
-                ).to(allowed_keys.device)
-            self._masks[causal, by_rank] = allowed_keys[:, None].to(device)
-        return self._masks[causal, by_rank]
-
-
-def inspect_buffers(whole_buffers: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
+def inspect_buffers(
+    whole_buffers: list[tuple[Tensor, int]],
+) -> Callable[[], list[BufferFlags]]:
     """Start inspecting the buffers; the returned function waits for the result, the only time a block waits for the device.
 
     The device has work between the two: waiting here would leave it idle until the first layers are queued.
     """
-    is_integer = [not t.is_floating_point() for t, _ in whole_buffers]
-    if not any(is_integer):
-        return lambda: Contents(
-            False, tuple(is_integer), tuple(is_integer), tuple(is_integer)
-        )
-    pairs = zip(whole_buffers, is_integer, strict=True)
-    seen_flags = torch.stack(
+    integer_indices = [
+        index
+        for index, (buffer, _) in enumerate(whole_buffers)
+        if not buffer.is_floating_point()
+    ]
+    device_flags = [_inspect(*whole_buffers[index]) for index in integer_indices]
+    host_flags = HostCopy(torch.stack(device_flags)) if device_flags else None
+
+    def read() -> list[BufferFlags]:
+        buffer_flags = [BufferFlags() for _ in whole_buffers]
+        rows = [] if host_flags is None else host_flags.wait().tolist()
+        for index, row in zip(integer_indices, rows, strict=True):
+            buffer_flags[index] = BufferFlags(*row)
+        return buffer_flags
+
+    return read
+
+
+def _inspect(buffer: Tensor, dim: int) -> Tensor:
+    """Return the flags of a buffer, in the order of the fields of `BufferFlags`."""
+    has_ignored_labels = torch.zeros((), dtype=torch.bool, device=buffer.device)
+    if buffer.dtype != torch.bool:
+        has_ignored_labels = (buffer == IGNORED).any()
+    return torch.stack(
         [
-            torch.stack(
-                [
-                    _restarts_positions(t, d),
-                    _has_hidden_entries(t),
-                    _has_ignored_labels(t),
-                    _counts_positions(t, d),
-                ]
-            )
-            for (t, d), is_integer_buffer in pairs
-            if is_integer_buffer
+            has_ignored_labels,
+            _counts_positions(buffer, dim),
+            _restarts_positions(buffer, dim),
         ]
     )
-    host_flags = HostCopy(seen_flags)
-    return lambda: _read_contents(is_integer, host_flags.wait())
-
-
-def _read_contents(is_integer: list[bool], seen_flags: Tensor) -> Contents:
-    """Return the contents read from the device."""
-    rows = iter(seen_flags.tolist())
-    buffer_flags = [
-        next(rows) if is_integer_buffer else (False, False, False, False)
-        for is_integer_buffer in is_integer
-    ]
-    return Contents(
-        any(flags[1] for flags in buffer_flags),
-        tuple(flags[2] for flags in buffer_flags),
-        tuple(flags[3] or flags[0] for flags in buffer_flags),
-        tuple(flags[0] for flags in buffer_flags),
-    )
-
-
-def _has_ignored_labels(buffer: Tensor) -> Tensor:
-    """Return whether a tensor has labels that the loss ignores."""
-    if buffer.dtype == torch.bool:
-        return torch.zeros((), dtype=torch.bool, device=buffer.device)
-    return (buffer == IGNORED).any()
-
-
-def _has_hidden_entries(buffer: Tensor) -> Tensor:
-    """Return whether a tensor is a mask of zeros and ones that has zeros."""
-    return ((buffer == 0) | (buffer == 1)).all() & (buffer == 0).any()
 
 
 def _counts_positions(buffer: Tensor, dim: int) -> Tensor:

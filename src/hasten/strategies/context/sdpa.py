@@ -18,9 +18,10 @@ from hasten.strategies.context.attention import (
     Attention,
     SequenceGroup,
     causal_attention,
+    in_order,
 )
-from hasten.strategies.context.masks import MaskReader, PackedSamples
-from hasten.strategies.context.ops import all_parts, collect, swap
+from hasten.strategies.context.masks import MaskReader
+from hasten.strategies.context.ops import all_parts, swap
 
 _NAME: Final = "scaled_dot_product_attention"
 
@@ -71,14 +72,6 @@ class AttentionPatch:
         return self._holders
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """Mask and scale of an attention call."""
-
-    causal: bool
-    scale: float
-
-
 Way = Literal["allgather", "ulysses"]
 _HEADS: Final = -3
 _LENGTH: Final = -2
@@ -97,15 +90,11 @@ class SequenceAttention:
     lengths: frozenset[int]
     """Lengths of this rank's shards of the sequences."""
     masks: MaskReader
-    begin: Callable[[], tuple[bool, PackedSamples | None]]
-    """Called once, before the first attention; returns whether masks may differ between ranks because of padding, and the
-    samples that are packed into the sequences."""
-    padded: bool | None = None
-    packed: PackedSamples | None = None
-    packed_causal: bool | None = None
-    """Whether attention within packed samples is causal; None until the ranks have agreed."""
-    hidden: Tensor | None = None
-    """This rank's shard of the padding mask that was removed from a causal model's arguments (batch, 1, 1, length)."""
+    begin: Callable[[], None]
+    """Called once, before the first attention."""
+    has_begun: bool = False
+    key_mask: Tensor | None = None
+    """Padding mask of whole sequences that was removed from a model's arguments, (batch, 1, 1, length)."""
     calls: int = 0
 
     def __call__(
@@ -123,13 +112,7 @@ class SequenceAttention:
         self.calls += 1
         queries, keys = query.shape[_LENGTH], key.shape[_LENGTH]
         self._check_lengths(queries, keys)
-        if self.packed is not None:
-            is_causal, key_mask = (
-                self._agree_on_packing(self.packed, attn_mask, is_causal, query),
-                None,
-            )
-        else:
-            key_mask, is_causal = self._read_mask(attn_mask, is_causal, query, key)
+        key_mask, is_causal = self._read_mask(attn_mask, is_causal, queries, keys)
         if is_causal and queries != keys:
             raise StepError(
                 f"causal attention of {queries} queries to {keys} keys is not supported inside a context-parallel block; "
@@ -141,18 +124,15 @@ class SequenceAttention:
                 for t in (key, value)
             )
         query, key, value = _cast_for_autocast(query, key, value)
-        attention_call = AttentionCall(
-            is_causal, query.shape[-1] ** -0.5 if scale is None else scale
-        )
-        if (
-            self.way == "ulysses" or self.sharing.group.size() == 1
-        ):  # a single rank has all heads and the whole sequence
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        # a single rank has all heads and the whole sequence
+        if self.way == "ulysses" or self.sharing.group.size() == 1:
             return self._attend_by_heads(
-                query, key, value, key_mask, dropout_p, attention_call
+                query, key, value, key_mask, dropout_p, is_causal, scale
             )
-        if key_mask is not None or not is_causal or self.packed is not None:
+        if key_mask is not None or not is_causal:
             return self._attend_to_all_keys(
-                query, key, value, key_mask, dropout_p, attention_call
+                query, key, value, key_mask, dropout_p, is_causal, scale
             )
         shape = query.shape
         query, key, value = (
@@ -160,129 +140,31 @@ class SequenceAttention:
             for t in (query, key, value)
         )
         mixed = causal_attention(
-            query,
-            key,
-            value,
-            self.sharing,
-            attention_call.scale,
-            dropout_p,
-            self.original,
+            query, key, value, self.sharing, scale, dropout_p, self.original
         )
         return mixed.reshape(*shape[:-1], value.shape[-1])
 
     def start(self) -> None:
         """Wait for the inspection of the buffers, unless that was done before."""
-        if self.padded is None:
-            self.padded, self.packed = self.begin()
-
-    def _agree_on_packing(
-        self, packed: PackedSamples, mask: Tensor | None, is_causal: bool, query: Tensor
-    ) -> bool:
-        """Return whether attention within samples is causal, by the masks that the ranks' models made from their shards.
-
-        Raises: StepError on every rank if a mask is unknown, or if the model lets samples attend to each other.
-        """
-        if self.packed_causal is not None:
-            return self.packed_causal
-        meaning = packed.causal(mask, is_causal)
-        causal, keeps_apart = meaning or (is_causal, True)
-        own_flags = [meaning is None, packed.splits_here and not keeps_apart, causal]
-        gathered = torch.tensor(own_flags, dtype=torch.int64, device=query.device)
-        flags_by_rank = torch.stack(all_parts(gathered, self.sharing.group)).tolist()
-        if any(flags[0] or flags[2] != flags_by_rank[0][2] for flags in flags_by_rank):
-            raise StepError(
-                f"the positions of this context-parallel block restart, so samples are packed into its sequences, and attention was given "
-                f"{'no mask' if mask is None else f'a mask of shape {tuple(mask.shape)}'} from which ranks cannot tell how samples attend "
-                "to themselves. Use hasten.data.packed_attention_mask(position_ids), or a model of transformers with use_cache=False and "
-                "without attention_mask; or set cp_size=1."
-            )
-        if any(flags[1] for flags in flags_by_rank):
-            raise StepError(
-                "the positions of this context-parallel block restart, so samples are packed into its sequences, but attention was called "
-                "without a mask that keeps them apart: samples would attend to each other. Pass "
-                "hasten.data.packed_attention_mask(position_ids) as attn_mask, or positions that do not restart."
-            )
-        self.packed_causal = causal
-        return causal
+        if not self.has_begun:
+            self.has_begun = True
+            self.begin()
 
     def _read_mask(
-        self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor
+        self, mask: Tensor | None, causal: bool, queries: int, keys: int
     ) -> tuple[Tensor | None, bool]:
-        """Return this rank's shard of a mask of keys, if any rank has one, and whether attention is causal."""
-        problem: StepError | None = None
-        meaning: Tensor | Literal["causal"] | None = None
-        if mask is not None:
-            try:
-                meaning = self.masks.read(
-                    mask, query.shape[_LENGTH], key.shape[_LENGTH]
-                )
-            except StepError as error:
-                if not self.padded:
-                    raise
-                problem = error
-        key_mask = (
-            meaning
-            if isinstance(meaning, Tensor)
-            else self.hidden
-            if causal and mask is None
-            else None
-        )
-        causal = causal or isinstance(meaning, str)
-        if self.padded:
-            key_mask = self._agree_on_mask(key_mask, causal, problem, query, key)
-        return key_mask, causal
-
-    def _agree_on_mask(
-        self,
-        key_mask: Tensor | None,
-        causal: bool,
-        problem: StepError | None,
-        query: Tensor,
-        key: Tensor,
-    ) -> Tensor | None:
-        """Return the mask of keys in the same form on every rank; ranks without a mask get one that hides nothing.
-
-        Raises: StepError on every rank if the masks of two ranks contradict each other.
-        """
-        mask_sizes = (
-            [0] * 6
-            if key_mask is None
-            else [
-                1,
-                key_mask.dtype == torch.bool,
-                *[1] * (4 - key_mask.ndim),
-                *key_mask.shape,
-            ]
-        )
-        gathered = torch.tensor(
-            [problem is not None, *mask_sizes[:4], causal],
-            dtype=torch.int64,
-            device=query.device,
-        )
-        rows_by_rank = torch.stack(all_parts(gathered, self.sharing.group)).tolist()
-        if any(row[0] for row in rows_by_rank):
-            raise problem or StepError(
-                "another rank of this sequence received an attention mask that cannot be completed for this rank, so this rank stops "
-                "too; see the error of that rank."
+        """Return the mask of keys of whole sequences, if there is one, and whether attention is causal."""
+        group, layout = self.sharing.group, self.sharing.layout
+        if mask is None:
+            is_hidden = (
+                self.key_mask is not None
+                and self.key_mask.shape[-1] == keys * group.size()
             )
-        if any(row[5] != causal for row in rows_by_rank):
-            raise StepError(
-                "ranks of one sequence disagree whether attention is causal, because the model computes different masks from their "
-                "parts. With padding on the right a causal model needs no mask: do not pass attention_mask, and set the labels of "
-                "padding to -100."
-            )
-        rows = [row for row in rows_by_rank if row[1]]
-        if not rows or key_mask is not None:
-            return key_mask
-        shape = (
-            max(row[3] for row in rows),
-            max(row[4] for row in rows),
-            1,
-            key.shape[_LENGTH],
-        )
-        if rows[0][2]:
-            return torch.ones(shape, dtype=torch.bool, device=query.device)
-        return torch.zeros(shape, dtype=query.dtype, device=query.device)
+            return (self.key_mask if is_hidden else None), causal
+        meaning = self.masks.read(mask, queries, keys)
+        if isinstance(meaning, str):
+            return None, True
+        return in_order(torch.cat(all_parts(meaning, group), -1), layout, -1), causal
 
     def _check_lengths(self, queries: int, keys: int) -> None:
         wrong_length = next(
@@ -303,38 +185,18 @@ class SequenceAttention:
         value: Tensor,
         key_mask: Tensor | None,
         dropout_p: float,
-        attention_call: AttentionCall,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
-        """Compute attention in one call over all keys, ordered by the ranks that hold them."""
-        group, layout = self.sharing.group, self.sharing.layout
-        mask = None if key_mask is None else torch.cat(all_parts(key_mask, group), -1)
-        if self.packed is not None:
-            mask = self.packed.mask(attention_call.causal, True, query.device)
-        elif attention_call.causal:
-            length = key.shape[_LENGTH] * layout.ranks
-            positions_by_rank = [
-                layout.positions(rank, length) for rank in range(layout.ranks)
-            ]
-            query_positions = torch.tensor(
-                positions_by_rank[group.rank()], device=query.device
-            ).unsqueeze(-1)
-            mask = _combine_masks(
-                mask,
-                query_positions
-                >= torch.tensor(
-                    [
-                        position
-                        for rank_positions in positions_by_rank
-                        for position in rank_positions
-                    ],
-                    device=query.device,
-                ),
-            )
-        key, value = (
-            collect(key, key.ndim - 2, group),
-            collect(value, value.ndim - 2, group),
-        )
-        gqa = query.shape[_HEADS] != key.shape[_HEADS]
+        """Compute attention in one call over all keys, in the order of the sequence."""
+        key = self.sharing.whole(key, key.ndim + _LENGTH)
+        value = self.sharing.whole(value, value.ndim + _LENGTH)
+        mask = key_mask
+        if causal:
+            length, rank = key.shape[_LENGTH], self.sharing.group.rank()
+            positions = torch.arange(length, device=query.device)
+            query_positions = positions[self.sharing.layout.positions(rank, length)]
+            mask = _combine_masks(mask, query_positions[:, None] >= positions)
         return self.original(
             query,
             key,
@@ -342,8 +204,8 @@ class SequenceAttention:
             mask,
             dropout_p,
             False,
-            scale=attention_call.scale,
-            enable_gqa=gqa,
+            scale=scale,
+            enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
         )
 
     def _attend_by_heads(
@@ -353,7 +215,8 @@ class SequenceAttention:
         value: Tensor,
         key_mask: Tensor | None,
         dropout_p: float,
-        attention_call: AttentionCall,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
         """Compute attention over whole sequences for a subset of the heads, between two exchanges."""
         group, ranks = self.sharing.group, self.sharing.layout.ranks
@@ -366,30 +229,19 @@ class SequenceAttention:
             )
         if key.shape[_HEADS] % ranks:
             repeats = heads // key.shape[_HEADS]
-            key, value = (
-                key.repeat_interleave(repeats, _HEADS),
-                value.repeat_interleave(repeats, _HEADS),
-            )
+            key = key.repeat_interleave(repeats, _HEADS)
+            value = value.repeat_interleave(repeats, _HEADS)
         head_dim, length_dim = query.ndim + _HEADS, query.ndim + _LENGTH
         query, key, value = (
             swap(t, head_dim, length_dim, group) for t in (query, key, value)
         )
-        mask = None if key_mask is None else torch.cat(all_parts(key_mask, group), -1)
-        causal = attention_call.causal
-        if self.packed is not None:
-            mask, causal = self.packed.mask(causal, False, query.device), False
-        elif mask is not None:
-            mask = self._own_heads(mask)
-            if causal:
-                length = query.shape[_LENGTH]
-                mask = _combine_masks(
-                    mask,
-                    torch.ones(
-                        length, length, dtype=torch.bool, device=query.device
-                    ).tril(),
-                )
-                causal = False
-        gqa = query.shape[_HEADS] != key.shape[_HEADS]
+        mask = None if key_mask is None else self._own_heads(key_mask)
+        if causal and mask is not None:
+            length = query.shape[_LENGTH]
+            visible_keys = torch.ones(
+                length, length, dtype=torch.bool, device=query.device
+            ).tril()
+            mask, causal = _combine_masks(mask, visible_keys), False
         mixed = self.original(
             query,
             key,
@@ -397,8 +249,8 @@ class SequenceAttention:
             mask,
             dropout_p,
             causal,
-            scale=attention_call.scale,
-            enable_gqa=gqa,
+            scale=scale,
+            enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
         )
         return swap(mixed, length_dim, head_dim, group)
 

@@ -21,9 +21,8 @@ from hasten.strategies.context.attention import SequenceGroup
 from hasten.strategies.context.calls import CallHook, OpenBlock
 from hasten.strategies.context.masks import (
     IGNORED,
-    Contents,
+    BufferFlags,
     MaskReader,
-    PackedSamples,
     inspect_buffers,
 )
 from hasten.strategies.context.ops import shard_of_rank
@@ -116,20 +115,17 @@ class ContextParallel:
         group = sequence_comm.group
         kept_buffer_ids = {id(tensor) for tensor in keep_sharded}
         whole_buffers = [(tensor.data, dim) for tensor, dim in buffer_dims]
-        read_contents, given_labels = (
-            inspect_buffers(whole_buffers),
-            self._check_labels(buffer_dims, labels),
-        )
+        read_flags = inspect_buffers(whole_buffers)
+        labels_index = self._index_of_labels(buffer_dims, labels)
 
-        def begin() -> tuple[bool, PackedSamples | None]:
-            contents = read_contents()
-            finds_labels = isinstance(labels, str)
-            shard_labels = (
-                self._find_labels(buffer_dims, whole_buffers, contents)
-                if finds_labels
-                else given_labels
-            )
-            return self._begin(whole_buffers, contents, shard_labels, sequence_comm)
+        def begin() -> None:
+            buffer_flags = read_flags()
+            _refuse_packed(buffer_flags)
+            index = labels_index
+            if isinstance(labels, str):
+                index = self._find_labels(whole_buffers, buffer_flags)
+            if index is not None:
+                self._weigh_loss(buffer_dims[index][0], whole_buffers[index][0])
 
         try:
             for tensor, dim in buffer_dims:
@@ -157,7 +153,7 @@ class ContextParallel:
                 self._rank,
                 open_buffers,
                 attention,
-                lambda: read_contents().counting,
+                read_flags,
                 self._weigh_loss,
             )
             with self._patch.replaced(attention):
@@ -232,32 +228,30 @@ class ContextParallel:
                         "DistributedDataParallelKwargs(broadcast_buffers=False)."
                     )
 
-    def _check_labels(
+    def _index_of_labels(
         self,
         buffer_dims: list[tuple[Tensor, int]],
         labels: Tensor | Literal["auto"] | None,
-    ) -> Tensor | None:
-        """Return the caller's labels, which determine the weight of this rank's loss; None without labels."""
+    ) -> int | None:
+        """Return the index of the caller's labels, which determine the weight of this rank's loss; None without labels."""
         if not isinstance(labels, Tensor):
             return None
-        if any(tensor is labels for tensor, _ in buffer_dims):
-            return labels
+        for index, (tensor, _) in enumerate(buffer_dims):
+            if tensor is labels:
+                return index
         raise ConfigError(
             "context_parallel(labels=...) is not one of the buffers, so it would not be split; add it to the buffers with its sequence "
             "dimension."
         )
 
     def _find_labels(
-        self,
-        buffer_dims: list[tuple[Tensor, int]],
-        whole_buffers: list[tuple[Tensor, int]],
-        contents: Contents,
-    ) -> Tensor | None:
-        """Return the buffer with ignored labels, which determines the weight of this rank's loss; None if there is none."""
+        self, whole_buffers: list[tuple[Tensor, int]], buffer_flags: list[BufferFlags]
+    ) -> int | None:
+        """Return the index of the buffer with ignored labels, which determines the weight of this rank's loss; None if there is none."""
         label_indices = [
             buffer_index
-            for buffer_index, is_ignoring in enumerate(contents.ignoring)
-            if is_ignoring
+            for buffer_index, flags in enumerate(buffer_flags)
+            if flags.has_ignored_labels
         ]
         if any(
             not torch.equal(
@@ -270,68 +264,12 @@ class ContextParallel:
                 f"{len(label_indices)} buffers of context_parallel() hold labels of {IGNORED}, in different numbers, so it is unclear over "
                 "which of them the loss is averaged. Pass it: context_parallel(..., labels=shift_labels)."
             )
-        return buffer_dims[label_indices[0]][0] if label_indices else None
-
-    def _begin(
-        self,
-        whole_buffers: list[tuple[Tensor, int]],
-        contents: Contents,
-        shard_labels: Tensor | None,
-        sequence_comm: ProcessGroupComm,
-    ) -> tuple[bool, PackedSamples | None]:
-        """Set the weight of this rank's loss; return whether padding must be masked, and the packed samples. Ranks: the sequence's."""
-        self._clock.weights.share = (
-            None
-            if shard_labels is None
-            else self._compute_label_share(shard_labels, sequence_comm)
-        )
-        packed_samples = self._find_packed_samples(whole_buffers, contents)
-        return contents.padded and packed_samples is None, packed_samples
-
-    def _find_packed_samples(
-        self, whole_buffers: list[tuple[Tensor, int]], contents: Contents
-    ) -> PackedSamples | None:
-        """Return the samples packed into the sequences, by the positions that restart; None if no buffer has such positions."""
-        position_buffers = [
-            whole_buffer
-            for whole_buffer, one in zip(
-                whole_buffers, contents.restarting, strict=True
-            )
-            if one
-        ]
-        if not position_buffers:
-            return None
-        positions, dim = position_buffers[0]
-        if (
-            positions.ndim > 2
-            or dim != positions.ndim - 1
-            or any(not torch.equal(positions, one) for one, _ in position_buffers)
-        ):
-            raise StepError(
-                f"{len(position_buffers)} buffers of this context-parallel block count up from 0 and restart, like the positions of several samples "
-                f"packed into one sequence, and their shapes are {', '.join(str(tuple(one.shape)) for one, _ in position_buffers)}; which samples "
-                "attend to themselves is unclear. Pass one buffer of positions, (batch, length), or set cp_size=1."
-            )
-        return PackedSamples(positions, self._layout, self._rank)
+        return label_indices[0] if label_indices else None
 
     def _count_labels(self, whole_labels: Tensor, dim: int) -> Tensor:
         """Return the number of labels in each chunk that the loss does not ignore."""
         chunks = whole_labels.chunk(self._layout.num_chunks, dim)
         return torch.stack([(chunk != IGNORED).sum() for chunk in chunks])
-
-    def _compute_label_share(
-        self, shard_labels: Tensor, sequence_comm: ProcessGroupComm
-    ) -> Tensor:
-        """Return this rank's share of the labels times the number of ranks: the weight of its mean loss. Ranks: the sequence's."""
-        num_labels = (
-            (shard_labels != IGNORED).sum().to(sequence_comm.device, torch.float32)
-        )
-        total_labels = sequence_comm.all_reduce(num_labels.clone())
-        return torch.where(
-            total_labels == 0,
-            total_labels,
-            num_labels * self._layout.ranks / total_labels,
-        )
 
     def _weigh_loss(self, shard_labels: Tensor, all_labels: Tensor) -> None:
         """Weigh this rank's mean loss by its share of the labels; needs no collective, as each rank has all labels."""
@@ -352,6 +290,14 @@ class ContextParallel:
                 "torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa'), or "
                 "cp_size=1."
             )
+
+
+def _refuse_packed(buffer_flags: list[BufferFlags]) -> None:
+    if any(flags.restarts_positions for flags in buffer_flags):
+        raise StepError(
+            "the positions of this context-parallel block restart, so samples are packed into its sequences; samples would attend to each "
+            "other over the ranks. Do not pack samples, or set cp_size=1."
+        )
 
 
 def _restore_buffer(tensor: Tensor, whole_data: Tensor, dim: int) -> None:

@@ -306,11 +306,6 @@ def _add_hook(
             "comm_hook='bf16' averages in bfloat16, which only the NCCL backend supports; this run uses "
             f"{dist.get_backend(group)}. Use comm_hook='fp16' or 'power_sgd', or no hook."
         )
-    if config.comm_hook == "batched_power_sgd" and not _batched_power_sgd_works():
-        raise ConfigError(
-            f"comm_hook='batched_power_sgd' fails with an assertion in torch {torch.__version__}, because of a matrix of the wrong "
-            "rank; use comm_hook='power_sgd'."
-        )
     model.register_comm_hook(*comm_hook(config, group))
 
 
@@ -337,12 +332,3 @@ def comm_hook(
     if config.comm_wrapper != "no":
         hook = wrappers[config.comm_wrapper](hook)
     return state, hook
-
-
-def _batched_power_sgd_works() -> bool:
-    """Return whether torch's orthogonalisation accepts the 2-D matrix of its batched hook (2.11 to 2.13 do not)."""
-    try:
-        powerSGD_hook._orthogonalize(torch.ones(2, 1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    except AssertionError:
-        return False
-    return True

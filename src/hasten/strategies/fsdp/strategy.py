@@ -47,8 +47,6 @@ from hasten.strategies.fsdp.shard_groups import (
     owned_parameters,
 )
 from hasten.strategies.gradient_hooks import (
-    carry_hooks,
-    hooks_to_carry,
     refuse_gradient_hooks,
     refuse_later_hooks,
 )
@@ -130,7 +128,6 @@ class ShardModel:
             layout = self._decide(model, precision, ctx)
         source = source_of(model, self._config, ctx)
         self._remember(model)
-        hooks = hooks_to_carry(model, layout.whole)
         _make_dense(model, layout.whole)
         if source is not WeightSource.RANK_0 and self._config.sync_module_states:
             copy_from_rank_0(model, ctx)
@@ -152,7 +149,6 @@ class ShardModel:
         elif source is WeightSource.NO_RANK:
             fill_by_function(model, self._config)
         self._remember(model)
-        carry_hooks(model, hooks)
         refuse_later_hooks(model)
         average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
         if ctx.is_main:

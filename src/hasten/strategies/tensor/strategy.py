@@ -22,11 +22,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import PrepareRequest, Stage
-from hasten.strategies.gradient_hooks import (
-    carry_hooks,
-    hooks_to_carry,
-    refuse_gradient_hooks,
-)
+from hasten.strategies.gradient_hooks import refuse_gradient_hooks
 from hasten.strategies.tensor.forwards import (
     SplitForward,
     SummedGradients,
@@ -87,15 +83,12 @@ class SplitLayers:
                     is None
                 ):
                     load("public_names", "use_chunked_loss")(model, head)
-            whole_parameters = _unsplit_parameters(model, split)
-            refuse_gradient_hooks(model, whole_parameters)
+            refuse_gradient_hooks(model, _unsplit_parameters(model, split))
         if source_of(model, self._fsdp, ctx) is WeightSource.RANK_0:
             _allocate_meta_tensors(model, ctx)
         copy_from_rank_0(model, ctx)
         mesh = self._mesh.along(ctx, Axis.TP)
-        hooks = hooks_to_carry(model, whole_parameters)
         _split_layers(model, split, mesh, ctx.device)
-        carry_hooks(model, hooks)
         for parent, values in split.attributes.items():
             vars(model.get_submodule(parent)).update(values)
         for layer in model.modules():

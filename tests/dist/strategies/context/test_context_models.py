@@ -140,33 +140,20 @@ def test_models_of_transformers_train_unchanged(
 
 @ranks(2)
 def test_hidden_padding_is_refused(ctx: ProcessContext) -> None:
-    net = llama()
-    tokens = torch.ones(1, 8, dtype=torch.long)
-    # the first rank has no padding, and must not wait for the other
-    keep = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
-    positions = torch.arange(8).view(1, 8)
-    block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
-    with pytest.raises(StepError, match="do not pass attention_mask"), block:
-        net(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=keep,
-            use_cache=False,
-        )
-    keep = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
-    block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
-    with (
-        pytest.raises(
-            StepError, match=("another rank", "do not pass attention_mask")[ctx.rank]
-        ),
-        block,
-    ):
-        net(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=keep,
-            use_cache=False,
-        )
+    accelerator = spread("ulysses")
+    net = accelerator.prepare(llama())
+    tokens, positions = torch.ones(1, 8, dtype=torch.long), torch.arange(8).view(1, 8)
+    for hidden in (slice(0, 3), slice(0, 1), slice(3, 5)):
+        keep = torch.ones(1, 8, dtype=torch.long)
+        keep[:, hidden] = 0
+        block = accelerator.context_parallel([tokens, positions, keep], [1, 1, 1])
+        with pytest.raises(StepError, match="Pad sequences on the right"), block:
+            net(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=keep,
+                use_cache=False,
+            )
 
 
 @ranks(2)

@@ -90,16 +90,16 @@ def test_meta_weights_are_filled_by_a_load(ctx: ProcessContext, tmp_path: Path) 
 
 
 @ranks(2)
-def test_hooks_on_split_parameters_are_carried_or_refused(ctx: ProcessContext) -> None:
+def test_hooks_on_split_parameters_are_called_or_refused(ctx: ProcessContext) -> None:
     seen: list[bool] = []
     net = built()
 
     def note(parameter: Tensor) -> None:
         seen.append(is_dtensor(parameter.grad))
 
-    net.get_parameter("blocks.0.up.weight").register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
     accelerator = split(ctx)
     model = accelerator.prepare(net)
+    model.get_parameter("blocks.0.up.weight").register_post_accumulate_grad_hook(note)
     accelerator.backward(next_token_loss(model(TOKENS), TOKENS))
     assert seen == [True]
     hooked = built()

@@ -58,7 +58,7 @@ class SequenceSplitter:
             found["position_ids"] = torch.arange(length).expand(
                 found[name].shape[0], -1
             )
-        if any(inspect_buffers([(found["position_ids"], 1)])().restarting):
+        if inspect_buffers([(found["position_ids"], 1)])()[0].restarts_positions:
             raise StepError(
                 "position_ids restart, so several sequences are packed into one and would attend to each other (sp_size > 1). Unpack them."
             )

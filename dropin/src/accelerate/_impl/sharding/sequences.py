@@ -62,7 +62,7 @@ class SpannedAttention:
             "ulysses",
             frozenset(),
             MaskReader(layout),
-            begin=lambda: (False, None),
+            begin=lambda: None,
         )
         self._ranks, self._lengths, self._reading_parts = (
             comm.size,
