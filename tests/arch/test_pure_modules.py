@@ -41,7 +41,6 @@ NEEDS_TORCH: Final = MappingProxyType(
         "launch.elastic.handler": "torch's elastic rendezvous over a store of ours, imported by launch.elastic.agent alone",
         "launch.elastic.torch_agent": "the seam to torch's elastic agent, imported by launch.elastic.agent alone",
         "launch.elastic.rendezvous": "part of the agent: the meeting of a job's hosts",
-        "launch.cluster.task": "the first code of a rank under srun, mpirun or jsrun; started by name, imported by no module",
     }
 )
 LAZY: Final = "hasten.lazy"

@@ -112,7 +112,6 @@ CASES: Final[dict[str, Case]] = {
         CPU,
         mpi=Mpi("mpich", ("node1", "node2")),
     ),
-    "lsf": Case("train.py", GPUS, {"LSB_JOBID": "77", "LSB_MCPU_HOSTS": "gpu01 8 gpu02 8", "HOSTNAME": "gpu02"}),
     "kubernetes": Case(
         "train.py",
         GPUS,

@@ -34,7 +34,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Description of one machine, or of one task started by a cluster's launcher."""
+    """Description of one machine."""
 
     host: str
     address: str
@@ -67,7 +67,6 @@ def gather_reports(
     report: Report,
     *,
     timeout_s: float,
-    name: Callable[[int], str],
     waiting: Callable[[str], None] = lambda words: None,
 ) -> list[Report]:
     """Return every participant's report, in order of index.
@@ -79,10 +78,10 @@ def gather_reports(
         rival_report = Report.decode(store.get(f"report/{index}"))
         _fail(
             store,
-            f"{_place(report)} and {_place(rival_report)} both claim to be {name(index)} of {count}",
+            f"{_place(report)} and {_place(rival_report)} both claim to be machine {index} of {count}",
         )
     store.set(f"report/{index}", report.encode())
-    _wait_for_all(store, count, timeout_s=timeout_s, name=name, waiting=waiting)
+    _wait_for_all(store, count, timeout_s=timeout_s, waiting=waiting)
     return [Report.decode(store.get(f"report/{i}")) for i in range(count)]
 
 
@@ -97,7 +96,6 @@ def _wait_for_all(
     count: int,
     *,
     timeout_s: float,
-    name: Callable[[int], str],
     waiting: Callable[[str], None],
 ) -> None:
     """Wait until all participants have reported, logging the missing ones; raise if any of them found a fault."""
@@ -110,7 +108,9 @@ def _wait_for_all(
             return
         elapsed = time.monotonic() - start
         if elapsed > min(timeout_s, next_word):
-            missing = [name(i) for i, key in enumerate(keys) if not store.check([key])]
+            missing = [
+                f"machine {i}" for i, key in enumerate(keys) if not store.check([key])
+            ]
             words = f"{', '.join(missing)} of {count}"
             if elapsed > timeout_s:
                 raise LaunchError(
@@ -195,9 +195,9 @@ def check_agreement(
         )
 
 
-def rank_table(reports: Sequence[Report], unit: str = "machine") -> str:
-    """Return an aligned table of the machines (or the tasks of another launcher) and the ranks on each."""
-    rows = [(unit, "ranks", "host", "address", "device")]
+def rank_table(reports: Sequence[Report]) -> str:
+    """Return an aligned table of the machines and the ranks on each."""
+    rows = [("machine", "ranks", "host", "address", "device")]
     for index, (report, first) in enumerate(
         zip(reports, _first_ranks(reports), strict=True)
     ):

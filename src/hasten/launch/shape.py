@@ -1,6 +1,6 @@
 """Number of machines and processes of a launch, with their devices and threads; decided once for every launcher.
 
-The machines and ranks that a cluster has allocated are read from the variables of SLURM, MPI, LSF and Kubernetes.
+The machines and ranks that a cluster has allocated are read from the variables of SLURM, MPI and Kubernetes.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def elsewhere(request: LaunchRequest, host: Host, per_machine: int | None) -> Jo
     )
 
 
-def worker_argv(
-    target: Target, host: Host, bootstrap: str = "hasten.launch.worker"
-) -> tuple[str, ...]:
+def worker_argv(target: Target, host: Host) -> tuple[str, ...]:
     """Return the command of one process: the program itself, or Python with hasten's bootstrap before it."""
     if target.no_python and target.module:
         raise ConfigError(
@@ -81,7 +79,10 @@ def worker_argv(
     if target.no_python:
         return (target.name, *target.args)
     module = ("-m",) if target.module else ()
-    return (host.python, "-m", bootstrap, *module, target.name, *target.args)
+    return (
+        *(host.python, "-m", "hasten.launch.worker"),
+        *(*module, target.name, *target.args),
+    )
 
 
 def _machines(launch: LaunchConfig, allocation: Allocation) -> tuple[int, int]:
@@ -269,13 +270,7 @@ def read_allocation(env: Mapping[str, str]) -> Allocation:
 
     Raises: TopologyError if the variables contradict each other.
     """
-    return (
-        _elastic_pods(env)
-        or _pods(env)
-        or _tasks(env)
-        or _lsf_hosts(env)
-        or Allocation()
-    )
+    return _elastic_pods(env) or _pods(env) or _tasks(env) or Allocation()
 
 
 def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
@@ -340,11 +335,11 @@ def _pods(env: Mapping[str, str]) -> Allocation | None:
 
 
 def _tasks(env: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of a command started by srun, mpirun or jsrun: one per machine, or one per rank."""
+    """Return the allocation of a command started by srun or mpirun: one per machine, or one per rank."""
     if "LOCAL_RANK" in env:
         return None
     topology = Topology.from_env(env)
-    if topology.source not in ("slurm", "mpi", "lsf") or topology.world_size == 1:
+    if topology.source not in ("slurm", "mpi") or topology.world_size == 1:
         return None
     if topology.local_world_size > 1:
         return Allocation(source=topology.source, rank=topology)
@@ -356,27 +351,6 @@ def _tasks(env: Mapping[str, str]) -> Allocation | None:
         machine_rank=topology.rank,
         address=address,
         port=port,
-    )
-
-
-def _lsf_hosts(env: Mapping[str, str]) -> Allocation | None:
-    """Return the allocation of one command per host under LSF's blaunch; the position in the host list is the rank."""
-    hosts = list(dict.fromkeys(env.get("LSB_MCPU_HOSTS", "").split()[::2]))
-    name = env.get("HOSTNAME", "")
-    if len(hosts) < 2 or "LSB_JOBID" not in env:
-        return None
-    rank = next(
-        (i for i, host in enumerate(hosts) if host.split(".")[0] == name.split(".")[0]),
-        None,
-    )
-    job = env.get("LSB_JOBID", "0")
-    return Allocation(
-        source="LSF",
-        num_machines=len(hosts),
-        min_machines=len(hosts),
-        machine_rank=rank,
-        address=hosts[0],
-        port=12000 + int(job if job.isdecimal() else 0) * 31 % 20000,
     )
 
 

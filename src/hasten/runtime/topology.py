@@ -1,19 +1,19 @@
 """Rank, world size and node of this process, parsed from the launcher's environment variables. Does not import torch.
 
 Sources in order of precedence: RANK and WORLD_SIZE (torchrun, the Kubernetes torch operator, anything that
-sets torch's variables), MPI (Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS), LSF's jsrun, SLURM's srun, bare PMI,
-XLA, PET_* and JOB_COMPLETION_INDEX (a Kubernetes pod in which torchrun was not called). MPI precedes SLURM because mpirun inside a SLURM job
+sets torch's variables), MPI (Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS), SLURM's srun, XLA, PET_* and
+JOB_COMPLETION_INDEX (a Kubernetes pod in which torchrun was not called). MPI precedes SLURM because mpirun inside a SLURM job
 starts its daemons with srun, whose variables then describe the daemons, not the workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Final, Literal, Self, assert_never
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from hasten.errors import TopologyError
-from hasten.runtime.nodelist import expand_hosts, expand_tasks
+from hasten.runtime.nodelist import expand_tasks, first_host
 
 
 def number(env: Mapping[str, str], name: str) -> int | None:
@@ -31,25 +31,21 @@ def number(env: Mapping[str, str], name: str) -> int | None:
 
 def first(env: Mapping[str, str], *names: str) -> int | None:
     """Return the number in the first variable of `names` that is set."""
-    return next(
-        (found for name in names if (found := number(env, name)) is not None), None
-    )
+    for name in names:
+        if name in env:
+            return number(env, name)
+    return None
 
 
-def companion(env: Mapping[str, str], name: str, beside: str) -> int:
-    """Return the number in variable `name`, which is required because `beside` is set."""
-    value = number(env, name)
+def companion(env: Mapping[str, str], beside: str, *names: str) -> int:
+    """Return the number in the first of `names` that is set; one is required because `beside` is set."""
+    value = first(env, *names)
     if value is None:
-        raise missing(env, name, beside)
+        raise TopologyError(
+            f"{beside}={env.get(beside)} is set but {names[-1]} is not, so the place of this process in the job is unclear. "
+            f"Export {names[-1]} as well, or unset {beside} to run alone."
+        )
     return value
-
-
-def missing(env: Mapping[str, str], name: str, beside: str) -> TopologyError:
-    """Return the error for a missing variable `name` that is required because `beside` is set."""
-    return TopologyError(
-        f"{beside}={env.get(beside)} is set but {name} is not, so the place of this process in the job is unclear. "
-        f"Export {name} as well, or unset {beside} to run alone."
-    )
 
 
 def contradiction(
@@ -62,7 +58,7 @@ def contradiction(
     )
 
 
-Source = Literal["single", "torch", "kubernetes", "slurm", "mpi", "lsf", "xla"]
+Source = Literal["single", "torch", "kubernetes", "slurm", "mpi", "xla"]
 
 DEFAULT_PORT: Final = 29500
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
@@ -105,15 +101,16 @@ class Topology:
             )
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Self:
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
         """Return the topology described by `env`; a single process if nothing describes one.
 
         Raises: TopologyError with the variable and its value if it is not a number, its companion is missing,
         or it contradicts another variable.
         """
         for variables, parse in _SOURCES:
-            if not variables.isdisjoint(env) and (found := parse(env)) is not None:
-                return cls(**{name: getattr(found, name) for name in cls.__slots__})
+            topology = None if variables.isdisjoint(env) else parse(env)
+            if topology is not None:
+                return topology
         return cls()
 
     @property
@@ -144,16 +141,16 @@ def _torch(env: Mapping[str, str]) -> Topology | None:
     # scripts for several processes say so that there is one
     if env.get("LOCAL_RANK") == "-1" and "RANK" not in env:
         return None
-    rank, world_size = (
-        companion(env, "RANK", "LOCAL_RANK"),
-        companion(env, "WORLD_SIZE", "RANK"),
-    )
-    node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
+    rank = companion(env, "LOCAL_RANK", "RANK")
+    world_size = companion(env, "RANK", "WORLD_SIZE")
     if "LOCAL_RANK" not in env:
         return _torch_without_local_rank(env, rank, world_size)
     local_world_size = _local_world_size(env, world_size)
-    groups = number(env, "GROUP_WORLD_SIZE")
-    if node_rank is not None and groups is not None and node_rank >= groups:
+    node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
+    num_nodes = number(env, "GROUP_WORLD_SIZE")
+    if node_rank is None:
+        node_rank = rank // local_world_size
+    elif num_nodes is not None and node_rank >= num_nodes:
         raise contradiction(
             env,
             "GROUP_RANK",
@@ -163,9 +160,9 @@ def _torch(env: Mapping[str, str]) -> Topology | None:
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=companion(env, "LOCAL_RANK", "RANK"),
+        local_rank=companion(env, "RANK", "LOCAL_RANK"),
         local_world_size=local_world_size,
-        node_rank=rank // local_world_size if node_rank is None else node_rank,
+        node_rank=node_rank,
         rendezvous=_rendezvous(env, alone=local_world_size == world_size),
         source="torch",
         restart_count=number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
@@ -182,38 +179,36 @@ def _torch_without_local_rank(
             f"RANK={rank} numbers this pod, and PET_NPROC_PER_NODE={per_node!r} asks for several processes in it, but LOCAL_RANK "
             f"is not set: the pod's command did not start them. Run the script under torchrun or `hasten launch`."
         )
-    here = env.get("MASTER_ADDR") in _LOOPBACK and "KUBERNETES_SERVICE_HOST" not in env
-    note = "RANK is set without LOCAL_RANK: "
+    if env.get("MASTER_ADDR") in _LOOPBACK and "KUBERNETES_SERVICE_HOST" not in env:
+        return Topology(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            local_world_size=world_size,
+            rendezvous=_rendezvous(env, alone=world_size == 1),
+            source="torch",
+            note="RANK is set without LOCAL_RANK: MASTER_ADDR is this machine, so every rank is on it",
+        )
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=rank if here else 0,
-        local_world_size=world_size if here else 1,
-        node_rank=0 if here else rank,
+        node_rank=rank,
         rendezvous=_rendezvous(env, alone=world_size == 1),
-        source="torch" if here else "kubernetes",
-        note=note
-        + (
-            "MASTER_ADDR is this machine, so every rank is on it"
-            if here
-            else "one process on each node"
-        ),
+        source="kubernetes",
+        note="RANK is set without LOCAL_RANK: one process on each node",
     )
 
 
 def _local_world_size(env: Mapping[str, str], world_size: int) -> int:
-    """Return the number of ranks on this node, from the first variable that provides it."""
-    given = first(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-    if given is not None:
-        return given
+    """Return the number of ranks on this node."""
+    local_world_size = number(env, "LOCAL_WORLD_SIZE")
+    if local_world_size is not None:
+        return local_world_size
     if world_size == 1 or env.get("MASTER_ADDR") in _LOOPBACK:
         return world_size
-    nodes = first(env, "GROUP_WORLD_SIZE", "NNODES", "PET_NNODES")
-    if nodes and world_size % nodes == 0:
-        return world_size // nodes
-    tasks, node = _slurm_tasks(env), number(env, "SLURM_NODEID")
-    if sum(tasks) == world_size and node is not None and node < len(tasks):
-        return tasks[node]
+    num_nodes = first(env, "GROUP_WORLD_SIZE", "NNODES")
+    if num_nodes and world_size % num_nodes == 0:
+        return world_size // num_nodes
     raise TopologyError(
         f"RANK={env['RANK']}, WORLD_SIZE={world_size} and LOCAL_RANK={env['LOCAL_RANK']} are set, but nothing says how many "
         f"processes share this node. Export LOCAL_WORLD_SIZE, or start the script with torchrun or `hasten launch`."
@@ -246,76 +241,41 @@ _MPI: Final = (
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-_OPEN_MPI_JOB: Final = "OMPI_MCA_ess_base_jobid"
-_JSM: Final = _Names(
-    "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_SIZE",
-    "JSM_NAMESPACE_LOCAL_RANK",
-    "JSM_NAMESPACE_LOCAL_SIZE",
-)
 
 
 def _mpi(env: Mapping[str, str]) -> Topology | None:
-    if _JSM.rank in env:
-        # jsrun sets Open MPI's variables too, but only the JSM variables include the hosts
-        return None
-    names = next((n for n in _MPI if n.rank in env and n.local_rank in env), None)
-    return _from_names(env, names, "mpi") if names else None
-
-
-def _lsf(env: Mapping[str, str]) -> Topology:
-    found = _from_names(env, _JSM, "lsf")
-    hosts = (
-        env.get("LSB_MCPU_HOSTS", "").split()[::2] or env.get("LSB_HOSTS", "").split()
-    )
-    # The first host of an LSF job runs the batch script; if it is a launch node it holds no ranks (one slot only).
-    slots = env.get("LSB_MCPU_HOSTS", "").split()[1::2]
-    host = next(
-        (h for h, n in zip(hosts, slots, strict=False) if n != "1"),
-        hosts[0] if hosts else None,
-    )
-    port = _job_port(env, "LSB_JOBID", None)
-    return replace(found, rendezvous=found.rendezvous or _address(env, host, port))
-
-
-def _pmi(env: Mapping[str, str]) -> Topology:
-    """Return the topology in PMI variables without a local rank, which is sufficient only for a single process."""
-    if companion(env, "PMI_SIZE", "PMI_RANK") == 1:
-        return Topology(source="mpi")
-    raise TopologyError(
-        f"PMI_RANK={env['PMI_RANK']} and PMI_SIZE={env['PMI_SIZE']} are set, but neither MPI_LOCALRANKID nor PMI_LOCAL_RANK: "
-        f"without its rank on the node a process would take a device of its neighbour. "
-        f"Export MPI_LOCALRANKID and MPI_LOCALNRANKS, or use torchrun, srun or `hasten launch`."
-    )
-
-
-def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topology:
-    rank, world_size = (
-        companion(env, names.rank, names.size),
-        companion(env, names.size, names.rank),
-    )
-    local_rank, local_world_size = (
-        number(env, names.local_rank),
-        number(env, names.local_size),
-    )
-    if local_rank is None or local_world_size is None:
-        raise TopologyError(
-            f"{names.rank}={rank} is set without {names.local_rank} and {names.local_size}, so the place of this process on "
-            f"its node is unknown. Export both, or use torchrun, srun or `hasten launch`."
-        )
+    """Return the topology in the variables of an MPI; None for PMI variables of srun, which SLURM's complete."""
+    for names in _MPI:
+        if names.rank in env and names.local_rank in env:
+            break
+    else:
+        return None if "SLURM_PROCID" in env else _mpi_without_local_rank(env)
+    rank = companion(env, names.local_rank, names.rank)
+    world_size = companion(env, names.rank, names.size)
+    local_world_size = companion(env, names.local_rank, names.local_size)
     node_rank = first(env, "NODE_RANK", "GROUP_RANK")
-    # Open MPI numbers its jobs, so that two jobs on one machine use different ports.
-    port = _job_port(env, _OPEN_MPI_JOB, None) if _OPEN_MPI_JOB in env else DEFAULT_PORT
+    if node_rank is None:
+        node_rank = rank // max(local_world_size, 1)
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=companion(env, names.rank, names.local_rank),
         local_world_size=local_world_size,
-        node_rank=rank // max(local_world_size, 1) if node_rank is None else node_rank,
-        rendezvous=_address(
-            env, "127.0.0.1" if local_world_size == world_size else None, port
-        ),
-        source=source,
+        node_rank=node_rank,
+        rendezvous=_rendezvous(env, alone=local_world_size == world_size),
+        source="mpi",
+    )
+
+
+def _mpi_without_local_rank(env: Mapping[str, str]) -> Topology:
+    """Return the topology without a rank on the node, which is sufficient only for a single process."""
+    names = next(names for names in _MPI if names.rank in env)
+    if companion(env, names.rank, names.size) == 1:
+        return Topology(source="mpi")
+    raise TopologyError(
+        f"{names.rank}={env[names.rank]} and {names.size}={env[names.size]} are set, but not {names.local_rank}: "
+        f"without its rank on the node a process would take a device of its neighbour. "
+        f"Export {names.local_rank} and {names.local_size}, or use torchrun, srun or `hasten launch`."
     )
 
 
@@ -329,11 +289,10 @@ def _slurm(env: Mapping[str, str]) -> Topology:
             else ""
         )
         return Topology(source="single", note=note)
-    rank, world_size = companion(env, "SLURM_PROCID", "SLURM_NTASKS"), _slurm_size(env)
-    local_rank, node_rank = (
-        companion(env, name, "SLURM_PROCID")
-        for name in ("SLURM_LOCALID", "SLURM_NODEID")
-    )
+    rank = companion(env, "SLURM_NTASKS", "SLURM_PROCID")
+    world_size = companion(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    local_rank = companion(env, "SLURM_PROCID", "SLURM_LOCALID")
+    node_rank = companion(env, "SLURM_PROCID", "SLURM_NODEID")
     tasks = _slurm_tasks(env)
     if tasks and (node_rank >= len(tasks) or sum(tasks) != world_size):
         raise TopologyError(
@@ -341,34 +300,27 @@ def _slurm(env: Mapping[str, str]) -> Topology:
             f"{env['SLURM_STEP_TASKS_PER_NODE']!r}: the variables come from different steps. Start the script with srun itself, "
             f"and do not export SLURM_* by hand."
         )
-    local_world_size = (
-        tasks[node_rank] if tasks else world_size // (number(env, "SLURM_NNODES") or 1)
-    )
-    list_name = next(
-        (
-            n
-            for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-            if env.get(n)
-        ),
-        None,
-    )
-    host = _expanded_hosts(env, list_name)[0] if list_name else None
+    if tasks:
+        local_world_size = tasks[node_rank]
+    else:
+        local_world_size = world_size // (number(env, "SLURM_NNODES") or 1)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    try:
+        host = first_host(nodes) if nodes else None
+    except ValueError as error:
+        raise TopologyError(
+            f"SLURM_STEP_NODELIST={nodes!r} cannot be read ({error}), so the host of rank 0 is unknown. "
+            f"Export MASTER_ADDR and MASTER_PORT, or correct it."
+        ) from error
     return Topology(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         node_rank=node_rank,
-        rendezvous=_address(env, host, _job_port(env, "SLURM_JOB_ID", "SLURM_STEP_ID")),
+        rendezvous=_address(env, host, _slurm_port(env)),
         source="slurm",
     )
-
-
-def _slurm_size(env: Mapping[str, str]) -> int:
-    size = first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    if size is None:
-        raise missing(env, "SLURM_NTASKS", "SLURM_PROCID")
-    return size
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> list[int]:
@@ -383,14 +335,10 @@ def _slurm_tasks(env: Mapping[str, str]) -> list[int]:
         ) from error
 
 
-def _expanded_hosts(env: Mapping[str, str], name: str) -> list[str]:
-    try:
-        return expand_hosts(env[name])
-    except ValueError as error:
-        raise TopologyError(
-            f"{name}={env[name]!r} cannot be read as a node list ({error}), so the host of rank 0 is unknown. "
-            f"Export MASTER_ADDR and MASTER_PORT, or correct {name}."
-        ) from error
+def _slurm_port(env: Mapping[str, str]) -> int:
+    """Return a port below the ephemeral range that is the same on every rank and differs between jobs and steps."""
+    job, step = number(env, "SLURM_JOB_ID") or 0, number(env, "SLURM_STEP_ID") or 0
+    return 12000 + (job * 31 + step) % 20000
 
 
 def tpu_workers(env: Mapping[str, str]) -> list[str]:
@@ -442,46 +390,27 @@ def _xla(env: Mapping[str, str]) -> Topology | None:
 
 
 def _pod(env: Mapping[str, str]) -> Topology | None:
-    """Return the topology of a pod whose PET_* variables are meant for torchrun, but which ran the script directly."""
-    nodes, per_node = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
-    if nodes == "1" and not (per_node.isdigit() and int(per_node) > 1):
-        return None
-    if nodes.isdigit() and per_node == "1":
-        index = first(env, "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
-        rank = companion(env, "PET_NODE_RANK", "PET_NNODES") if index is None else index
-        host = env.get("PET_MASTER_ADDR") or jobset_host(env)
-        return _one_of_pods(
-            env, rank, int(nodes), host, number(env, "PET_MASTER_PORT") or DEFAULT_PORT
-        )
-    raise TopologyError(
-        f"PET_NNODES={nodes!r} and PET_NPROC_PER_NODE={per_node!r} ask for more processes than this one, but RANK is not set: "
-        f"nothing started them. Run the script under torchrun or `hasten launch`, or unset the PET_* variables."
-    )
-
-
-def _indexed_pod(env: Mapping[str, str]) -> Topology | None:
-    """Return the topology of a pod of an indexed Job, as JobSet creates them: NNODES (or WORLD_SIZE) counts the pods.
+    """Return the topology of a pod that ran the script directly: PET_* or a Job's index, and the number of pods.
 
     Without that number, the indices belong to independent tasks.
     """
-    nodes = first(env, "NNODES", "WORLD_SIZE")
-    if nodes is None or nodes < 2:
+    names = [name for name in ("PET_NNODES", "NNODES", "WORLD_SIZE") if name in env]
+    num_pods = env[names[0]] if names else "1"
+    per_pod = env.get("PET_NPROC_PER_NODE", "1")
+    has_one_process = not per_pod.isdigit() or int(per_pod) <= 1
+    if num_pods == "1" and has_one_process:
         return None
-    return _one_of_pods(
-        env,
-        companion(env, "JOB_COMPLETION_INDEX", "NNODES"),
-        nodes,
-        jobset_host(env),
-        DEFAULT_PORT,
-    )
-
-
-def _one_of_pods(
-    env: Mapping[str, str], rank: int, num_pods: int, host: str | None, port: int
-) -> Topology:
+    if per_pod != "1" or (names[0] == "PET_NNODES" and not num_pods.isdigit()):
+        raise TopologyError(
+            f"PET_NNODES={num_pods!r} and PET_NPROC_PER_NODE={per_pod!r} ask for more processes than this one, but RANK is not set: "
+            f"nothing started them. Run the script under torchrun or `hasten launch`, or unset the PET_* variables."
+        )
+    rank = companion(env, names[0], "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+    host = env.get("PET_MASTER_ADDR") or jobset_host(env)
+    port = number(env, "PET_MASTER_PORT") or DEFAULT_PORT
     return Topology(
         rank=rank,
-        world_size=num_pods,
+        world_size=number(env, names[0]) or 1,
         node_rank=rank,
         rendezvous=_address(env, host, port),
         source="kubernetes",
@@ -503,56 +432,24 @@ def _rendezvous(env: Mapping[str, str], alone: bool) -> str | None:
 def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
     """Return tcp://host:port; MASTER_ADDR and MASTER_PORT take precedence over `host` and `port`."""
     host = env.get("MASTER_ADDR") or host
-    given = number(env, "MASTER_PORT")
-    if given is not None and not 0 < given < 65536:
+    master_port = number(env, "MASTER_PORT")
+    if master_port is not None and not 0 < master_port < 65536:
         raise TopologyError(
-            f"MASTER_PORT={given} is not a port; choose a free one between 1024 and 65535."
+            f"MASTER_PORT={master_port} is not a port; choose a free one between 1024 and 65535."
         )
     if host is None:
         return None
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{given or port}"
-
-
-def _job_port(env: Mapping[str, str], job: str, step: str | None) -> int:
-    """Return a port below the ephemeral range that is the same on every rank and differs between jobs and steps."""
-    key = (number(env, job) or 0) * 31 + ((number(env, step) or 0) if step else 0)
-    return 12000 + key % 20000
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{master_port or port}"
 
 
 def _check_range(
     name: str, value: int, size_name: str, size: int, source: Source
 ) -> None:
     if size < 1 or not 0 <= value < size:
-        variables = _variables(source, local=name.startswith("local"))
         raise TopologyError(
-            f"{name}={value} with {size_name}={size} is impossible (read from {variables}): ranks count from 0 to {size_name}-1. "
+            f"{name}={value} with {size_name}={size} is impossible (read from {source} variables): ranks count from 0 to {size_name}-1. "
             f"Make the variables agree, or unset those that another launcher left behind."
         )
-
-
-def _variables(source: Source, local: bool) -> str:
-    """Return the names of the variables to show in an error."""
-    match source:
-        case "torch":
-            return "LOCAL_RANK and LOCAL_WORLD_SIZE" if local else "RANK and WORLD_SIZE"
-        case "kubernetes":
-            return "RANK and WORLD_SIZE, PET_NODE_RANK and PET_NNODES, or JOB_COMPLETION_INDEX and NNODES"
-        case "slurm":
-            return (
-                "SLURM_LOCALID and SLURM_STEP_TASKS_PER_NODE"
-                if local
-                else "SLURM_PROCID and SLURM_NTASKS"
-            )
-        case "mpi":
-            return "OMPI_COMM_WORLD_*, MV2_COMM_WORLD_*, PMI_* and MPI_LOCAL*"
-        case "lsf":
-            return "JSM_NAMESPACE_*"
-        case "xla":
-            return "PJRT_LOCAL_PROCESS_RANK, PJRT_LOCAL_PROCESS_COUNT, TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
-        case "single":
-            return "the arguments"
-        case other:
-            assert_never(other)
 
 
 _SOURCES: Final[
@@ -561,11 +458,8 @@ _SOURCES: Final[
     # some clusters set WORLD_SIZE alone, on login nodes
     (frozenset({"RANK", "LOCAL_RANK"}), _torch),
     (frozenset(names.rank for names in _MPI), _mpi),
-    (frozenset({_JSM.rank}), _lsf),
     (frozenset({"SLURM_PROCID"}), _slurm),
-    (frozenset({"PMI_RANK"}), _pmi),
     (frozenset({"PJRT_DEVICE"}), _xla),
-    (frozenset({"PET_NNODES", "PET_NPROC_PER_NODE"}), _pod),
-    (frozenset({"JOB_COMPLETION_INDEX"}), _indexed_pod),
+    (frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "JOB_COMPLETION_INDEX"}), _pod),
 )
 """The parsers in order of precedence, each with the variables without which it finds nothing."""

@@ -181,20 +181,11 @@ def start_tasks(
             task.communicate()
 
 
-def test_ranks_made_by_srun_check_in_and_meet(tmp_path: Path) -> None:
+def test_ranks_made_by_srun_meet(tmp_path: Path) -> None:
     (code_0, text_0), (code_1, text_1) = start_tasks(tmp_path, ({}, {}))
     assert (code_0, code_1) == (0, 0), text_0 + text_1
-    assert "2 processes (torch)" in text_0 or "2 processes (slurm)" in text_0
     assert "rank 0 sum 1 local 0" in text_0
     assert "rank 1 sum 1 local 1" in text_1
-
-
-def test_a_double_rank_of_srun_is_told_by_both(tmp_path: Path) -> None:
-    wrong = {"SLURM_PROCID": "0"}
-    for code, text in start_tasks(tmp_path, ({}, wrong)):
-        assert code == 1
-        assert "both claim to be rank 0 of 2" in text
-        assert "sum" not in text
 
 
 UNDER_MPIRUN: Final = """

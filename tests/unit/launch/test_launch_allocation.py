@@ -1,4 +1,4 @@
-"""What SLURM, MPI, LSF and Kubernetes say about machines, at every size."""
+"""What SLURM, MPI and Kubernetes say about machines, at every size."""
 
 from __future__ import annotations
 
@@ -108,12 +108,6 @@ def test_mpich_ranks() -> None:
         2,
         "tcp://127.0.0.1:29500",
     )
-
-
-def test_lsf_hosts_are_numbered_by_the_host_list() -> None:
-    env = {"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "a 4 b 4 c 4", "HOSTNAME": "b.cluster"}
-    found = read_allocation(env)
-    assert (found.num_machines, found.machine_rank, found.address) == (3, 1, "a")
 
 
 def test_pods_are_machines() -> None:

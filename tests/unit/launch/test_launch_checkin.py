@@ -89,7 +89,6 @@ def meet(
                 count,
                 mine,
                 timeout_s=timeout_s,
-                name=lambda i: f"machine {i}",
                 waiting=say,
             )
         except LaunchError as error:

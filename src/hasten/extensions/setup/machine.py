@@ -92,7 +92,6 @@ def cluster_of(env: Mapping[str, str]) -> str:
     """Return the scheduler whose variables are set; empty if none."""
     signs = (
         ("SLURM_JOB_ID", "SLURM"),
-        ("LSB_JOBID", "LSF"),
         ("PET_NNODES", "Kubernetes"),
         ("OMPI_COMM_WORLD_SIZE", "OpenMPI"),
         ("PMI_SIZE", "MPI"),

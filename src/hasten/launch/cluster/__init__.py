@@ -1,5 +1,4 @@
 """Launchers of a cluster: one file for each, which turns a request into a plan; `job.py` chooses among them.
 
 Start with `slurm.py` (srun and batch scripts) or `mpi.py`.
-`task.py` is the first code of a rank that srun, mpirun or jsrun has started.
 """

@@ -77,7 +77,7 @@ def plan(request: LaunchRequest, host: Host) -> LaunchPlan:
         env["CCL_WORKER_COUNT"] = str(launch.mpirun_ccl)
     argv = (
         *_mpirun(mpi, launch.mpirun_hostfile, total, per_machine, env),
-        *worker_argv(request.target, host, "hasten.launch.cluster.task"),
+        *worker_argv(request.target, host),
     )
     return LaunchPlan(
         launcher="mpi",

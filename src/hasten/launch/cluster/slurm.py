@@ -76,7 +76,7 @@ esac
 
 
 def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan:
-    """Return the plan of one rank started by srun, mpirun or jsrun, which runs the program after the check-in."""
+    """Return the plan of one rank that srun or mpirun has started."""
     topology = shape.allocation.rank
     assert topology is not None, "the cluster started one command per rank"
     if topology.local_world_size > max(host.num_devices, 1) and not shape.use_cpu:
@@ -108,9 +108,7 @@ def plan_task(request: LaunchRequest, host: Host, shape: JobShape) -> LaunchPlan
         env.setdefault("OMP_NUM_THREADS", str(threads))
     return LaunchPlan(
         launcher="task",
-        procs=(
-            Proc(worker_argv(request.target, host, "hasten.launch.cluster.task"), env),
-        ),
+        procs=(Proc(worker_argv(request.target, host), env),),
         notes=shape.notes[:1],
         supervision=supervision(request, shape),
         target=request.target,

@@ -55,7 +55,6 @@ class CheckIn:
             count,
             self.report,
             timeout_s=self.timeout_s,
-            name=lambda i: f"machine {i}",
             waiting=self.say,
         )
         try:
